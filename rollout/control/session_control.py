@@ -15,7 +15,7 @@ from rollout.core.session_io_struct import (
     SessionReport,
     SessionsReply,
 )
-from rollout.mem_cache.radix_cache import RadixNode
+from rollout.mem_cache.radix_node import RadixNode
 from rollout.scheduler.scheduler import Scheduler
 
 

@@ -23,7 +23,6 @@ from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
 from rollout.core.layer_specs import WindowKV
 from rollout.core.model_config import ModelConfig
-from rollout.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from rollout.core.server_args import ServerArgs
 from rollout.core.tokenizer_files import has_tokenizer, read_tokenizer
 from rollout.distributed.layout import layout_of
@@ -62,7 +61,6 @@ from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
 
-_MOST_CONFIGURED_ENDS = 64  # end tokens of a model's configuration; with more, each batch has its own lists
 _LIBRARY_SUMS = {"cuda": "its matrix products on a GPU run in another order of sums for another batch"}
 
 
@@ -238,6 +236,7 @@ def _wire(
         pin_timeout=args.session_pin_timeout,
         states=_sequence_memory(args, limits, device),
     )
+    lists = partial(RowLists.of_engine, args.max_running_requests, limits.context_length)
     queues = RequestQueues(DecodeBatch())
     stop = StopChecker(config.eos_token_ids, _tokenizer(args), args.sampling_mask_max_tokens)
     return Scheduler(
@@ -251,7 +250,7 @@ def _wire(
             chunked_prefill_size=args.chunked_prefill_size,
             max_running_requests=args.max_running_requests,
         ),
-        steps=StepRunner(runner, sampler, cache, stop, config.vocab_size, partial(_row_lists, args, limits)),
+        steps=StepRunner(runner, sampler, cache, stop, config.vocab_size, lists),
         records=RecordReader(cache, runner.kv_pool, runner.state, runner.route_store),
         stop=stop,
         max_queued_requests=args.max_queued_requests,
@@ -261,12 +260,6 @@ def _wire(
         rest=rest,
         kv_events=events,
     )
-
-
-def _row_lists(args: ServerArgs, limits: Limits) -> RowLists:
-    """A prompt and its output together are no longer than the context; what is not used takes no memory."""
-    most_ends = MAX_STOP_TOKEN_IDS + _MOST_CONFIGURED_ENDS
-    return RowLists([(MAX_LOGIT_BIAS, most_ends, limits.context_length)] * args.max_running_requests)
 
 
 def _kv_events(args: ServerArgs, state: ModelState, parallel: Parallel) -> KVEvents | None:

@@ -12,7 +12,7 @@ A namespace is `(extra_key, weight_epoch)`: prefixes written under other weights
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import count
 from typing import Protocol
 
@@ -20,61 +20,17 @@ import numpy as np
 import torch
 
 from rollout.mem_cache.kv_pool import SlotAllocator
+from rollout.mem_cache.radix_node import (
+    NO_IDS,
+    NO_SLOTS,
+    Namespace,
+    RadixNode,
+    Root,
+    common_prefix,
+    postorder,
+    root_of,
+)
 from rollout.mem_cache.state_pool import SnapshotRows
-
-Namespace = tuple[str | None, int]
-_NO_SLOTS = torch.empty(0, dtype=torch.int64)
-_NO_TOKENS = np.empty(0, dtype=np.int64)
-_NO_HASHES = np.empty(0, dtype=np.int64)
-
-
-class RadixNode:
-    """`tokens` [n] and `slots` [n] of one edge.
-
-    `states`: rows of the state pool, by the number of its tokens after which they are the sequence's recurrent state.
-
-    `lock_count` counts the users of this node or of one below it, `pin_count` those of them that are pins.
-    `block_hashes` are a listener's names of its first tokens, those that the listener was notified of; so many of its
-    children have some, too: `num_named`.
-    """
-
-    __slots__ = (
-        "block_hashes",
-        "children",
-        "last_access",
-        "lock_count",
-        "num_named",
-        "parent",
-        "pin_count",
-        "slots",
-        "states",
-        "tokens",
-    )
-
-    def __init__(self, parent: RadixNode | None, tokens: np.ndarray, slots: torch.Tensor) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.slots = slots
-        self.block_hashes = _NO_HASHES
-        self.num_named = 0
-        self.children: dict[int, RadixNode] = {}
-        self.states: dict[int, int] = {}
-        self.lock_count = 0
-        self.pin_count = 0
-        self.last_access = 0
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-class _Root(RadixNode):
-    """Top of a namespace's tree; there is one while it has children or a user."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, namespace: Namespace) -> None:
-        super().__init__(None, _NO_TOKENS, _NO_SLOTS)
-        self.namespace = namespace
 
 
 class CacheListener(Protocol):
@@ -109,7 +65,7 @@ class RadixCache:
         self._snapshots = snapshots  # None: sequences have no recurrent state
         if snapshots is not None and listener is not None:
             snapshots.on_drop = self._withdraw
-        self._roots: dict[Namespace, _Root] = {}
+        self._roots: dict[Namespace, Root] = {}
         self._retired_below = 0  # namespaces of older weight epochs are never used again
         self._clock = count(1)
         self._heap: list[tuple[int, int, RadixNode]] = []  # (last_access, tie-break, leaf); stale entries are skipped
@@ -139,14 +95,14 @@ class RadixCache:
             child = node.children.get(int(tokens[position]))
             if child is None:
                 break
-            shared = _common_prefix(child.tokens, tokens[position:])
+            shared = common_prefix(child.tokens, tokens[position:])
             if shared < len(child):
                 child = self._split(child, shared)
             self._touch(child, now)
             slots.append(child.slots)
             position += shared
             node = child
-        return node, torch.cat(slots) if slots else _NO_SLOTS
+        return node, torch.cat(slots) if slots else NO_SLOTS
 
     def match_state(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor, int]:
         """As `match`, of the longest prefix whose recurrent state is there; its row, or -1 of no prefix at all."""
@@ -161,7 +117,7 @@ class RadixCache:
                 length -= len(walker) - offset
                 return self._split(walker, offset) if offset < len(walker) else walker, slots[:length], row
             length -= len(walker)
-        return self._root(namespace), _NO_SLOTS, -1
+        return self._root(namespace), NO_SLOTS, -1
 
     def keep_states(self, node: RadixNode, rows: Mapping[int, int]) -> set[int]:
         """`rows` of snapshots by length of the prefix of which they are the state; `node` ends no shorter one.
@@ -202,7 +158,7 @@ class RadixCache:
             self.num_inserts += 1
             self._touch(child, next(self._clock))
             if self._listener is not None and self._snapshots is None:
-                self._listener.stored(child, _root_of(node).namespace, len(child))
+                self._listener.stored(child, root_of(node).namespace, len(child))
             node = child
         return node, known
 
@@ -272,8 +228,8 @@ class RadixCache:
     def drop_retired(self) -> None:
         """Drop what is left of namespaces that are never used again, as far as it is not locked."""
         for root in [root for (_, epoch), root in self._roots.items() if epoch < self._retired_below]:
-            for node in list(_postorder(root)):
-                node.block_hashes, node.num_named = _NO_HASHES, 0
+            for node in list(postorder(root)):
+                node.block_hashes, node.num_named = NO_IDS, 0
                 if self._is_evictable(node):
                     self._remove_leaf(node)
                 else:
@@ -284,7 +240,7 @@ class RadixCache:
         """Drop everything.  The caller has checked that nothing is locked."""
         assert self.num_locked == 0
         for root in self._roots.values():
-            for node in _postorder(root):
+            for node in postorder(root):
                 if node.parent is not None:
                     self._allocator.free_cached(node.slots)
                     self._free_states(node)
@@ -296,14 +252,14 @@ class RadixCache:
 
     def cached_slots(self) -> torch.Tensor:
         """All slots in the tree [num_cached], for integrity checks."""
-        slots = [node.slots for root in self._roots.values() for node in _postorder(root)]
-        return torch.cat(slots) if slots else _NO_SLOTS
+        slots = [node.slots for root in self._roots.values() for node in postorder(root)]
+        return torch.cat(slots) if slots else NO_SLOTS
 
     def _root(self, namespace: Namespace) -> RadixNode:
         assert namespace[1] >= self._retired_below, "a retired namespace is never matched"
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = _Root(namespace)
+            root = self._roots[namespace] = Root(namespace)
         return root
 
     def _split(self, child: RadixNode, length: int) -> RadixNode:
@@ -333,7 +289,7 @@ class RadixCache:
 
     def _offer(self, node: RadixNode) -> None:
         """Enter an unused leaf into the eviction order, and drop an unused root: there is no bound on extra keys."""
-        if isinstance(node, _Root) and not node.children and node.lock_count == 0:
+        if isinstance(node, Root) and not node.children and node.lock_count == 0:
             self._roots.pop(node.namespace, None)
         if not self._is_evictable(node):
             return
@@ -364,7 +320,7 @@ class RadixCache:
         self._allocator.free_cached(node.slots)
         self._free_states(node)
         self.num_cached -= length
-        node.tokens, node.slots, node.block_hashes = _NO_TOKENS, _NO_SLOTS, _NO_HASHES  # stale entries still name it
+        node.tokens, node.slots, node.block_hashes = NO_IDS, NO_SLOTS, NO_IDS  # stale entries still name it
         if is_named and self._snapshots is not None:
             parent.num_named -= 1
             self._withdraw(parent)
@@ -376,7 +332,7 @@ class RadixCache:
         below = next((place for place, node in enumerate(path) if node.states), None)
         if self._listener is None or below is None:
             return
-        namespace = _root_of(path[-1]).namespace
+        namespace = root_of(path[-1]).namespace
         assert namespace[1] >= self._retired_below, "the listener was told that all of it is gone"
         for place in range(len(path) - 1, below - 1, -1):
             node, known = path[place], len(path[place].block_hashes)
@@ -411,36 +367,11 @@ class NoPrefixCache(RadixCache):
     keeps_prefixes = False
 
     def match(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
-        return self._root(namespace), _NO_SLOTS
+        return self._root(namespace), NO_SLOTS
 
     def match_state(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor, int]:
-        return self._root(namespace), _NO_SLOTS, -1
+        return self._root(namespace), NO_SLOTS, -1
 
     def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
         self._allocator.free(slots)
         return self._root(namespace), 0
-
-
-def _root_of(node: RadixNode) -> _Root:
-    while node.parent is not None:
-        node = node.parent
-    assert isinstance(node, _Root)
-    return node
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    length = min(len(a), len(b))
-    differs = a[:length] != b[:length]
-    first = int(differs.argmax())
-    return first if differs[first] else length
-
-
-def _postorder(root: RadixNode) -> Iterator[RadixNode]:
-    """Children before parents, without recursion (chains can be long)."""
-    stack = [root]
-    order = []
-    while stack:
-        node = stack.pop()
-        order.append(node)
-        stack.extend(node.children.values())
-    yield from reversed(order)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from rollout.mem_cache.radix_cache import RadixCache, RadixNode
+from rollout.mem_cache.radix_cache import RadixCache
+from rollout.mem_cache.radix_node import RadixNode
 
 MAX_BRANCHES = 8
 """Prefixes of one session: subagents and the samples of a group continue it differently."""

@@ -20,6 +20,9 @@ import torch
 
 from rollout.core.host_copy import to_device
 from rollout.core.prompt import Prompt
+from rollout.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+
+_MOST_CONFIGURED_ENDS = 64  # end tokens of a model's configuration; with more, each batch has its own lists
 
 
 class SharedLists:
@@ -121,6 +124,11 @@ class RowLists:
         self._values = self.bias_values.numpy()
         self.places: list[Place | None] = [None] * len(widths)  # as they were entered last
         self.is_used = False
+
+    @classmethod
+    def of_engine(cls, num_requests: int, context_length: int) -> RowLists:
+        """For the lists of any requests.  A prompt and its output together are no longer than the context."""
+        return cls([(MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS + _MOST_CONFIGURED_ENDS, context_length)] * num_requests)
 
     def enter(self, index: int, lists: tuple[np.ndarray, np.ndarray, np.ndarray], values: np.ndarray) -> Place | None:
         """Enter the `lists` of row `index` (bias, end tokens, distinct prompt), and the `values` of its bias.

@@ -28,7 +28,8 @@ import zmq
 
 from rollout.core.errors import StartupError
 from rollout.core.kv_events_config import BLOCK_SIZE, REPLAY_BYTES, KVEventsConfig
-from rollout.mem_cache.radix_cache import CacheListener, Namespace, RadixNode
+from rollout.mem_cache.radix_cache import CacheListener
+from rollout.mem_cache.radix_node import Namespace, RadixNode
 
 _MEDIUM = "GPU"  # SGLang's and vLLM's name for the memory that forwards read
 _POSITION_SHIFT = np.int64(32)

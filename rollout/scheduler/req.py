@@ -23,9 +23,10 @@ import numpy as np
 
 from rollout.core.detokenizer import IncrementalDetokenizer
 from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.prompt import Prompt
 from rollout.core.req_output import FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
-from rollout.mem_cache.radix_cache import Namespace, RadixNode
+from rollout.mem_cache.radix_node import Namespace, RadixNode
 from rollout.model_executor.model_state import ServingEpoch
 from rollout.sampling.batch_info import SamplingRow
 from rollout.scheduler.alternatives import AlternativesRecord
@@ -133,7 +134,6 @@ class Req:
         "output",
         "pool_index",
         "prefix_node",
-        "prompt",
         "prompt_ids",
         "prompt_record",
         "sampling_row",
@@ -165,7 +165,6 @@ class Req:
         self.sampling_row = _sampling_row(source, seed, end_ids, self.output)
         if sibling is not None:
             self.sampling_row.shared = sibling.sampling_row.shared
-        self.prompt = self.sampling_row.shared.prompt
         wants_prompt = source.return_logprob and 0 <= source.logprob_start_len < len(source.input_ids)
         self.prompt_record = PromptRecord(source.logprob_start_len) if wants_prompt else None
         self.namespace: Namespace | None = None  # set when it first takes KV, again after a retraction
@@ -224,6 +223,10 @@ class Req:
     @property
     def sampling_params(self) -> SamplingParams:
         return self.source.sampling_params
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.sampling_row.shared.prompt
 
     @property
     def prompt_len(self) -> int:

@@ -321,7 +321,7 @@ class Scheduler:
         self._channel.send(BatchTokenOutput(outputs=[output]))
 
     def _abort(self, message: AbortReqInput) -> None:
-        """An abort has no answer: one that fails is logged, and never ends the loop."""
+        """An abort has no answer: one that fails is logged, and does not end the loop."""
         try:
             self.abort(None if message.abort_all else message.rids)
         except FatalError:
@@ -340,18 +340,16 @@ class Scheduler:
         targets = [self._by_rid[rid] for rid in names if rid in self._by_rid]
         if not targets:
             return 0
-        queues, held_kv = self.queues, False
+        queues = self.queues
         for req in targets:
             waited = queues.waiting.discard(req)
-            held_kv = held_kv or not waited
             message = "Abort in waiting queue" if waited and not req.output.token_ids else "Aborted"
             req.finished = FinishReason(
                 type="abort",
                 message=str(error) if error else reason or message,
                 status_code=status_of(error) if error else None,
             )
-        if held_kv:
-            queues.running.drop_finished()
+        queues.running.drop_finished()
         if queues.partial is not None and queues.partial.finished:
             queues.partial = None
         self._emit(targets)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from rollout.core.forward_batch import ForwardBatch, StateOperands
-from rollout.mem_cache.radix_cache import RadixCache, RadixNode
+from rollout.mem_cache.radix_cache import RadixCache
+from rollout.mem_cache.radix_node import RadixNode
 from rollout.mem_cache.state_pool import SnapshotRows
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Extend, Req

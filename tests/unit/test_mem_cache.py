@@ -16,7 +16,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from rollout.core.errors import StartupError
 from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.memory import Kept, available_memory_bytes, kv_pool_tokens
-from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache, RadixNode
+from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
+from rollout.mem_cache.radix_node import RadixNode
 from tests.tiers import examples
 
 NUM_SLOTS = 40

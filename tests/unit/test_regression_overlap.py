@@ -19,7 +19,8 @@ from rollout.distributed.parallel import Parallel
 from rollout.entrypoints.make_checkpoint import make_checkpoint
 from rollout.mem_cache import kv_pool
 from rollout.mem_cache.kv_pool import NewestTokens
-from rollout.mem_cache.radix_cache import Namespace, RadixCache, RadixNode
+from rollout.mem_cache.radix_cache import RadixCache
+from rollout.mem_cache.radix_node import Namespace, RadixNode
 from rollout.model_executor import input_builder
 from rollout.sampling import torch_sampler
 from rollout.scheduler import cache_manager, scheduler

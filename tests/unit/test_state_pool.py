@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from rollout.core.errors import StartupError
 from rollout.core.layer_specs import RecurrentState
 from rollout.mem_cache.kv_pool import SlotAllocator
-from rollout.mem_cache.radix_cache import RadixCache, RadixNode
+from rollout.mem_cache.radix_cache import RadixCache
+from rollout.mem_cache.radix_node import RadixNode
 from rollout.mem_cache.state_pool import Keeper, SnapshotRows, num_state_rows, state_bytes_per_row
 
 FIRST, ROWS, SLOTS = 3, 4, 96
