@@ -24,8 +24,12 @@ from tests.mixed.zoo import Zoo
 MOST_FAILURES = 10
 _REPORT_EVERY_S = 60.0
 _LOOK_EVERY_S = 5.0
-_WARM_SEEDS = 500
-"""Seeds of a process after which every model has been met, and the answers that are remembered are as many as ever."""
+_MANY = 300
+"""So many schedules of a process say whether its memory grows: all engines that stay are built before them."""
+_WARM = 100
+"""After so many of them the answers that are remembered are as many as ever."""
+_GROWTH = 0.06
+"""What allocators may keep, as a share; the soak grants servers as much."""
 
 
 @dataclass
@@ -54,19 +58,19 @@ class Report:
         else:
             self.tally.add(played.tally)
 
-    def memory_text(self) -> str:
-        """Resident memory where it should not grow any more: the mean of the first and of the last tenth."""
-        parts = []
+    def settled_memory(self) -> list[tuple[float, float]]:
+        """Resident memory of each process that played many: the mean over the first and over the last tenth, MB."""
+        found = []
         for sizes in self.memory.values():
-            settled = sizes[_WARM_SEEDS:] or sizes[-1:]
-            tenth = max(1, len(settled) // 10)
-            first, last = settled[:tenth], settled[-tenth:]
-            parts.append(f"{sum(first) / tenth:.0f} to {sum(last) / tenth:.0f} MB")
-        return " and ".join(parts)
+            if len(sizes) >= _MANY:
+                settled = sizes[_WARM:]
+                tenth = len(settled) // 10
+                found.append((sum(settled[:tenth]) / tenth, sum(settled[-tenth:]) / tenth))
+        return found
 
 
 def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> bool:
-    """Play the schedules of `seeds`; models are in `folder`.  False: something differed, and was printed."""
+    """Play the schedules of `seeds`; models are in `folder`.  False: something differed, or memory grows."""
     report, console, started = Report(), Console(), time.monotonic()
     reported = started
     _say(console, f"schedules of the seeds {seeds[0]}..{seeds[-1]}")
@@ -85,9 +89,14 @@ def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> boo
             if len(report.failures) == MOST_FAILURES:
                 break
     end = f"{len(report.failures)} failed" if report.failures else "nothing differs"
-    text = f"{end} in {time.monotonic() - started:.0f} s: {report.tally}"
-    _say(console, f"{text}\nmemory {report.memory_text()}")
-    return not report.failures
+    _say(console, f"{end} in {time.monotonic() - started:.0f} s: {report.tally}")
+    memory = report.settled_memory()
+    for first, last in memory:
+        _say(console, f"memory {first:.0f} MB, in the end {last:.0f} MB")
+    grows = any(last > first * (1 + _GROWTH) for first, last in memory)
+    if grows:
+        _say(console, f"memory grows by more than {_GROWTH:.0%}")
+    return not report.failures and not grows
 
 
 def play_seed(seed: int, zoo: Zoo) -> Played:
@@ -107,13 +116,13 @@ def resident_mb() -> float:
 def _played(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> Iterator[Played]:
     """Each process plays every so many-th seed."""
     if num_processes == 1:
-        yield from (play_seed(seed, zoo) for seed in seeds)
+        yield from _play_part(zoo, seeds)
         return
     zoo.write_all()
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[Played] = context.Queue()
     parts = [seeds[number::num_processes] for number in range(num_processes)]
-    processes = [context.Process(target=_play_part, args=(folder, part, results), daemon=True) for part in parts]
+    processes = [context.Process(target=_play_apart, args=(folder, part, results), daemon=True) for part in parts]
     for process in processes:
         process.start()
     try:
@@ -134,11 +143,17 @@ def _next_of(results: multiprocessing.Queue[Played], processes: Sequence[BasePro
                 raise RuntimeError(f"a process that plays has ended with status {ended[0]}") from None
 
 
-def _play_part(folder: Path, seeds: Sequence[int], results: multiprocessing.Queue[Played]) -> None:
+def _play_apart(folder: Path, seeds: Sequence[int], results: multiprocessing.Queue[Played]) -> None:
+    """In a process of its own."""
     torch.set_num_threads(1)
-    zoo = Zoo(folder)
-    for seed in seeds:
-        results.put(play_seed(seed, zoo))
+    for played in _play_part(Zoo(folder), seeds):
+        results.put(played)
+
+
+def _play_part(zoo: Zoo, seeds: Sequence[int]) -> Iterator[Played]:
+    if len(seeds) >= _MANY:
+        zoo.build_all()
+    return (play_seed(seed, zoo) for seed in seeds)
 
 
 def _say(console: Console, text: str) -> None:

@@ -135,6 +135,11 @@ class Zoo:
         for shape in self.shapes:
             self.model(shape.family, shape.dtype)
 
+    def build_all(self) -> None:
+        """Build every engine that computes requests alone: what it takes is not memory that schedules keep."""
+        for shape in self.shapes:
+            self.model(shape.family, shape.dtype).build_all()
+
     def _remember(self, key: Any, answer: Callable[[], Result]) -> Result:
         known = self._answers.get(key)
         if known is None:
@@ -164,6 +169,10 @@ class Model:
     @cached_property
     def changed(self) -> list[str]:
         return [name for name in self.contents[0] if _changes(name)]
+
+    def build_all(self) -> None:
+        for content in range(NUM_CONTENTS):
+            self._engine(content)
 
     def alone(self, ask: Ask, seed: int, content: int, most: int | None = None) -> Result:
         """What a sample of `ask` gets from an engine of this content that has nothing else to do.
