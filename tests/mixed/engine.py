@@ -27,7 +27,7 @@ from rollout.engine import build_graphs
 from rollout.scheduler import scheduler as scheduler_module
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.req import Req
-from rollout.tokenizer_manager.replay import cache_key, check_replay
+from rollout.tokenizer_manager.replay import check_replay
 from tests.graph_loop import captured_engines
 from tests.local_refresh import control_of
 from tests.mixed.listener import tapped
@@ -96,7 +96,7 @@ class Engine(Harness):
         key, replay = ask.key, fields["replay"]
         if replay is not None:
             check_replay(replay, len(ask.prompt), ask.new_tokens)
-            key = cache_key(key, replay)
+            key = f"{key or ''}\x00{ask.replay}"
         samples = []
         for number, seed in enumerate(ask.seeds):
             params = SamplingParams(**ask.params, n=len(ask.seeds), sampling_seed=seed)
