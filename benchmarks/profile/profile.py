@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median, quantiles
 
+from benchmarks.profile.flags import WATCHED_EVERY
 from benchmarks.profile.machine import Machine, measure_reading
 from benchmarks.profile.operators import OperatorTimer, OperatorUse
 from benchmarks.profile.steps import FORWARD, PLAYED, SECTIONS, Step, StepRecorder, num_decoding
@@ -23,10 +24,8 @@ from rollout.entrypoints.engine import Engine
 from rollout.model_executor.recorded_forward import Tape
 from rollout.scheduler.stats import StepStats
 
-WATCHED_EVERY = 6  # of the decode steps, one in so many is watched
 PREFILL_PASSES = 6  # half of them watched, after one to warm up
 WARM_UP_TOKENS = 4
-MIN_OUTPUT_LEN = 4 * WATCHED_EVERY
 
 
 @dataclass(frozen=True)

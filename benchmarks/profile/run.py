@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.profile.flags import parser
 from benchmarks.profile.machine import Machine, measure_machine
-from benchmarks.profile.profile import MIN_OUTPUT_LEN, Profile, Profiler, Workload, decode_head_start, runs_of
+from benchmarks.profile.profile import Profile, Profiler, Workload, decode_head_start, runs_of
 from benchmarks.profile.report import as_json, machine_line, noise_line, operator_table, overview, phase_table
 from benchmarks.profile.trace import write_trace
 from rollout.core.errors import BadRequest, LockstepError, StartupError
 from rollout.core.model_config import ModelConfig
-from rollout.core.server_args import DTYPES
 from rollout.distributed.parallel import Parallel
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
@@ -36,7 +36,7 @@ SLOTS_KEPT_PER_REQUEST = 8  # more than the scheduler keeps free when it admits 
 
 def main(argv: Sequence[str]) -> int:
     """The command with the words after its name; its exit status.  A refusal is one line on stderr."""
-    args = _parse(argv)
+    args = parser().parse_args(argv)
     try:
         with _model_path(args.model_path) as path:
             return _bench(args, path)
@@ -162,52 +162,3 @@ def _model_path(given: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         yield make_checkpoint(folder, CheckpointSpec(context_length=DEMO_CONTEXT))
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="lockstep bench",
-        description="Tokens a second, the breakdown of a step, and how far each operator is from the roofline.",
-    )
-    add = parser.add_argument
-    add("--model-path", type=Path, help="checkpoint folder (default: a small random model, made for the occasion)")
-    add("--batch-sizes", type=_count(), nargs="+", default=[1, 8, 32, 64], metavar="N", help="(default: 1 8 32 64)")
-    add("--input-len", type=_count(), default=128, metavar="N", help="prompt tokens of a request (default: 128)")
-    add(
-        "--output-len", type=_count(MIN_OUTPUT_LEN), default=64, metavar="N",
-        help=f"decode steps that are measured, at least {MIN_OUTPUT_LEN} (default: 64)",
-    )  # fmt: skip
-    add(
-        "--prefill",
-        type=_count(0),
-        default=2048,
-        metavar="N",
-        help="tokens of one long prompt; 0: none (default: 2048)",
-    )
-    add("--temperature", type=_temperature, default=0.0, help="of sampling; 0 is greedy (default: 0)")
-    add("--chunked-prefill-size", type=int, default=2048, help="most prompt tokens of a step (default: 2048)")
-    add("--dtype", choices=DTYPES, default="auto", help="of weights and KV (default: the checkpoint's)")
-    add("--threads", type=_count(), help="compute threads (default: all cores)")
-    add("--disable-native-kernels", action="store_true", help="run on plain torch")
-    add("--trace", type=Path, metavar="FILE", help="write a Chrome trace of a few steps")
-    add("--json", type=Path, metavar="FILE", help="write all numbers")
-    return parser.parse_args(argv)
-
-
-def _count(least: int = 1) -> Callable[[str], int]:
-    """A whole number from `least` up."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}")
-        return value
-
-    return parse
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError("must be 0 or more")
-    return value

@@ -10,19 +10,15 @@ Shapes: N samples of one prompt, O output positions.
 from __future__ import annotations
 
 import re
-from importlib.resources import files
 
 import torch
 
+from examples.demo.questions import load_questions
+
+__all__ = ["group_advantages", "load_questions", "policy_gradient_loss", "reward"]
+
 PROMPT_TEMPLATE = "Question: {question}\nAnswer:"
 DIGITS_WEIGHT = 0.5
-
-
-def load_questions() -> list[tuple[str, int]]:
-    """The arithmetic questions that ship with the package, with their answers."""
-    text = files("examples.demo").joinpath("questions.txt").read_text(encoding="utf-8")
-    pairs = [line.split("\t") for line in text.splitlines() if line]
-    return [(question, int(answer)) for question, answer in pairs]
 
 
 def reward(text: str, answer: int) -> float:

@@ -26,13 +26,12 @@ from rich.console import Console
 
 from examples.demo.checks import Row, rows_of
 from examples.demo.display import Display, make_display, results_table
+from examples.demo.flags import SIZES, parser
 from examples.demo.messages import Failure, Progress, TrainerReport, decode
-from examples.demo.objective import load_questions
 from rollout.client import RolloutClient
 from rollout.core.errors import LockstepError
-from rollout.entrypoints.checkpoint_spec import FAMILIES
 from rollout.entrypoints.child_process import ChildProcess, seconds_left
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from rollout.entrypoints.make_checkpoint import make_checkpoint
 from weight_sync.process_group import free_port
 
 READY_TIMEOUT_S = 120.0
@@ -41,14 +40,6 @@ POLL_S = 0.2
 INTERRUPTED = 130
 PLAIN_WIDTH = 118
 
-SIZES = {
-    "standard": CheckpointSpec(shards=4),
-    "tiny": CheckpointSpec(
-        vocab_size=384, hidden_size=64, layers=3, heads=4, head_dim=16, kv_heads=2, intermediate_size=128,
-        experts=16, moe_intermediate_size=32, shards=2,
-    ),
-}  # fmt: skip
-
 
 class DemoError(LockstepError):
     """The demo cannot go on; the message says why and shows the last output of the process in question."""
@@ -56,7 +47,7 @@ class DemoError(LockstepError):
 
 def main(argv: Sequence[str]) -> int:
     """Run it: 0 if every check held, 1 if one failed or something broke, 130 if interrupted."""
-    args = _parse(argv)
+    args = parser().parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     started = time.monotonic()
     try:
@@ -229,35 +220,3 @@ def _work_folder(args: argparse.Namespace) -> Iterator[Path]:
             print(f"kept: {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    num_questions = len(load_questions())
-    parser = argparse.ArgumentParser(
-        prog="lockstep demo", description="Run one whole step of reinforcement learning on a small model."
-    )
-    add = parser.add_argument
-    add("--workdir", type=Path, help="folder for checkpoint and logs, kept (default: a temporary one)")
-    add("--keep", action="store_true", help="keep the temporary folder")
-    add("--size", choices=sorted(SIZES), default="standard", help="model to train (default: standard, 15 M parameters)")
-    add("--family", choices=FAMILIES, default="qwen3_moe", help="family of the model (default: qwen3_moe)")
-    add("--seed", type=int, default=0, help="seed of weights and sampling (default: 0)")
-    add("--steps", type=_count(8), default=1, help="policy-gradient steps, each with a refresh (default: 1)")
-    add("--prompts", type=_count(num_questions), default=12, help=f"questions, at most {num_questions} (default: 12)")
-    add("--samples", type=_count(64, least=2), default=6, help="samples per question (default: 6)")
-    add("--max-new-tokens", type=_count(256), default=32, help="longest answer in tokens (default: 32)")
-    add("--learning-rate", type=float, default=3e-4, help="Adam's (default: 3e-4)")
-    add("--port", type=int, default=0, help="the server's port (default: a free one)")
-    return parser.parse_args(argv)
-
-
-def _count(most: int, least: int = 1) -> Any:
-    """A whole number in least..most."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be in {least}..{most}")
-        return value
-
-    return parse

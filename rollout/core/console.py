@@ -7,3 +7,9 @@ import sys
 
 def say(line: str, prefix: str = "lockstep: ") -> None:
     print(prefix + line, file=sys.stderr, flush=True)
+
+
+def fail(reason: str) -> int:
+    """Print why the command ends, in one line; the exit status."""
+    say(f"error: {' '.join(reason.split())}")
+    return 1

@@ -1,17 +1,15 @@
-"""`lockstep serve`: from the command line to a server, and from a signal to its orderly end.
+"""A server: from its settings to its orderly end.
 
-check settings -> bind the port -> start the scheduler, load the tokenizer -> serve
+start the scheduler, load the tokenizer -> serve
 SIGTERM, SIGINT -> refuse new requests -> the scheduler drains -> answers are written -> exit 0
 the scheduler dies -> what is in flight gets 503 -> exit 1 with the reason
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import shutil
 import signal
@@ -22,29 +20,25 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rollout.core.console import fail as _fail
 from rollout.core.console import say
 from rollout.core.errors import LockstepError, StartupError, Unavailable
 from rollout.core.io_struct import SchedulerReady, ShutdownReqInput
 from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
-from rollout.core.server_cli import add_cli_args, server_args_from_namespace
 from rollout.distributed.layout import ParallelLayout, layout_of
-from rollout.entrypoints.connections import (
-    LISTEN_BACKLOG,
-    BoundedServer,
-    connections_within,
-    quiet_about_files,
-    raise_file_limit,
-)
+from rollout.entrypoints.connections import BoundedServer, connections_within, quiet_about_files, raise_file_limit
 from rollout.entrypoints.dashboard.history import ServerHistory
 from rollout.entrypoints.http_server import build_app
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.router_registration import RouterRegistration, own_url
 from rollout.entrypoints.scheduler_process import WORKER_COMMAND, SchedulerProcesses, run_follower
-from rollout.models.registry import served_model_config
+from rollout.entrypoints.serve import bind, checked_config, main, remote_host
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.tokenizer import Tokenizer
+
+__all__ = ["main", "run_server"]
 
 PROGRESS_EVERY_S = 5.0
 DRAIN_MARGIN_S = 5.0
@@ -55,37 +49,24 @@ LAST_WORDS_S = 1.0
 KEEP_ALIVE_S = 75
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run a server until a signal stops it; the exit status.  A startup error is one line on stderr and status 1."""
-    parser = argparse.ArgumentParser(prog="lockstep serve", description="Serve a checkpoint over HTTP.")
-    add_cli_args(parser)
-    namespace = parser.parse_args(argv)
-    logging.basicConfig(
-        level=namespace.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        return run_server(server_args_from_namespace(namespace))
-    except LockstepError as error:
-        return _fail(str(error))
+def run_server(
+    args: ServerArgs, worker_command: Sequence[str] = WORKER_COMMAND, listener: socket.socket | None = None
+) -> int:
+    """Serve until a signal or the scheduler's death; the exit status.  Raises `StartupError`.
 
-
-def run_server(args: ServerArgs, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
-    """Serve until a signal or the scheduler's death; the exit status.  Raises `StartupError`."""
-    config = served_model_config(args)
-    if args.return_routed_experts_by_default and not config.is_moe:
-        raise StartupError("--return-routed-experts-by-default: this model is dense, it has no experts to route to")
-    layout = layout_of(args)
-    _remote_host(args)  # a name that does not resolve is refused before anything starts
+    `listener`: bound and listening already; None: it is bound here.
+    """
+    config, layout = checked_config(args), layout_of(args)
+    host = remote_host(args)  # a name that does not resolve is refused before anything starts
     if args.node_rank > 0:
         with _private_folder() as folder:
             return asyncio.run(run_follower(args, layout, folder, worker_command))
-    with contextlib.closing(_bind(args)) as listener, _private_folder() as folder:
-        return asyncio.run(_Server(args, config, layout, listener, folder, worker_command).run())
+    with contextlib.closing(listener or bind(args)) as taken, _private_folder() as folder:
+        return asyncio.run(_Server(args, config, layout, taken, folder, worker_command, host).run())
 
 
 class _Server:
-    """One server's life."""
+    """`listener`: bound and listening.  `host`: the address of machine 0, where there are several."""
 
     def __init__(
         self,
@@ -95,6 +76,7 @@ class _Server:
         listener: socket.socket,
         folder: Path,
         worker_command: Sequence[str],
+        host: str | None,
     ) -> None:
         self._args = args
         self._config = config
@@ -102,6 +84,7 @@ class _Server:
         self._listener = listener
         self._folder = folder
         self._worker_command = worker_command
+        self._host = host
         self._most_connections = connections_within(raise_file_limit())
         self._stop = asyncio.Event()
         self._scheduler: SchedulerProcesses | None = None
@@ -110,7 +93,7 @@ class _Server:
     async def run(self) -> int:
         """Raises `StartupError`."""
         self._install_signals()
-        channel = SchedulerChannel(self._folder, self._layout.num_replicas, _remote_host(self._args))
+        channel = SchedulerChannel(self._folder, self._layout.num_replicas, self._host)
         metrics = Metrics(self._args.name, self._args.dp_size)
         manager = TokenizerManager(self._args, self._config, channel, observers=[metrics])
         history = ServerHistory(manager)
@@ -252,27 +235,6 @@ def _http_server(app: object, args: ServerArgs, most_connections: int) -> Bounde
     )
 
 
-def _bind(args: ServerArgs) -> socket.socket:
-    """A listening socket, taken before anything expensive starts.  Raises `StartupError`."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise StartupError(f"--host {args.host}: {error.strerror or error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(LISTEN_BACKLOG)
-    except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
-        raise StartupError(f"cannot listen on {args.host}:{args.port}: {reason}; choose another --port") from None
-    listener.setblocking(False)
-    return listener
-
-
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
     """A folder that only this user can enter, removed at the end."""
@@ -307,22 +269,5 @@ async def _report_progress() -> None:
         say(f"still loading ({waited:.0f} s)")
 
 
-def _remote_host(args: ServerArgs) -> str | None:
-    """The address of machine 0 that ranks on others know.  Raises `StartupError`."""
-    if args.nnodes == 1 or args.dist_init_addr is None:
-        return None
-    try:
-        return socket.gethostbyname(args.dist_init_addr.rpartition(":")[0].strip("[]"))
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise StartupError(f"--dist-init-addr {args.dist_init_addr}: {reason}") from None
-
-
 def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _fail(reason: str) -> int:
-    line = " ".join(reason.split())
-    say(f"error: {line}")
-    return 1

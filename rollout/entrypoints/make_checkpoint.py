@@ -6,7 +6,6 @@ what matters for testing: experts are chosen decisively, and the next token depe
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -19,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from rollout.core.errors import LockstepError, StartupError
-from rollout.core.server_cli import add_cli_args
 from rollout.entrypoints.checkpoint_families import published_form
 from rollout.entrypoints.checkpoint_spec import OUTPUT_LOGIT_STD, OWN_FAMILIES, ROUTER_LOGIT_STD, CheckpointSpec
 from rollout.entrypoints.checkpoint_tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, train_tokenizer
+from rollout.entrypoints.command_parsers import make_checkpoint_parser as cli_parser
 from weight_sync.tensor_meta import DTYPES
 
 __all__ = ["CheckpointSpec", "cli_parser", "hf_config", "main", "make_checkpoint", "random_weights"]
@@ -166,17 +165,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 # --- command line ------------------------------------------------------------------------------------------------
-
-
-def cli_parser() -> argparse.ArgumentParser:
-    """`DIR`, one flag per field of `CheckpointSpec`, and `--force`."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep make-checkpoint", description="Write a small random checkpoint in Hugging Face format."
-    )
-    parser.add_argument("path", metavar="DIR", help="folder to write, new or empty")
-    parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
-    add_cli_args(parser, CheckpointSpec)
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,8 +23,8 @@ import torch
 
 from rollout.core.errors import LockstepError, StartupError
 from rollout.core.server_args import ServerArgs
-from rollout.entrypoints import launch
-from rollout.integrations.child_server import flag_words
+from rollout.entrypoints import serve
+from rollout.entrypoints.server_info import flag_words
 
 ALIASES = {
     "model": "model_path",
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 1
-    return launch.main(words)
+    return serve.main(words)
 
 
 def launch_server(server_args: Any, *_: Any, **__: Any) -> None:

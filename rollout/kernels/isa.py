@@ -14,8 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 TILES = "amx_bf16"
 EMULATED_TILES = "emulated_amx"
 _NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
@@ -39,7 +37,7 @@ _NEEDS = {
 CHOICES = ("auto", *COMPILER_FLAGS)
 
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
-_TRIAL = "import sys; from rollout.kernels.isa import try_tiles; sys.exit(try_tiles(sys.argv[1]))"
+_TRIAL = "import sys; from rollout.kernels.tiles_trial import try_tiles; sys.exit(try_tiles(sys.argv[1]))"
 _TRIAL_TIMEOUT_S = 120.0
 
 
@@ -108,15 +106,3 @@ def tiles_refusal(library: Path) -> str:
         failure = f"died of signal {-done.returncode}" if done.returncode < 0 else f"failed: {last}"
         answer.write_text(f"a trial of them {failure}" if done.returncode != 0 else "")
     return answer.read_text()
-
-
-def try_tiles(library: str) -> int:
-    """Exit status 0 if the tiles of this processor compute what their emulation does, bit for bit."""
-    if not request_tiles():
-        print("Linux does not let this process use tile registers", file=sys.stderr)
-        return 1
-    torch.ops.load_library(library)
-    if not torch.ops.lockstep.tiles_agree():
-        print("they compute other bits than Intel's description says", file=sys.stderr)
-        return 2
-    return 0

@@ -46,7 +46,7 @@ LAYERS = {
 OPTIONAL_EXTRAS = {"flashinfer", "deep_ep"}
 LAZY_IMPORT_ALLOWED = {"rollout/entrypoints/cli.py"}  # so that `lockstep --help` does not load torch
 # What the HTTP process and the trainer-side libraries must never load.
-HTTP_PROCESS = ("rollout.entrypoints.launch",)
+HTTP_PROCESS = ("rollout.entrypoints.launch", "rollout.entrypoints.serve")
 ENGINE_ONLY = (
     "rollout.layers",
     "rollout.model_executor",
