@@ -104,17 +104,16 @@ class Checker:
     def _check_alone(self, result: Result, watch: Watch, content: int) -> None:
         record = result.finished
         assert record is not None and self.engine is not None
-        is_cut = record.reason.type == "abort" and record.reason.status_code != OVER_MASK_LIMIT
+        is_cut = record.reason.type == "abort" and record.reason.status_code not in OVER_MASK_LIMIT
         want = self._model.alone(watch.ask, watch.seed, content, len(result.token_ids) if is_cut else None)
         assert want.finished is not None
-        end = _end_of_masks(want, watch.ask, self.engine.settings.mask_limit)
-        is_over_limit = end is not None and record.reason.status_code == OVER_MASK_LIMIT
-        if is_over_limit:
-            _same("tokens", result.token_ids, want.token_ids[:end])
+        end, status = _end_of_masks(want, watch.ask, self.engine.settings.mask_limit)
+        if record.reason.status_code in OVER_MASK_LIMIT:
+            _same("where masks end it", (len(result.token_ids), record.reason.status_code), (end, status))
         elif record.reason.type == "abort":
             self._require_abort(watch, record)
         elif end is not None:
-            raise Violation(f"the mask of token {end} is over the limit, and it went on")
+            raise Violation(f"the mask of token {end} is over a limit, and it went on")
         else:
             _same("tokens", result.token_ids, want.token_ids)
             _same("finish reason", record.reason, want.finished.reason)
@@ -150,7 +149,7 @@ class Checker:
     def _check_mixed(self, result: Result, watch: Watch) -> None:
         record, ask = result.finished, watch.ask
         assert record is not None
-        if record.reason.type == "abort" and record.reason.status_code != OVER_MASK_LIMIT:
+        if record.reason.type == "abort" and record.reason.status_code not in OVER_MASK_LIMIT:
             self._require_abort(watch, record)
         if ask.routes:
             _check_rows(result, watch)
@@ -213,7 +212,7 @@ class Checker:
     def _count(self, result: Result, watch: Watch, record: FinishedRecord) -> None:
         tally = self.tally
         tally.aborted += record.reason.type == "abort"
-        tally.over_mask_limit += record.reason.status_code == OVER_MASK_LIMIT
+        tally.over_mask_limit += record.reason.status_code in OVER_MASK_LIMIT
         tally.tokens += len(result.token_ids)
         tally.masks += len(result.mask.counts)
         tally.route_rows += record.routed_experts.num_rows if record.routed_experts else 0
@@ -258,7 +257,7 @@ def _check_versions(result: Result, watch: Watch, record: FinishedRecord) -> Non
     *earlier, last = watch.lives
     given_up = next((life for life in reversed(earlier) if life), [])
     written = (last + given_up[len(last) :])[: len(result.prompt_ids)]
-    is_known = record.reason.type != "abort" or record.reason.status_code == OVER_MASK_LIMIT
+    is_known = record.reason.type != "abort" or record.reason.status_code in OVER_MASK_LIMIT
     prefill = [epoch for _, epoch in _spread(record.prefill_weight_versions)]
     if is_known and prefill != written:
         raise Violation(f"the prompt's KV is said to be of the epochs {prefill}, it is of {written}")
@@ -297,9 +296,16 @@ def _check_lengths(result: Result, ask: Ask) -> None:
         raise Violation("log-probabilities of masks are missing")
 
 
-def _end_of_masks(want: Result, ask: Ask, limit: int) -> int | None:
-    """The first token whose mask has more than `limit` ids."""
-    return next((index for index, count in enumerate(want.mask.counts) if count > limit), None)
+def _end_of_masks(want: Result, ask: Ask, limit: int) -> tuple[int | None, int | None]:
+    """The first token whose mask is over the limit of one or, with those before it, of all; and the status."""
+    total = 0
+    for index, count in enumerate(want.mask.counts):
+        total += count
+        if count > limit:
+            return index, 400
+        if ask.mask_ids is not None and total > ask.mask_ids:
+            return index, 413
+    return None, None
 
 
 def _check_masks(result: Result, want: Result, count: int) -> None:

@@ -105,7 +105,8 @@ class Engine(Harness):
             samples.append(
                 TokenizedGenerateReqInput(
                     rid=rid, input_ids=ask.prompt, sampling_params=params, stream=ask.stream, extra_key=key,
-                    max_kv_version_lag=ask.lag, priority=ask.priority, session_id=ask.session, **fields,
+                    max_kv_version_lag=ask.lag, max_mask_ids=ask.mask_ids, priority=ask.priority,
+                    session_id=ask.session, **fields,
                 )
             )  # fmt: skip
             self.results[rid] = Result(rid, ask.prompt, route_shape=self._route_shape)

@@ -50,6 +50,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     routes_start: int = 0
     replay: Replay | None = None
     mask: Literal["selected", "support"] | None = None
+    mask_ids: int | None = None  # most ids of all masks of a sample
     lag: int | None = None
 
     @property
@@ -344,6 +345,7 @@ class _Drawn:
         params = {"max_new_tokens": new, "ignore_eos": rng.random() < 0.6} | self._sampling(new)
         if uses["masks"] and _filters(params) and rng.random() < 0.8:
             fields["mask"] = rng.choice(["selected", "support"])
+            fields["mask_ids"] = rng.choice([None, None, None, 8, 100, 600])
         fields |= self._scores(len(prompt))
         count = rng.choice([1, 1, 1, 2, 3, 5])
         first = rng.randrange(1 << 40)

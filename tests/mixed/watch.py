@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from tests.mixed.schedule import Ask
 from tests.scheduler_harness import Result
 
-OVER_MASK_LIMIT = 400
-"""The status of a request that ends with a token whose mask has too many ids: computed, and not returned."""
+OVER_MASK_LIMIT = (400, 413)
+"""What a request ends with at a token whose mask has too many ids, by itself and with all before it.
+
+The token was computed, and is not returned.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Watch:
         computed = 0
         if record.reason.type != "abort":
             computed = len(result.prompt_ids) + max(len(result.token_ids) - 1, 0)
-        elif record.reason.status_code == OVER_MASK_LIMIT:
+        elif record.reason.status_code in OVER_MASK_LIMIT:
             computed = len(result.prompt_ids) + len(result.token_ids)
         self.advance(record.num_retractions, computed, len(result.token_ids), turn)
 
