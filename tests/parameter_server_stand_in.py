@@ -35,7 +35,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 ALIGNMENT = 256
 WAIT_MS = 20_000
-BUCKET_BYTES = 4 << 20  # of the program; a tensor of the models on a device takes up to 1 MiB
 
 Form = Literal["pickle", "json"]
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -54,6 +53,11 @@ def plan(named: Named, bucket_bytes: int) -> list[list[tuple[str, torch.Tensor]]
         buckets[-1].append((name, tensor))
         room -= size
     return buckets
+
+
+def bucket_bytes_for(named: Named) -> int:
+    """Of the program: small, so that a checkpoint takes some buckets, but as large as its largest tensor."""
+    return max(1 << 17, *(aligned(tensor.nbytes) for _, tensor in named))
 
 
 def aligned(nbytes: int) -> int:
@@ -193,7 +197,8 @@ def main() -> None:
         return message
 
     where = sys.argv[4] if len(sys.argv) > 4 else "cpu"
-    with ParameterServerStandIn(BUCKET_BYTES, "json" if form == "json" else "pickle", buffer_device=where) as server:
+    size = bucket_bytes_for(list(tensors.items()))
+    with ParameterServerStandIn(size, "json" if form == "json" else "pickle", buffer_device=where) as server:
         server.rewrite = stop
         print(json.dumps(server.handles), flush=True)
         server.update(list(tensors.items()))

@@ -57,6 +57,11 @@ def run_server(
     `listener`: bound and listening already; None: it is bound here.
     """
     config, layout = checked_config(args), layout_of(args)
+    if (args.context_length or 0) > config.max_position_embeddings:
+        say(
+            f"--context-length {args.context_length} is more than the model's {config.max_position_embeddings}, which "
+            "it gets; a longer one takes a scaled rotation: --json-model-override-args"
+        )
     host = remote_host(args)  # a name that does not resolve is refused before anything starts
     if args.node_rank > 0:
         with _private_folder() as folder:

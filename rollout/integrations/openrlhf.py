@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import uuid
@@ -92,6 +93,8 @@ class AsyncEngineArgs:
             "enable_memory_saver": may_sleep,
             "enable_weights_cpu_backup": may_sleep,
         }
+        if isinstance(given.get("hf_overrides"), dict):  # vLLM's may also be a function
+            self.settings["json_model_override_args"] = json.dumps(given.pop("hf_overrides"))
         if given:
             raise BadRequest(f"arguments of vLLM's engine that this server does not have: {', '.join(sorted(given))}")
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.core.errors import StartupError, UnsupportedFeature
+from rollout.core.errors import BadRequest, StartupError, UnsupportedFeature
 from rollout.core.server_args import ServerArgs
 from rollout.core.server_cli import add_cli_args, args_of_call, server_args_from_namespace
 from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
 from rollout.entrypoints.engine import Engine
 from rollout.entrypoints.server_info import flag_words, launch_command, resolved_args
+from rollout.integrations.openrlhf import AsyncEngineArgs
 from rollout.models.registry import load_model_config, model_config_from_dict
 from rollout.numerics import use_engine_numerics
 from tests.config_judge import rotation_of
@@ -170,6 +171,13 @@ def test_a_call_in_python_takes_either_name_and_an_object(name: str, as_text: bo
     assert args.model_overrides == YARN and dataclasses.is_dataclass(args)
     with pytest.raises(StartupError, match="hf_overrides and json_model_override_args are one setting"):
         args_of_call({"model_path": "m", "hf_overrides": {}, "json_model_override_args": "{}"})
+
+
+def test_openrlhf_s_engine_takes_them_by_vllm_s_name() -> None:
+    settings = AsyncEngineArgs(model="m", hf_overrides={"rope_scaling": YARN}).settings
+    assert parsed(*flag_words(settings)).model_overrides == {"rope_scaling": YARN}
+    with pytest.raises(BadRequest, match="does not have: hf_overrides"):
+        AsyncEngineArgs(model="m", hf_overrides=lambda config: config)
 
 
 @pytest.fixture(scope="module")
