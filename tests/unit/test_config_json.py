@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -298,6 +299,22 @@ def test_equal_values_in_two_places_are_one() -> None:
 
 
 SEES = "qwen3_5 that sees"
+IN_EITHER: list[tuple[str, Any]] = [
+    *(setting for setting in GIVEN if setting[0] != "text_config"),
+    *(("rope_scaling", rope) for rope in rotations() if rope is not LEFT_OUT),
+    *(("rope_parameters", rope) for rope in rotations() if rope is not LEFT_OUT),
+    *(("vocab_size", 320), ("vocab_size", 64), ("dtype", "float16"), ("num_local_experts", 4)),
+]
+
+
+@settings(max_examples=examples(600), deadline=None)
+@given(st.data())
+def test_any_setting_beside_or_inside_of_the_text_model_is_transformers_or_refused(data: st.DataObject) -> None:
+    raw = published_config(data.draw(st.sampled_from([SEES, "qwen3_5_moe that sees"]), "family"))
+    for name, value in data.draw(st.lists(st.sampled_from(IN_EITHER), max_size=3), "given"):
+        place = raw["text_config"] if data.draw(st.booleans(), f"{name} inside") else raw
+        place[name] = copy.deepcopy(value)
+    assert difference(raw) in (None, UNUSABLE)
 
 
 @pytest.mark.parametrize(
