@@ -219,7 +219,7 @@ class WeightControl:
         begun = _replies("Weight update begun.", BeginReply(update_id=update_id))
         if update_id == self._updater.open_id:  # sent again, as its answer did not arrive
             return Job(verb, _nothing, begun)
-        if verb.coverage == "partial" and verb.manifest is None and verb.update_id is None:
+        if verb.coverage == "partial" and not verb.has_manifest and verb.update_id is None:
             raise BadRequest(
                 "coverage partial without a manifest takes whatever comes: give an update_id, so that only yours does"
             )
@@ -232,7 +232,7 @@ class WeightControl:
         def io() -> None:
             self._updater.require_none_open()
             self._require_base(verb)
-            manifest = None if verb.manifest is None else parse_manifest(map(astuple, verb.manifest))
+            manifest = parse_manifest(map(astuple, verb.entries())) if verb.has_manifest else None
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
             bound = verb.update_id is not None
             flags: dict[str, Any] = {"update_id": update_id, "bound": bound, "cast": verb.cast}

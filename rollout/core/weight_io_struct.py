@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -130,6 +131,14 @@ class ManifestEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc
     fingerprint: str | None = None  # 16 hex digits, see weight_sync.fingerprint
 
 
+_PIECE = 1024
+
+
+def manifest_in_pieces(manifest: Sequence[ManifestEntry]) -> list[bytes]:
+    """A manifest as it goes to the engine, where no thread waits until all of it is decoded."""
+    return [msgspec.msgpack.encode(manifest[start : start + _PIECE]) for start in range(0, len(manifest), _PIECE)]
+
+
 class OfUpdateReqInput(ControlReqInput[AnyReply], kw_only=True):
     """Base of the verbs that may name their weight update: they are refused unless it is open."""
 
@@ -143,7 +152,10 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     """
 
     endpoint = Endpoint(
-        path="/begin_weight_update", tag="weights", accepts=_SELECTOR, hidden=frozenset({"counts_tensors"})
+        path="/begin_weight_update",
+        tag="weights",
+        accepts=_SELECTOR,
+        hidden=frozenset({"counts_tensors", "manifest_pieces"}),
     )
 
     weight_version: str | None = None
@@ -156,7 +168,18 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
+    manifest_pieces: list[bytes] | None = None  # in place of a long manifest
     counts_tensors: bool = False  # the label says how many came if not all did, as nobody said that a part comes
+
+    @property
+    def has_manifest(self) -> bool:
+        return self.manifest is not None or self.manifest_pieces is not None
+
+    def entries(self) -> Iterator[ManifestEntry]:
+        """Of the manifest; its pieces are decoded one by one."""
+        yield from self.manifest or ()
+        for piece in self.manifest_pieces or ():
+            yield from msgspec.msgpack.decode(piece, type=list[ManifestEntry])
 
 
 class EndWeightUpdateReqInput(OfUpdateReqInput[CommitReply]):

@@ -17,6 +17,7 @@ from rollout.core.expert_io_struct import DumpExpertDistributionReqInput
 from rollout.core.io_struct import FlushCacheReqInput, PauseGenerationReqInput
 from rollout.core.version import VERSION
 from rollout.core.weight_io_struct import (
+    BeginWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -57,6 +58,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     admin_verbs, api_verbs = verbs.routers(
         {
             PauseGenerationReqInput: sglang.pause_generation,
+            BeginWeightUpdateReqInput: weights.begin,
             GetWeightsByNameReqInput: weights.get_weights,
             WeightsCheckerReqInput: weights.check_weights,
             DumpExpertDistributionReqInput: ExpertRoutes(verbs, args).dump,

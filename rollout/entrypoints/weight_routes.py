@@ -12,11 +12,13 @@ from starlette.responses import Response
 from rollout.core.errors import LockstepError
 from rollout.core.server_args import ServerArgs
 from rollout.core.weight_io_struct import (
+    BeginWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     RefusedBucketReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
+    manifest_in_pieces,
 )
 from rollout.entrypoints.control_io import reply, reply_fields
 from rollout.entrypoints.http_io import json_response, parse_body, read_limited
@@ -32,6 +34,14 @@ class WeightRoutes:
     def __init__(self, verbs: VerbRoutes, args: ServerArgs) -> None:
         self._verbs = verbs
         self._args = args
+
+    async def begin(self, _: Request, body: Body) -> Response:
+        """A manifest leaves in pieces, so that neither this process nor the engine stands still for it."""
+        fields = fields_of(BeginWeightUpdateReqInput, body)
+        if fields["manifest"]:
+            pieces = await asyncio.to_thread(manifest_in_pieces, fields["manifest"])
+            fields |= {"manifest": None, "manifest_pieces": pieces}
+        return reply(await self._verbs.ask(BeginWeightUpdateReqInput, **fields))
 
     async def bucket(self, request: Request) -> Response:
         return await self.receive_bucket(await self.read_bucket(request))

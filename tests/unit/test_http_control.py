@@ -143,7 +143,8 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
         [message] = live.sent(verb)
         assert {name: getattr(message, name) for name in expected} == expected
     assert reply.json()["new_version"] == "7"
-    assert live.sent(weight_io_struct.BeginWeightUpdateReqInput)[0].manifest[0].shape == [2, 3]
+    (entry,) = live.sent(weight_io_struct.BeginWeightUpdateReqInput)[0].entries()
+    assert entry.shape == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import BadRequest
-from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, ManifestEntry
+from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, ManifestEntry, manifest_in_pieces
 from rollout.entrypoints.http_io import parse_body, validated
 from rollout.entrypoints.verb_body import body_of, fields_of
 
@@ -80,3 +80,14 @@ def test_a_manifest_of_a_large_model_costs_the_event_loop_nothing() -> None:
     found = fields_of(VERB, body)
     assert len(found["manifest"]) == 90_000
     assert parsed_s < 0.5 and time.thread_time() - start < 0.1
+
+
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 5000])
+def test_a_manifest_in_pieces_is_the_same(count: int) -> None:
+    manifest = [ManifestEntry(name=f"w{number}", dtype="bfloat16", shape=[number]) for number in range(count)]
+    whole = VERB(request_id="r", manifest=manifest)
+    cut = VERB(request_id="r", manifest_pieces=manifest_in_pieces(manifest))
+    assert list(cut.entries()) == list(whole.entries()) == manifest
+    assert cut.has_manifest and whole.has_manifest and not VERB(request_id="r").has_manifest
+    decoded = fields({"manifest": [{"name": entry.name, "dtype": "x", "shape": entry.shape} for entry in manifest]})
+    assert [entry.name for entry in decoded["manifest"]] == [entry.name for entry in manifest]
