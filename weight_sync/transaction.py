@@ -313,7 +313,8 @@ class WeightTransaction:
     def _require(self, state: TransactionState, verb: str) -> None:
         if self._state is not state:
             because = f": {self.failure}" if self.failure is not None else ""
-            raise TransactionStateError(f"cannot {verb}: the weight update is {self._state.value}{because}")
+            advice = "; drop it with abort_weight_update, and begin again" if verb == "receive" else ""
+            raise TransactionStateError(f"cannot {verb}: the weight update is {self._state.value}{because}{advice}")
 
     def _roll_back(self, reason: str) -> None:
         """The model as it was before the first bucket; else `torn`."""
