@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -416,3 +417,25 @@ def test_who_is_kept_out_is_told_what_to_do(
     told = {"update_id": "a"} if opened_by == "begin with an id" else {}
     assert harness.control(AbortWeightUpdateReqInput, **told).success
     assert harness.control(BeginWeightUpdateReqInput).success
+
+
+def test_half_an_update_of_which_nobody_said_so_is_counted(
+    start: Callable[..., Harness], trainer: LoopbackTrainer
+) -> None:
+    """D7: as vLLM's dialect opens it; who says "partial" gets the label that was given."""
+    harness, names = start(), sorted(trainer.tensors)
+    half, total = names[::2], len(names)
+
+    def finish(sent: list[str], **begin: Any) -> Any:
+        update_id = uuid.uuid4().hex
+        begun = harness.control(BeginWeightUpdateReqInput, update_id=update_id, coverage="partial", **begin)
+        assert begun.success, begun.message
+        assert trainer.send(harness, sent, update_id=update_id).success
+        return harness.control(EndWeightUpdateReqInput, update_id=update_id, weight_version="7")
+
+    first = finish(half, counts_tensors=True)
+    assert first.data["weight_version"] == label(harness) == f"7~{len(half)}of{total}"
+    assert f"{len(half)} of {total} tensors came" in first.message
+    assert finish(sorted(set(names) - set(half)), counts_tensors=True).data["weight_version"] == "7"
+    assert finish(half[:3]).data["weight_version"] == "7", "its sender said that it is a part"
+    assert finish(names, counts_tensors=True).message.endswith("updated to 7.")
