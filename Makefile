@@ -1,5 +1,7 @@
 # Everything runs in .venv.  TORCH chooses the build: `make demo TORCH=torch==2.12.0`, or any pip requirement.
 PYTHON ?= python3
+# Where a server is given no device.  What needs a GPU names it.
+export LOCKSTEP_DEVICE ?= cpu
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin

@@ -17,6 +17,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Triton's kernels are interpreted, but in tests/gpu.  Decided when triton is loaded, which other packages do, too.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Where a test names no device it runs on the CPU, also on a machine with a GPU.  Servers inherit it.
+os.environ.setdefault("LOCKSTEP_DEVICE", "cpu")
+
 import pytest
 import torch
 from hypothesis import settings

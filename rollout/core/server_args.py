@@ -71,10 +71,9 @@ class ServerArgs:
         "JSON object of settings in the place of those in config.json, such as "
         '\'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}\'; '
         "objects are merged; also --hf-overrides",
-        aliases=("hf_overrides",),
     )
-    device: str = _arg("cpu", "torch device")
-    base_gpu_id: int = _arg(0, "with --device cuda: the first rank's device on each machine; the next ranks' follow it")
+    device: str = _arg("auto", "torch device; auto: $LOCKSTEP_DEVICE, or cuda where torch finds a GPU, or cpu")
+    base_gpu_id: int = _arg(0, "of CUDA devices: the first rank's on each machine; the next ranks' follow it")
     num_threads: int | None = _arg(None, "compute threads; default: all cores")
     disable_native_kernels: bool = _arg(False, "run on plain torch even where compiled or Triton kernels exist")
     cpu_isa: str = _arg("auto", "what CPU operators are compiled for; auto: $LOCKSTEP_CPU_ISA, or the best that works")
@@ -82,7 +81,7 @@ class ServerArgs:
     attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
     disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a step that decodes, not a recording")
     cuda_graph_max_bs: int | None = _arg(None, "most requests of a step that is recorded; default: 256")
-    random_seed: int = _arg(0, "seed for requests that bring none; 0: from the system")
+    random_seed: int | None = _arg(None, "seed for requests that bring none; default: from the system")
     weight_version: str = _arg("default", "version label of the weights loaded at start")
 
     context_length: int | None = _arg(None, "longest prompt plus output; default: the model's")
@@ -105,7 +104,7 @@ class ServerArgs:
     disable_overlap_schedule: bool | None = _arg(
         None,
         "finish each step before the next is launched; default: on a CPU, where a launch computes the step; "
-        "--no-disable-overlap-schedule: launch the next one first there, too",
+        "--enable-overlap-schedule: launch the next one first there, too",
     )
     max_state_rows: int | None = _arg(
         None,
@@ -228,9 +227,9 @@ class ServerArgs:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step is launched before the one before it is finished."""
+        """Whether a step is launched before the one before it is finished; with a device `auto`, as on a CPU."""
         disabled = self.disable_overlap_schedule
-        return not (self.device.startswith("cpu") if disabled is None else disabled)
+        return not (self.device.startswith(("cpu", "auto")) if disabled is None else disabled)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
@@ -300,8 +299,8 @@ class ServerArgs:
         _require(self.cuda_graph_max_bs is None or self.cuda_graph_max_bs >= 1, "--cuda-graph-max-bs must be positive")
         _require(self.base_gpu_id >= 0, "--base-gpu-id must not be negative")
         _require(
-            not self.base_gpu_id or self.device == "cuda",
-            f"--base-gpu-id counts CUDA devices: it needs --device cuda, got --device {self.device}",
+            not self.base_gpu_id or self.device in ("cuda", "auto"),
+            f"--base-gpu-id counts CUDA devices: it needs --device cuda or auto, got --device {self.device}",
         )
         _require(
             self.deepep_mode == "auto" or self.moe_a2a_backend == "deepep",

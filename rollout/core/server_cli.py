@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rollout.core.errors import StartupError
+from rollout.core.foreign_flags import ALIASES, OPPOSITES, settings_of_call
 from rollout.core.server_args import ServerArgs
 
 
@@ -23,12 +23,15 @@ def add_cli_args(parser: argparse.ArgumentParser, settings: type = ServerArgs) -
     """One flag per field of a dataclass: `--field-name`, typed, with the field's help and default."""
     hints = typing.get_type_hints(settings)
     for item in dataclasses.fields(settings):
-        flag = "--" + item.name.replace("_", "-")
-        aliases = ["--" + alias.replace("_", "-") for alias in item.metadata.get("aliases", ())]
+        flag = _flag(item.name)
+        aliases = [_flag(alias) for alias in ALIASES.get(item.name, ())]
         kind, choices = _cli_type(hints[item.name])
         help_text = item.metadata["help"]
-        if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=item.default, help=help_text)
+        if kind is bool and item.name.startswith("disable_"):
+            _add_disabling(parser, item, aliases)
+        elif kind is bool:
+            action = argparse.BooleanOptionalAction
+            parser.add_argument(flag, *aliases, dest=item.name, action=action, default=item.default, help=help_text)
         else:
             parser.add_argument(
                 flag,
@@ -42,20 +45,45 @@ def add_cli_args(parser: argparse.ArgumentParser, settings: type = ServerArgs) -
             )
 
 
+def _add_disabling(parser: argparse.ArgumentParser, item: dataclasses.Field[Any], aliases: Sequence[str]) -> None:
+    """Add `--disable-x` with its opposite `--enable-x`; `--no-disable-x` is taken, too, and not shown."""
+    plain = item.name.removeprefix("disable_")
+    opposites = [f"enable_{plain}", *(other for other, setting in OPPOSITES.items() if setting == item.name)]
+    disabling, enabling = [_flag(item.name), *aliases], [_flag(other) for other in opposites]
+    hidden = [flag.replace("--", "--no-", 1) for flag in disabling]
+    parser.add_argument(
+        *disabling, *enabling, dest=item.name, action=_Switch, default=item.default, help=item.metadata["help"]
+    )
+    off: dict[str, Any] = {"action": "store_const", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument(*hidden, dest=item.name, const=False, **off)
+    parser.add_argument(*[flag.replace("--", "--no-", 1) for flag in enabling], dest=item.name, const=True, **off)
+
+
+class _Switch(argparse.Action):
+    """`--enable-...` turns the setting off, every other of its flags turns it on."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, default: Any = None, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=default, help=help)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, not str(option_string).startswith("--enable-"))
+
+    def format_usage(self) -> str:
+        return " | ".join(self.option_strings)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def args_of_call(settings: Mapping[str, Any]) -> ServerArgs:
     """The validated settings of a call in Python: fields or their aliases by name, objects instead of JSON.
 
     Raises `StartupError`.
     """
-    given = dict(settings)
-    for item in dataclasses.fields(ServerArgs):
-        for alias in item.metadata.get("aliases", ()):
-            if alias in given:
-                if item.name in given:
-                    raise StartupError(f"{alias} and {item.name} are one setting: give one of them")
-                given[item.name] = given.pop(alias)
-    given = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in given.items()}
-    args = ServerArgs(**given)
+    args = ServerArgs(**settings_of_call(settings))
     args.validate()
     return args
 

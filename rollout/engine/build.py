@@ -30,7 +30,7 @@ from rollout.distributed.parallel import Parallel
 from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
-from rollout.engine.device import claim_device
+from rollout.engine.device import claim_device, with_device
 from rollout.engine.warm_up import StepSize, activation_bytes
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
@@ -84,7 +84,7 @@ def build_scheduler(
 
     Raises `StartupError` with one line that says what to do.
     """
-    parallel = parallel or Parallel()
+    args, parallel = with_device(args), parallel or Parallel()
     if parallel.layout != layout_of(args):
         raise StartupError("several ranks are several processes: `lockstep serve` starts them")
     device = claim_device(args, parallel.position.world_rank)

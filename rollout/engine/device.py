@@ -1,5 +1,6 @@
 """The device of a rank.
 
+--device auto                      $LOCKSTEP_DEVICE, or cuda where torch finds a GPU, or cpu
 --device cpu                       every rank in host memory
 --device cuda [--base-gpu-id B]    rank r of a machine on CUDA device B + r, of those that CUDA_VISIBLE_DEVICES shows
 --device cuda:I                    one rank, on CUDA device I
@@ -7,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import torch
@@ -14,6 +16,14 @@ import torch
 from rollout.core.errors import StartupError
 from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
+
+
+def with_device(args: ServerArgs) -> ServerArgs:
+    """Return settings whose device is not `auto`."""
+    if args.device != "auto":
+        return args
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    return dataclasses.replace(args, device=os.environ.get("LOCKSTEP_DEVICE") or found)
 
 
 def claim_device(args: ServerArgs, world_rank: int) -> torch.device:

@@ -30,7 +30,7 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.nccl import nccl_transport
 from rollout.distributed.parallel import COLLECTIVE_TIMEOUT_S, Parallel, join
 from rollout.engine.build import build_scheduler
-from rollout.engine.device import claim_device
+from rollout.engine.device import claim_device, with_device
 from rollout.engine.rendezvous import check_in, open_store
 from rollout.scheduler.channel import ZmqChannel
 
@@ -48,7 +48,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     if not _die_with_parent(config["parent_pid"]):
         return 2
-    args = ServerArgs(**config["server_args"])
+    args = with_device(ServerArgs(**config["server_args"]))
     try:
         parallel, output_addr, secret = _join(args, config)
     except LockstepError as error:

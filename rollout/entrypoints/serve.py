@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from rollout.core.console import fail
+from rollout.core.console import fail, say
 from rollout.core.errors import LockstepError, StartupError
+from rollout.core.foreign_flags import own_words
 from rollout.core.model_config import ModelConfig
 from rollout.core.server_args import ServerArgs
 from rollout.core.server_cli import add_cli_args, server_args_from_namespace
@@ -26,13 +27,20 @@ from rollout.models.registry import served_model_config
 
 def main(argv: Sequence[str]) -> int:
     """Run a server until a signal stops it; the exit status.  A startup error is one line on stderr and status 1."""
-    parser = argparse.ArgumentParser(prog="lockstep serve", description="Serve a checkpoint over HTTP.")
+    parser = argparse.ArgumentParser(
+        prog="lockstep serve",
+        description="Serve a checkpoint over HTTP.",
+        epilog="Flags of vLLM and SGLang that only tune kernels, processes or logs are taken, with a warning.",
+    )
     add_cli_args(parser)
-    namespace = parser.parse_args(argv)
+    given = own_words(argv)
+    namespace = parser.parse_args(given.words)
     logging.basicConfig(
         level=namespace.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    if given.unused:
+        say(f"flags of vLLM or SGLang without effect here: {', '.join(given.unused)}")
     try:
         return _serve(server_args_from_namespace(namespace))
     except LockstepError as error:

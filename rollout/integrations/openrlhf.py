@@ -85,7 +85,7 @@ class AsyncEngineArgs:
         self.settings: dict[str, Any] = {
             "model_path": given.pop("model"),
             "tp_size": given.pop("tensor_parallel_size", 1),
-            "random_seed": given.pop("seed", 0),
+            "random_seed": given.pop("seed", None),
             "context_length": given.pop("max_model_len", None),
             "disable_radix_cache": not given.pop("enable_prefix_caching", True),
             "dtype": given.pop("dtype", "auto"),

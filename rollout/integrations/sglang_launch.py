@@ -13,51 +13,17 @@ any other is refused, by name.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from rollout.core.errors import LockstepError, StartupError
-from rollout.core.server_args import ServerArgs
+from rollout.core.foreign_flags import own_words
 from rollout.entrypoints import serve
 from rollout.entrypoints.server_info import flag_words
-
-ALIASES = {
-    "model": "model_path",
-    "tp": "tp_size",
-    "tensor_parallel_size": "tp_size",
-    "dp": "dp_size",
-    "data_parallel_size": "dp_size",
-    "ep": "ep_size",
-    "expert_parallel_size": "ep_size",
-    "pipeline_parallel_size": "pp_size",
-}
-# What tunes SGLang's kernels, graphs, processes and logs, and does not change an answer.
-WITHOUT_EFFECT = frozenset(
-    {
-        *("attention_backend", "decode_attention_backend", "prefill_attention_backend", "mm_attention_backend"),
-        *("sampling_backend", "grammar_backend", "moe_runner_backend", "fp8_gemm_runner_backend"),
-        *("cuda_graph_bs", "disable_cuda_graph_padding"),
-        *("enable_torch_compile", "torch_compile_max_bs", "disable_piecewise_cuda_graph"),
-        *("gpu_id_step", "nccl_port", "disable_custom_all_reduce", "enable_p2p_check", "enable_symm_mem"),
-        *("trust_remote_code", "skip_server_warmup", "warmups", "numa_node", "watchdog_timeout", "dist_timeout"),
-        *("schedule_policy", "schedule_conservativeness", "max_prefill_tokens", "num_continuous_decode_steps"),
-        *("disable_shared_experts_fusion", "disable_chunked_prefix_cache"),
-        *("enable_deterministic_inference", "rl_on_policy_target", "enable_draft_weights_cpu_backup"),
-        *("log_level_http", "log_requests", "log_requests_level", "show_time_cost", "decode_log_interval"),
-        *("stream_interval", "collect_tokens_histogram", "crash_dump_folder", "engine_info_bootstrap_port"),
-    }
-)
-# Flags that are harmless with these values only.
-HARMLESS_VALUES = {
-    "load_format": {"auto", "safetensors"},
-    "disaggregation_mode": {"null"},
-    "kv_cache_dtype": {"auto"},
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,31 +47,26 @@ def launch_server(server_args: Any, *_: Any, **__: Any) -> None:
 
 def serve_words(argv: Sequence[str]) -> list[str]:
     """SGLang's flags as those of `lockstep serve`.  Raises `StartupError` naming the flags it lacks."""
-    known = {item.name for item in dataclasses.fields(ServerArgs)}
-    words: list[str] = []
-    unused, refused = [], []
-    device, first_gpu = None, "0"
-    for flag, name, values in _flags(argv):
-        base = name.removeprefix("no_")
-        if name == "base_gpu_id":
-            first_gpu = values[0]
-        elif base in known:
-            words += ["--" + name.replace("_", "-"), *values]
-            device = values[0] if name == "device" else device
-        elif base in WITHOUT_EFFECT or (values and values[0] in HARMLESS_VALUES.get(name, ())):
-            unused.append(flag)
-        else:
-            refused.append(flag)
-    if refused:
-        raise StartupError(f"flags of SGLang that this server does not have: {', '.join(refused)}")
-    if unused:
-        print(f"lockstep: without effect here: {', '.join(unused)}", file=sys.stderr)
-    if device is None and torch.cuda.is_available():
-        device = "cuda"
-        words += ["--device", device]
-    if device == "cuda" and first_gpu != "0":
-        words += ["--base-gpu-id", first_gpu]
+    given = own_words(argv)
+    if given.unknown:
+        raise StartupError(f"flags of SGLang that this server does not have: {', '.join(given.unknown)}")
+    if given.unused:
+        print(f"lockstep: without effect here: {', '.join(given.unused)}", file=sys.stderr)
+    words, device = given.words, _value_of("--device", given.words)
+    if device is not None and not device.startswith("cuda"):
+        words = _without("--base-gpu-id", words)  # frameworks give it whatever the device is
     return words
+
+
+def _value_of(flag: str, words: Sequence[str]) -> str | None:
+    """Return the value of the last such flag; None where there is none."""
+    return next((value for word, value in reversed(list(itertools.pairwise(words))) if word == flag), None)
+
+
+def _without(flag: str, words: Sequence[str]) -> list[str]:
+    """Return the words without such flags and their values."""
+    before = [None, *words]
+    return [word for previous, word in zip(before, words, strict=False) if flag not in (previous, word)]
 
 
 def words_of(server_args: Any) -> list[str]:
@@ -116,22 +77,6 @@ def words_of(server_args: Any) -> list[str]:
     given = {name: getattr(server_args, name) for name in names if not name.startswith("_")}
     given = {name: value for name, value in given.items() if value != getattr(plain, name)}
     return flag_words({"model_path": server_args.model_path} | given)
-
-
-def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """(flag as written, name of the setting, its values) one by one.  Raises `StartupError`."""
-    position = 0
-    while position < len(argv):
-        flag, equals, value = argv[position].partition("=")
-        if not flag.startswith("--"):
-            raise StartupError(f"expected a flag, found {flag!r}")
-        values = [value] if equals else []
-        position += 1
-        while not equals and position < len(argv) and not argv[position].startswith("--"):
-            values.append(argv[position])
-            position += 1
-        name = flag[2:].replace("-", "_")
-        yield flag, ALIASES.get(name, name), values
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Scheduler:
         records: RecordReader,
         stop: StopChecker,
         max_queued_requests: int,
-        random_seed: int,
+        random_seed: int | None,
         overlaps: bool,
         parallel: Parallel,
         rest: Callable[[], None],

@@ -14,13 +14,13 @@ from rollout.distributed.parallel import Parallel
 class SeedSource:
     """Draws seeds for requests that bring none: the same on ranks that share requests, others on others.
 
-    `random_seed` 0: from the system, of one rank.  All ranks make theirs in the same turn, and ask for the same
+    `random_seed` None: from the system, of one rank.  All ranks make theirs in the same turn, and ask for the same
     requests in the same order.
     """
 
-    def __init__(self, random_seed: int, parallel: Parallel) -> None:
+    def __init__(self, random_seed: int | None, parallel: Parallel) -> None:
         drawn = torch.tensor([secrets.randbits(62)])
-        seed = random_seed or int(parallel.tp.broadcast(drawn))
+        seed = int(parallel.tp.broadcast(drawn)) if random_seed is None else random_seed % 2**64
         stream = parallel.position.dp_rank
         self._generator = np.random.default_rng([seed, stream] if stream else seed)
 

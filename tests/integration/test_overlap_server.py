@@ -1,6 +1,6 @@
 """A server whose steps are launched before those before them are finished gives what one gives that takes turns.
 
-On a CPU, where `--no-disable-overlap-schedule` switches it on; `test_server` and `test_parallel_server` run under both.
+On a CPU, where `--enable-overlap-schedule` switches it on; `test_server` and `test_parallel_server` run under both.
 """
 
 from __future__ import annotations

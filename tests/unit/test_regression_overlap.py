@@ -236,7 +236,7 @@ def ranks_agree(folder: Path, patch: pytest.MonkeyPatch) -> bool:
 
     patch.setattr(Scheduler, "_emit", noted)
     overlap(patch)
-    harness = ParallelHarness(folder, tp_size=2, random_seed=0)
+    harness = ParallelHarness(folder, tp_size=2, random_seed=None)
     try:
         harness.generate(PROMPTS, {"max_new_tokens": 12, "temperature": 1.0})
     finally:

@@ -1,0 +1,130 @@
+"""Flags as vLLM's and SGLang's launch scripts spell them: taken, ignored with a warning, or refused by name."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from rollout.core.errors import StartupError
+from rollout.core.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, WITHOUT_EFFECT, own_words
+from rollout.core.server_args import ServerArgs
+from rollout.core.server_cli import add_cli_args, args_of_call, server_args_from_namespace
+from rollout.entrypoints import serve
+from rollout.integrations.sglang_launch import serve_words
+
+
+def settings(line: str) -> ServerArgs:
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    given = own_words(line.split())
+    return server_args_from_namespace(parser.parse_args(given.words))
+
+
+def test_a_launch_script_of_vllm_n14() -> None:
+    """N14: `--tensor-parallel-size`, `--max-model-len` and others were unrecognized arguments."""
+    args = settings(
+        "org/model --tokenizer t --tensor-parallel-size 4 --max-model-len 32k --gpu-memory-utilization 0.9"
+        " --max-num-seqs 64 --max-num-batched-tokens 8K --seed 0 --enforce-eager --enable-sleep-mode --dtype half"
+        " --trust-remote-code --disable-log-requests --generation-config vllm --no-enable-prefix-caching"
+        " --enable-expert-parallel --logprobs-mode processed_logprobs --enable-auto-tool-choice"
+    )
+    assert (args.model_path, args.tokenizer_path, args.tp_size, args.ep_size) == ("org/model", "t", 4, 4)
+    assert (args.context_length, args.mem_fraction_static, args.max_running_requests) == (32000, 0.9, 64)
+    assert (args.chunked_prefill_size, args.random_seed, args.dtype) == (8192, 0, "float16")
+    assert args.disable_cuda_graph and args.enable_memory_saver and args.disable_radix_cache
+
+
+def test_a_launch_script_of_sglang_n14() -> None:
+    args = settings("--model m --tp 2 --ep 2 --trust-remote-code --mem-fraction-static 0.8 --schedule-policy lpm")
+    assert (args.model_path, args.tp_size, args.ep_size, args.mem_fraction_static) == ("m", 2, 2, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("line", "sizes"),
+    [
+        ("-tp 2 --enable-expert-parallel", (2, 2)),
+        ("--enable-expert-parallel --tp=8", (8, 8)),
+        ("--enable-expert-parallel --tp 4 --ep-size 2", (4, 2)),
+        ("--enable-expert-parallel", (1, 1)),
+        ("--no-enable-expert-parallel --tp 4", (4, 1)),
+    ],
+)
+def test_expert_parallel_of_vllm_is_over_all_ranks(line: str, sizes: tuple[int, int]) -> None:
+    args = settings("--model-path m " + line)
+    assert (args.tp_size, args.ep_size) == sizes
+
+
+@pytest.mark.parametrize(
+    ("flag", "disabled"),
+    [
+        ("--disable-radix-cache", True),
+        ("--enable-radix-cache", False),
+        ("--no-disable-radix-cache", False),
+        ("--enable-prefix-caching", False),
+        ("--no-enable-prefix-caching", True),
+        ("--no-enable-radix-cache", True),
+        ("", False),
+    ],
+)
+def test_what_is_disabled_can_be_enabled_without_a_double_negative_n15(flag: str, disabled: bool) -> None:
+    """N15: `--no-disable-radix-cache` was the only way."""
+    assert settings(f"--model-path m {flag}").disable_radix_cache is disabled
+
+
+def test_help_shows_no_double_negative_n15() -> None:
+    parser = argparse.ArgumentParser()
+    add_cli_args(parser)
+    assert "--no-disable" not in parser.format_help() and "--enable-overlap-schedule" in parser.format_help()
+    assert settings("--model-path m").disable_overlap_schedule is None
+    assert settings("--model-path m --enable-overlap-schedule").disable_overlap_schedule is False
+
+
+def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureFixture[str]) -> None:
+    """N14: one line says so, and the server's own refusal is the only error."""
+    assert serve.main(["--model-path", "/nowhere", "--trust-remote-code", "--swap-space", "4"]) == 1
+    warning, refusal = capsys.readouterr().err.splitlines()
+    assert warning == "lockstep: flags of vLLM or SGLang without effect here: --trust-remote-code, --swap-space"
+    assert "--model-path /nowhere is not a folder" in refusal
+
+
+@pytest.mark.parametrize(
+    ("line", "unknown"),
+    [
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype"),
+        ("--generation-config auto", "--generation-config"),
+        ("--enable-lora", "--enable-lora"),
+        ("--port=1 stray", "stray"),
+        ("--enable-nothing", "--enable-nothing"),
+    ],
+)
+def test_what_would_change_answers_is_refused_by_name(
+    line: str, unknown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own_words(line.split()).unknown == [unknown]
+    with pytest.raises(SystemExit) as caught:
+        serve.main(["--model-path", "m", *line.split()])
+    assert caught.value.code == 2 and f"unrecognized arguments: {unknown}" in capsys.readouterr().err
+    with pytest.raises(StartupError, match=unknown):
+        serve_words(["--model-path", "m", *line.split()])
+
+
+def test_a_call_in_python_takes_the_other_names_too() -> None:
+    args = args_of_call({"model": "m", "tensor_parallel_size": 2, "max_model_len": 64, "seed": 5})
+    assert (args.model_path, args.tp_size, args.context_length, args.random_seed) == ("m", 2, 64, 5)
+    with pytest.raises(StartupError, match="model and model_path are one setting"):
+        args_of_call({"model": "m", "model_path": "m"})
+
+
+def test_a_gpu_that_a_framework_names_for_a_cpu_engine_is_left_out() -> None:
+    given = ["--model-path", "m", "--base-gpu-id", "3"]
+    assert serve_words([*given, "--device", "cpu"]) == ["--model-path", "m", "--device", "cpu"]
+    assert serve_words(given) == given
+
+
+def test_the_table_names_no_setting_of_the_server() -> None:
+    own = set(ServerArgs.__dataclass_fields__)
+    others = [name for names in ALIASES.values() for name in names]
+    assert ALIASES.keys() <= own and set(OPPOSITES.values()) <= own
+    assert not own & {*others, *OPPOSITES, *WITHOUT_EFFECT, *HARMLESS_VALUES}
+    assert len(others) == len(set(others)) and not WITHOUT_EFFECT & {*others, *HARMLESS_VALUES}
