@@ -74,6 +74,7 @@ class Checker:
             _check_messages(result, watch)
             _check_versions(result, watch, record)
             _check_lengths(result, watch.ask)
+            _check_wanted(record, watch.ask)
             if record.cached_tokens > self.engine.found_before(result):
                 raise Violation(f"{record.cached_tokens} tokens were found that nobody computed under this key")
             contents = watch.contents(self.engine.of_epoch)
@@ -153,8 +154,6 @@ class Checker:
             self._require_abort(watch, record)
         if ask.routes:
             _check_rows(result, watch)
-        if record.prompt_logprobs is not None and record.reason.type != "abort":
-            _same("prompt log-probabilities", len(record.prompt_logprobs.values), len(ask.prompt) - ask.scored)
         self._check_beginning(result, watch)
         for content in sorted(watch.contents(self._of_epoch)):
             self._check_pure(result, watch, content)
@@ -183,30 +182,35 @@ class Checker:
 
     def _check_pure(self, result: Result, watch: Watch, content: int) -> None:
         """What was computed from KV of `content` alone, against the same tokens in one piece."""
+        record, ask, first = result.finished, watch.ask, len(watch.ask.prompt) - 1
+        assert record is not None
         pure = [_pure_length(life, self._of_epoch, content) for life in watch.lives]
-        ask, first = watch.ask, len(watch.ask.prompt) - 1
+        rows = [position for position, owner in enumerate(_owners(watch)) if position < pure[owner]]
         tokens = [
             index
             for index, made in enumerate(watch.tokens)
             if self._of_epoch[made.by.epoch] == content and pure[made.life] > first + index
         ]
-        owners = _owners(watch)
-        rows = [position for position, owner in enumerate(owners) if position < pure[owner]]
-        if not tokens and not (rows and ask.routes):
+        if not rows and not tokens:
             return
-        scored = self._model.scored(ask, result.token_ids, content)
-        assert scored.finished is not None and scored.finished.prompt_logprobs is not None
+        want = self._model.scored(ask, result.token_ids, content)
+        assert want.finished is not None and want.finished.prompt_logprobs is not None
+        values = want.finished.prompt_logprobs.values
         if result.logprobs and not ask.edits_logits:
-            values = scored.finished.prompt_logprobs.values[1:]
-            _same_bits("log-probabilities", [result.logprobs[i] for i in tokens], [values[i] for i in tokens])
+            ours = [result.logprobs[index] for index in tokens]
+            _same_bits("log-probabilities", ours, [values[first + 1 + index] for index in tokens])
             self.tally.scored_again += len(tokens)
-        if ask.routes:
-            payload = result.finished.routed_experts  # type: ignore[union-attr]
-            assert payload is not None
-            end = payload.start + payload.num_rows
-            rows = [row for row in rows if payload.start <= row < end]
-            got_TLK, want_TLK = result.routes[[row - payload.start for row in rows]], scored.routes[rows]
-            if not np.array_equal(got_TLK, want_TLK):
+        scores = record.prompt_logprobs
+        if scores is not None:
+            places = [row + 1 for row in rows if ask.scored <= row < ask.scored + len(scores.values) - 1]
+            ours = [scores.values[place - ask.scored] for place in places]  # type: ignore[misc]
+            _same_bits("prompt log-probabilities", ours, [values[place] for place in places])
+            self.tally.scored_again += len(places)
+        payload = record.routed_experts
+        if payload is not None:
+            rows = [row for row in rows if payload.start <= row < payload.start + payload.num_rows]
+            ours_TLK = result.routes[[row - payload.start for row in rows]]
+            if not np.array_equal(ours_TLK, want.routes[rows]):
                 raise Violation(f"routes among the rows {rows} are not those of content {content}")
 
     def _count(self, result: Result, watch: Watch, record: FinishedRecord) -> None:
@@ -261,16 +265,21 @@ def _check_versions(result: Result, watch: Watch, record: FinishedRecord) -> Non
     prefill = [epoch for _, epoch in _spread(record.prefill_weight_versions)]
     if is_known and prefill != written:
         raise Violation(f"the prompt's KV is said to be of the epochs {prefill}, it is of {written}")
+    scores, owners = record.prompt_logprobs, _owners(watch)
+    if scores is not None and is_known:
+        seen_by = [watch.lives[owners[row]][row] for row in range(scores.start, scores.start + len(scores.values) - 1)]
+        if [epoch for _, epoch in _spread(scores.versions, 1)] != seen_by:
+            raise Violation(f"scores of the prompt are said to be of {scores.versions}; computed in {seen_by}")
     held = [epoch for life in watch.lives for epoch in life]
     if is_known and record.kv_weight_epoch_oldest != min(held, default=None):
         raise Violation(f"the oldest KV is said to be of epoch {record.kv_weight_epoch_oldest}, it is of {min(held)}")
 
 
-def _spread(spans: Sequence[VersionSpan]) -> list[tuple[str, int]]:
-    """Label and epoch of each place; the spans must have no gap or overlap."""
+def _spread(spans: Sequence[VersionSpan], first: int = 0) -> list[tuple[str, int]]:
+    """Label and epoch of each place from `first` on; the spans must have no gap or overlap."""
     found: list[tuple[str, int]] = []
     for span in spans:
-        if span.start != len(found) or span.end <= span.start:
+        if span.start != first + len(found) or span.end <= span.start:
             raise Violation(f"spans {spans} do not follow one another")
         found += [(span.version, span.weight_epoch)] * (span.end - span.start)
     return found
@@ -294,6 +303,21 @@ def _check_lengths(result: Result, ask: Ask) -> None:
         raise Violation("ids of masks are missing")
     if len(result.mask.kept_logprobs) != (4 * num_ids if ask.mask == "support" else 0):
         raise Violation("log-probabilities of masks are missing")
+
+
+def _check_wanted(record: FinishedRecord, ask: Ask) -> None:
+    """Routes and scores of the prompt are there where they were asked for; of an aborted request as far as it came."""
+    if (record.routed_experts is not None) != ask.routes:
+        raise Violation("routes that were not asked for, or none")
+    scores, num_wanted = record.prompt_logprobs, len(ask.prompt) - ask.scored
+    if (scores is not None) != (ask.logprobs and 0 <= ask.scored < len(ask.prompt)):
+        raise Violation("scores of the prompt that were not asked for, or none")
+    if scores is None:
+        return
+    if scores.start != ask.scored or len(scores.values) > num_wanted:
+        raise Violation(f"{len(scores.values)} scores of the prompt from {scores.start}")
+    if len(scores.values) < num_wanted and record.reason.type != "abort":
+        raise Violation(f"{len(scores.values)} scores of the prompt; {num_wanted} were wanted")
 
 
 def _end_of_masks(want: Result, ask: Ask, limit: int) -> tuple[int | None, int | None]:

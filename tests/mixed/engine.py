@@ -29,7 +29,6 @@ from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.req import Req
 from rollout.tokenizer_manager.replay import check_replay
 from tests.graph_loop import captured_engines
-from tests.local_refresh import control_of
 from tests.mixed.listener import tapped
 from tests.mixed.schedule import Ask, Settings
 from tests.mixed.violation import Violation
@@ -165,10 +164,6 @@ class Engine(Harness):
         self.of_epoch.append(content)
         self.labels.append(label)
 
-    @property
-    def memory(self) -> dict[str, str]:
-        return control_of(self)._memory.status()
-
     def found_before(self, result: Result) -> int:
         """Most tokens that its prompt has in common with another request under the same key."""
         key, prompt, most = self.watches[result.rid].key, np.array(result.prompt_ids), 0
@@ -216,9 +211,9 @@ class Engine(Harness):
                 self.watches[rid].end(result, turn)
                 self._finished(result, self.watches[rid])
         left = [rid for rid in self._to_end if rid in self._open]
-        if left and not self.channel.inbox:
+        if left:
             raise Violation(f"{left} had to be aborted")
-        self._to_end = left
+        self._to_end = []
 
     def _check_slots(self) -> None:
         scheduler = self.scheduler
@@ -237,9 +232,8 @@ class Engine(Harness):
 
     def _append(self, output: Any) -> None:
         super()._append(output)
-        self.watches[output.rid].streamed.append(
-            (len(output.token_ids), output.num_output_tokens, output.weight_version)
-        )
+        message = len(output.token_ids), output.num_output_tokens, output.weight_version
+        self.watches[output.rid].streamed.append(message)
 
 
 def _server_args(settings: Settings, is_moe: bool) -> dict[str, Any]:

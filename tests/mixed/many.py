@@ -83,9 +83,7 @@ def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> boo
                 _say(console, played.failure)
             if not console.is_terminal and time.monotonic() - reported > _REPORT_EVERY_S:
                 reported = time.monotonic()
-                console.print(
-                    f"{reported - started:.0f} s: {report.tally}", markup=False, highlight=False, soft_wrap=True
-                )
+                _say(console, f"{reported - started:.0f} s: {report.tally}")
             if len(report.failures) == MOST_FAILURES:
                 break
     end = f"{len(report.failures)} failed" if report.failures else "nothing differs"

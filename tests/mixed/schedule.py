@@ -234,7 +234,7 @@ class _Drawn:
 
     def _settings(self) -> Settings:
         rng, shape = self.rng, self.shape
-        sizes = [40, 56, 80, 120, 200]
+        sizes = [28, 40, 56, 80, 120, 200]
         if self.is_long:
             sizes = [200, 260, 400] if shape.prefixes == "snapshots" else [200, 420, 700]
         return Settings(
@@ -243,7 +243,7 @@ class _Drawn:
             loop=rng.choice(["sequential", "sequential", "late", "late", "captured"]),
             pool=rng.choice(sizes),
             chunk=rng.choice([16, 64, -1] if self.is_long else [1, 3, 5, 16, 64, -1]),
-            running=rng.choice([2, 4, 6, 12]),
+            running=rng.choice([1, 2, 4, 6, 12]),
             radix=rng.random() < 0.9,
             lag=rng.choice([-1, -1, 0, 1]),
             mask_limit=self.usual.mask_limit if self.usual is not None else rng.choice([3, 20, 60, 120, NO_MASK_LIMIT]),

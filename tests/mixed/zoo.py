@@ -186,10 +186,10 @@ class Model:
         return self._answer(ask.prompt, params, fields, content)
 
     def scored(self, ask: Ask, token_ids: list[int], content: int) -> Result:
-        """The prompt of `ask` and `token_ids`, as a prompt of which the log-probabilities of `token_ids` are wanted."""
+        """The prompt of `ask` and `token_ids`, as a prompt whose log-probabilities are wanted."""
         fields = request_fields(ask, self.shape) | {
             "return_logprob": True,
-            "logprob_start_len": len(ask.prompt) - 1,
+            "logprob_start_len": 0,
             "return_sampling_mask": False,
             "routed_experts_start_len": 0,
         }
