@@ -61,6 +61,10 @@ from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
 
+_PLAIN_TORCH = (
+    "WARNING: running on plain torch, several times slower in decoding and not batch invariant: {reason}. "
+    "Run `lockstep build-kernels` once there is a C++20 compiler (Debian: apt install g++)"
+)
 _LIBRARY_SUMS = {"cuda": "its matrix products on a GPU run in another order of sums for another batch"}
 
 
@@ -209,7 +213,7 @@ def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
     if isa is not None and not status.available:
         raise StartupError(f"--cpu-isa {isa}: {status.reason}")
     if not status.available:
-        say(f"running on plain torch, several times slower in decoding: {status.reason}", prefix="")
+        say(_PLAIN_TORCH.format(reason=status.reason), prefix="")
     return status
 
 

@@ -2,18 +2,21 @@
 
     <cache>/<key>/kernels.so   key = hash of the sources, the flags, torch's version and the CPU's features
     <cache>/<key>/lock         held while compiling; the kernel of the OS frees it if the holder dies
+    <cache>/objects/<key>.o    what was compiled of one source, so that a build that was cut off goes on where it was
 
 The cache is `$LOCKSTEP_KERNEL_CACHE`, or `~/.cache/lockstep/kernels`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -33,8 +36,13 @@ SOURCES = Path(__file__).parent / "csrc"
 # No -ffast-math and no contraction: what is fused, and in which order sums run, is written in the sources.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
-COMPILE_TIMEOUT_S = 300.0
+COMPILE_CPU_S = 900
+"""CPU seconds of one run of the compiler; a source takes 20 to 60.  A busy machine does not change them."""
+COMPILE_TIMEOUT_S = 3600.0
+"""Seconds of the clock, for a compiler that hangs."""
+OBJECTS_KEPT_S = 14 * 86400.0
 LOCK_POLL_S = 0.1
+LIMITED = ("/bin/sh", "-c", 'ulimit -S -t "$0"; exec "$@"')
 
 Progress = Callable[[str], None]
 
@@ -97,9 +105,10 @@ def build_kernels(
 ) -> Path:
     """The compiled library of the `.cpp` files in `sources` on this machine, from the cache or compiled now.
 
-    `progress` is called with one line if there is something to wait for; `timeout_s` bounds the wait for another
-    process that compiles the same, and each run of the compiler.  `extra_flags` come after `FLAGS`, when compiling and
-    when linking: another build of the same sources, such as one with sanitizers.  Raises `KernelBuildError`.
+    `progress` is called with one line if there is something to wait for.  `timeout_s` bounds the wait for another
+    process that compiles the same, and each run of the compiler, which also has `COMPILE_CPU_S`.  `extra_flags` come
+    after `FLAGS`, when compiling and when linking: another build of the same sources, such as one with sanitizers.
+    Raises `KernelBuildError`.
     """
     try:
         folder = _private_folder(cache_folder() / cache_key(sources, extra_flags))
@@ -108,7 +117,7 @@ def build_kernels(
             return library
         compiler = find_compiler()
         if progress is not None:
-            progress(f"compiling the CPU operators with {compiler[0]}: once for this machine, a minute or two")
+            progress(f"compiling the CPU operators with {compiler[0]}: once for this machine, a few minutes of CPU")
         with _lock(folder / "lock", timeout_s):
             if not library.exists():
                 _compile(compiler, sources, library, timeout_s, extra_flags)
@@ -129,6 +138,16 @@ def cache_key(sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str
     for path in sorted(sources.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update("\0".join((*FLAGS, *extra_flags, torch.__version__, *_cpu_features())).encode())
+    return digest.hexdigest()[:24]
+
+
+def object_key(source: Path, extra_flags: tuple[str, ...], compiler: list[str]) -> str:
+    """Changes with everything that the object of one source depends on, except the compiler's version."""
+    digest = hashlib.sha256()
+    for path in (*sorted(source.parent.glob("*.h")), source):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    words = (*compiler, *FLAGS, *extra_flags, torch.__version__, *_cpu_features())
+    digest.update("\0".join(words).encode())
     return digest.hexdigest()[:24]
 
 
@@ -176,29 +195,47 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
 
 
 def _compile(compiler: list[str], sources: Path, library: Path, timeout_s: float, extra_flags: tuple[str, ...]) -> None:
-    """Every source on its own, two at a time, then one link; the library appears whole or not at all."""
+    """Every source on its own, two at a time, then one link; objects and library appear whole or not at all."""
     torch_root = Path(torch.__file__).parent
     includes = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
     libraries = [f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    kept = _private_folder(cache_folder() / "objects")
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
 
         def compile_one(source: Path) -> str:
-            target = f"{scratch}/{source.stem}.o"
-            _run([*compiler, *FLAGS, *extra_flags, *includes, "-c", str(source), "-o", target], timeout_s)
-            return target
+            found = kept / f"{object_key(source, extra_flags, compiler)}.o"
+            if found.exists():
+                found.touch()  # used: not removed
+                return str(found)
+            target = Path(scratch) / f"{source.stem}.o"
+            _run([*compiler, *FLAGS, *extra_flags, *includes, "-c", str(source), "-o", str(target)], timeout_s)
+            target.replace(found)
+            return str(found)
 
         with ThreadPoolExecutor(max_workers=2) as pool:
             objects = list(pool.map(compile_one, sorted(sources.glob("*.cpp"))))
         linked = Path(scratch) / library.name
         _run([*compiler, "-shared", "-pthread", *extra_flags, *objects, *libraries, "-o", str(linked)], timeout_s)
         linked.replace(library)
+    _remove_old(kept)
+
+
+def _remove_old(objects: Path) -> None:
+    """Remove objects that no build has used for a while."""
+    for path in objects.glob("*.o"):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            if time.time() - path.stat().st_mtime > OBJECTS_KEPT_S:
+                path.unlink()
 
 
 def _run(words: list[str], timeout_s: float) -> None:
+    limited = [*LIMITED, str(COMPILE_CPU_S), *words]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(limited, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         raise KernelBuildError(f"{words[0]} did not finish within {timeout_s:.0f} s") from None
+    if done.returncode in (-signal.SIGXCPU, 128 + signal.SIGXCPU) or "CPU time limit exceeded" in done.stderr:
+        raise KernelBuildError(f"{words[0]} did not finish within {COMPILE_CPU_S} s of CPU")
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
         raise KernelBuildError(f"{words[0]} failed: {lines[0].strip()}")

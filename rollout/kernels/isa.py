@@ -101,7 +101,10 @@ def tiles_refusal(library: Path) -> str:
     answer = library.with_name("tiles")
     if not answer.exists():
         words = [sys.executable, "-c", _TRIAL, str(library)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=False)
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:  # a busy machine, perhaps: the next start tries again
+            return f"a trial of them did not end within {_TRIAL_TIMEOUT_S:g} s"
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         failure = f"died of signal {-done.returncode}" if done.returncode < 0 else f"failed: {last}"
         answer.write_text(f"a trial of them {failure}" if done.returncode != 0 else "")

@@ -83,6 +83,17 @@ def test_a_line_says_what_a_gpu_runs(
     assert len(said) == bool(line) and all(words.startswith(line) for words in said)
 
 
+def test_a_server_without_compiled_operators_warns_at_each_start_n8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N8: one quiet line said so, and the server was slow and not batch invariant."""
+    said: list[str] = []
+    monkeypatch.setattr(build, "load_kernels", lambda *_: KernelStatus(False, "no C++ compiler found"))
+    monkeypatch.setattr(build, "say", lambda words, **_: said.append(words))
+    for _ in range(2):
+        build._load_kernels(ServerArgs(), torch.device("cpu"))
+    assert len(said) == 2 and said[0].startswith("WARNING: running on plain torch")
+    assert "not batch invariant: no C++ compiler found. Run `lockstep build-kernels`" in said[0]
+
+
 def test_what_was_chosen_counts_and_not_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "select_ops", lambda *_: plain_ops())
     holds, note = facts(folder, dtype="bfloat16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import os
 import subprocess
 import sys
 import time
@@ -96,6 +97,48 @@ def test_a_compiler_that_hangs_is_given_up(sources: Path, tmp_path: Path, monkey
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(KernelBuildError, match="did not finish within"):
         build_kernels(sources=sources, timeout_s=0.5)
+
+
+def test_a_compiler_is_limited_by_its_own_work_and_not_by_the_clock_n8(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N8: on a busy machine 300 s of the clock ended a compiler that had used a fraction of them."""
+    compiler = tmp_path / "busy"
+    compiler.write_text("#!/bin/sh\nwhile :; do :; done\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "COMPILE_CPU_S", 1)
+    with pytest.raises(KernelBuildError, match="did not finish within 1 s of CPU"):
+        build_kernels(sources=sources)
+    assert build.COMPILE_TIMEOUT_S >= 1800
+
+
+def test_what_was_compiled_before_a_failure_is_kept_n8(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N8: finished objects were thrown away, so that the next start began anew."""
+    log = tmp_path / "log"
+    compiler = tmp_path / "noting"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {" ".join(find_compiler())} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    wrong = sources / "wrong.cpp"
+    wrong.write_text("int f() { return undeclared; }\n")
+    with pytest.raises(KernelBuildError, match="undeclared"):
+        build_kernels(sources=sources)
+    wrong.write_text("int f() { return 3; }\n")
+    library = build_kernels(sources=sources)
+    assert ctypes.CDLL(str(library)).answer() == 42
+    compiled = [line for line in log.read_text().splitlines() if " -c " in f" {line} "]
+    assert [sum(name in line for line in compiled) for name in ("answer.cpp", "wrong.cpp")] == [1, 2]
+    (sources / "a.h").write_text("// every object may depend on a header\n")
+    build_kernels(sources=sources)
+    assert sum("answer.cpp" in line for line in log.read_text().splitlines()) == 2
+    old = next((cache_folder() / "objects").glob("*.o"))
+    os.utime(old, (0, 0))
+    wrong.unlink()
+    build_kernels(sources=sources)
+    assert not old.exists() or old.stat().st_mtime > 0, "it was removed, or used again"
 
 
 def test_a_source_that_does_not_compile_leaves_nothing_behind(sources: Path) -> None:
