@@ -23,6 +23,12 @@ def reshaped(named: Named) -> Named:
 
 
 def retyped(named: Named) -> Named:
+    """The first one as whole numbers, and last."""
+    (name, tensor), *rest = named
+    return [*rest, (name, tensor.to(torch.int32))]
+
+
+def halved(named: Named) -> Named:
     """The first one as float16, and last."""
     (name, tensor), *rest = named
     return [*rest, (name, tensor.half())]

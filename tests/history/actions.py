@@ -24,6 +24,7 @@ Fault = Literal[
     "renamed",  # a tensor under a name that the model does not have
     "reshaped",
     "retyped",
+    "halved",  # as float16, which is widened: no fault, but where a fingerprint was stated
     "repeated",  # a tensor that came before
     "missing",  # a tensor never comes
     "died",  # the transport fails before the content

@@ -71,13 +71,14 @@ from weight_sync.waiting import DEFAULT_LEASE_S
 NUM_CONTENTS = 4
 _MAX_TICKS = 3000
 # What a version on disk, which is whole by nature, cannot have wrong with it.
-_NOT_IN_A_VERSION = ("renamed", "reshaped", "retyped", "repeated")
+_NOT_IN_A_VERSION = ("renamed", "reshaped", "retyped", "halved", "repeated")
 _CHANGES: dict[Fault | None, changes.Change] = {
     "nan": changes.with_nan,  # found where content is checked
     "flipped": changes.with_value(0.5),
     "renamed": changes.renamed,
     "reshaped": changes.reshaped,
     "retyped": changes.retyped,
+    "halved": changes.halved,
     "missing": changes.missing,
 }
 
@@ -278,14 +279,17 @@ class Machine:
         """One call.  `faulty`: the refresh whose fault hits this call; `first`: a tensor of the first call."""
         driver = self.driver
         self._num_calls += 1
-        if faulty is not None and not (transport.is_pull and faulty.fault in _NOT_IN_A_VERSION):
-            named, refused = _with_fault(named, faulty.fault, first, transport.casts)
+        is_left_out = faulty is not None and (
+            (transport.is_pull and faulty.fault in _NOT_IN_A_VERSION)
+            or (transport.is_delta and faulty.fault == "halved")  # a delta is of what is held
+        )
+        if faulty is not None and not is_left_out:
+            named, refused = _with_fault(named, faulty.fault, first)
         else:
             refused = None
         verb, fields = self._make(transport, named, None if faulty is None else faulty.fault)
         tensors = driver.publisher.tensors if transport.is_pull else dict(named)
-        if transport.casts:
-            tensors = {name: tensor.to(first[1].dtype) for name, tensor in tensors.items()}
+        tensors = {name: tensor.to(first[1].dtype) for name, tensor in tensors.items()}
         if refused is None and not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             refused = "a value is not finite"
         kind = {"is_refresh": transport.is_refresh, "is_pull": transport.is_pull, "is_delta": transport.is_delta}
@@ -317,12 +321,10 @@ class Machine:
         self._finish()
 
 
-def _with_fault(
-    named: Named, fault: Fault | None, first: tuple[str, torch.Tensor], casts: bool
-) -> tuple[Named, str | None]:
+def _with_fault(named: Named, fault: Fault | None, first: tuple[str, torch.Tensor]) -> tuple[Named, str | None]:
     """The call as it is really sent, and why the engine must refuse it.
 
-    `first`: a tensor of the first call; `casts`: the transport takes other floating-point types.
+    `first`: a tensor of the first call.
     """
     name = named[0][0]
     refused: str | None = None
@@ -332,7 +334,7 @@ def _with_fault(
         case "reshaped":
             refused = f"{name} has another shape"
         case "retyped":
-            refused = None if casts else f"{name} has another dtype"
+            refused = f"{name} has another dtype"
         case "repeated":
             refused = f"{first[0]} comes twice" if any(first[0] == other for other, _ in named) else None
             return [*named, first], refused

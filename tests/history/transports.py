@@ -26,7 +26,6 @@ class Transport:
     is_refresh: bool = False  # a call outside begin and end is a full refresh of its own, paused or not
     is_pull: bool = False  # brings a whole published version, never into an open refresh
     is_delta: bool = False  # needs the base in the model
-    casts: bool = False  # takes other floating-point types
 
 
 def _by_turns(*forms: Make) -> Make:
@@ -71,6 +70,6 @@ TRANSPORTS: dict[str, Transport] = {
     "delta": Transport(_delta, is_delta=True),
     "tensor": Transport(_tensor),
     "ipc": Transport(transports.ipc, died="failed"),
-    "disk": Transport(transports.disk, died="vanished", is_refresh=True, casts=True),
+    "disk": Transport(transports.disk, died="vanished", is_refresh=True),
     "pull": Transport(_pull, is_refresh=True, is_pull=True),
 }

@@ -302,7 +302,7 @@ BAD_CONTROL: dict[str, tuple[str, dict[str, Any], int]] = {
         {"coverage": "partial", "manifest": [{"name": "model.norm.weight", "dtype": "float32", "shape": [1]}]}, 400),
     "manifest with a wrong dtype": (
         "/begin_weight_update",
-        {"coverage": "partial", "manifest": [{"name": "model.norm.weight", "dtype": "float16", "shape": [48]}]}, 400),
+        {"coverage": "partial", "manifest": [{"name": "model.norm.weight", "dtype": "float64", "shape": [48]}]}, 400),
     "manifest that is not complete": (
         "/begin_weight_update", {"manifest": [{"name": "model.norm.weight", "dtype": "float32", "shape": [48]}]}, 400),
     "unknown coverage": ("/begin_weight_update", {"coverage": "some"}, 400),

@@ -134,8 +134,11 @@ def test_refresh_casts_on_the_way(engine: Engine, sender: WeightSender) -> None:
     report = sender.refresh({NORM: norm}, coverage="partial")
     assert engine.call("content") == content_of(seed)
     assert report.num_buckets == 1 and all(tensor.dtype is torch.float64 for tensor in tensors.values())
+    sender.refresh(model, dtype=torch.bfloat16)
+    rounded = norm.bfloat16().float().numpy().tobytes().hex()
+    assert engine.call("content")[:2] == [content_of(seed)[0], rounded], "what comes in bfloat16 is widened"
     with pytest.raises(EngineError, match=r"DtypeMismatchError"):
-        sender.refresh(model, dtype=torch.bfloat16)
+        sender.refresh(model, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("split_experts", [True, False])

@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "a cut file": (lambda t, s, f: cut(file_of(t), 4), "bytes, its header accounts for"),
     "an unknown name": (lambda t, s, f: pickled([("no.such", t[NORM])]), "no.such"),
     "another shape": (lambda t, s, f: pickled([(NORM, t[NORM][1:])]), NORM),
-    "another dtype": (lambda t, s, f: pickled([(NORM, t[NORM].half())]), "float16"),
+    "another dtype": (lambda t, s, f: pickled([(NORM, t[NORM].double())]), "float64"),
     "a tensor twice": (lambda t, s, f: pickled([(NORM, t[NORM]), (NORM, t[NORM])]), "twice"),
     "not a number": (lambda t, s, f: file_of({NORM: with_value(t[NORM], math.nan)}), "not finite"),
     "infinite": (lambda t, s, f: file_of({NORM: with_value(t[NORM], math.inf)}), "not finite"),
