@@ -158,7 +158,7 @@ class Control:
             num_cached_tokens=cache.prefix_cache.num_cached,
             num_pinned_tokens=cache.prefix_cache.num_pinned,
             num_running_sessions=len({req.source.session_id for req in queues.holding_kv()} - {None}),
-            num_total_tokens=sum(req.num_tokens for req in queues.all()),
+            num_total_tokens=queues.waiting.num_tokens + sum(req.num_tokens for req in queues.holding_kv()),
             max_total_num_tokens=total,
             token_usage=used / total,
             num_used_state_rows=0 if cache.states is None else cache.states.num_used,

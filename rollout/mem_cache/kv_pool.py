@@ -188,6 +188,7 @@ class ReqToTokenPool:
         self.enter_padding()
         self.newest_tokens = NewestTokens(max_requests, device)
         self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._is_free = bytearray(b"\1") * max_requests
 
     @property
     def device(self) -> torch.device:
@@ -199,7 +200,9 @@ class ReqToTokenPool:
 
     def alloc(self) -> int:
         """A free row.  The caller has checked `num_free`."""
-        return self._free_rows.pop()
+        row = self._free_rows.pop()
+        self._is_free[row] = False
+        return row
 
     def enter_padding(self) -> None:
         """Set the slot of the padding row: at first, and after the table's memory was released."""
@@ -220,4 +223,8 @@ class ReqToTokenPool:
         self.host_table.index_put_((rows, positions), slots)
 
     def free(self, row: int) -> None:
+        """Raises `InvariantError` for a row that is free."""
+        if self._is_free[row]:
+            raise InvariantError(f"row {row} of the slot table was freed twice")
+        self._is_free[row] = True
         self._free_rows.append(row)

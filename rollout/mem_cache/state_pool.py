@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rollout.core.errors import StartupError
+from rollout.core.errors import InvariantError, StartupError
 from rollout.core.layer_specs import RecurrentState
 
 
@@ -88,6 +88,7 @@ class SnapshotRows:
         self.on_drop: Callable[[Any], None] | None = None
         self.first, self.num_rows = first, count
         self._free = list(range(first + count - 1, first - 1, -1))
+        self._is_free = bytearray(b"\1") * (first + count)  # by row: a state in two places is wrong in silence
         self._kept: OrderedDict[int, Keeper] = OrderedDict()  # the least recently used first
 
     @property
@@ -105,7 +106,9 @@ class SnapshotRows:
         `even_pinned`.
         """
         if self._free:
-            return self._free.pop()
+            row = self._free.pop()
+            self._is_free[row] = False
+            return row
         for row, keeper in self._kept.items() if drops else ():
             if row not in but and (even_pinned or keeper.pin_count == 0):
                 offset = next(offset for offset, kept in keeper.states.items() if kept == row)
@@ -116,7 +119,12 @@ class SnapshotRows:
         return None
 
     def keep(self, row: int, keeper: Keeper, offset: int) -> bool:
-        """Give a taken row to `keeper`; False: that has a state there already, and `row` stays the caller's."""
+        """Give a taken row to `keeper`; False: that has a state there already, and `row` stays the caller's.
+
+        Raises `InvariantError` for a row that nobody took, or that a node has.
+        """
+        if self._is_free[row] or row in self._kept:
+            raise InvariantError(f"row {row} of states goes to the prefix cache, and is no request's")
         if offset in keeper.states:
             return False
         keeper.states[offset] = row
@@ -139,7 +147,11 @@ class SnapshotRows:
         self._kept.move_to_end(row)
 
     def free(self, row: int) -> None:
+        """Raises `InvariantError` for a row that is free."""
+        if self._is_free[row]:
+            raise InvariantError(f"row {row} of states was freed twice")
         self._kept.pop(row, None)
+        self._is_free[row] = True
         self._free.append(row)
 
     def free_of(self, keeper: Keeper) -> None:

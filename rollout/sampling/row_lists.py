@@ -33,6 +33,7 @@ class SharedLists:
     ) -> None:
         self.prompt = prompt
         self._end_ids, self._logit_bias, self._chosen_ids = end_ids, logit_bias, chosen_ids
+        self._ends: tuple[int, np.ndarray] | None = None  # for a size of the vocabulary
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @cached_property
@@ -55,8 +56,10 @@ class SharedLists:
 
     def ends(self, vocab_size: int) -> np.ndarray:
         """Those that can be sampled: an end token of the configuration may lie outside the vocabulary."""
-        ends = np.array(self._end_ids, dtype=np.int64)
-        return ends[ends < vocab_size]
+        if self._ends is None or self._ends[0] != vocab_size:
+            ends = np.array(self._end_ids, dtype=np.int64)
+            self._ends = vocab_size, ends[ends < vocab_size]
+        return self._ends[1]
 
     def on(self, name: Literal["bias_ids", "bias_values", "distinct"], device: torch.device) -> torch.Tensor:
         """The array of this name on `device`, copied there once."""

@@ -23,6 +23,7 @@ class WaitingQueue:
         self._new: dict[int, OrderedDict[Req, None]] = {}  # by priority; none of them is empty
         self._priorities: list[int] = []  # the keys, ascending
         self._num_new = 0
+        self.num_tokens = 0  # of all that wait, prompts and outputs
 
     @property
     def num_begun(self) -> int:
@@ -51,6 +52,7 @@ class WaitingQueue:
         """Add `req` behind its equals."""
         self._line_of(req)[req] = None
         self._num_new += not req.has_begun
+        self.num_tokens += req.num_tokens
 
     def appendleft(self, req: Req) -> None:
         """Add `req` in front of its equals: of all, where it has begun."""
@@ -69,6 +71,7 @@ class WaitingQueue:
             return False
         line = self._line_of(req)
         del line[req]
+        self.num_tokens -= req.num_tokens
         if not req.has_begun:
             self._num_new -= 1
             if not line:

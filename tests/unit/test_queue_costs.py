@@ -14,6 +14,7 @@ import pytest
 
 from rollout.core.io_struct import (
     AbortReqInput,
+    GetStateReqInput,
     PauseGenerationReqInput,
     TokenizedGenerateReqInput,
 )
@@ -78,7 +79,13 @@ def count_of_those_that_have_begun(harness: Harness) -> object:
     return harness.scheduler.num_begun()
 
 
+def state(harness: Harness) -> object:
+    """What /health asks for."""
+    return harness.scheduler._dispatch(GetStateReqInput(request_id="state"))
+
+
 EVENTS = [
+    state,
     urgent,
     ordinary,
     abort_of_a_waiting_one,
@@ -128,6 +135,7 @@ def test_the_order_is_that_of_priorities_and_arrivals_whoever_leaves(folder: Pat
                 harness.scheduler._dispatch(source(str(number), priority))
                 expected.append((priority, number, str(number)))
         queue = harness.scheduler.queues.waiting
+        assert queue.num_tokens == sum(req.num_tokens for req in queue)
         assert [req.rid for req in queue] == [rid for *_, rid in sorted(expected)]
         assert len(queue) == len(expected) and queue.num_begun == 0
         assert [queue[i].rid for i in range(len(queue))] == [req.rid for req in queue]
@@ -136,4 +144,4 @@ def test_the_order_is_that_of_priorities_and_arrivals_whoever_leaves(folder: Pat
         harness.scheduler.retract(harness.scheduler.queues.holding_kv())
         assert [req.rid for req in queue][:4] == [f"running {number}" for number in range(4)] and queue.num_begun == 4
         assert [queue.popleft().rid for _ in range(len(queue))][4:] == [rid for *_, rid in sorted(expected)]
-        assert not queue and not queue._new and not queue._priorities
+        assert not queue and not queue._new and not queue._priorities and not queue.num_tokens

@@ -26,8 +26,10 @@ from rollout.core.io_struct import (
 )
 from rollout.core.session_io_struct import FinishSessionReqInput
 from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
-from rollout.mem_cache.kv_pool import SlotAllocator
+from rollout.mem_cache.kv_pool import ReqToTokenPool, SlotAllocator
 from rollout.mem_cache.radix_cache import RadixCache
+from rollout.mem_cache.radix_node import NO_IDS, NO_SLOTS, RadixNode
+from rollout.mem_cache.state_pool import SnapshotRows
 from rollout.scheduler.req import Req
 from tests.engine_thread import EngineThread
 from tests.family_zoo import family_checkpoint
@@ -239,6 +241,24 @@ def test_a_slot_that_leaves_a_place_where_it_is_not_is_refused(misuse: Callable)
     allocator.keep(cached)
     with pytest.raises(InvariantError):
         misuse(allocator, held, cached)
+
+
+def test_rows_of_states_and_of_the_slot_table_that_leave_a_place_where_they_are_not_are_refused() -> None:
+    """C1: pages of windows are such rows, too."""
+    rows, node = SnapshotRows(2, 3), RadixNode(None, NO_IDS, NO_SLOTS)
+    taken = rows.take(drops=False)
+    assert taken is not None and rows.keep(taken, node, 8)
+    with pytest.raises(InvariantError, match="goes to the prefix cache"):
+        rows.keep(taken, node, 16)
+    rows.free_of(node)
+    for misuse in (lambda: rows.free(taken), lambda: rows.keep(taken, node, 8)):
+        with pytest.raises(InvariantError):
+            misuse()
+    rows.check(())
+    pool = ReqToTokenPool(2, 10, 5)
+    pool.free(row := pool.alloc())
+    with pytest.raises(InvariantError, match="freed twice"):
+        pool.free(row)
 
 
 def old_length(req: Req) -> int:
