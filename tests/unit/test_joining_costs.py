@@ -156,7 +156,7 @@ def test_a_join_to_256_rows_with_prompts_of_32768_tokens_takes_less_than_a_milli
         made.batch.join([made.request(32_768)])
     made.rows()
     seconds = []
-    for _ in range(20):
+    for _ in range(60):  # the least of them: what else runs on the machine takes caches away
         made.leave(made.batch.reqs[0])
         newcomer = made.request(32_768)
         begin = time.process_time()
