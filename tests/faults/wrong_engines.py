@@ -134,9 +134,9 @@ def writes_buckets_in_place() -> Context:
     """As engines do that have no transaction: what came serves at once, under the old label."""
     receive = WeightTransaction.receive
 
-    def wrong(self: WeightTransaction, named_tensors: Any) -> None:
+    def wrong(self: WeightTransaction, named_tensors: Any, cast: bool = False) -> None:
         named = list(named_tensors)
-        receive(self, named)
+        receive(self, named, cast)
         for name, tensor in named:
             self._weights.write(name, tensor)
 

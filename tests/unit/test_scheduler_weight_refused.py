@@ -48,7 +48,7 @@ def is_there(shared: SharedMemory) -> bool:
     return Path("/dev/shm", shared.name).exists()
 
 
-def no_room(*_: object) -> None:
+def no_room(*_: object, **__: object) -> None:
     raise StagingError("there is no room")
 
 
