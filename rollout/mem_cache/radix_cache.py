@@ -40,10 +40,10 @@ class CacheListener(Protocol):
     """
 
     def stored(self, node: RadixNode, namespace: Namespace, end: int) -> None:
-        """Its first `end` tokens can be gone on from, more than before; sets `node.block_hashes`."""
+        """A request can go on from its first `end` tokens, more than before; sets `node.block_hashes`."""
 
     def removed(self, node: RadixNode, start: int) -> None:
-        """Those with names from `start` on cannot any more."""
+        """No request can go on from its named tokens from `start` on any more."""
 
     def cleared(self) -> None:
         """All nodes were removed, or can never be matched again."""

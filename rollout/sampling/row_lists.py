@@ -1,4 +1,4 @@
-"""The lists of ids that rows bring along, as arrays: what samples of a prompt share, and where each row's lists are.
+"""The lists of ids that rows bring along, as arrays: `SharedLists` of the samples of a prompt, and places of rows.
 
 Lists have places that stay, each in a flat tensor with those of other rows:
 
@@ -55,7 +55,7 @@ class SharedLists:
         return self.prompt.distinct
 
     def ends(self, vocab_size: int) -> np.ndarray:
-        """Those that can be sampled: an end token of the configuration may lie outside the vocabulary."""
+        """End tokens that can be sampled: one of the configuration may lie outside the vocabulary."""
         if self._ends is None or self._ends[0] != vocab_size:
             ends = np.array(self._end_ids, dtype=np.int64)
             self._ends = vocab_size, ends[ends < vocab_size]
@@ -78,7 +78,7 @@ class _Column:
         self.array = self.ids.numpy()
 
     def enter(self, index: int, ids: np.ndarray) -> tuple[int, int] | None:
-        """Where the list begins and ends.  None: it does not fit."""
+        """Copy the list to its place, and return its begin and end.  None: it does not fit."""
         begin, last = self.bounds[index : index + 2]
         end = begin + len(ids)
         if end > last:
@@ -88,9 +88,9 @@ class _Column:
 
 
 class Place:
-    """Where the lists of one row are: `spans` are begin and end of its bias, its end tokens, its prompt and its output.
+    """The place of one row's lists: `spans` are begin and end of its bias, its end tokens, its prompt and its output.
 
-    That of the output is empty; it grows in `fill`.  `settings`: for the caller, who knows what else the row wants.
+    The span of the output is empty, and grows in `fill`.  `settings` is free for the caller, who knows the row.
     """
 
     __slots__ = ("_array", "_last", "_num_filled", "settings", "spans")
@@ -103,7 +103,7 @@ class Place:
         self._num_filled = 0
 
     def fill(self, output_ids: list[int]) -> int | None:
-        """Enter what is new of the output; where it ends now, or None: there is no room for it."""
+        """Enter what is new of the output, and return its end.  None: there is no room for it."""
         count, filled, begin = len(output_ids), self._num_filled, self.spans[-1]
         if count != filled:
             if begin + count > self._last:
@@ -117,7 +117,7 @@ class RowLists:
     """Flat tensors that hold the lists of rows: `bias_ids`, `end_ids` and `histories` int64, `bias_values` float32.
 
     A history is the distinct prompt, then the output.  Row i has room for `widths[i]` entries of each of the three.
-    Entries that no row uses take no memory.  What is there of a row that has left is overwritten by the next.
+    Entries that no row uses take no memory.  The next row overwrites the lists of one that has left.
     """
 
     def __init__(self, widths: Sequence[tuple[int, int, int]]) -> None:
@@ -130,7 +130,7 @@ class RowLists:
 
     @classmethod
     def of_engine(cls, num_requests: int, context_length: int) -> RowLists:
-        """For the lists of any requests.  A prompt and its output together are no longer than the context."""
+        """Return places for the lists of any requests: a prompt and its output are no longer than the context."""
         return cls([(MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS + _MOST_CONFIGURED_ENDS, context_length)] * num_requests)
 
     def enter(self, index: int, lists: tuple[np.ndarray, np.ndarray, np.ndarray], values: np.ndarray) -> Place | None:
