@@ -28,8 +28,9 @@ from rollout.client.types import (
     TopLogprobs,
     VersionSpan,
 )
-from rollout.client.wire import Call, Reply, check, error_message, parse_json
+from rollout.client.wire import Call, Reply, check, error_message, parse_json, require_known
 from rollout.core.errors import BadRequest
+from rollout.core.known_fields import KNOWN_SAMPLING_FIELDS
 
 T = TypeVar("T")
 _NOT_BODY = ("extra_body", "timeout")
@@ -37,9 +38,11 @@ _NOT_BODY = ("extra_body", "timeout")
 
 def generate_body(prompt: str | Sequence[str] | None, options: GenerateOptions) -> dict[str, Any]:
     """The body of /generate.  Raises `BadRequest` for unknown options, or unless exactly one prompt form is given."""
-    unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
-    if unknown:
-        raise BadRequest(f"unknown options: {', '.join(unknown)}; other fields of the body go into extra_body")
+    require_known(options, GenerateOptions.__annotations__.keys(), "; other fields of the body go into extra_body")
+    params = options.get("sampling_params") or {}
+    for each in [params] if isinstance(params, Mapping) else params:
+        if isinstance(each, Mapping):
+            require_known(each, KNOWN_SAMPLING_FIELDS, place="sampling_params.")
     if (prompt is None) == (options.get("input_ids") is None):
         raise BadRequest("give either a prompt or input_ids")
     body: dict[str, Any] = {key: value for key, value in options.items() if key not in _NOT_BODY and value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import urlencode
@@ -13,7 +13,8 @@ import msgspec
 from rollout.client.errors import ResponseFormatError, ServerError
 from rollout.client.types import Timeouts
 from rollout.core.errors import BadRequest
-from rollout.core.message import AnyReply, ControlReqInput, Method, reply_type
+from rollout.core.known_fields import unknown_field
+from rollout.core.message import AnyReply, ControlReqInput, Method, body_fields, reply_type
 
 T = TypeVar("T")
 JsonObject = dict[str, Any]
@@ -175,10 +176,15 @@ def verb_call(
     retry: Literal["never", "refused"] = "never",
     **fields: Any,
 ) -> Call[T]:
-    """The call of `verb`, as it is declared; fields that are None are left to the server."""
+    """The call of `verb`, as it is declared; fields that are None are left to the server.
+
+    Raises `BadRequest` for a field that it does not have.
+    """
     endpoint = verb.endpoint
     if endpoint.path is None:
         raise TypeError(f"{verb.__name__} cannot be called over HTTP")
+    known = {*(item.name for item in body_fields(verb)), *endpoint.accepts, *endpoint.other_names}
+    require_known(fields, known, place=f"{endpoint.path}: ")
     method: Method = "POST" if "POST" in endpoint.methods else "GET"
     path, stated = endpoint.path, {name: value for name, value in fields.items() if value is not None}
     if method in endpoint.query:
@@ -195,6 +201,13 @@ def verb_call(
         timeout_s=timeout_s,
         retry=retry,
     )
+
+
+def require_known(given: Iterable[str], known: Collection[str], advice: str = "", place: str = "") -> None:
+    """Raise `BadRequest` for the first name that is not known, with the one that was probably meant."""
+    for name in given:
+        if name not in known:
+            raise BadRequest(unknown_field(f"{place}{name}", known) + advice)
 
 
 def method_call(verb: type[ControlReqInput], arguments: Mapping[str, Any]) -> Call[JsonObject]:

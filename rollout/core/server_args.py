@@ -195,6 +195,9 @@ class ServerArgs:
         None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
     )
     drain_timeout: float = _arg(10.0, "seconds that running requests and weight verbs get to finish on SIGTERM")
+    strict_requests: bool = _arg(
+        False, "refuse requests with fields that nobody knows; default: their answers name them in ignored_fields"
+    )
     enable_metrics: bool = _arg(True, "serve /metrics and /dashboard")
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "verbosity")
 

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from rollout.core.errors import status_of
 from rollout.core.message import ControlReqOutput
 from rollout.entrypoints import protocol
 from rollout.entrypoints.http_io import body_schema, describe_query, error_content, json_response, logger
+from rollout.entrypoints.unknown_fields import NamingRoute
 
 
-class ControlRoute(APIRoute):
+class ControlRoute(NamingRoute):
     """A route whose errors take the control endpoints' shape."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.core.errors import BadRequest, LockstepError, TooLarge, status_of
 from rollout.entrypoints.protocol import Body
+from rollout.entrypoints.unknown_fields import note_unknown, unknown_fields
 from rollout.tokenizer_manager.response import encode_json
 
 logger = logging.getLogger(__name__)
@@ -90,9 +91,17 @@ def json_body(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
     """
 
     async def read(request: Request) -> Model:
-        return await parsed(request, await read_limited(request), lambda data: parse_body(model, data))
+        return accepted(
+            request, await parsed(request, await read_limited(request), lambda data: parse_body(model, data))
+        )
 
     return read
+
+
+def accepted(request: Request, body: Model) -> Model:
+    """`body`, whose unknown fields the answer names.  Raises `BadRequest` for them under --strict-requests."""
+    note_unknown(request, body.unknown)
+    return body
 
 
 async def parsed(request: Request, data: bytes, parse: Callable[[bytes], Result]) -> Result:
@@ -135,9 +144,11 @@ def validated(model: type[Model], raw: Any) -> Model:
     if not isinstance(raw, dict):
         raise BadRequest("the body must be a JSON object")
     try:
-        return model.model_validate(raw)
+        body = model.model_validate(raw)
     except ValidationError as error:
         raise BadRequest(_describe(error)) from None
+    body.unknown = unknown_fields(model, raw)
+    return body
 
 
 def _decode(data: bytes, struct_lists: Mapping[str, Any]) -> Any:

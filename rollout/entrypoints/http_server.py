@@ -52,6 +52,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     args = manager.server_args
     app = FastAPI(title="Lockstep", version=VERSION, redirect_slashes=False)
     app.state.heavy_bodies = asyncio.Lock()
+    app.state.strict_requests = args.strict_requests
     verbs, sglang = VerbRoutes(manager, metrics), ControlRoutes(manager)
     weights, vllm_weights = WeightRoutes(verbs, args), VllmWeightRoutes(verbs)
     vllm_control = VllmControlRoutes(manager)

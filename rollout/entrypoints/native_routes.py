@@ -23,6 +23,7 @@ from rollout.entrypoints.http_io import (
 from rollout.entrypoints.openai_protocol import plain_messages
 from rollout.entrypoints.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest, template_variables
 from rollout.entrypoints.session_routes import addressed
+from rollout.entrypoints.unknown_fields import NamingRoute
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import MAX_BATCH
@@ -42,7 +43,7 @@ class NativeRoutes:
         self._manager = manager
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["native"])
+        router = APIRouter(route_class=NamingRoute, tags=["native"])
         add = router.add_api_route
         for method in ("POST", "PUT"):  # one route each, so that each has an operation id of its own
             add("/generate", self.generate, methods=[method], openapi_extra=body_schema(GenerateRequest))

@@ -33,7 +33,7 @@ def response_head(object_name: str, model: str, created: int, first: Native) -> 
 def response_tail(request: OpenAIRequest, natives: Sequence[Native]) -> dict[str, Any]:
     """`usage`, the versions and, where routes were asked for, `sglext` of the first choice."""
     label = natives[0]["meta_info"]["weight_version"]
-    tail: dict[str, Any] = {"usage": usage(natives, request.n)} | versions(natives[0])
+    tail: dict[str, Any] = {"usage": usage(natives, request.n)} | versions(natives[0]) | ignored_fields(natives[0])
     if label.isdecimal():  # rllm's gateway reads a number there, and goes without one
         tail["weight_version"] = label
     if isinstance(request, ChatCompletionRequest):  # vLLM's place for what is of the one prompt
@@ -65,6 +65,12 @@ def versions(native: Native) -> dict[str, Any]:
         "metadata": {name: value for name, value in facts.items() if isinstance(value, str)},
         "version_info": facts,
     }
+
+
+def ignored_fields(native: Native) -> dict[str, Any]:
+    """The fields of the request that nobody knows, if there are any."""
+    names = native["meta_info"].get("ignored_fields")
+    return {} if names is None else {"ignored_fields": names}
 
 
 def version_info(native: Native) -> dict[str, Any]:

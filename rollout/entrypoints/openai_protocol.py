@@ -11,16 +11,15 @@ import msgspec
 from pydantic import Field
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
-from rollout.core.sampling_params import SamplingLogprobsMode
-from rollout.entrypoints.protocol import (
+from rollout.core.known_fields import (
+    HARMLESS_OPENAI_FIELDS,
+    HARMLESS_SAMPLING_FIELDS,
     SGLANG_SAMPLING_FIELDS,
     UNSUPPORTED_GENERATE_FIELDS,
     UNSUPPORTED_SAMPLING_FIELDS,
-    AnyGeneration,
-    Body,
-    TokenIds,
-    template_variables,
 )
+from rollout.core.sampling_params import SamplingLogprobsMode
+from rollout.entrypoints.protocol import AnyGeneration, Body, TokenIds, template_variables
 from rollout.tokenizer_manager.request import FILL_CONTEXT, GenerateReqInput, RoutesFormat
 
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -39,6 +38,7 @@ class SamplingFields(Body):
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING_FIELDS
     other_names: ClassVar[dict[str, str]] = SGLANG_SAMPLING_FIELDS
+    harmless: ClassVar[frozenset[str]] = HARMLESS_SAMPLING_FIELDS
 
     temperature: float | None = None
     top_p: float | None = None
@@ -94,6 +94,7 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
         *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     }
 
+    harmless: ClassVar[frozenset[str]] = HARMLESS_OPENAI_FIELDS
     default_new_tokens: ClassVar[int]
 
     model: str | None = None

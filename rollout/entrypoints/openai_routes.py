@@ -142,7 +142,7 @@ class OpenAIRoutes:
                     yield encode_json(_chunk(head, make_choice))
                 else:
                     finals[index] = native
-                    last = head | fmt.versions(native)
+                    last = head | fmt.versions(native) | fmt.ignored_fields(native)
                     yield await handle.encode(functools.partial(_chunk, last, make_choice), index)
         natives = [finals[index] for index in sorted(finals)]
         tail = fmt.response_tail(body, natives)

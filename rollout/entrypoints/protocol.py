@@ -3,18 +3,27 @@
 Those of control verbs are made from the verbs' declarations, see `verb_body`.  Values are not checked against a model
 here: `TokenizerManager` and the scheduler do that.
 
-Rules for all bodies: unknown fields are ignored, null means the default, numeric strings count as numbers (but not as
-token ids), and a field that asks for a feature this server lacks is refused, not ignored.
+Rules for all bodies: unknown fields are ignored and named in the answer (see `unknown_fields`), null means the default,
+numeric strings count as numbers (but not as token ids), and a field that asks for a feature this server lacks is
+refused, not ignored.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, model_validator
 from pydantic_core import CoreSchema
 
 from rollout.core.errors import UnsupportedFeature
+from rollout.core.known_fields import (
+    HARMLESS_FIELDS,
+    MEDIA_FIELDS,
+    UNSUPPORTED_GENERATE_FIELDS,
+    UNSUPPORTED_SAMPLING_FIELDS,
+    VLLM_SAMPLING_FIELDS,
+    shown,
+)
 from rollout.core.message import Int64, UpdateId
 from rollout.core.sampling_params import SamplingLogprobsMode
 from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, LogprobsFormat, RoutesFormat
@@ -23,36 +32,16 @@ TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
 ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
-UNSUPPORTED_SAMPLING_FIELDS = frozenset(
-    {
-        *("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "custom_params"),
-        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
-        *("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids", "extra_args"),
-        *("truncate_prompt_tokens", "thinking_token_budget", "max_thinking_tokens", "repetition_detection"),
-        *("trace_decode_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
-        *("skip_reading_prefix_cache", "return_sample_support", "watermark", "watermarking"),
-    }
-)
-"""Of either dialect: what they ask for would change the sample or the reply."""
-UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
-    *("input_embeds", "prompt_embeds", "image_data", "video_data", "audio_data", "features", "content_parts"),
-    *("return_hidden_states", "return_indexer_topk", "return_entropy"),
-    *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_token_offsets"),
-    *("return_cached_tokens_details", "return_spec_tokens_details", "background"),
-    *("session_params", "lora_path", "lora_id", "custom_logit_processor", "vllm_xargs", "positional_embed_overrides"),
-    *("multi_item_delimiter_indices", "token_indices_to_pool", "routed_experts_prompt_start"),
-    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "ec_transfer_params"),
-}
+
+class UnknownField(NamedTuple):
+    """`path` of a field that nobody knows, and the names that are known in its place."""
+
+    path: str
+    known: frozenset[str]
+
+
 BUDGETS = {"thinking_token_budget", "max_thinking_tokens"}
 """Of them a 0 asks for something, and a -1 for nothing."""
-SGLANG_SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-"""Of SGLang's `sampling_params`, and what stands in vLLM's and OpenAI's for the same."""
-VLLM_SAMPLING_FIELDS = {
-    "logprobs": "return_logprob and top_logprobs_num",
-    "prompt_logprobs": "return_logprob and logprob_start_len",
-    "routed_experts_prompt_start": "routed_experts_start_len",
-}
-"""Of vLLM's `sampling_params`, and what stands beside SGLang's for the same; a 0 asks for something too."""
 
 
 def _harden(node: Any) -> None:
@@ -78,8 +67,9 @@ def _harden(node: Any) -> None:
 class Body(BaseModel):
     """Base of every request body.  `unsupported` names fields that are refused when they hold a true value.
 
-    `other_names` are of another dialect, refused whatever they hold, with what to ask with instead.  `struct_lists`:
-    fields that are lists of msgspec's structs, by their types: decoded as such, they need not be validated again.
+    `other_names` are of another dialect, refused whatever they hold, with what to ask with instead.  `harmless` ones
+    are known and change nothing.  `struct_lists`: fields that are lists of msgspec's structs, by their types: decoded
+    as such, they need not be validated again.
     Null means the default.  Integers have at most 64 bits, and numbers are finite, also where they come as text.  A
     list is checked up to its first bad element: pydantic would keep an error, hundreds of bytes, for each.
     """
@@ -88,6 +78,21 @@ class Body(BaseModel):
     unsupported: ClassVar[frozenset[str]] = frozenset()
     struct_lists: ClassVar[dict[str, Any]] = {}
     other_names: ClassVar[dict[str, str]] = {}
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    _unknown: list[UnknownField] = PrivateAttr(default=[])
+
+    @property
+    def unknown(self) -> list[UnknownField]:
+        """Fields that it came with and nobody knows."""
+        return self._unknown
+
+    @unknown.setter
+    def unknown(self, fields: list[UnknownField]) -> None:
+        self._unknown = fields
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        return [shown(field.path) for field in self._unknown]
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -120,6 +125,8 @@ def refuse_unsupported(raw: dict[str, Any], names: frozenset[str], place: str = 
 class AnyGeneration(Body):
     """The fields that requests of every dialect have."""
 
+    harmless = HARMLESS_FIELDS
+
     stream: bool = False
     session_id: str | None = None
     extra_key: ExtraKey | None = None
@@ -136,6 +143,7 @@ class AnyGeneration(Body):
             "session_id": self.session_id,
             "extra_key": key if salt is None else f"{salt}\x1f{key or ''}",
             "max_kv_version_lag": self.max_kv_version_lag,
+            "ignored_fields": self.ignored_fields,
             "routed_dp_rank": self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
         }
 
@@ -204,6 +212,7 @@ class TokenizeRequest(Body):
     """POST /tokenize.  The fields from `tools` to `add_generation_prompt` are for messages."""
 
     unsupported = frozenset({"chat_template", "return_token_strs", "documents", "mm_processor_kwargs"})
+    harmless = MEDIA_FIELDS
 
     model: str | None = None
     prompt: str | list[str] | None = None

@@ -9,7 +9,7 @@ from fastapi import Request
 
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.core.weight_io_struct import UpdateWeightsFromTensorReqInput
-from rollout.entrypoints.http_io import parse_body, parsed, read_limited
+from rollout.entrypoints.http_io import accepted, parse_body, parsed, read_limited
 from rollout.entrypoints.verb_body import body_of, fields_of
 
 _BESIDE_PAYLOAD_BYTES = 1 << 20  # of the body: the other fields
@@ -25,11 +25,11 @@ async def read_tensor_body(
     """
     limit = ranks * -(-max_payload_bytes // 3) * 4 + _BESIDE_PAYLOAD_BYTES
     data = await read_limited(request, limit)
-    return await parsed(request, data, lambda data: _fields(data, max_payload_bytes, ranks, replicas))
+    return await parsed(request, data, lambda data: _fields(request, data, max_payload_bytes, ranks, replicas))
 
 
-def _fields(data: bytes, max_payload_bytes: int, ranks: int, replicas: int) -> dict[str, Any]:
-    body: Any = parse_body(body_of(UpdateWeightsFromTensorReqInput), data)
+def _fields(request: Request, data: bytes, max_payload_bytes: int, ranks: int, replicas: int) -> dict[str, Any]:
+    body: Any = accepted(request, parse_body(body_of(UpdateWeightsFromTensorReqInput), data))
     if body.format == "safetensors" and body.load_format is not None:
         raise BadRequest("load_format goes with payloads of SGLang's clients, not with format 'safetensors'")
     fields = fields_of(UpdateWeightsFromTensorReqInput, body)

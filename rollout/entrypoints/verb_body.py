@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from pydantic import Field, WrapValidator, create_model
 
+from rollout.core.known_fields import HARMLESS_CONTROL_FIELDS
 from rollout.core.message import ControlReqInput, body_fields
 from rollout.entrypoints.protocol import Body
 
@@ -22,6 +23,7 @@ def body_of(verb: type[ControlReqInput]) -> type[Body]:
     accepted = {name: (_pydantic_type(kind), default) for name, (kind, default) in verb.endpoint.accepts.items()}
     body = _model(verb, declared | others | accepted)
     body.unsupported = verb.endpoint.refuses
+    body.harmless = HARMLESS_CONTROL_FIELDS
     body.struct_lists = {item.name: kind for item in body_fields(verb) if (kind := _struct_list(item.type)) is not None}
     return body
 

@@ -19,6 +19,7 @@ from rollout.entrypoints.control_io import ControlRoute, add_route, reply, reply
 from rollout.entrypoints.http_io import json_body, json_response
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.protocol import Body
+from rollout.entrypoints.unknown_fields import NamingRoute
 from rollout.entrypoints.verb_body import body_of, fields_of
 from rollout.tokenizer_manager.manager import TokenizerManager
 
@@ -61,7 +62,7 @@ class VerbRoutes:
 
         `responders` answer for a verb once its body is read; `functions` read the request themselves.
         """
-        admin, api = APIRouter(route_class=ControlRoute), APIRouter()
+        admin, api = APIRouter(route_class=ControlRoute), APIRouter(route_class=NamingRoute)
         for verb in VERBS:
             if verb.endpoint.path is None:
                 continue

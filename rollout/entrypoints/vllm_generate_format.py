@@ -14,6 +14,7 @@ from rollout.entrypoints.openai_format import (
     beside,
     finish_fields,
     finite,
+    ignored_fields,
     prompt_logprobs,
     usage,
     version_info,
@@ -46,7 +47,7 @@ def tail(request: TokenGenerateRequest, natives: Sequence[Native]) -> dict[str, 
     }
     if params.prompt_logprobs is not None:
         fields["prompt_logprobs"] = prompt_logprobs(meta, params.prompt_logprobs)
-    return fields
+    return fields | ignored_fields(natives[0])
 
 
 def prompt_fields(request: TokenGenerateRequest) -> dict[str, Any]:

@@ -9,13 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rollout.core.known_fields import UNSUPPORTED_GENERATE_FIELDS
 from rollout.core.message import Int64
 from rollout.entrypoints.openai_protocol import Count, SamplingFields, StreamOptions
-from rollout.entrypoints.protocol import (
-    UNSUPPORTED_GENERATE_FIELDS,
-    AnyGeneration,
-    TokenIds,
-)
+from rollout.entrypoints.protocol import AnyGeneration, TokenIds
 from rollout.tokenizer_manager.request import FILL_CONTEXT, MAX_RID_CHARS, GenerateReqInput, RoutesFormat
 from rollout.tokenizer_manager.validation import ServingLimits
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from rollout.entrypoints import vllm_generate_format as fmt
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, until_disconnect
-from rollout.entrypoints.openai_format import Native, version_info
+from rollout.entrypoints.openai_format import Native, ignored_fields, version_info
 from rollout.entrypoints.session_routes import addressed
 from rollout.entrypoints.vllm_generate_protocol import TokenGenerateRequest
 from rollout.tokenizer_manager.handle import GenerateHandle
@@ -92,7 +92,7 @@ async def _events(
             num_sent[index] = len(native["output_ids"])
             if native["meta_info"]["finish_reason"] is not None:
                 finals[index] = native
-                extra |= {"metadata": version_info(native)}
+                extra |= {"metadata": version_info(native)} | ignored_fields(native)
             yield await handle.encode(functools.partial(chunk, index, native, first, extra), index)
     if body.stream_options.include_usage:
         natives = [finals[index] for index in sorted(finals)]

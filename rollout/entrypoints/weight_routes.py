@@ -21,7 +21,7 @@ from rollout.core.weight_io_struct import (
     manifest_in_pieces,
 )
 from rollout.entrypoints.control_io import reply, reply_fields
-from rollout.entrypoints.http_io import json_response, parse_body, read_limited
+from rollout.entrypoints.http_io import accepted, json_response, parse_body, read_limited
 from rollout.entrypoints.protocol import Body, BucketAddress
 from rollout.entrypoints.tensor_body import read_tensor_body
 from rollout.entrypoints.verb_body import body_of, fields_of
@@ -51,7 +51,8 @@ class WeightRoutes:
         data = b"unread"
         try:
             data = await read_limited(request)
-            return await asyncio.to_thread(parse_body, body_of(UpdateWeightsFromDistributedReqInput), data)
+            body = await asyncio.to_thread(parse_body, body_of(UpdateWeightsFromDistributedReqInput), data)
+            return accepted(request, body)
         except LockstepError as error:
             await self._refuse_bucket(data, error)
             raise

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollout.core.errors import LockstepError, StartupError, Unavailable, UnsupportedFeature
+from rollout.core.errors import BadRequest, LockstepError, StartupError, Unavailable, UnsupportedFeature
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
@@ -26,6 +26,7 @@ from rollout.core.io_struct import (
     SchedulerReady,
     TokenizedGenerateReqInput,
 )
+from rollout.core.known_fields import KNOWN_SAMPLING_FIELDS, MOST_IGNORED, shown, unknown_field
 from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
 from rollout.core.model_config import ModelConfig
 from rollout.core.req_output import ReqOutput
@@ -97,7 +98,7 @@ class TokenizerManager:
         self._ranks_ready: list[SchedulerReady] = []
         self._in_flight = InFlight(server_args.dp_size)
         self._rids = RidRegistry()
-        self._warned_sampling_keys: set[str] = set()
+        self._warned_names: set[str] = set()
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ class TokenizerManager:
             routes_by_default=limits.routes_by_default,
             masks_by_default=self.server_args.return_sampling_mask,
         )
-        self._warn_unknown(expanded.unknown_sampling_keys)
+        ignored = self._ignored(request, expanded.unknown_sampling_keys)
         self._rids.reserve(expanded)
         try:
             await self._complete(expanded.prompts, request.replay_routed_experts_start_len)
@@ -220,6 +221,7 @@ class TokenizerManager:
                 request.logprobs_format,
                 limits.vocab_size,
                 frozenset() if tokenizer is None else tokenizer.vocabulary.ids_of(request.kept_special_tokens),
+                ignored,
             ),
             abort=self.abort,
         )
@@ -385,9 +387,14 @@ class TokenizerManager:
         for observer in self._observers:
             event(observer)
 
-    def _warn_unknown(self, keys: Iterable[str]) -> None:
-        for key in keys:
+    def _ignored(self, request: GenerateReqInput, sampling_keys: Sequence[str]) -> list[str]:
+        """What nobody knows of a request.  Raises `BadRequest` under --strict-requests."""
+        if sampling_keys and self.server_args.strict_requests:
+            raise BadRequest(unknown_field(f"sampling_params.{sampling_keys[0]}", KNOWN_SAMPLING_FIELDS))
+        names = [shown(f"sampling_params.{key}") for key in sampling_keys[:MOST_IGNORED]]
+        for name in names:
             # Bounded, because the names come from clients.
-            if key not in self._warned_sampling_keys and len(self._warned_sampling_keys) < 256:
-                self._warned_sampling_keys.add(key)
-                logger.warning("sampling_params key %r is not known and has no effect", key[:80])
+            if name not in self._warned_names and len(self._warned_names) < 256:
+                self._warned_names.add(name)
+                logger.warning("%s is not known and has no effect", name)
+        return [*request.ignored_fields, *names]

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.known_fields import HARMLESS_SAMPLING_FIELDS, KNOWN_SAMPLING_FIELDS
 from rollout.core.sampling_params import MAX_N, SamplingLogprobsMode, SamplingParams, sampling_params_from_dict
 
 MAX_BATCH = 4096
@@ -51,6 +52,7 @@ class GenerateReqInput:
     `priority`: waiting requests are admitted from the lowest on, those of equal priority in the order of their arrival.
     `routed_dp_rank`: the data-parallel rank that runs it; None: the least loaded one.
     `session_id`: the session that the request belongs to; its prefix may be kept, and the reply repeats the id.
+    `ignored_fields`: those that it came with and nobody knows; the answer names them.
     `is_reformed`: its answer becomes one of another dialect.
     `kept_special_tokens`: what the text holds also where `sampling_params` skip special tokens.
     `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
@@ -81,6 +83,7 @@ class GenerateReqInput:
     priority: int = 0
     routed_dp_rank: int | None = None
     session_id: str | None = None
+    ignored_fields: list[str] = field(default_factory=list)
     is_reformed: bool = False
     kept_special_tokens: tuple[str, ...] = ()
     default_new_tokens: int | None = None
@@ -162,7 +165,7 @@ def expand(
         default = request.default_new_tokens if raw_params[index].get("max_new_tokens") is None else None
         prompts.append(Prompt(rid, texts[index], replays[index], default, source))
     group = request.rid if is_batch and isinstance(request.rid, str) else None
-    return ExpandedRequest(group, prompts, is_batch or params[0].n > 1, sorted(unknown))
+    return ExpandedRequest(group, prompts, is_batch or params[0].n > 1, unknown)
 
 
 def _check_shared(request: GenerateReqInput) -> None:
@@ -240,17 +243,17 @@ def _token_ids_column(value: Any, count: int, is_batch: bool) -> list[list[int] 
     return _column("token_ids_logprob", value, count, is_batch)
 
 
-def _sampling_params(raw_params: Sequence[dict[str, Any]]) -> tuple[list[SamplingParams], set[str]]:
+def _sampling_params(raw_params: Sequence[dict[str, Any]]) -> tuple[list[SamplingParams], list[str]]:
     """The parameters of each prompt, and the keys that are not known; checks `n`, which is how many samples it has.
 
     Prompts that share an object share what is read from it.
     """
-    unknown: set[str] = set()
+    unknown: dict[str, None] = {}
     read: dict[int, SamplingParams] = {}
     for raw in raw_params:
         if id(raw) not in read:
             read[id(raw)], unknown_here = sampling_params_from_dict(raw)
-            unknown.update(unknown_here)
+            unknown |= dict.fromkeys(name for name in unknown_here if _is_ignored(name, raw[name]))
     params = [read[id(raw)] for raw in raw_params]
     for parsed in params:
         if not 1 <= parsed.n <= MAX_N:
@@ -258,7 +261,14 @@ def _sampling_params(raw_params: Sequence[dict[str, Any]]) -> tuple[list[Samplin
     total = sum(parsed.n for parsed in params)
     if total > MAX_SAMPLES:
         raise TooLarge(f"a request makes at most {MAX_SAMPLES} samples (prompts times n), got {total}")
-    return params, unknown
+    return params, list(unknown)
+
+
+def _is_ignored(name: str, value: Any) -> bool:
+    """Whether a key that is no parameter asks for something; what `custom_params` ask for is seen to."""
+    if value is None or name in HARMLESS_SAMPLING_FIELDS or name == "custom_params":
+        return False
+    return bool(value) or name not in KNOWN_SAMPLING_FIELDS
 
 
 def _samples(rid: str, params: SamplingParams) -> list[tuple[str, int | None]]:

@@ -88,6 +88,7 @@ class ResponseForm:
     logprobs_format: LogprobsFormat = "nested"
     vocab_size: int = 1 << 31  # of the compact form
     kept_ids: frozenset[int] = frozenset()
+    ignored_fields: Sequence[str] = ()  # of the request: nobody knows them
 
 
 @dataclass
@@ -155,6 +156,8 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
         "weight_version": record.weight_version,
         "dp_rank": record.dp_rank,
     }
+    if form.ignored_fields:
+        meta["ignored_fields"] = list(form.ignored_fields)
     if record.session_id is not None:
         meta["session_id"] = record.session_id
     if record.source.return_logprob:

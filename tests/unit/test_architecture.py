@@ -222,4 +222,4 @@ def test_central_records_stay_small() -> None:
 
     assert len(ForwardBatch.__slots__) <= 14
     assert len(Req.__slots__) <= 24
-    assert len(ServerArgs.__dataclass_fields__) <= 82
+    assert len(ServerArgs.__dataclass_fields__) <= 83

@@ -8,33 +8,17 @@ from __future__ import annotations
 import pytest
 
 from rollout.core.errors import UnsupportedFeature
-from rollout.core.sampling_params import ALIASES, SamplingParams
-from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
-from rollout.entrypoints.protocol import (
+from rollout.core.known_fields import (
+    HARMLESS_SAMPLING_FIELDS,
+    KNOWN_SAMPLING_FIELDS,
     UNSUPPORTED_SAMPLING_FIELDS,
     VLLM_SAMPLING_FIELDS,
-    Body,
-    GenerateRequest,
-    refuse_unsupported,
 )
+from rollout.core.sampling_params import ALIASES, SamplingParams
+from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
+from rollout.entrypoints.protocol import Body, GenerateRequest, TokenizeRequest, refuse_unsupported
+from rollout.entrypoints.unknown_fields import unknown_fields
 from rollout.entrypoints.vllm_generate_protocol import TokenGenerateRequest, TokenSamplingParams
-
-# What changes neither the sample nor the reply of this server.
-MEDIA = {  # says how to read media, and media are refused
-    *("mm_hashes", "mm_content_hashes", "use_audio_in_video", "video_config", "modalities", "encoder_urls"),
-    *("max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch", "video_max_dynamic_patch", "images_config"),
-    *("mm_processor_kwargs", "media_io_kwargs", "return_mm_kwargs", "token_offsets"),
-}
-PARTS_OF_REFUSED = {  # has a meaning only beside a field that is refused
-    *("bootstrap_pair_key", "decode_tp_size", "length_penalty", "truncation_side", "return_flat_raw_top_logprobs_b64"),
-    *("require_reasoning", "reasoning_ended", "reasoning_parser_kwargs"),
-}
-BOOKS = {  # logs, labels, routing and pace
-    *("log_metrics", "no_logs", "custom_labels", "external_trace_header", "routing_key", "conversation_id", "kv_hints"),
-    *("stream_interval", "user", "session_id"),
-}
-FORMS = {"detokenize", "output_kind", "flat_logprobs", "return_bytes"}  # of objects that no HTTP reply shows
-HARMLESS = MEDIA | PARTS_OF_REFUSED | BOOKS | FORMS
 
 SGLANG_GENERATE = """
 rid session_id text input_ids input_embeds image_data video_data audio_data mm_hashes mm_content_hashes
@@ -100,6 +84,17 @@ request_id token_ids token_offsets features content_parts sampling_params model 
 return_token_ids output_mode stream stream_options cache_salt priority kv_transfer_params ec_transfer_params
 return_sample_support
 """
+VLLM_TOKENIZE = """
+model prompt messages add_special_tokens return_token_strs add_generation_prompt continue_final_message chat_template
+chat_template_kwargs mm_processor_kwargs media_io_kwargs tools
+"""
+OPENAI_BOOKS = """
+store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention user
+"""
+ROUTER_GENERATE = """
+background log_metrics no_logs return_bytes return_entropy return_hidden_states return_text_in_logprobs model stream
+"""
+"""What sglang-router adds."""
 VLLM_SAMPLING = """
 n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids
 ignore_eos max_tokens min_tokens logprobs prompt_logprobs logprob_token_ids flat_logprobs detokenize
@@ -124,10 +119,16 @@ trace_decode_token_ids prompt_logprob_token_ids prompt_logprob_start
         (SGLANG_SAMPLING, ChatCompletionRequest),
         (OF_GENERATE, TokenGenerateRequest),
         ("include_usage continuous_usage_stats", StreamOptions),
+        (VLLM_TOKENIZE, TokenizeRequest),
+        (OPENAI_BOOKS, ChatCompletionRequest),
+        (ROUTER_GENERATE, GenerateRequest),
     ],
 )
 def test_no_known_field_is_ignored(names: str, body: type[Body]) -> None:
-    assert not set(names.split()) - body.model_fields.keys() - body.unsupported - body.other_names.keys() - HARMLESS
+    assert not unknown_fields(body, dict.fromkeys(names.split(), 1))
+    assert (
+        not set(names.split()) - body.model_fields.keys() - body.unsupported - body.other_names.keys() - body.harmless
+    )
     for name in set(names.split()) & body.other_names.keys():
         with pytest.raises(UnsupportedFeature, match=f"{name} is not known here; ask with "):
             body.model_validate({name: 0})
@@ -145,7 +146,8 @@ def test_nothing_is_refused_that_is_a_field() -> None:
 def test_no_known_sampling_parameter_is_ignored_by_generate(names: str) -> None:
     honoured = {*SamplingParams.__struct_fields__, *ALIASES}
     refused = UNSUPPORTED_SAMPLING_FIELDS | VLLM_SAMPLING_FIELDS.keys()
-    assert not set(names.split()) - honoured - refused - HARMLESS
+    assert not set(names.split()) - honoured - refused - HARMLESS_SAMPLING_FIELDS
+    assert not set(names.split()) - KNOWN_SAMPLING_FIELDS
     for name in set(names.split()) & refused:
         with pytest.raises(UnsupportedFeature, match=name):
             GenerateRequest(input_ids=[1], sampling_params={name: 1}).to_request()
