@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from rollout.core.errors import StartupError
 from rollout.entrypoints.openai_protocol import ChatCompletionRequest
 from rollout.entrypoints.parsers import harmony
-from rollout.entrypoints.parsers.answer import AnswerParser
+from rollout.entrypoints.parsers.answer import AnswerParser, names_of
 from rollout.entrypoints.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from rollout.entrypoints.parsers.said import ToolCall
 from rollout.entrypoints.parsers.tool_calls import TOOL_CALL_READERS, CallFormat
@@ -124,8 +124,16 @@ class ChatMessages:
             check_token_ids(tail, self._manager.limits.vocab_size, "input_ids")
             text = self._manager.tokenizer.decode(tail, skip_special_tokens=False)
             in_thought = format_.begins_in_thought(text, body.begun_answer())
+        names = names_of(tools)
         return lambda: ChatMessage(
-            AnswerParser(format_, call_format, tools, in_thought=in_thought, is_harmony=self._is_harmony),
+            AnswerParser(
+                format_,
+                call_format,
+                tools,
+                function_names=names,
+                in_thought=in_thought,
+                is_harmony=self._is_harmony,
+            ),
             shows_reasoning=body.include_reasoning,
             streams_reasoning=body.stream_reasoning,
             most_calls=None if body.parallel_tool_calls else 1,

@@ -19,7 +19,16 @@ from rollout.core.known_fields import (
     UNSUPPORTED_SAMPLING_FIELDS,
 )
 from rollout.core.sampling_params import SamplingLogprobsMode
-from rollout.entrypoints.protocol import AnyGeneration, Body, TokenIds, template_variables
+from rollout.entrypoints.protocol import (
+    AnyGeneration,
+    Body,
+    FreeForm,
+    FreeObject,
+    Messages,
+    TokenIds,
+    Tools,
+    template_variables,
+)
 from rollout.tokenizer_manager.request import FILL_CONTEXT, GenerateReqInput, RoutesFormat
 
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -98,7 +107,7 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
     default_new_tokens: ClassVar[int]
 
     model: str | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: FreeObject | None = None
     user: str | None = None
     stream_options: StreamOptions = StreamOptions()
     rid: str | None = None
@@ -190,19 +199,19 @@ class ChatCompletionRequest(OpenAIRequest):
         *("echo", "chat_template", "add_special_tokens", "documents", "thinking", "task", "reasoning")
     }
 
-    messages: list[dict[str, Any]] = []
+    messages: Messages = []
     input_ids: TokenIds | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Count | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: Annotated[Any, FreeForm] = None
     parallel_tool_calls: bool = True
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     include_reasoning: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: FreeObject = {}
     reasoning_effort: str | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool = True

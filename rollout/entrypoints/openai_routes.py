@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from rollout.core.errors import NotFound
+from rollout.core.errors import NotFound, TooLarge
 from rollout.entrypoints import openai_format as fmt
 from rollout.entrypoints.http_io import SseResponse, body_schema, json_body, json_response, until_disconnect
 from rollout.entrypoints.openai_messages import ChatMessage, ChatMessages
@@ -54,21 +54,31 @@ class OpenAIRoutes:
         """Complete one prompt or several, as text or token ids."""
         wanted = addressed(body.to_request(), request.headers)
         handle = await until_disconnect(request.receive, self._manager.submit(wanted))
-        prompt_texts = self._prompt_texts(body, handle)
+        prompt_texts = await self._prompt_texts(body, handle)
 
         def choice_of(cursor: fmt.ChoiceCursor, index: int, native: fmt.Native) -> dict[str, Any]:
             return cursor.completion(body, index, native, prompt_texts[index])
 
         return await self._answer(request, handle, body, "text_completion", choice_of)
 
-    def _prompt_texts(self, body: CompletionRequest, handle: GenerateHandle) -> list[str]:
-        """The text to put before each choice."""
+    async def _prompt_texts(self, body: CompletionRequest, handle: GenerateHandle) -> list[str]:
+        """The text to put before each choice.  Raises `TooLarge` where all of them are too long."""
         if not body.echo:
             return [""] * len(handle.records)
-        tokenizer = self._manager.tokenizer
         if isinstance(body.prompt, str):
-            return [body.prompt] * len(handle.records)
-        return [tokenizer.decode(record.prompt_ids, skip_special_tokens=False) for record in handle.records]
+            texts = [body.prompt] * len(handle.records)
+        else:
+            # The samples of a prompt share its ids.
+            prompts = {id(record.prompt_ids): record.prompt_ids for record in handle.records}
+            decoded = await self._manager.tokenizer.decode_each([*prompts.values()], skip_special_tokens=False)
+            text_of = dict(zip(prompts, decoded, strict=True))
+            texts = [text_of[id(record.prompt_ids)] for record in handle.records]
+        try:
+            self._manager.limits.budget.require_text(sum(map(len, texts)), "echoed prompts")
+        except TooLarge:
+            handle.abort()
+            raise
+        return texts
 
     # --- chat ----------------------------------------------------------------------------------------------------
 

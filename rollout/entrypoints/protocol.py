@@ -10,12 +10,22 @@ refused, not ignored.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
-from rollout.core.errors import UnsupportedFeature
+from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
 from rollout.core.known_fields import (
     HARMLESS_FIELDS,
     MEDIA_FIELDS,
@@ -40,6 +50,47 @@ class UnknownField(NamedTuple):
     known: frozenset[str]
 
 
+MAX_DEPTH = 64
+"""Of objects and lists in a field without a schema; templates indent them."""
+MAX_VALUES = 1 << 16
+"""In a field without a schema."""
+MAX_MESSAGES = 1 << 16
+"""Of a chat."""
+
+
+def _bounded(value: Any, info: ValidationInfo) -> Any:
+    """A field without a schema.  Raises `BadRequest` over `MAX_DEPTH`, and `TooLarge` over `MAX_VALUES`."""
+    _check_nested(value, str(info.field_name), MAX_VALUES)
+    return value
+
+
+def _checked_messages(value: Any, info: ValidationInfo) -> Any:
+    """Messages of a chat.  Raises `TooLarge` for more than `MAX_MESSAGES`, and `BadRequest` over `MAX_DEPTH`."""
+    name = str(info.field_name)
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise TooLarge(f"{name} has {len(value)} messages; the limit is {MAX_MESSAGES}")
+    _check_nested(value, name, sys.maxsize)
+    return value
+
+
+def _check_nested(value: Any, name: str, max_values: int) -> None:
+    level, depth, count = [value], 0, 0
+    while level:
+        count += len(level)
+        if count > max_values:
+            raise TooLarge(f"{name} has over {max_values} values")
+        if depth > MAX_DEPTH:
+            raise BadRequest(f"{name} is nested more than {MAX_DEPTH} levels deep")
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
+        depth += 1
+
+
+FreeForm = BeforeValidator(_bounded)
+"""Of a field that holds any JSON."""
+Messages = Annotated[list[dict[str, Any]], BeforeValidator(_checked_messages)]
+FreeObject = Annotated[dict[str, Any], FreeForm]
+Tools = Annotated[list[dict[str, Any]], FreeForm]
 BUDGETS = {"thinking_token_budget", "max_thinking_tokens"}
 """Of them a 0 asks for something, and a -1 for nothing."""
 
@@ -216,9 +267,9 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | list[str] | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: FreeObject = {}
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     add_special_tokens: bool = True

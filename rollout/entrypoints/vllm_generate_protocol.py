@@ -5,14 +5,14 @@ Replies are in `vllm_generate_format`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rollout.core.known_fields import UNSUPPORTED_GENERATE_FIELDS
 from rollout.core.message import Int64
 from rollout.entrypoints.openai_protocol import Count, SamplingFields, StreamOptions
-from rollout.entrypoints.protocol import AnyGeneration, TokenIds
+from rollout.entrypoints.protocol import AnyGeneration, FreeObject, TokenIds
 from rollout.tokenizer_manager.request import FILL_CONTEXT, MAX_RID_CHARS, GenerateReqInput, RoutesFormat
 from rollout.tokenizer_manager.validation import ServingLimits
 
@@ -41,7 +41,7 @@ class TokenGenerateRequest(AnyGeneration):
     model: str | None = None
     stream_options: StreamOptions = StreamOptions()
     priority: Int64 = 0
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: FreeObject | None = None
     return_token_ids: bool = False
     return_sampling_mask: bool | None = None
     output_mode: Literal["tokens"] = "tokens"

@@ -37,6 +37,8 @@ class Kind(NamedTuple):
     units: int = 0
 
 
+CHAR_BYTES = 8
+"""Of text that an answer repeats, while it is made."""
 STREAMED = 1.25
 """What is built for a stream is copied for each event."""
 
@@ -100,6 +102,15 @@ class BudgetLimits:
     max_request_bytes: int = 2048 << 20
     max_logprob_entries: int = 1 << 22
     mask_tokens: int = 4096
+
+    def require_text(self, num_chars: int, what: str) -> None:
+        """Raise `TooLarge` for an answer that repeats more text than a request may hold."""
+        if num_chars * CHAR_BYTES > self.max_request_bytes:
+            raise TooLarge(
+                f"the answer would hold {num_chars} characters of {what}, {CHAR_BYTES} bytes each; the limit of a "
+                f"request is {self.max_request_bytes >> 20} MB: ask for fewer samples, or start the server with a "
+                "larger --max-request-mb"
+            )
 
 
 class RequestBudget:

@@ -26,7 +26,7 @@ class AnswerParser:
 
     `call_format` None leaves tool calls in the content, `reasoning_format` None the reasoning.  `in_thought`: the
     answer begins within a thought.  `is_harmony`: the model writes messages of the harmony format; it does if one of
-    the formats is harmony's.
+    the formats is harmony's.  `function_names`: those of `tools`, where they are known already.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class AnswerParser:
         call_format: CallFormat | None = None,
         tools: Tools = (),
         *,
+        function_names: frozenset[str] | None = None,
         in_thought: bool = False,
         is_harmony: bool = False,
     ) -> None:
@@ -42,9 +43,12 @@ class AnswerParser:
         self._said = Said()
         formats = (reasoning_format, call_format)
         if is_harmony or any(each is not None and each.is_harmony for each in formats):
-            names = None if call_format is None else _names(tools)
+            names = names_of(tools) if function_names is None else function_names
             messages = HarmonyReader(
-                self._text, self._said, has_reasoning=reasoning_format is not None, function_names=names
+                self._text,
+                self._said,
+                has_reasoning=reasoning_format is not None,
+                function_names=None if call_format is None else names,
             )
             self._reader = messages.answer(in_thought=in_thought)
         else:
@@ -72,7 +76,8 @@ class AnswerParser:
         return self._said.take()
 
 
-def _names(tools: Tools) -> frozenset[str]:
+def names_of(tools: Tools) -> frozenset[str]:
+    """The functions that tools declare."""
     functions = [tool.get("function") for tool in tools]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     return frozenset(name for name in names if isinstance(name, str))
