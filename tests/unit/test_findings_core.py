@@ -11,8 +11,9 @@ import torch
 
 from rollout.client.sse import SseDecoder
 from rollout.core.errors import BadRequest
-from rollout.core.io_struct import AbortReqInput, ControlReqOutput, FlushCacheReqInput
+from rollout.core.io_struct import AbortReqInput, ControlReqOutput, FlushCacheReqInput, decode_output
 from rollout.core.sampling_params import SamplingParams
+from rollout.core.unreadable import encode_output
 from rollout.mem_cache.kv_pool import SlotAllocator
 from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
 from tests.late_loop import captured_loop  # noqa: F401
@@ -72,9 +73,7 @@ def test_engine_01_an_answer_that_cannot_be_encoded_is_a_failed_answer(folder: P
 
 
 def _through_msgpack(message):
-    from rollout.core.io_struct import decode_output, encode
-
-    return decode_output(encode(message))
+    return decode_output(encode_output(message))
 
 
 # --- 14: what a key leaves behind in the prefix cache -------------------------------------------------------------

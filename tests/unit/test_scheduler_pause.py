@@ -176,7 +176,7 @@ def test_amid_an_update_without_begin_generation_goes_on_for_nobody(
     assert harness.control(PauseGenerationReqInput, mode="in_place").success
     assert sends_a_part(folder, harness, monkeypatch).success
     answer = harness.control(PauseGenerationReqInput, mode="wait")
-    assert answer.status_code == 409 and "continue_generation settles it" in answer.message
+    assert answer.status_code == 409 and "settle it with continue_generation" in answer.message
     assert updater_of(harness).is_open and harness.control(GetStateReqInput).data["paused"]
 
 
