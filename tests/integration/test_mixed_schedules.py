@@ -10,6 +10,7 @@ import random
 import pytest
 
 from tests.mixed.checker import Tally
+from tests.mixed.many import Played, Report
 from tests.mixed.play import MixedFailed, play
 from tests.mixed.schedule import Steps, Submit, decode, encode, schedule_of
 from tests.mixed.shrink import shrink
@@ -44,6 +45,16 @@ def test_a_schedule_is_the_same_each_time(zoo: Zoo) -> None:
     assert decode(encode(schedule)) == schedule
     random.seed(1)
     assert play(schedule, zoo) == play(decode(encode(schedule)), zoo)
+
+
+@pytest.mark.parametrize(("each", "grows"), [(0.0, False), (0.05, False), (0.5, True)])
+def test_a_run_says_whether_memory_grows(each: float, grows: bool) -> None:
+    """In MB by schedule, beside 30 that come and go."""
+    report = Report()
+    for seed in range(500):
+        memory = 500.0 + each * seed + 30 * (seed % 3 == 0) if seed % 20 == 0 else None
+        report.add(Played(seed, 1, Tally(), memory=memory))
+    assert report.settled_memory() and report.grows is grows
 
 
 @pytest.mark.mutant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -28,45 +29,51 @@ _MANY = 300
 """So many schedules of a process say whether its memory grows: all engines that stay are built before them."""
 _WARM = 100
 """After so many of them the answers that are remembered are as many as ever."""
+_MEMORY_EVERY = 20
 _GROWTH = 0.06
 """What allocators may keep, as a share; the soak grants servers as much."""
 
 
 @dataclass
 class Played:
-    """One seed: what was checked, or what failed, and the resident memory of its process in MB."""
+    """One seed: what was checked, or what failed; at some of them the resident memory of the process, MB."""
 
     seed: int
     process: int
     tally: Tally | None
     failure: str = ""
-    memory: float = 0.0
+    memory: float | None = None
 
 
 @dataclass
 class Report:
-    """What a run came to.  `memory`: by process, MB after each of its seeds."""
+    """What a run came to.  `memory`: by process, MB each time that it was looked at."""
 
     tally: Tally = field(default_factory=Tally)
     failures: list[str] = field(default_factory=list)
     memory: dict[int, list[float]] = field(default_factory=dict)
 
     def add(self, played: Played) -> None:
-        self.memory.setdefault(played.process, []).append(played.memory)
+        if played.memory is not None:
+            self.memory.setdefault(played.process, []).append(played.memory)
         if played.tally is None:
             self.failures.append(played.failure)
         else:
             self.tally.add(played.tally)
 
     def settled_memory(self) -> list[tuple[float, float]]:
-        """Resident memory of each process that played many: the mean over the first and over the last tenth, MB."""
+        """Resident memory of each process that played many: the mean over the first and over the last fifth, MB."""
         found = []
         for sizes in self.memory.values():
-            if len(sizes) >= _MANY:
-                settled = sizes[_WARM:]
-                tenth = len(settled) // 10
-                found.append((sum(settled[:tenth]) / tenth, sum(settled[-tenth:]) / tenth))
+            if len(sizes) >= _MANY // _MEMORY_EVERY:
+                settled = sizes[_WARM // _MEMORY_EVERY :]
+                fifth = len(settled) // 5
+                found.append((sum(settled[:fifth]) / fifth, sum(settled[-fifth:]) / fifth))
         return found
+
+    @property
+    def grows(self) -> bool:
+        return any(last > first * (1 + _GROWTH) for first, last in self.settled_memory())
 
 
 def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> bool:
@@ -88,25 +95,23 @@ def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> boo
                 break
     end = f"{len(report.failures)} failed" if report.failures else "nothing differs"
     _say(console, f"{end} in {time.monotonic() - started:.0f} s: {report.tally}")
-    memory = report.settled_memory()
-    for first, last in memory:
+    for first, last in report.settled_memory():
         _say(console, f"memory {first:.0f} MB, in the end {last:.0f} MB")
-    grows = any(last > first * (1 + _GROWTH) for first, last in memory)
-    if grows:
+    if report.grows:
         _say(console, f"memory grows by more than {_GROWTH:.0%}")
-    return not report.failures and not grows
+    return not report.failures and not report.grows
 
 
 def play_seed(seed: int, zoo: Zoo) -> Played:
     try:
-        tally, failure = play(schedule_of(seed, zoo.shapes), zoo), ""
+        return Played(seed, os.getpid(), play(schedule_of(seed, zoo.shapes), zoo))
     except MixedFailed as failed:
-        tally, failure = None, str(failed)
-    return Played(seed, os.getpid(), tally, failure, resident_mb())
+        return Played(seed, os.getpid(), None, str(failed))
 
 
-def resident_mb() -> float:
-    """Of this process."""
+def _resident_mb() -> float:
+    """What this process keeps: engines that are over are garbage, and not always collected yet."""
+    gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
@@ -151,7 +156,11 @@ def _play_apart(folder: Path, seeds: Sequence[int], results: multiprocessing.Que
 def _play_part(zoo: Zoo, seeds: Sequence[int]) -> Iterator[Played]:
     if len(seeds) >= _MANY:
         zoo.build_all()
-    return (play_seed(seed, zoo) for seed in seeds)
+    for number, seed in enumerate(seeds, 1):
+        played = play_seed(seed, zoo)
+        if number % _MEMORY_EVERY == 0:
+            played.memory = _resident_mb()
+        yield played
 
 
 def _say(console: Console, text: str) -> None:
