@@ -1,6 +1,6 @@
 """Many schedules, or one again.
 
-python -m tests.mixed run --seeds 5000 [--seed N] [--processes 2]
+python -m tests.mixed run --seeds 5000 [--seed N] [--processes 2] [--minutes M]
 python -m tests.mixed replay 123                a seed, or the JSON of a schedule
 python -m tests.mixed shrink 123                a smaller schedule that fails all the same
 python -m tests.mixed wrong [NAME ...]          after how many schedules each wrong engine is noticed
@@ -9,6 +9,7 @@ python -m tests.mixed wrong [NAME ...]          after how many schedules each wr
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import sys
 import tempfile
@@ -32,7 +33,8 @@ def main() -> int:
         zoo = Zoo(Path(folder))
         if args.command == "run":
             first = secrets.randbelow(2**32) if args.seed is None else args.seed
-            return 0 if run(zoo, Path(folder), range(first, first + args.seeds), args.processes) else 1
+            seeds = range(first, first + args.seeds)
+            return 0 if run(zoo, Path(folder), seeds, args.processes, args.minutes) else 1
         if args.command == "wrong":
             return _wrong(args.names or list(WRONG_ENGINES), args.most, zoo)
         return _again(_schedule(args.schedule, zoo), zoo, shrinks=args.command == "shrink")
@@ -45,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--seeds", type=int, default=5000, help="how many")
     many.add_argument("--seed", type=int, default=None, help="the first; default: a new one, which is printed")
     many.add_argument("--processes", type=int, default=1)
+    many.add_argument("--minutes", type=float, default=math.inf, help="at most; default: until all are played")
     for name, what in (("replay", "play one again"), ("shrink", "make one that fails smaller")):
         one = commands.add_parser(name, help=what)
         one.add_argument("schedule", help="a seed, or the JSON of a schedule")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -76,14 +78,17 @@ class Report:
         return any(last > first * (1 + _GROWTH) for first, last in self.settled_memory())
 
 
-def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> bool:
-    """Play the schedules of `seeds`; models are in `folder`.  False: something differed, or memory grows."""
+def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int, minutes: float = math.inf) -> bool:
+    """Play the schedules of `seeds`, in order and for so long; models are in `folder`.
+
+    False: something differed, or memory grows.
+    """
     report, console, started = Report(), Console(), time.monotonic()
-    reported = started
+    reported, until = started, started + 60 * minutes
     _say(console, f"schedules of the seeds {seeds[0]}..{seeds[-1]}")
     with _progress(console) as progress:
         task = progress.add_task("schedules", total=len(seeds))
-        for played in _played(zoo, folder, seeds, num_processes):
+        for played in _played(zoo, folder, _until(until, seeds), len(seeds), num_processes):
             report.add(played)
             progress.advance(task)
             if played.failure:
@@ -93,8 +98,9 @@ def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> boo
                 _say(console, f"{reported - started:.0f} s: {report.tally}")
             if len(report.failures) == MOST_FAILURES:
                 break
-    end = f"{len(report.failures)} failed" if report.failures else "nothing differs"
-    _say(console, f"{end} in {time.monotonic() - started:.0f} s: {report.tally}")
+    end = f"{len(report.failures)} failed" if report.failures else "none failed"
+    seconds, num_played = time.monotonic() - started, report.tally.schedules + len(report.failures)
+    _say(console, f"{end} of {num_played} seeds from {seeds[0]} on, in {seconds:.0f} s: {report.tally}")
     for first, last in report.settled_memory():
         _say(console, f"memory {first:.0f} MB, in the end {last:.0f} MB")
     if report.grows:
@@ -116,21 +122,38 @@ def _resident_mb() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def _played(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int) -> Iterator[Played]:
-    """Each process plays every so many-th seed."""
+def _until(until: float, seeds: Iterable[int]) -> Iterator[int]:
+    for seed in seeds:
+        if time.monotonic() > until:
+            return
+        yield seed
+
+
+def _played(zoo: Zoo, folder: Path, seeds: Iterator[int], count: int, num_processes: int) -> Iterator[Played]:
+    """`count`: of the seeds, at most."""
+    builds_all = count >= _MANY * num_processes
     if num_processes == 1:
-        yield from _play_part(zoo, seeds)
+        yield from _play_all(zoo, seeds, builds_all)
         return
     zoo.write_all()
     context = multiprocessing.get_context("spawn")
+    waiting: multiprocessing.Queue[int | None] = context.Queue()
     results: multiprocessing.Queue[Played] = context.Queue()
-    parts = [seeds[number::num_processes] for number in range(num_processes)]
-    processes = [context.Process(target=_play_apart, args=(folder, part, results), daemon=True) for part in parts]
+    arguments = folder, waiting, results, builds_all
+    processes = [context.Process(target=_play_apart, args=arguments, daemon=True) for _ in range(num_processes)]
     for process in processes:
         process.start()
     try:
-        for _ in seeds:
+        num_sent = 0
+        for seed in islice(seeds, 2 * num_processes):
+            waiting.put(seed)
+            num_sent += 1
+        while num_sent:
             yield _next_of(results, processes)
+            num_sent -= 1
+            for seed in islice(seeds, 1):
+                waiting.put(seed)
+                num_sent += 1
     finally:
         for process in processes:
             process.terminate()
@@ -146,15 +169,20 @@ def _next_of(results: multiprocessing.Queue[Played], processes: Sequence[BasePro
                 raise RuntimeError(f"a process that plays has ended with status {ended[0]}") from None
 
 
-def _play_apart(folder: Path, seeds: Sequence[int], results: multiprocessing.Queue[Played]) -> None:
-    """In a process of its own."""
+def _play_apart(
+    folder: Path,
+    waiting: multiprocessing.Queue[int | None],
+    results: multiprocessing.Queue[Played],
+    builds_all: bool,
+) -> None:
+    """In a process of its own, until it is ended."""
     torch.set_num_threads(1)
-    for played in _play_part(Zoo(folder), seeds):
+    for played in _play_all(Zoo(folder), iter(waiting.get, None), builds_all):
         results.put(played)
 
 
-def _play_part(zoo: Zoo, seeds: Sequence[int]) -> Iterator[Played]:
-    if len(seeds) >= _MANY:
+def _play_all(zoo: Zoo, seeds: Iterable[int], builds_all: bool) -> Iterator[Played]:
+    if builds_all:
         zoo.build_all()
     for number, seed in enumerate(seeds, 1):
         played = play_seed(seed, zoo)
