@@ -77,7 +77,7 @@ def _again(schedule: Schedule, zoo: Zoo, *, shrinks: bool) -> int:
 def _wrong(names: Sequence[str], most: int, zoo: Zoo) -> int:
     missed = 0
     for name in names:
-        count, noticed = schedules_until_noticed(WRONG_ENGINES[name], zoo, most)
+        count, noticed = schedules_until_noticed(name, zoo, most)
         missed += noticed is None
         print(f"{name}: " + ("never noticed" if noticed is None else f"schedule {count}, {noticed}"), flush=True)
     return missed
