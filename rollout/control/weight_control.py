@@ -240,7 +240,7 @@ class WeightControl:
             self._updater.book.note_opening(verb.prepared_s, counts_tensors=verb.counts_tensors)
 
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
-        return Job(verb, io, begun, roll_back=roll_back)
+        return Job(verb, io, begun, roll_back=roll_back, is_brief=verb.base_digest is None)
 
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
         """Whether the sender starts from the weights in force.  Their digest is computed where it is not known."""

@@ -1,7 +1,8 @@
 """`WeightQueue`: the weight verbs, one at a time, in the order in which they came.
 
-A verb has up to two parts.  The I/O part (rendezvous, receiving, checking) runs on one thread of its own while the
-engine generates; the step part (commit, publish) runs between two steps on the scheduler's thread.
+A verb has up to two parts.  The I/O part (rendezvous, receiving, checking) runs on a thread of its own while the
+engine generates; the step part (commit, publish) runs between two steps on the scheduler's thread.  The thread that
+moves bytes has less of the processor than steps get; one that holds the interpreter for long has as much.
 
     verb -> queue -> [I/O thread: receive / verify] -> step boundary: commit -> publish -> reply
 
@@ -71,7 +72,8 @@ class Job:
 
     `step` returns the message and the reply.  `holds_steps`: no step may run beside `io`.  `roll_back(reason)`, on the
     I/O thread: undo `io`, which failed on another rank.  `waits`: its wait for a sender, which is cut short for a verb
-    behind it that must not wait so long.
+    behind it that must not wait so long.  `is_brief`: `io` takes some tenths of a second at most, nearly all in the
+    interpreter, and gives a device nothing to do.
     """
 
     verb: ControlReqInput
@@ -80,6 +82,7 @@ class Job:
     holds_steps: bool = False
     roll_back: Callable[[str], None] | None = None
     waits: Patience | None = None
+    is_brief: bool = False
 
 
 class WeightQueue:
@@ -111,6 +114,9 @@ class WeightQueue:
         self._num_threads = torch.get_num_threads()  # settles this thread's own number, too
         device = scheduler.cache.pool.table.device
         self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_settle_in, initargs=(device,))
+        # A thread that waits for a processor holds the interpreter meanwhile, and steps wait with it: it must not wait
+        # for longer than they would.
+        self._brief = ThreadPoolExecutor(1, thread_name_prefix="weight-brief")
         self._planners: dict[type, Callable[[Any], Job]] = {}
         self._waiting: deque[tuple[float, ControlReqInput]] = deque()  # with the times at which they came
         self._num_started = 0
@@ -196,7 +202,8 @@ class WeightQueue:
         # Beside steps one thread: two teams that want the same cores wait for each other most of the time.
         count = 1 if self._scheduler.has_work else self._num_threads
         io = functools.partial(_on_threads, count, job.io)
-        self._future = self._io.submit(self._consensus.run, mark, io, job.roll_back)
+        thread = self._brief if job.is_brief else self._io
+        self._future = thread.submit(self._consensus.run, mark, io, job.roll_back)
         self._future.add_done_callback(lambda _: self._wake())
 
     def _plan(self, verb: ControlReqInput) -> Job:
