@@ -210,6 +210,13 @@ def _weighed(
     )
 
 
+def measured_balance(counts_LE: np.ndarray, in_force: Plan, least_per_expert: float) -> Balance | None:
+    """Return the balance of loads that were counted under a placement; None of too few choices an expert."""
+    if float(counts_LE.mean(axis=1).min()) < least_per_expert:
+        return None
+    return _balance(balancedness(counts_LE, in_force))
+
+
 def _balance(values_L: np.ndarray) -> Balance:
     return Balance(float(values_L.mean()), float(values_L.min()))
 

@@ -98,6 +98,7 @@ class LoadHistory(PassCounter[int]):
         self._postponed_at = 0
         self.num_unseen_passes = 0  # since the last `gather`, for a rebalance or a refresh
         self.counts_LE = torch.zeros((num_moe_layers, num_logical_experts), dtype=torch.float64)
+        self.window_LE = torch.zeros_like(self.counts_LE)  # of what the last `gather` added
         self.weight_epoch: int | None = None
         self.drift: Drift | None = None
 
@@ -127,8 +128,11 @@ class LoadHistory(PassCounter[int]):
         self._count_noted()
         mine, self._mine = self._mine, {}
         self.num_unseen_passes = self._postponed_at = 0
-        for weight_epoch, counts_LE in mine.items():
-            self.add(weight_epoch, self._sum_over_ranks(counts_LE))
+        self.window_LE = torch.zeros_like(self.counts_LE)
+        for weight_epoch, mine_LE in mine.items():
+            counts_LE = self._sum_over_ranks(mine_LE)
+            self.window_LE += counts_LE
+            self.add(weight_epoch, counts_LE)
 
     def current(self, choices_per_expert: float) -> np.ndarray | None:
         """The counts as of now; None while there are fewer choices than that, or nothing is counted."""

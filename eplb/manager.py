@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from eplb.algorithms.types import ExpertLayout
-from eplb.decision import Decision, RebalancePolicy
+from eplb.algorithms.types import ExpertLayout, Plan
+from eplb.decision import Decision, RebalancePolicy, measured_balance
 from eplb.errors import MapError, RebalanceRefused
 from eplb.load_history import LoadHistory
 from eplb.migration import MigrationChunk
@@ -27,6 +27,7 @@ ASSUMED_BYTES_PER_S = 5e8  # until a chunk was timed: two ranks over gloo on two
 
 
 _ENDS_REMEMBERED = 16
+_MEASURED = "balancedness_measured"  # after a rebalance, at the next evaluation
 
 
 class Stage(Enum):
@@ -102,6 +103,13 @@ class RebalanceManager:
 
     # --- stages ---------------------------------------------------------------------------------------------------
 
+    def note_loads(self, in_force: Plan) -> None:
+        """Take the loads since the last evaluation: what the last rebalance came to, unless that is known."""
+        if self._ended and self._ended[-1][1][_MEASURED] is None:
+            window_LE = self.history.window_LE.numpy()
+            found = measured_balance(window_LE, in_force, self.policy.choices_per_expert)
+            self._ended[-1][1][_MEASURED] = None if found is None else asdict(found)
+
     def start_planning(self) -> None:
         """Raises `RebalanceRefused` while another rebalance is under way."""
         if self.stage is not Stage.IDLE:
@@ -174,7 +182,7 @@ class RebalanceManager:
         self._chunks = []
         assert self.decision is not None
         self._num_ended += 1
-        facts = {"number": self._num_ended} | self.decision.facts() | self.outcome.facts()
+        facts = {"number": self._num_ended, _MEASURED: None} | self.decision.facts() | self.outcome.facts()
         self._ended.append((self._clock(), facts))
         self._enter(Stage.IDLE)
 

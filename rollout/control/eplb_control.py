@@ -12,6 +12,7 @@ not moved yet is dropped.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -35,6 +36,7 @@ from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqIn
 from rollout.core.message import ControlReqOutput, failure
 from rollout.scheduler.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
 _OVERDUE = 10
 """Evaluations that may be missed, as while a weight update is open, before the balancer is reported as stuck."""
 
@@ -127,9 +129,11 @@ class EplbControl:
         """Start planning, on rank 0 beside the steps."""
         self._history.gather()
         placement, epoch, manager = self._state.placement, self._state.epoch, self._manager
+        in_force = placement.plan(manager.layout)
+        manager.note_loads(in_force)
         situation = Situation(
             counts_LE=self._history.counts_LE.numpy(),
-            in_force=placement.plan(manager.layout),
+            in_force=in_force,
             placement_epoch=placement.epoch,
             weight_epoch=epoch.weight_epoch,
             weight_version=epoch.weight_version,
@@ -194,7 +198,10 @@ class EplbControl:
             return True
         self._manager.planned(decision, move=verb is None or not verb.dry_run)
         if verb is None and decision.rebalances and self._plans:
-            say(f"rebalance: {decision.reason}")
+            if decision.num_experts_moved or decision.num_local_copies:
+                say(f"rebalance: {decision.reason}")
+            else:  # only the shares of an expert's copies: as often as loads change
+                logger.debug("rebalance without a move: %s", decision.reason)
         return True
 
     def _move(self) -> None:

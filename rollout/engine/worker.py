@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -49,6 +50,8 @@ def main() -> int:
     if not _die_with_parent(config["parent_pid"]):
         return 2
     args = with_device(ServerArgs(**config["server_args"]))
+    if args.log_level == "debug":
+        logging.basicConfig(level="DEBUG", format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         parallel, output_addr, secret = _join(args, config)
     except LockstepError as error:

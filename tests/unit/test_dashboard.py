@@ -290,6 +290,20 @@ def test_each_event_is_told_once(history: ServerHistory) -> None:
     assert history.since(news["count"])["samples"] == history.since(10**9)["updates"] == []
 
 
+def test_what_a_rebalance_came_to_is_told_once_it_is_measured_n30(history: ServerHistory) -> None:
+    """N30: only the prediction was shown."""
+    history.enter(a_state(eplb=balancer(1, 2)), 10.0)
+    before = history.since(0)
+    assert [one["balancedness_measured"] for one in before["rebalances"]] == [None, None]
+    later = balancer(1, 2, 3)
+    later.rebalances[1]["balancedness_measured"] = {"mean": 0.93, "least": 0.9}
+    history.enter(a_state(eplb=later), 11.0)
+    news = history.since(before["count"])["rebalances"]
+    assert [(one["number"], one["balancedness_measured"]) for one in news] == [(2, 0.93), (3, None)]
+    assert news[0]["ended_at"] == before["rebalances"][1]["ended_at"]
+    assert [one["number"] for one in history.since(0)["rebalances"]] == [1, 2, 3]
+
+
 def test_an_id_that_is_used_again_is_another_update(history: ServerHistory) -> None:
     """After the scheduler has forgotten it."""
     history.enter(a_state(ended_updates=[an_update(1)]), 1.0)
@@ -372,6 +386,17 @@ def test_refusals_are_kept_with_their_reasons(live: Live) -> None:
     assert (first["method"], first["path"], first["status"], first["times"]) == ("POST", "/generate", 400, 2)
     assert "max_new_tokens" in first["reason"]
     assert (second["path"], second["status"], second["reason"]) == (f"/{HOSTILE}", 404, "Not Found")
+
+
+def test_a_probe_that_hears_503_is_no_error_n32(live: Live) -> None:
+    """N32: polls of /ready during the start filled the list of errors."""
+    live.client.post("/pause_generation")
+    assert live.client.get("/ready").status_code == 503
+    live.call_in_loop(lambda: live.manager.fail("rank 1 was killed"))
+    for path in ("/health", "/health_generate", "/ready", "/liveness", "/ping"):
+        assert live.client.get(path).status_code == 503
+    live.client.get("/health/no")
+    assert [one["path"] for one in data_of(live)["refusals"]] == ["/health/no"]
 
 
 def test_the_log_of_refusals_is_bounded() -> None:

@@ -327,6 +327,34 @@ def test_the_last_rebalances_are_remembered() -> None:
     assert found[-1]["age_s"] == 7.0 and found[-1]["dropped"] == "enough" and found[-1]["reason"] == MOVE.reason
 
 
+def test_what_a_rebalance_came_to_is_measured_at_the_next_evaluation_n30() -> None:
+    """N30: on the loads since then alone, under the placement in force; a prediction stays one until enough came."""
+    manager = manager_at(Clock())
+    manager.start_planning()
+    manager.planned(MOVE, move=True)
+    manager.drop("enough")
+    measured = [facts["balancedness_measured"] for facts in manager.status()["rebalances"]]
+    assert measured == [None]
+    few, many = np.zeros_like(COUNTS, dtype=np.float64), COUNTS.astype(np.float64)
+    few[:, 0] = 1
+    for counts_LE, expected in ((few, None), (many, balancedness(many, IN_FORCE)), (few, balancedness(many, IN_FORCE))):
+        manager.history.window_LE = torch.from_numpy(counts_LE)
+        manager.note_loads(IN_FORCE)
+        (facts,) = manager.status()["rebalances"]
+        found = facts["balancedness_measured"]
+        assert found == (None if expected is None else {"mean": expected.mean(), "least": expected.min()})
+
+
+def test_a_window_is_what_the_last_gathering_added() -> None:
+    history = LoadHistory(LAYERS, EXPERTS, is_counted=True)
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (50, 70, 0):
+        ids = routes(generator, tokens)
+        history.note(ids, 0)
+        history.gather()
+        assert history.window_LE.sum() == ids.numel()
+
+
 def test_what_takes_too_long_is_seen_within_its_deadline() -> None:
     clock = Clock()
     manager = manager_at(clock)

@@ -7,7 +7,9 @@ results are those of an engine that never moved an expert.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from eplb.decision import Balance, Decision
 from eplb.transfer import ExpertTransfer
-from rollout.control.eplb_control import EplbControl
+from rollout.control.eplb_control import EplbControl, _Planned
 from rollout.core.errors import StartupError
 from rollout.core.expert_io_struct import EplbRebalanceReqInput, GetExpertLocationReqInput
 from rollout.core.io_struct import ControlReqOutput, FlushCacheReqInput, GetStateReqInput
@@ -239,8 +242,31 @@ def test_an_engine_evaluates_by_itself(folder: Path, weights: Tensors, capfd: py
         assert status["num_evaluations"] >= 3 and status["stuck"] is None and status["counts_loads"]
         assert status["decision"]["reason"] and 0 <= status["last_evaluation_age_s"] < 60
         moved = location(harness)[0]
-        assert ("lockstep: rebalance: saves" in capfd.readouterr().err) == (moved > 0)
+        moving = [one for one in status["rebalances"] if one["num_experts_moved"] or one["num_local_copies"]]
+        assert ("lockstep: rebalance: saves" in capfd.readouterr().err) == bool(moving)
         assert moved > 0, status["decision"]["reason"]
+        assert status["rebalances"][0]["balancedness_measured"] is not None
+
+
+@pytest.mark.parametrize(("num_moved", "num_copied"), [(0, 0), (3, 0), (0, 2)])
+def test_a_rebalance_is_a_line_only_where_experts_move_n19(
+    num_moved: int, num_copied: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """N19: 232 lines in seven minutes told of 0 experts."""
+    decision = Decision(
+        rebalances=True, reason="saves 1 s", algorithm="balanced", placement_epoch=0, weight_epoch=0,
+        weight_version="v", before=Balance(0.9, 0.8), num_experts_moved=num_moved, num_local_copies=num_copied,
+    )  # fmt: skip
+    control = object.__new__(EplbControl)
+    control._verb, control._plans, control._planning = None, True, Future()
+    control._planning.set_result(_Planned(decision=decision))
+    tp = SimpleNamespace(any_of=lambda mine: mine, gather_bytes=lambda mine: [mine])
+    control._parallel = SimpleNamespace(tp=tp)  # type: ignore[assignment]
+    control._manager = SimpleNamespace(planned=lambda *_, **__: None)  # type: ignore[assignment]
+    with caplog.at_level("DEBUG"):
+        assert control._take_decision()
+    is_said = "lockstep: rebalance: saves 1 s" in capsys.readouterr().err
+    assert is_said == (num_moved + num_copied > 0) and ("rebalance without a move" in caplog.text) == (not is_said)
 
 
 # --- beside a refresh -------------------------------------------------------------------------------------------------

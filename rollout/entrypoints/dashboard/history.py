@@ -133,12 +133,14 @@ class ServerHistory:
         self._samples.append((self._next(), sample))
 
     def _enter_rebalances(self, eplb: EplbState, now: float) -> None:
-        """Those that ended after the last one that is known."""
-        last = self._rebalances[-1][1]["number"] if self._rebalances else 0
+        """Those that ended after the last one that is known, and that one again once its effect was measured."""
+        last = self._rebalances[-1][1] if self._rebalances else None
         for facts in eplb.rebalances:
-            if facts["number"] > last:
-                ended_at = round(now - facts["age_s"], 3)
-                self._rebalances.append((self._next(), _rebalance(facts) | {"ended_at": ended_at}))
+            new = _rebalance(facts)
+            if last is None or facts["number"] > last["number"]:
+                self._rebalances.append((self._next(), new | {"ended_at": round(now - facts["age_s"], 3)}))
+            elif facts["number"] == last["number"] and new["balancedness_measured"] != last["balancedness_measured"]:
+                self._rebalances[-1] = (self._next(), last | {"balancedness_measured": new["balancedness_measured"]})
 
     def _next(self) -> int:
         self._count += 1
@@ -183,5 +185,7 @@ def _rebalance(facts: dict[str, Any]) -> dict[str, Any]:
         *("number", "reason", "algorithm", "num_experts_moved", "num_bytes"),
         *("num_chunks", "chunks_done", "seconds", "longest_chunk_s", "dropped"),
     )
-    balance = {name: (facts[name] or {}).get("mean") for name in ("balancedness_before", "balancedness_after")}
-    return {name: facts[name] for name in names} | balance
+    balances = ("balancedness_before", "balancedness_after", "balancedness_measured")
+    balance = {name: (facts.get(name) or {}).get("mean") for name in balances}
+    moved = {"num_local_copies": facts.get("num_local_copies", 0)}
+    return {name: facts[name] for name in names} | balance | moved

@@ -16,6 +16,8 @@ KEPT = 30
 MOST_PATH_CHARS = 120
 MOST_REASON_CHARS = 400
 _MOST_BODY_BYTES = 16_384
+PROBES = frozenset({"/health", "/health_generate", "/ready", "/liveness", "/ping"})
+"""Their 503 is an answer: not ready yet, paused, or draining.  Whoever probes asks again and again."""
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class RefusalLog:
 
 
 class NoteRefusals:
-    """Notes in `log` every answer of the application from status 400 on, and what it raised.
+    """Notes in `log` every answer of the application from status 400 on, and what it raised, but not 503 to a probe.
 
     Stands behind the keys, so that nobody without one fills the log.
     """
@@ -72,7 +74,7 @@ class NoteRefusals:
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif status >= 400:
-                if status != CLIENT_CLOSED_REQUEST:
+                if status != CLIENT_CLOSED_REQUEST and not (status == 503 and scope["path"] in PROBES):
                     self._log.note(scope["method"], scope["path"], status, reason_in(message.get("body", b"")))
                 status = 0  # of a body in parts the first is enough
             await send(message)
