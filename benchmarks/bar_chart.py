@@ -1,21 +1,22 @@
-"""Groups of horizontal bars as one SVG file."""
+"""Horizontal bars as one SVG file: a panel with an axis of its own for each series."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-LEFT, BARS, RIGHT, TOP = 190, 260, 70, 34
-BAR, GAP, BETWEEN = 13, 3, 14
+LEFT, BARS, RIGHT, TOP, BOTTOM = 150, 150, 62, 50, 30
+BAR, GAP = 14, 8
 COLOURS = ("#1f6feb", "#c2410c", "#15803d")
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One chart: of each group of `values` (label -> a value for each of `series`) the bars of each series.
+    """One chart: `values` (label -> a value for each of `series`) as a row of bars for each label.
 
-    Bars of a series are measured against its largest value; `form` says how a value is written.
+    A series is a panel: its bars share one scale, which its axis shows.  `form` says how a value is written.
     """
 
     title: str
@@ -24,15 +25,19 @@ class Bars:
     form: str = ",.0f"
 
     @property
+    def width(self) -> int:
+        return LEFT + (BARS + RIGHT) * len(self.series)
+
+    @property
     def height(self) -> int:
-        group = len(self.series) * (BAR + GAP) + BETWEEN
-        return TOP + group * len(self.values) + 26
+        return TOP + (BAR + GAP) * len(self.values) + BOTTOM
 
 
 def write_svg(path: Path, charts: list[Bars]) -> None:
     """The charts side by side."""
-    width, height = (LEFT + BARS + RIGHT) * len(charts), max(chart.height for chart in charts)
-    parts = [_chart(chart, index * (LEFT + BARS + RIGHT)) for index, chart in enumerate(charts)]
+    width, height = sum(chart.width for chart in charts), max(chart.height for chart in charts)
+    offsets = [sum(chart.width for chart in charts[:index]) for index in range(len(charts))]
+    parts = [_chart(chart, offset) for chart, offset in zip(charts, offsets, strict=True)]
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     style = 'font-family="sans-serif" font-size="11" fill="#24292f"'
     background = '<rect width="100%" height="100%" fill="white"/>'
@@ -40,24 +45,38 @@ def write_svg(path: Path, charts: list[Bars]) -> None:
 
 
 def _chart(chart: Bars, offset: int) -> str:
-    parts = [_text((LEFT + BARS + RIGHT) / 2, 20, chart.title, "middle")]
+    parts = [_text(chart.width / 2, 18, chart.title, "middle")]
     largest = [max(values[index] for values in chart.values.values()) for index in range(len(chart.series))]
-    y = TOP
-    for label, values in chart.values.items():
-        parts.append(_text(LEFT - 8, y + len(values) * (BAR + GAP) / 2 + 4, label, "end"))
-        for index, value in enumerate(values):
+    lefts = [LEFT + (BARS + RIGHT) * index for index in range(len(chart.series))]
+    bottom = TOP + (BAR + GAP) * len(chart.values)
+    for x, name, most in zip(lefts, chart.series, largest, strict=True):
+        parts += [_text(x, TOP - 10, name, "start"), *_axis(x, bottom, most, chart.form)]
+    for row, (label, values) in enumerate(chart.values.items()):
+        y = TOP + (BAR + GAP) * row
+        parts.append(_text(LEFT - 8, y + BAR - 3, label, "end"))
+        for index, (x, value) in enumerate(zip(lefts, values, strict=True)):
             width = BARS * value / largest[index]
             colour = COLOURS[index % len(COLOURS)]
-            parts.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>')
-            parts.append(_text(LEFT + width + 5, y + BAR - 3, f"{value:{chart.form}}", "start"))
-            y += BAR + GAP
-        y += BETWEEN
-    x = LEFT
-    for index, name in enumerate(chart.series):
-        parts.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{COLOURS[index % len(COLOURS)]}"/>')
-        parts.append(_text(x + 14, y + 9, name, "start"))
-        x += 24 + 7 * len(name)
+            parts.append(f'<rect x="{x}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>')
+            parts.append(_text(x + width + 5, y + BAR - 3, f"{value:{chart.form}}", "start"))
     return f'<g transform="translate({offset} 0)">{"".join(parts)}</g>'
+
+
+def _axis(x: float, bottom: float, most: float, form: str) -> list[str]:
+    """From 0 to `most`, with a line and a number at each tick."""
+    parts = [f'<path d="M{x} {bottom}h{BARS}" stroke="#8c959f"/>']
+    for value in _ticks(most):
+        at = x + BARS * value / most
+        parts.append(f'<path d="M{at:.1f} {TOP - 4}V{bottom + 4}" stroke="#d0d7de"/>')
+        parts.append(_text(at, bottom + 17, f"{value:{form}}", "middle"))
+    return parts
+
+
+def _ticks(most: float) -> list[float]:
+    """Round numbers from 0 to `most`: two or three."""
+    size = 10 ** math.floor(math.log10(most / 2))
+    step = next(n * size for n in (1, 2, 2.5, 5, 10) if most / (n * size) < 3)
+    return [step * index for index in range(int(most / step) + 1)]
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

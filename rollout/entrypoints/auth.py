@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,8 +21,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rollout.core.server_args import ServerArgs
 from rollout.entrypoints.http_io import json_response
 from rollout.entrypoints.turns import Turns
+from rollout.entrypoints.web_page import Page
 
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/ready", "/liveness", "/ping", "/metrics", "/dashboard"})
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/liveness", "/ping", "/metrics", "/dashboard"})
 
 
 class KeyMiddleware:
@@ -30,11 +31,15 @@ class KeyMiddleware:
     sends where no key is asked for, and with 503 what comes over one connection too many, unless it is control.
 
     With an admin key, control paths take that key and no other; without one they take the API key.  `OPEN_PATHS` take
-    anything.  What passes takes its turn, but for control and what is open.
+    anything.  What passes takes its turn, but for control and what is open.  `asking_pages`: what a 401 is instead of
+    JSON, by path: a page that asks for the key, as a browser cannot send one when it opens a page.
     """
 
-    def __init__(self, app: ASGIApp, *, args: ServerArgs, control_paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, args: ServerArgs, control_paths: Collection[str], asking_pages: Mapping[str, Page]
+    ) -> None:
         self._app = app
+        self._asking_pages = asking_pages
         self._api_key = args.api_key
         self._admin_api_key = args.admin_api_key
         self._control_paths = frozenset(control_paths)
@@ -51,6 +56,8 @@ class KeyMiddleware:
             return
         status, kind, message = refusal
         response = json_response({"error": {"type": kind, "message": message}}, status)
+        if status == 401 and scope["method"] == "GET" and scope["path"] in self._asking_pages:
+            response = self._asking_pages[scope["path"]].response(status)
         if status == 503:
             response.headers["connection"] = "close"
         await response(scope, receive, send)

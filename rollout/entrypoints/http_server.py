@@ -34,6 +34,7 @@ from rollout.entrypoints.info_routes import InfoRoutes
 from rollout.entrypoints.metrics import Metrics
 from rollout.entrypoints.native_routes import NativeRoutes
 from rollout.entrypoints.openai_routes import OpenAIRoutes
+from rollout.entrypoints.page_routes import PageRoutes
 from rollout.entrypoints.server_info import num_ranks
 from rollout.entrypoints.session_routes import SessionRoutes
 from rollout.entrypoints.verb_routes import VerbRoutes
@@ -50,7 +51,8 @@ logger = logging.getLogger(__name__)
 def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistory) -> FastAPI:
     """The application.  `metrics` should also be one of the manager's observers, `history.run()` a task."""
     args = manager.server_args
-    app = FastAPI(title="Lockstep", version=VERSION, redirect_slashes=False)
+    app = FastAPI(title="Lockstep", version=VERSION, redirect_slashes=False, docs_url=None, redoc_url=None)
+    pages = PageRoutes(shows_dashboard=args.enable_metrics)
     app.state.heavy_bodies = asyncio.Lock()
     app.state.strict_requests = args.strict_requests
     verbs, sglang = VerbRoutes(manager, metrics), ControlRoutes(manager)
@@ -83,6 +85,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         VllmGenerateRoutes(manager).router(),
         InfoRoutes(manager, metrics).router(),
         SessionRoutes(manager).router(),
+        pages.router(),
         api_verbs,
     ]
     if args.enable_metrics:
@@ -93,7 +96,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         app.include_router(router)
     control_paths = {route.path for router in control for route in router.routes if isinstance(route, APIRoute)}
     app.add_middleware(NoteRefusals, log=history.refusals)
-    app.add_middleware(KeyMiddleware, args=args, control_paths=control_paths)
+    app.add_middleware(KeyMiddleware, args=args, control_paths=control_paths, asking_pages={"/docs": pages.api_page})
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     for kind in (LockstepError, HTTPException):
         app.add_exception_handler(kind, _on_known_error)

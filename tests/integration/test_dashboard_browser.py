@@ -220,3 +220,118 @@ def hide(page: Browser, hidden: bool) -> None:
         f"Object.defineProperty(document, 'hidden', {{value: {str(hidden).lower()}, configurable: true}});"
         "document.dispatchEvent(new Event('visibilitychange'))"
     )
+
+
+def test_the_endpoints_can_be_read_and_tried_with_a_key_n22(browser: Browser, model: Path) -> None:
+    with ServerProcess(model, api_key="user", **SETTINGS) as server:
+        browser.open(f"{server.url}/docs")
+        for given in ("wrong", "user"):
+            browser.wait_for("!document.getElementById('keys').hidden")
+            browser.evaluate(
+                f"document.getElementById('key').value = {given!r}; document.getElementById('keys').requestSubmit()"
+            )
+        browser.wait_for("document.querySelectorAll('details').length > 50")
+        browser.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        browser.wait_for_text("return_routed_experts", "main")
+        details = "[...document.querySelectorAll('details')]"
+        one = f"{details}.find((one) => one.dataset.words.startsWith('get /weight_version'))"
+        browser.evaluate(f"{one}.querySelector('.try button').click()")
+        answers = "[...document.querySelectorAll('pre')]"
+        browser.wait_for(f"{answers}.some((one) => one.innerText.includes('weight_version'))")
+        find = "document.getElementById('filter')"
+        browser.evaluate(f"{find}.value = 'dashboard/data'; {find}.dispatchEvent(new Event('input'))")
+        assert browser.evaluate(f"{details}.filter((one) => !one.hidden).length") == 1
+
+
+# --- frequent rebalances ---------------------------------------------------------------------------------------------
+
+CRAFTED = """
+(() => {
+  const own = fetch;
+  window.fetch = async (...all) => {
+    const response = await own(...all), body = await response.json();
+    const blank = {reason: "", algorithm: "min_move", num_bytes: 9, num_chunks: 1, chunks_done: 1, seconds: 0.1,
+      longest_chunk_s: 0.1, dropped: null, balancedness_before: 0.9, balancedness_after: 0.999,
+      balancedness_measured: 0.913, num_local_copies: 0};
+    if (all[0].includes("since=0")) {
+      const make = (number, age, moved) => ({...blank, number, ended_at: body.now - age, num_experts_moved: moved});
+      for (let i = 0; i < 40; i++) body.rebalances.push(make(i + 1, 50 - i / 10, 0));
+      for (let i = 0; i < 40; i++) body.rebalances.push(make(i + 41, 40 - i / 10, 2));
+      body.rebalances.push(make(81, 8, 5));
+      body.server.started_at = body.now - 3600;
+    }
+    if (body.state) {
+      body.state.eplb = {stage: "idle", stuck: null, num_evaluations: 81, reason: ""};
+      body.server.started_at = body.now - 3600;
+    }
+    return {ok: true, status: 200, json: async () => body};
+  };
+})()
+"""
+
+
+@pytest.fixture
+def crafted(browser: Browser, server: ServerProcess) -> Browser:
+    """The page of a server that rebalances ten times a second; most changes move no expert."""
+    browser.call("Page.addScriptToEvaluateOnNewDocument", source=CRAFTED)
+    browser.open(f"{server.url}/dashboard")
+    browser.wait_for("!document.getElementById('main').hidden")
+    return browser
+
+
+def test_charts_can_be_read_under_frequent_rebalances_n29(crafted: Browser) -> None:
+    """N29: each was a line over the whole height, also those that moved no expert."""
+    assert crafted.evaluate("document.querySelectorAll('#chart-throughput line.mark.c-two').length") == 1
+    assert crafted.evaluate("document.querySelectorAll('#chart-throughput rect.strip.c-two').length") == 1
+    assert "80 experts moved" in crafted.evaluate(
+        "document.querySelector('#chart-throughput rect.strip title').innerHTML"
+    )
+    assert crafted.evaluate("document.querySelectorAll('#rebalances tbody tr').length") == 42
+    assert "40 times since" in crafted.text("#rebalances tbody tr:last-child")
+
+
+def test_what_was_measured_stands_beside_the_prediction_n30(crafted: Browser) -> None:
+    row = crafted.text("#rebalances tbody tr").split("\t")
+    assert crafted.text("#rebalances thead").split("\t")[1:4] == ["Before", "Predicted after", "Measured after"]
+    assert row[1:4] == ["0.900", "0.999", "0.913"]
+
+
+def test_the_axis_starts_with_the_server_and_idle_charts_have_no_scale_n31(browser: Browser, model: Path) -> None:
+    with ServerProcess(model, **SETTINGS) as server:
+        browser.open(f"{server.url}/dashboard")
+        browser.wait_for("!document.getElementById('main').hidden")
+        started = server.http.get("/dashboard/data").json()["server"]["started_at"]
+        texts = browser.evaluate(
+            "[...document.querySelectorAll('#chart-throughput text')].map((one) => one.textContent)"
+        )
+        clocks = [text for text in texts if ":" in text]
+        local = [time.strftime("%H:%M:%S", time.localtime(started + second)) for second in range(-1, 62)]
+        assert clocks and all(one in local for one in clocks), (clocks, local[0])
+        labels = browser.evaluate(
+            "[...document.querySelectorAll('#chart-requests text')].map((one) => one.textContent)"
+        )
+        assert "idle" in labels and not {"1", "2", "3"} & set(labels)
+
+
+def test_there_are_no_phantom_rows_and_buttons_ask_for_what_is_missing_n33(browser: Browser, model: Path) -> None:
+    with ServerProcess(model, api_key="user", enable_return_routed_experts=True, **SETTINGS) as server:
+        browser.open(f"{server.url}/dashboard")
+        browser.wait_for("!document.getElementById('keys').hidden")
+        enter(browser, "user")
+        browser.wait_for("!document.getElementById('main').hidden")
+        assert "cuda" not in browser.text("#gates").lower()
+        assert browser.evaluate("document.getElementById('card-update').hidden")
+        browser.evaluate("document.querySelector('#chart-loads button').click()")
+        browser.wait_for("!document.getElementById('chart-loads').innerText.includes('not recorded')")
+        headers = {"Authorization": "Bearer user"}
+        assert server.http.get("/dashboard/data", headers=headers).json()["state"]["experts"]["recording"]
+
+
+@pytest.mark.parametrize("width", [360, 390])
+def test_tables_are_whole_on_a_phone_n34(crafted: Browser, width: int) -> None:
+    """N34: they were cut after the third column, and the page was 3200 pixels long."""
+    crafted.look(width)
+    crafted.wait_for(f"document.documentElement.clientWidth === {width}")
+    edges = crafted.evaluate("[...document.querySelectorAll('td')].map((one) => one.getBoundingClientRect().right)")
+    assert len(edges) > 100 and max(edges) <= width
+    assert crafted.evaluate("document.documentElement.scrollHeight") < 2800

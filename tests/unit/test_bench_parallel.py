@@ -156,6 +156,25 @@ def test_rates() -> None:
     assert prefill_rate([steps_of(1.0, 2.0, tokens=8, extend=8), steps_of(4.0, tokens=8, extend=8)], 32) == 8.0
 
 
+@pytest.mark.gate
+def test_each_series_has_an_axis_of_its_own_n42(tmp_path: Path) -> None:
+    """N42: 7,736 and 33,620 were bars of one length side by side, and no axis said so."""
+    path = tmp_path / "bars.svg"
+    charts = [bar_chart.Bars("t", ["decode", "prefill"], {"a": [7736.0, 33620.0], "b": [481.0, 12352.0]})]
+    bar_chart.write_svg(path, charts)
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.parse(path).getroot()
+    bars = [{name: float(bar.get(name)) for name in ("x", "width")} for bar in list(root.iter(f"{svg}rect"))[1:]]
+    assert len(bars) == 4 and len({bar["x"] for bar in bars}) == 2, "a panel for each series"
+    texts = [(float(text.get("x")), text.text) for text in root.iter(f"{svg}text")]
+    for bar, value in zip(bars, (7736.0, 33620.0, 481.0, 12352.0), strict=True):
+        x, tick = next(
+            (x, text) for x, text in texts if text in ("5,000", "20,000") and 0 < x - bar["x"] <= bar_chart.BARS
+        )
+        per_pixel = float(tick.replace(",", "")) / (x - bar["x"])
+        assert bar["width"] * per_pixel == pytest.approx(value, rel=0.01)
+
+
 def test_tables_say_what_was_measured(tmp_path: Path) -> None:
     rates = {"decode 8": 50.0, "prefill": 400.0}
     layouts = [

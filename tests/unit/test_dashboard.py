@@ -126,12 +126,41 @@ def test_the_page_loads_nothing() -> None:
     assert loaded_by(html + '<script src="https://cdn.example/x.js">') == ["https://cdn.example/x.js"]
 
 
-def test_a_wheel_contains_the_page() -> None:
+@pytest.mark.parametrize("package", ["dashboard", "api_page"])
+def test_a_wheel_contains_the_page(package: str) -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    found = [path.name for path in SOURCES.iterdir() if path.is_file() and path.suffix != ".py"]
+    found = [path.name for path in (SOURCES.parent / package).iterdir() if path.is_file() and path.suffix != ".py"]
     assert sorted(found) == ["page.css", "page.html", "page.js"]
-    own = patterns["rollout.entrypoints.dashboard"]
+    own = patterns[f"rollout.entrypoints.{package}"]
     assert all(any(fnmatch(name, pattern) for pattern in own) for name in found)
+
+
+# --- the first page, and the endpoints --------------------------------------------------------------------------------
+
+
+def test_the_root_leads_to_the_dashboard_n22(folder: Path, shared: Live) -> None:
+    """N22: it was a 404."""
+    found = shared.client.get("/", follow_redirects=False)
+    assert (found.status_code, found.headers["location"]) == (307, "dashboard")
+    with live_server(folder, enable_metrics=False, api_key="user") as live:
+        found = live.client.get("/", follow_redirects=False)
+        assert (found.status_code, found.headers["location"]) == (307, "docs")
+
+
+def test_the_endpoints_are_shown_offline_and_ask_for_the_key_n22(folder: Path, shared: Live) -> None:
+    """N22: the page loaded scripts from elsewhere, and was a bare 401 where there is a key."""
+    shown = shared.client.get("/docs")
+    assert shown.status_code == 200 and shown.headers["content-type"].startswith("text/html")
+    sources = SOURCES.parent / "api_page"
+    script = (sources / "page.js").read_text()
+    assert is_allowed(policy_of(shown), "script-src", script) and markup_in(script) == []
+    assert loaded_by((sources / "page.html").read_text() + (sources / "page.css").read_text()) == []
+    with live_server(folder, api_key="user") as live:
+        asking = live.client.get("/docs")
+        assert asking.status_code == 401 and asking.text == shown.text and 'id="keys"' in asking.text
+        assert live.client.post("/docs").json()["error"]["type"] == "Unauthorized"
+        assert live.client.get("/openapi.json").status_code == 401
+        assert live.client.get("/docs", headers={"authorization": "Bearer user"}).status_code == 200
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

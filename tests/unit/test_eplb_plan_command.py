@@ -122,6 +122,9 @@ def test_the_picture_has_a_cell_for_each_rank_and_layer_in_its_colour(tmp_path: 
     cells = [element.get("fill") for element in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert len(cells) == 1 + 2 * 5 * 8 + 5  # background, cells, legend
 
+    labels = re.findall(r'text-anchor="(\w+)">(\d+)<', heatmap_svg([Panel("a", np.ones((20, 32)))]))
+    numbers = {anchor: [int(text) for end, text in labels if end == anchor] for anchor in ("end", "middle")}
+    assert numbers == {"end": list(range(0, 20, 3)), "middle": list(range(0, 32, 4))}, "layers and ranks (N42)"
     fills = re.findall(r'fill="(#[0-9a-f]{6})"/>', heatmap_svg([Panel("<a>", np.array([[0.2, 1.0, 1.8]]))]))
     assert fills[:3] == ["#2166ac", "#f7f7f7", "#b2182b"]  # cold, mean, hot
 

@@ -28,7 +28,7 @@ ANSWER_S = 4.0
 """A scheduler that has not answered for so long is shown as silent."""
 SAMPLES_KEPT = 600
 UPDATES_KEPT = 200
-REBALANCES_KEPT = 100
+REBALANCES_KEPT = 400
 WINDOW = 100
 """Forward passes over which expert loads are shown."""
 

@@ -2,8 +2,9 @@
 // Everything that the server sends is put into the document as text or as a number, never as markup.
 (() => {
   const POLL_MS = 1000, ANSWER_MS = 5000, SLOWEST_MS = 8000, STALE_S = 5, GAP_S = 4;
-  const KEPT = { samples: 600, updates: 200, rebalances: 100, flips: 200 };
+  const KEPT = { samples: 600, updates: 200, rebalances: 400, flips: 200 };
   const SPANS = [[60, "1 min"], [180, "3 min"], [600, "10 min"]];
+  const LEAST_SPAN_S = 60, NARROW = 760, NEAR_PX = 9;
   const SVG = "http://www.w3.org/2000/svg";
   const $ = (id) => document.getElementById(id);
 
@@ -78,7 +79,7 @@
 
   function frame(host, height, bottom = BOTTOM) {
     const width = Math.max(220, $(host).clientWidth);
-    const end = data.now, start = end - span;
+    const start = Math.max(data.now - span, data.server.started_at), end = Math.max(data.now, start + LEAST_SPAN_S);
     return {
       width, height, start, end, bottom: height - bottom,
       x: (at) => LEFT + (width - LEFT - RIGHT) * (at - start) / (end - start),
@@ -88,7 +89,7 @@
 
   function timeAxis(box) {
     const most = Math.max(1, Math.floor((box.width - LEFT - RIGHT) / 84)), found = [];
-    const step = [5, 10, 15, 30, 60, 120, 180, 300].find((one) => span / one <= most) ?? 600;
+    const step = [5, 10, 15, 30, 60, 120, 180, 300].find((one) => (box.end - box.start) / one <= most) ?? 600;
     for (let at = Math.ceil(box.start / step) * step; at <= box.end; at += step) {
       const x = box.x(at);
       found.push(s("line", { class: "axis", x1: x, x2: x, y1: box.bottom, y2: box.bottom + 4 }));
@@ -129,28 +130,61 @@
     return found;
   }
 
+  const moves = (one) => one.num_experts_moved + one.num_local_copies;
+
+  // Events that are no more than some pixels apart are one: {first, last: seconds, events}.
+  function clusters(box, events) {
+    const found = [];
+    for (const one of events) {
+      if (one.ended_at < box.start) continue;
+      const last = found[found.length - 1];
+      if (last !== undefined && box.x(one.ended_at) - box.x(last.last) < NEAR_PX) {
+        last.last = one.ended_at;
+        last.events.push(one);
+      } else {
+        found.push({ first: one.ended_at, last: one.ended_at, events: [one] });
+      }
+    }
+    return found;
+  }
+  const refreshes = (box) => clusters(box, history.updates.filter((one) => one.kind === "committed" && one.num_tensors));
+  const rebalances = (box) => clusters(box, history.rebalances.filter((one) => moves(one) > 0));
+
+  // A line for an event that stands alone, a strip at the top for many in a row.
   function marks(box, y1, y2) {
     const found = [];
-    const add = (at, colour, title) => {
-      if (at >= box.start) {
-        const line = s("line", { class: `mark ${colour}`, x1: box.x(at), x2: box.x(at), y1, y2 });
-        line.append(s("title", {}, title));
-        found.push(line);
-      }
+    const add = (group, colour, top, title) => {
+      const x1 = box.x(group.first), x2 = box.x(group.last);
+      const mark = group.events.length === 1 ? s("line", { class: `mark ${colour}`, x1, x2: x1, y1, y2 })
+        : s("rect", { class: `strip ${colour}`, x: x1 - 1, width: x2 - x1 + 2, y: top, height: 3, rx: 1 });
+      const many = `${group.events.length} in a row, ${clock(group.first)} to ${clock(group.last)}: `;
+      mark.append(s("title", {}, (group.events.length === 1 ? "" : many) + title));
+      found.push(mark);
     };
-    for (const one of history.updates) {
-      if (one.kind === "committed" && one.num_tensors) add(one.ended_at, "c-three", `weights ${one.weight_version}`);
+    for (const group of refreshes(box)) add(group, "c-three", y1 - 4, `weights ${group.events.map((one) => one.weight_version).slice(-5).join(", ")}`);
+    for (const group of rebalances(box)) {
+      add(group, "c-two", y1, `${whole(group.events.reduce((sum, one) => sum + moves(one), 0))} experts moved`);
     }
-    for (const one of history.rebalances) add(one.ended_at, "c-two", "experts moved");
     return found;
   }
 
-  function path(box, samples, value, y) {
+  // Means of the last `width` seconds, by sample; not over a gap.
+  function smoothed(samples, values, width) {
+    let from = 0, sum = 0;
+    return values.map((value, index) => {
+      if (index && samples[index].at - samples[index - 1].at > GAP_S) [from, sum] = [index, 0];
+      sum += value;
+      while (samples[index].at - samples[from].at >= width) sum -= values[from++];
+      return sum / (index - from + 1);
+    });
+  }
+
+  function path(box, samples, values, y) {
     const parts = [], areas = [];
     let last = null, from = null;
     const close = () => { if (from !== null) areas.push(`V${box.bottom}H${from}Z`); };
-    for (const one of samples) {
-      const x = Math.max(LEFT, box.x(one.at)), step = `${x.toFixed(1)} ${y(value(one)).toFixed(1)}`;
+    for (const [index, one] of samples.entries()) {
+      const x = Math.max(LEFT, box.x(one.at)), step = `${x.toFixed(1)} ${y(values[index]).toFixed(1)}`;
       if (last === null || one.at - last.at > GAP_S) {
         close();
         areas.push(`M${x.toFixed(1)} ${box.bottom}L${step}`);
@@ -186,26 +220,33 @@
     return best !== null && at !== null && Math.abs(best.at - at) > GAP_S ? null : best;
   }
 
-  // `lines`: {name, colour, value, area, show}.  `most`: the top of the scale, at least.
-  function chart(name, title, lines, { most = 0, unit = short } = {}) {
-    const box = frame(`chart-${name}`, 170), samples = shownSamples(box);
-    const now = sampleAt(hoverAt);
+  // `lines`: {name, colour, value, area, show}.  `most`: the top of the scale, at least.  `smooth`: lines are means of
+  // some seconds, in front of the samples; none of a minute.
+  function chart(name, title, lines, { most = 0, unit = short, smooth = false } = {}) {
+    const box = frame(`chart-${name}`, window.innerWidth < NARROW ? 110 : 170), samples = shownSamples(box);
+    const now = sampleAt(hoverAt), width = smooth ? Math.round((box.end - box.start) / 120) : 0;
+    const raw = lines.map((line) => samples.map(line.value));
+    const shown = width > 1 ? raw.map((values) => smoothed(samples, values, width)) : raw;
+    const place = now === null ? -1 : samples.indexOf(now);
     $(`legend-${name}`).replaceChildren(
-      ...lines.map((line) => h("span", {}, h("i", { class: `key ${line.colour}` }), line.name + " ",
-        h("b", {}, now === null ? "–" : line.show(line.value(now), now)))),
-      hoverAt === null ? "" : h("span", {}, "at " + clock(hoverAt)));
-    const values = samples.flatMap((one) => lines.map((line) => line.value(one)));
-    const steps = ticks(Math.max(most, ...values)), top = steps[steps.length - 1];
+      ...lines.map((line, index) => h("span", {}, h("i", { class: `key ${line.colour}` }), line.name + " ",
+        h("b", {}, now === null ? "–" : line.show(place < 0 ? line.value(now) : shown[index][place], now)))),
+      hoverAt === null ? "" : h("span", {}, "at " + clock(hoverAt)),
+      width > 1 ? h("span", {}, `mean of ${width} s`) : "");
+    const peak = Math.max(0, ...raw.flat());
+    const steps = ticks(Math.max(most, peak)), top = steps[steps.length - 1];
     const y = (value) => box.bottom - (box.bottom - TOP) * value / top;
     const svg = s("svg", { width: box.width, height: box.height, role: "img", "aria-label": title });
-    for (const value of steps) {
+    for (const value of peak > 0 ? steps : [0]) {  // of nothing there is no scale
       svg.append(s("line", { class: "grid", x1: LEFT, x2: box.width - RIGHT, y1: y(value), y2: y(value) }),
         s("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, unit(value)));
     }
     svg.append(...pauses(box, samples), ...timeAxis(box));
-    for (const line of lines) {
-      const [stroke, area] = path(box, samples, line.value, y);
+    if (!(peak > 0)) svg.append(s("text", { x: (LEFT + box.width) / 2, y: (TOP + box.bottom) / 2, "text-anchor": "middle" }, "idle"));
+    for (const [index, line] of lines.entries()) {
+      const [stroke, area] = path(box, samples, shown[index], y);
       if (line.area) svg.append(s("path", { class: `area ${line.colour}`, d: area }));
+      if (width > 1) svg.append(s("path", { class: `line raw ${line.colour}`, d: path(box, samples, raw[index], y)[0] }));
       svg.append(s("path", { class: `line ${line.colour}`, d: stroke }));
     }
     svg.append(...marks(box, TOP, box.bottom));
@@ -217,11 +258,11 @@
     chart("throughput", "Tokens per second over time", [
       { name: "Generated", colour: "c-one", value: (one) => one.generated_per_s, area: true, show: rate },
       { name: "Prefilled", colour: "c-two", value: (one) => one.prefilled_per_s, show: rate },
-    ], { most: 3 });
+    ], { most: 3, smooth: true });
     chart("requests", "Requests over time", [
       { name: "Running", colour: "c-one", value: (one) => one.running, area: true, show: plain },
       { name: "Waiting", colour: "c-two", value: (one) => one.waiting, show: plain },
-    ], { most: 3 });
+    ], { most: 3, smooth: true });
     const pool = state.max_total_num_tokens, rows = state.num_state_rows;
     const memory = [{
       name: "Tokens", colour: "c-one", value: (one) => one.used_tokens / pool, area: true,
@@ -233,7 +274,7 @@
         show: (value, one) => `${whole(one.used_state_rows)} of ${whole(rows)}`,
       });
     }
-    chart("kv", "Share of the KV pool in use over time", memory, { most: 0.03, unit: (value) => +(100 * value).toFixed(1) + " %" });
+    chart("kv", "Share of the KV pool in use over time", memory, { most: 0.03, smooth: true, unit: (value) => +(100 * value).toFixed(1) + " %" });
     drawVersions();
     drawBalance();
   }
@@ -267,7 +308,7 @@
     $("chart-versions").replaceChildren(cursor(box, svg, TOP, box.bottom));
     const keys = [
       ["box c-three", "staging, steps go on"], ["box c-two", "staging, steps held"], ["box c-bad", "stall of the commit, or dropped"],
-      ["rule c-three", "in the charts: refresh"], ["rule c-two", "rebalance"], ["box c-shade", "paused"],
+      ["rule c-three", "in the charts: refresh"], ["rule c-two", "experts moved"], ["strip c-two", "many in a row"], ["box c-shade", "paused"],
     ];
     put("legend-versions", 0, ...keys.map(([look, name]) => () => h("span", {}, h("i", { class: `key ${look}` }), name)));
   }
@@ -315,10 +356,11 @@
   function table(columns, rows) {
     return h("table", {},
       h("thead", {}, h("tr", {}, ...columns.map(([name, , kind]) => h("th", { class: kind }, name)))),
-      h("tbody", {}, ...rows.map((row) => h("tr", {}, ...columns.map(([, value, kind]) => {
+      h("tbody", {}, ...rows.map((row) => h("tr", {}, ...columns.map(([label, value, kind]) => {
         const shown = value(row);
         const cut = kind === "text" && typeof shown === "string" ? clip(shown, 260) : shown;
-        return h("td", { class: kind, title: kind === "name" || kind === "brief" || cut !== shown ? shown : null }, cut);
+        const title = kind === "name" || kind === "brief" || cut !== shown ? shown : null;
+        return h("td", { class: kind, title, "data-label": label }, cut);
       })))));
   }
 
@@ -332,8 +374,8 @@
     text("title-balance", why ? "" : `Balance over time, ${isAlone() ? "of expert slots (one rank)" : "of ranks"}`);
     const width = $("chart-loads").clientWidth;
     if (why) {
-      put("chart-loads", why, () => h("p", { class: "empty" }, why, layers.length && experts === null
-        ? h("span", {}, " ", h("code", {}, "POST /start_expert_distribution_record"), " starts it.") : null));
+      put("chart-loads", why, () => h("p", { class: "empty" }, why + " ", layers.length && experts === null
+        ? button("Record them", () => post("start_expert_distribution_record", {})) : null));
       put("legend-loads", why);
       return;
     }
@@ -409,34 +451,58 @@
       });
     });
     svg.append(...marks(box, 2, bottom), ...timeAxis(box));
-    for (const one of history.rebalances) {
-      if (one.ended_at >= box.start) svg.append(s("text", { class: "strong", x: box.x(one.ended_at), y: 11, "text-anchor": "middle" }, "⇄"));
+    for (const group of rebalances(box)) {
+      const x = (box.x(group.first) + box.x(group.last)) / 2, count = group.events.length;
+      svg.append(s("text", { class: "strong", x, y: 11, "text-anchor": "middle" }, count === 1 ? "⇄" : `⇄ ${count}`));
     }
     host.replaceChildren(cursor(box, svg, top, bottom));
     const now = sampleAt(hoverAt), values = (now?.balance ?? []).filter((value) => value !== null);
     $("legend-balance").replaceChildren(
       h("span", {}, "even (1.00)", h("i", { class: "ramp one-sided" }), `mean over busiest ${least.toFixed(2)}`),
-      h("span", {}, h("i", { class: "key rule c-three" }), "refresh"), h("span", {}, h("i", { class: "key rule c-two" }), "⇄ rebalance"),
+      h("span", {}, h("i", { class: "key rule c-three" }), "refresh"), h("span", {}, h("i", { class: "key rule c-two" }), "⇄ experts moved"),
       values.length ? h("span", {}, hoverAt === null ? "now " : "there ", h("b", {}, (values.reduce((sum, value) => sum + value, 0) / values.length).toFixed(3)), ", least ", h("b", {}, Math.min(...values).toFixed(3))) : "");
   }
 
   function drawRebalances() {
     const eplb = data.state.eplb, rows = [...history.rebalances].reverse();
     const line = eplb === null ? (data.server.moe_layer_ids.length ? "Experts are not spread over ranks: nothing to rebalance." : "")
-      : `Balancer: ${eplb.stuck ?? eplb.stage}, ${whole(eplb.num_evaluations)} evaluations.${eplb.reason ? " The last: " + eplb.reason : ""}`;
+      : `Balancer: ${eplb.stuck ?? eplb.stage}, ${whole(eplb.num_evaluations)} evaluations.${eplb.reason ? " The last: " + clip(eplb.reason, window.innerWidth < NARROW ? 90 : 400) : ""}`;
     text("eplb", line);
     put("rebalances", [rows, eplb === null], () => {
       if (eplb === null) return h("span");
       if (!rows.length) return h("p", { class: "empty" }, "No rebalance yet.");
+      const balance = (value) => value?.toFixed(3) ?? "–", moved = (one, words) => moves(one) ? words : "–";
       return table([
-        ["Rebalance", (one) => clock(one.ended_at)],
-        ["Balance", (one) => `${one.balancedness_before?.toFixed(3) ?? "–"} → ${one.balancedness_after?.toFixed(3) ?? "–"}`],
-        ["Experts moved", (one) => whole(one.num_experts_moved), "number"], ["Size", (one) => bytes(one.num_bytes), "number"],
-        ["Time", (one) => seconds(one.seconds), "number"], ["Longest stall", (one) => seconds(one.longest_chunk_s), "number"],
-        ["Result", (one) => one.dropped === null ? h("span", { class: "good" }, "done")
-          : h("span", { class: "warn" }, `${one.chunks_done} of ${one.num_chunks} parts; ${one.dropped}`), "text"],
-      ], rows);
+        ["Rebalance", (one) => clock(one.ended_at)], ["Before", (one) => balance(one.balancedness_before), "number"],
+        ["Predicted after", (one) => balance(one.balancedness_after), "number"],
+        ["Measured after", (one) => one.balancedness_measured === null && one.number === rows[0].number ? "at the next check" : balance(one.balancedness_measured), "number"],
+        ["Experts moved", (one) => moved(one, whole(moves(one))), "number"], ["Size", (one) => moved(one, bytes(one.num_bytes)), "number"],
+        ["Time", (one) => moved(one, seconds(one.seconds)), "number"], ["Longest stall", (one) => moved(one, seconds(one.longest_chunk_s)), "number"],
+        ["Result", result, "text"],
+      ], withoutRepeats(rows));
     });
+    text("rebalances-note", eplb === null || !rows.length ? "" : "Before, predicted and measured are of all tokens between two checks. "
+      + "The balance over time is of 10 steps at a time, in which few tokens are never even.");
+  }
+
+  function result(one) {
+    if (one.dropped !== null) return h("span", { class: "warn" }, `${one.chunks_done} of ${one.num_chunks} parts; ${one.dropped}`);
+    const others = one.repeats > 1 ? `, ${one.repeats} times since ${clock(one.since)}` : "";
+    return h("span", { class: "good" }, moves(one) ? "done" : `copies share tokens otherwise${others}`);
+  }
+
+  // Newest first.  Of changes in a row that moved no expert only the newest, with their number and the time of the first.
+  function withoutRepeats(rows) {
+    const found = [];
+    for (const one of rows) {
+      const last = found[found.length - 1];
+      if (last !== undefined && !moves(last) && !moves(one) && last.dropped === null && one.dropped === null) {
+        [last.repeats, last.since] = [last.repeats + 1, one.ended_at];
+      } else {
+        found.push({ ...one, repeats: 1, since: one.ended_at });
+      }
+    }
+    return found;
   }
 
   // --- flips -------------------------------------------------------------------------------------------------------
@@ -449,8 +515,8 @@
     put("flips", [rows, tokens, layers], () => {
       if (!layers.length) return h("span");
       if (!rows.length) {
-        return h("p", { class: "empty" }, tokens === null ? "No text is set to measure with. " : "No refresh yet since the text was set.",
-          tokens === null ? h("span", {}, h("code", {}, "POST /dashboard/route_probe"), " with a ", h("code", {}, "text"), " sets one; it is scored after each refresh.") : null);
+        return h("div", { class: "empty" }, tokens === null ? "No text is set to measure with. It is scored after each refresh."
+          : "No refresh yet since the text was set.", tokens === null ? probeForm() : null);
       }
       const most = Math.max(0.02, ...rows.flatMap((one) => one.by_layer));
       return h("div", {}, table([
@@ -460,6 +526,16 @@
     });
     const drift = data.state.experts?.drift ?? null;
     text("drift", drift === null ? "" : driftText(drift));
+  }
+
+  function probeForm() {
+    const field = h("input", { type: "text", placeholder: "a text of some hundred words", "aria-label": "Text to measure with" });
+    const form = h("form", { class: "inline" }, field, h("button", { type: "submit" }, "Measure with it"));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (field.value.trim()) post("dashboard/route_probe", { text: field.value });
+    });
+    return form;
   }
 
   function strip(shares, layers, most) {
@@ -520,13 +596,15 @@
       ["Steps", update.steps_held ? ["warn", "held: an update writes into the model"] : ["good", "run"]],
       ["Weights", state.poisoned !== null ? ["bad", "poisoned: " + state.poisoned] : ["good", "one whole version"]],
       ["Serving", state.withheld !== null ? ["warn", "withheld: " + state.withheld] : ["good", "not withheld"]],
-      ...Object.entries(state.memory).map(([tag, value]) => [`Memory, ${tag.replaceAll("_", " ")}`, [value === "in_use" ? "good" : "warn", value.replaceAll("_", " ")]]),
+      ...Object.entries(state.memory).filter(([tag]) => tag !== "cuda_graph" || state.device.startsWith("cuda")).map(([tag, value]) => [`Memory, ${tag.replaceAll("_", " ")}`, [value === "in_use" ? "good" : "warn", value.replaceAll("_", " ")]]),
     ];
     put("gates", rows, () => h("dl", {}, ...rows.flatMap(([name, [colour, words]]) => [h("dt", {}, name), h("dd", { class: colour }, words)])));
   }
 
   function drawUpdateUnderWay() {
-    const update = data.state.weight_update;
+    const update = data.state.weight_update, isIdle = !update.open && !update.last_failure;
+    $("card-update").hidden = isIdle;
+    for (const id of ["card-flips", "card-gates"]) $(id).classList.toggle("half", isIdle);
     put("update", [update, data.state.weight_epoch], () => {
       if (!update.open) {
         const last = update.last_failure;
@@ -590,6 +668,8 @@
       data = fresh;
       return false;
     }
+    const again = new Set(fresh.rebalances.map((one) => one.number));  // told again once their effect was measured
+    history.rebalances = history.rebalances.filter((one) => !again.has(one.number));
     for (const [name, most] of Object.entries(KEPT)) {
       history[name] = [...history[name], ...fresh[name]].slice(-most);
     }
@@ -630,13 +710,33 @@
     $("key").focus();
   }
 
+  const keyHeaders = () => key === null ? {} : { Authorization: `Bearer ${key}` };
+
+  function button(name, act) {
+    const made = h("button", { type: "button" }, name);
+    made.addEventListener("click", act);
+    return made;
+  }
+
+  // Ask the server for something; what it says against it is shown until the next poll.
+  async function post(path, body) {
+    try {
+      const headers = { ...keyHeaders(), "Content-Type": "application/json" };
+      const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), redirect: "error", signal: AbortSignal.timeout(ANSWER_MS) });
+      if (!response.ok) throw new Error((await response.json())?.error?.message ?? `status ${response.status}`);
+      poll();
+    } catch (error) {
+      notice(error.message);
+    }
+  }
+
   async function poll() {
     clearTimeout(timer);
     if (polling || document.hidden) return;
     polling = true;
     let wait = POLL_MS;
     try {
-      const headers = key === null ? {} : { Authorization: `Bearer ${key}` };
+      const headers = keyHeaders();
       const response = await fetch(`dashboard/data?since=${history.count}`, { headers, cache: "no-store", redirect: "error", signal: AbortSignal.timeout(ANSWER_MS) });
       if (response.status === 401) {
         ask(key === null ? "" : "The server does not take this key.");

@@ -14,9 +14,9 @@ from rollout.core.scheduler_state import SchedulerState
 from rollout.core.version import VERSION
 from rollout.entrypoints.control_io import ControlRoute, add_route
 from rollout.entrypoints.dashboard.history import WINDOW, ServerHistory
-from rollout.entrypoints.dashboard.page import Page
 from rollout.entrypoints.http_io import json_body, json_response
 from rollout.entrypoints.protocol import RouteProbeRequest
+from rollout.entrypoints.web_page import Page
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 ProbeBody = Annotated[RouteProbeRequest, Depends(json_body(RouteProbeRequest))]
@@ -28,7 +28,7 @@ class DashboardRoutes:
     def __init__(self, manager: TokenizerManager, history: ServerHistory) -> None:
         self._manager = manager
         self._history = history
-        self._page = Page()
+        self._page = Page("rollout.entrypoints.dashboard")
 
     def page_router(self) -> APIRouter:
         """Without data, and so without a key: a browser cannot send one when it opens a page."""

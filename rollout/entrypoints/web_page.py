@@ -1,4 +1,4 @@
-"""`Page`: the one HTML document, put together from three files, and the headers that keep it to itself.
+"""`Page`: one HTML document, put together from three files of a package, and the headers that keep it to itself.
 
 Script and style are inside it and allowed by their hashes; it may load nothing and call only its own server.
 """
@@ -15,10 +15,10 @@ _STYLE, _SCRIPT = "/*STYLE*/", "/*SCRIPT*/"
 
 
 class Page:
-    """The same bytes for everybody: it holds no data."""
+    """The same bytes for everybody: it holds no data.  `package`: where `page.html`, `page.css` and `page.js` are."""
 
-    def __init__(self) -> None:
-        folder = files(__package__)
+    def __init__(self, package: str) -> None:
+        folder = files(package)
         style, script = ((folder / name).read_text("utf-8") for name in ("page.css", "page.js"))
         html = (folder / "page.html").read_text("utf-8")
         self._content = html.replace(_STYLE, style).replace(_SCRIPT, script).encode()
@@ -42,8 +42,8 @@ class Page:
             "cache-control": "no-cache",
         }
 
-    def response(self) -> Response:
-        return Response(self._content, headers=self._headers, media_type="text/html")
+    def response(self, status: int = 200) -> Response:
+        return Response(self._content, status, headers=self._headers, media_type="text/html")
 
 
 def _allowed(text: str) -> str:

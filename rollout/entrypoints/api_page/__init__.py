@@ -1,0 +1,1 @@
+"""The page at `/docs`: every endpoint with its fields, from the server's own `/openapi.json`."""
