@@ -170,6 +170,23 @@ def test_an_engine_says_how_many_ranks_join_n23(num_ranks: int | None, given: in
     assert engines["small"].joined == ([] if given else [2])
 
 
+class Wrapped:
+    """Passes all calls on."""
+
+    def __init__(self, engine: Asked) -> None:
+        self._engine = engine
+
+    def __getattr__(self, verb: str) -> object:
+        return lambda **arguments: getattr(self._engine, verb)(**arguments)
+
+
+def test_a_wrapper_of_an_engine_that_does_not_say_has_one_rank() -> None:
+    engine = Asked(None)
+    with pytest.raises(EngineError, match="ConnectionError: seen"):
+        WeightSender(Wrapped(engine)).connect()  # type: ignore[arg-type]
+    assert engine.joined == [2]
+
+
 def test_another_number_of_ranks_than_the_engine_has_is_refused_before_it_joins() -> None:
     engine = Asked(2)
     with pytest.raises(EngineError, match="engine_world_size is 1, the engine has 2 ranks; leave it out"):
