@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollout.core.errors import BadRequest, LockstepError, StartupError, Unavailable, UnsupportedFeature
+from rollout.core.errors import LockstepError, StartupError, Unavailable, UnsupportedFeature
 from rollout.core.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
@@ -26,7 +26,6 @@ from rollout.core.io_struct import (
     SchedulerReady,
     TokenizedGenerateReqInput,
 )
-from rollout.core.known_fields import KNOWN_SAMPLING_FIELDS, MOST_IGNORED, shown, unknown_field
 from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
 from rollout.core.model_config import ModelConfig
 from rollout.core.req_output import ReqOutput
@@ -38,6 +37,7 @@ from rollout.tokenizer_manager.budget import AnswerForm
 from rollout.tokenizer_manager.channel import SchedulerLink
 from rollout.tokenizer_manager.communicator import Communicator
 from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.ignored_fields import IgnoredFields
 from rollout.tokenizer_manager.in_flight import InFlight, InFlightSample
 from rollout.tokenizer_manager.replay import read_replays
 from rollout.tokenizer_manager.request import GenerateReqInput, Prompt, expand
@@ -98,7 +98,7 @@ class TokenizerManager:
         self._ranks_ready: list[SchedulerReady] = []
         self._in_flight = InFlight(server_args.dp_size)
         self._rids = RidRegistry()
-        self._warned_names: set[str] = set()
+        self._ignored_fields = IgnoredFields(is_strict=server_args.strict_requests)
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class TokenizerManager:
             routes_by_default=limits.routes_by_default,
             masks_by_default=self.server_args.return_sampling_mask,
         )
-        ignored = self._ignored(request, expanded.unknown_sampling_keys)
+        ignored = self._ignored_fields.of(request, expanded.unknown_sampling_keys)
         self._rids.reserve(expanded)
         try:
             await self._complete(expanded.prompts, request.replay_routed_experts_start_len)
@@ -386,15 +386,3 @@ class TokenizerManager:
     def _notify(self, event: Callable[[RequestObserver], None]) -> None:
         for observer in self._observers:
             event(observer)
-
-    def _ignored(self, request: GenerateReqInput, sampling_keys: Sequence[str]) -> list[str]:
-        """What nobody knows of a request.  Raises `BadRequest` under --strict-requests."""
-        if sampling_keys and self.server_args.strict_requests:
-            raise BadRequest(unknown_field(f"sampling_params.{sampling_keys[0]}", KNOWN_SAMPLING_FIELDS))
-        names = [shown(f"sampling_params.{key}") for key in sampling_keys[:MOST_IGNORED]]
-        for name in names:
-            # Bounded, because the names come from clients.
-            if name not in self._warned_names and len(self._warned_names) < 256:
-                self._warned_names.add(name)
-                logger.warning("%s is not known and has no effect", name)
-        return [*request.ignored_fields, *names]
