@@ -101,7 +101,9 @@ def flag_words(settings: Mapping[str, Any]) -> list[str]:
     for name, value in settings.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            is_own = name in ServerArgs.__dataclass_fields__  # settings of others come this way, too
+            off = flag.replace("disable-", "enable-", 1) if is_own and flag.startswith("disable-") else f"no-{flag}"
+            words.append(f"--{flag if value else off}")
         elif value is not None:
             words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     return words

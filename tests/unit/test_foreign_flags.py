@@ -11,6 +11,7 @@ from rollout.core.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, WITH
 from rollout.core.server_args import ServerArgs
 from rollout.core.server_cli import add_cli_args, args_of_call, server_args_from_namespace
 from rollout.entrypoints import serve
+from rollout.entrypoints.server_info import launch_command
 from rollout.integrations.sglang_launch import serve_words
 
 
@@ -78,6 +79,15 @@ def test_help_shows_no_double_negative_n15() -> None:
     assert "--no-disable" not in parser.format_help() and "--enable-overlap-schedule" in parser.format_help()
     assert settings("--model-path m").disable_overlap_schedule is None
     assert settings("--model-path m --enable-overlap-schedule").disable_overlap_schedule is False
+
+
+def test_the_launch_command_has_no_double_negative_n15() -> None:
+    args = settings("--model-path m --enable-overlap-schedule --no-keep-staging-memory --disable-radix-cache")
+    command = launch_command(args)
+    assert command == (
+        "lockstep serve --model-path m --disable-radix-cache --enable-overlap-schedule --no-keep-staging-memory"
+    )
+    assert settings(command.removeprefix("lockstep serve ")) == args
 
 
 def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureFixture[str]) -> None:
