@@ -230,7 +230,7 @@ class TokenizerManager:
 
     def abort(self, rids: Iterable[str]) -> None:
         """Abort requests, samples or groups by exact name; unknown names are ignored, as they may just have ended."""
-        leaves = [leaf for rid in rids for leaf in self._rids.resolve(rid)]
+        leaves = dict.fromkeys(leaf for rid in dict.fromkeys(rids) for leaf in self._rids.resolve(rid))
         self._rids.mark_aborted(leaf for leaf in leaves if leaf not in self._in_flight)
         sent = [leaf for leaf in leaves if leaf in self._in_flight]
         if sent and self.phase is not Phase.FAILED:

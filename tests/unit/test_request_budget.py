@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +22,7 @@ from rollout.models.registry import load_model_config
 from rollout.tokenizer_manager import budget as budgets
 from rollout.tokenizer_manager import replay
 from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits
-from rollout.tokenizer_manager.request import Prompt, expand
+from rollout.tokenizer_manager.request import GenerateReqInput, Prompt, expand
 from rollout.tokenizer_manager.validation import ServingLimits, check_prompts
 from tests.engine_thread import EngineThread
 from tests.http_harness import Live, live_server
@@ -259,6 +260,24 @@ def test_routes_that_prompts_share_are_read_once(live: Live, monkeypatch: pytest
     body = {"input_ids": [[1, 2, 3, 4, 5]] * 50, "sampling_params": {"max_new_tokens": 1}}
     answers = live.generate(**body, replay_routed_experts=encode_dict(routes()))
     assert len(answers) == 50 and len(reads) == 1
+
+
+def test_an_abort_that_repeats_a_name_costs_as_much_as_the_name(live: Live) -> None:
+    """400,000 times a group of 512 samples were 200 million names."""
+    handle: list[Any] = []
+
+    def submit() -> None:
+        params = {"n": 512, "max_new_tokens": 4000}
+        request = GenerateReqInput(input_ids=[1], rid="g", sampling_params=params, return_logprob=False)
+        task = asyncio.ensure_future(live.manager.submit(request))
+        task.add_done_callback(lambda done: handle.append(done.result()))
+
+    live.call_in_loop(submit)
+    live.wait_until(lambda: bool(handle))
+    started = time.process_time()
+    reply = live.client.post("/abort_request", json={"rid": ["g", "g_1", "other"] * 130_000})
+    assert reply.status_code == 200 and time.process_time() - started < FEW_S
+    live.wait_until(lambda: live.manager.num_in_flight == 0)
 
 
 # --- wrong variants ----------------------------------------------------------------------------------------------
