@@ -19,7 +19,7 @@ UNSUPPORTED_SAMPLING_FIELDS = frozenset(
         *("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids", "extra_args"),
         *("truncate_prompt_tokens", "thinking_token_budget", "max_thinking_tokens", "repetition_detection"),
         *("trace_decode_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
-        *("skip_reading_prefix_cache", "return_sample_support", "watermark", "watermarking"),
+        *("skip_reading_prefix_cache", "return_sample_support", "watermark", "watermarking", "choice"),
     }
 )
 """Of either dialect: what they ask for would change the sample or the reply."""

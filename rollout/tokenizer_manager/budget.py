@@ -64,7 +64,7 @@ KINDS: Mapping[str, Kind] = {
     "mask_id_columns": Kind("ids of sampling masks", 12, 40, 28, UNITS // 16),
     "mask_logprob": Kind("log-probabilities of sampling masks", 28, 96, 28, UNITS // 2),
     "route_byte": Kind("bytes of routed experts", 1.5, 0, 5),
-    "encoded_byte": Kind("bytes of encoded routes", 2, 1.25, 0),
+    "encoded_byte": Kind("bytes of encoded routes", 2, 1.5, 0),
 }
 """What is counted.  A sample, a prompt and what it brings along; then what comes with each token."""
 

@@ -40,7 +40,7 @@ rid session_id extra_key routed_dp_rank data_parallel_rank max_kv_version_lag re
 SGLANG_SAMPLING = """
 max_new_tokens min_new_tokens temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty stop
 stop_token_ids stop_regex ignore_eos skip_special_tokens spaces_between_special_tokens no_stop_trim n beam_width
-json_schema regex ebnf structural_tag logit_bias sampling_seed stream_interval custom_params watermark
+json_schema regex ebnf structural_tag logit_bias sampling_seed stream_interval custom_params watermark choice
 """
 SGLANG_OPENAI = """
 model n seed stop stream stream_options temperature top_p user frequency_penalty presence_penalty logit_bias logprobs
