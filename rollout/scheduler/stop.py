@@ -58,9 +58,9 @@ class StopChecker:
             return FinishReason(type="abort", message=message, status_code=400)
         if most is not None and total > most:
             message = (
-                f"the sampling masks of {len(req.output.token_ids) + 1} tokens have {total} ids, over the {most} that "
-                "are left for each sample of the request: ask for fewer samples or tokens, or for columns, lower "
-                "top_p, give a top_k, or start the server with a larger --max-logprob-entries or --max-request-mb"
+                f"the sampling masks of {len(req.output.token_ids) + 1} tokens have {total} ids; each sample of the "
+                f"request may have {most}. Ask for fewer samples or tokens, or for columns; lower top_p, or give a "
+                "top_k. The server's flags are --max-logprob-entries and --max-request-mb."
             )
             return FinishReason(type="abort", message=message, status_code=413)
         return None

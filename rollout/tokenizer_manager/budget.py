@@ -107,9 +107,8 @@ class BudgetLimits:
         """Raise `TooLarge` for an answer that repeats more text than a request may hold."""
         if num_chars * CHAR_BYTES > self.max_request_bytes:
             raise TooLarge(
-                f"the answer would hold {num_chars} characters of {what}, {CHAR_BYTES} bytes each; the limit of a "
-                f"request is {self.max_request_bytes >> 20} MB: ask for fewer samples, or start the server with a "
-                "larger --max-request-mb"
+                f"the answer would hold {num_chars} characters of {what}, {CHAR_BYTES} bytes each; the limit is "
+                f"{self.max_request_bytes >> 20} MB. Ask for fewer samples. The server's flag is --max-request-mb."
             )
 
 
@@ -227,10 +226,10 @@ class RequestBudget:
         each, limit = max(kind.units for kind in used), UNITS * self._limits.max_logprob_entries
         units = sum(kind.units * count for kind, count in used.items())
         return (
-            f"up to {units // each} {' and '.join(dict.fromkeys(kind.what for kind in used))} (n x tokens x what is "
-            f"asked for at each, over all prompts) are over the limit of {limit // each} of a request: ask for fewer "
-            "samples, tokens, alternatives or ids, or for a compact form, split it, or start the server with a larger "
-            "--max-logprob-entries"
+            f"up to {units // each} {' and '.join(dict.fromkeys(kind.what for kind in used))} (n x tokens x those of "
+            f"each, over all prompts) are over the limit of {limit // each}. Ask for fewer samples, tokens, "
+            "alternatives or ids, or for a compact form; or split the request. The server's flag is "
+            "--max-logprob-entries."
         )
 
     def _too_many_bytes(self, total: Mapping[str, int], main: float, scheduler: float) -> str:
@@ -241,7 +240,7 @@ class RequestBudget:
         largest = max(total, key=share)
         return (
             f"the request may come to {math.ceil(max(main, scheduler) / 2**20)} MB, most of it for {total[largest]} "
-            f"{KINDS[largest].what} (over all samples); the limit of a request is "
-            f"{self._limits.max_request_bytes >> 20} MB: ask for fewer samples, tokens or less with each, or for a "
-            "compact form, split it, or start the server with a larger --max-request-mb"
+            f"{KINDS[largest].what} of all samples; the limit is {self._limits.max_request_bytes >> 20} MB. Ask for "
+            "fewer samples or tokens, for less with each, or for a compact form; or split the request. The server's "
+            "flag is --max-request-mb."
         )

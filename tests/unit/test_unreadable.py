@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.core import unreadable
 from rollout.core.errors import BadRequest
 from rollout.core.io_struct import (
     BatchTokenOutput,
@@ -338,3 +339,11 @@ def test_any_bytes_are_read_or_unreadable(noise: bytes, at: int, as_input: bool)
     for read in (read_input, read_output):
         found = read(mutated)
         assert isinstance(found, Unreadable) or msgspec.structs.asdict(found) is not None
+
+
+@pytest.mark.mutant
+def test_a_main_process_that_does_not_decode_what_it_sends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unreadable, "decode_input", lambda data: None)
+    data = packed(request("r", replay=ReplayedRoutes(data=b"", shape=(0, 2, 3), start=True)))
+    monkeypatch.undo()
+    assert isinstance(read_input(data), Unreadable)
