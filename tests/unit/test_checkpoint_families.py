@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from rollout.core.errors import BadRequest, StartupError
+from rollout.entrypoints import checkpoint_families
 from rollout.entrypoints.checkpoint_families import SETTINGS
 from rollout.entrypoints.checkpoint_spec import DENSE_FAMILIES, FAMILIES, OWN_FAMILIES, CheckpointSpec
 from rollout.entrypoints.engine import Engine
@@ -126,6 +127,7 @@ def test_a_family_that_this_transformers_does_not_have_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen3.5 is one, which transformers 5.0 and 5.1 do not know."""
-    monkeypatch.setattr(transformers, "CONFIG_MAPPING", {})
+    # transformers executes itself again where its processors are imported: this file's module may not be the code's.
+    monkeypatch.setattr(checkpoint_families.transformers, "CONFIG_MAPPING", {})
     with pytest.raises(StartupError, match="has no models of the family llama: install a newer one"):
         make_checkpoint(tmp_path / "model", CheckpointSpec(family="llama", layers=1))
