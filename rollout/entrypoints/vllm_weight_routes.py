@@ -5,7 +5,7 @@
     /update_weights                one bucket, in packed buffers or a broadcast for each tensor
     /finish_weight_update          end: all of it in force, or nothing
 
-vLLM's clients carry no ids, so the id of the update that they started is kept here, and so are the group's settings.
+vLLM's clients carry no ids, so ids of updates that they started are kept here, and so are the group's settings.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rollout.core.weight_io_struct import (
     GetWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     RefusedBucketReqInput,
+    UpdateStateReply,
     UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
@@ -50,13 +51,55 @@ FinishBody = Annotated[FinishWeightUpdateRequest, Depends(json_body(FinishWeight
 _OF_THE_GROUP = set(InitWeightsUpdateGroupReqInput.__struct_fields__)
 
 
+MAX_UNANSWERED = 64
+"""Starts whose clients left or whose answers are late; one more drops them all."""
+
+
+class StartedUpdates:
+    """Ids of updates that may be open: the one that the engine confirmed, and starts that it has not answered.
+
+    The engine begins updates in the order in which they were started, one at a time.
+    """
+
+    def __init__(self) -> None:
+        self.confirmed: str | None = None
+        self.unanswered: list[str] = []
+
+    @property
+    def ids(self) -> list[str]:
+        return [*filter(None, [self.confirmed]), *self.unanswered]
+
+    @property
+    def current(self) -> str | None:
+        """The update that buckets belong to."""
+        return self.confirmed or (self.unanswered[-1] if self.unanswered else None)
+
+    def start(self) -> str:
+        """Return the id of a new update."""
+        self.unanswered.append(f"vllm-{uuid.uuid4().hex}")
+        return self.unanswered[-1]
+
+    def confirm(self, update_id: str) -> None:
+        """Take in that the engine began this update, so that all updates before it are over."""
+        if update_id in self.unanswered:
+            del self.unanswered[: self.unanswered.index(update_id) + 1]
+            self.confirmed = update_id
+
+    def forget(self, update_id: str) -> None:
+        """Take in that this update is over or never began.  Another call may have started the next one meanwhile."""
+        if update_id in self.unanswered:
+            self.unanswered.remove(update_id)
+        if self.confirmed == update_id:
+            self.confirmed = None
+
+
 class VllmWeightRoutes:
-    """One for a server: it holds the group that was joined and the update that was started."""
+    """One for a server: it holds the group that was joined and the updates that were started."""
 
     def __init__(self, verbs: VerbRoutes) -> None:
         self._send = verbs.ask
         self._joined: InitInfo | None = None
-        self._update_id: str | None = None
+        self._started = StartedUpdates()
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=ControlRoute, tags=["vLLM weights"])
@@ -72,7 +115,7 @@ class VllmWeightRoutes:
 
         A new trainer: what the one before started and did not finish is dropped.
         """
-        await self._drop_unfinished()
+        await self._drop_all()
         info = body.init_info
         answer = await self._send(InitWeightsUpdateGroupReqInput, **info.model_dump(include=_OF_THE_GROUP))
         if answer.success:
@@ -91,13 +134,14 @@ class VllmWeightRoutes:
         vLLM's clients cannot say whether all tensors will come, so the label counts them where they did not.  One that
         failed and was not finished makes room.
         """
-        await self._drop_unfinished(only_failed=True)
-        update_id = f"vllm-{uuid.uuid4().hex}"
-        before, self._update_id = self._update_id, update_id  # should its answer be late
+        await self._make_room()
+        update_id = self._started.start()
         fields = {"update_id": update_id, "coverage": "partial", "counts_tensors": True, "cast": body.cast}
         answer = await self._send(BeginWeightUpdateReqInput, **fields)
-        if not answer.success and self._update_id == update_id:
-            self._update_id = before
+        if answer.success:
+            self._started.confirm(update_id)
+        else:
+            self._started.forget(update_id)
         return reply(answer)
 
     async def update_weights(self, request: Request) -> Response:
@@ -115,11 +159,11 @@ class VllmWeightRoutes:
             return reply(await self._receive(body.update_info))
         if body.weight_dir is None:
             raise BadRequest("update_info is missing, and so is weight_dir")
-        await self._drop_unfinished(only_failed=True)
-        if self._update_id is not None:
+        await self._make_room()
+        if (started := self._started.current) is not None:
             raise Conflict(
                 "a weight update was started and is not finished: POST /finish_weight_update, wait for the end of its "
-                f"lease, or drop it with abort_weight_update with update_id {self._update_id!r}"
+                f"lease, or drop it with abort_weight_update with update_id {started!r}"
             )
         return reply(await self._send(UpdateWeightsFromDiskReqInput, model_path=body.weight_dir))
 
@@ -134,7 +178,7 @@ class VllmWeightRoutes:
             group_name=joined.group_name,
             load_format="packed" if is_packed else None,
             packed_buffer_size_bytes=info.packed_buffer_size_bytes or joined.packed_buffer_size_bytes,
-            update_id=self._update_id,
+            update_id=self._started.current,
             cast=info.cast,
         )
 
@@ -143,14 +187,14 @@ class VllmWeightRoutes:
 
         The update is over, whether it succeeds or fails.
         """
-        started = self._update_id
+        started = self._started.current
         if started is None:
             raise Conflict("no weight update was started: POST /start_weight_update")
         answer = await self._send(EndWeightUpdateReqInput, update_id=started, weight_version=body.weight_version)
         if answer.success:
-            self._forget(started)
+            self._started.forget(started)
         else:
-            await self._drop_unfinished()  # one whose turn came too late has ended nothing
+            await self._drop(started)  # one whose turn came too late has ended nothing
         return reply(answer)
 
     # --- helpers -------------------------------------------------------------------------------------------------
@@ -163,21 +207,36 @@ class VllmWeightRoutes:
     async def refuse(self, error: Exception) -> None:
         """A body that cannot be read: as its broadcast may come all the same, the engine leaves the group."""
         if self._joined is not None:
-            group, update_id = self._joined.group_name, self._update_id
+            group, update_id = self._joined.group_name, self._started.current
             await self._send(RefusedBucketReqInput, reason=str(error), group_name=group, update_id=update_id)
 
-    async def _drop_unfinished(self, *, only_failed: bool = False) -> None:
-        started = self._update_id
-        if started is None:
-            return
-        open_now = (await self._send(GetWeightUpdateReqInput)).data
-        found = open_now if open_now is not None and open_now.update_id == started else None
-        if found is not None and only_failed and not isinstance(found.failed, str):
-            return
-        if found is None or (await self._send(AbortWeightUpdateReqInput, update_id=started)).success:
-            self._forget(started)
+    async def _make_room(self) -> None:
+        """Drop an update that failed and was not finished, and forget one that is over."""
+        if len(self._started.unanswered) >= MAX_UNANSWERED:
+            await self._drop_all()
+        started = self._started.confirmed
+        if started is not None:
+            found = await self._look(started)
+            if found is None or isinstance(found.failed, str):
+                await self._drop(started)
 
-    def _forget(self, update_id: str) -> None:
-        """Meanwhile another call may have started the next one."""
-        if self._update_id == update_id:
-            self._update_id = None
+    async def _drop_all(self) -> None:
+        for update_id in self._started.ids:
+            await self._drop(update_id)
+
+    async def _drop(self, update_id: str) -> None:
+        """Drop this update where it is open.
+
+        The beginning of one that was not answered may still wait for its turn.  The drop takes its turn behind it.
+        """
+        waits = update_id in self._started.unanswered
+        if waits or await self._look(update_id) is not None:
+            answer = await self._send(AbortWeightUpdateReqInput, update_id=update_id)
+            if not answer.success and (not waits or await self._look(update_id) is not None):
+                return
+        self._started.forget(update_id)
+
+    async def _look(self, update_id: str) -> UpdateStateReply | None:
+        """Return the state of this update, or None where it is not open."""
+        found = (await self._send(GetWeightUpdateReqInput)).data
+        return found if found is not None and found.update_id == update_id else None

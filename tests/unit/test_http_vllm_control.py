@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from rollout.core import io_struct, weight_io_struct
 from rollout.core.io_struct import ControlReqOutput
 from rollout.core.message import ControlReqInput
+from rollout.entrypoints import vllm_weight_routes
 from rollout.tokenizer_manager.communicator import merge_answers
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
@@ -371,6 +372,68 @@ def test_a_start_is_not_forgotten_by_a_call_that_came_before_it(live: Live) -> N
     live.scheduler.answers.clear()
     assert live.client.post("/finish_weight_update").status_code == 200
     assert live.sent(weight_io_struct.EndWeightUpdateReqInput)[-1].update_id == started
+
+
+Start = Callable[[], ControlReqInput]
+"""Begins an update whose answer is held back, waits until its client has left, and returns the verb."""
+
+
+@pytest.fixture
+def start_and_leave(live: Live) -> Iterator[Start]:
+    held: list[ControlReqInput] = []
+
+    def hold(verb: ControlReqInput) -> ControlReqOutput | None:
+        held.append(verb)
+        return None
+
+    def start() -> ControlReqInput:
+        live.scheduler.answers[weight_io_struct.BeginWeightUpdateReqInput] = hold
+        with pytest.raises(httpx.ReadTimeout):
+            live.client.post("/start_weight_update", timeout=0.3)
+        del live.scheduler.answers[weight_io_struct.BeginWeightUpdateReqInput]
+        return held[-1]
+
+    yield start
+    for verb in held:
+        live.scheduler._send(refusing(409)(verb))
+
+
+def test_a_start_that_is_refused_does_not_hide_one_that_is_under_way(live: Live, start_and_leave: Start) -> None:
+    """The look at the open update is answered at once, and does not see a start that waits for its turn."""
+    begin = start_and_leave()
+    live.scheduler.answers[weight_io_struct.BeginWeightUpdateReqInput] = refusing(409)
+    for _ in range(2):
+        assert live.client.post("/start_weight_update").status_code == 409
+    live.scheduler._send(ControlReqOutput(request_id=begin.request_id, success=True))
+    assert live.client.post("/start_weight_update").status_code == 409
+    assert live.client.post("/finish_weight_update").status_code == 200
+    assert live.sent(weight_io_struct.EndWeightUpdateReqInput)[-1].update_id == begin.update_id
+
+
+def test_a_start_whose_client_left_gives_way_to_the_next(live: Live, start_and_leave: Start) -> None:
+    begin = start_and_leave()
+    assert live.client.post("/start_weight_update").status_code == 200
+    started = live.scheduler.received[-1].update_id
+    assert live.client.post("/finish_weight_update").status_code == 200
+    assert live.sent(weight_io_struct.EndWeightUpdateReqInput)[-1].update_id == started != begin.update_id
+    assert live.client.post("/finish_weight_update").status_code == 409, "the first is over where the second began"
+
+
+def test_a_start_whose_client_left_is_dropped_by_a_new_trainer(live: Live, start_and_leave: Start) -> None:
+    """The drop takes its turn behind the start, which a look at the open update does not see yet."""
+    begin = start_and_leave()
+    live.client.post("/init_weight_transfer_engine", json={"init_info": GROUP})
+    assert [verb.update_id for verb in live.sent(weight_io_struct.AbortWeightUpdateReqInput)] == [begin.update_id]
+    assert live.client.post("/finish_weight_update").status_code == 409
+
+
+def test_starts_without_answers_do_not_pile_up(
+    live: Live, start_and_leave: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_weight_routes, "MAX_UNANSWERED", 2)
+    begun = [start_and_leave().update_id for _ in range(3)]
+    dropped = [verb.update_id for verb in live.sent(weight_io_struct.AbortWeightUpdateReqInput)]
+    assert dropped == begun[:2]
 
 
 def test_a_finish_whose_turn_came_too_late_drops_the_update(live: Live) -> None:
