@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from capture.slot_store import RouteSlotStore
 from rollout.attention.registry import create_attention_backend
 from rollout.control.eplb_parts import expert_layout, initial_placement
+from rollout.core.allocator import keep_freed_memory
 from rollout.core.console import say
 from rollout.core.errors import StartupError
 from rollout.core.io_struct import SchedulerReady
@@ -27,7 +28,6 @@ from rollout.core.server_args import ServerArgs
 from rollout.core.tokenizer_files import has_tokenizer, read_tokenizer
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
-from rollout.engine.allocator import keep_freed_memory
 from rollout.engine.build_control import build_control
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.engine.device import claim_device, with_device

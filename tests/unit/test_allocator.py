@@ -1,4 +1,4 @@
-"""Memory that a step gives back stays for the next one: counted in page faults, in processes of their own."""
+"""Memory that is given back: a step's stays for the next one, bodies' goes.  In processes of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 # Straight from the C library: a tensor's bookkeeping would lie between its buffers, now here and now there.
 PROGRAM = """
 import ctypes, resource, sys
-from rollout.engine.allocator import keep_freed_memory
+from rollout.core.allocator import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()
@@ -47,3 +47,55 @@ def test_the_second_step_finds_the_memory_of_the_first() -> None:
 
 def test_what_the_environment_says_stays() -> None:
     assert faults("kept", MALLOC_MMAP_THRESHOLD_="131072") > PAGES // 2
+
+
+BODIES = """
+import ctypes, gc, os, sys, threading
+from rollout.core.allocator import return_freed_memory
+
+if sys.argv[1] == "returned":
+    return_freed_memory()
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
+
+def filled(size):
+    block = libc.malloc(size)
+    libc.memset(block, 1, size)
+    return block
+
+def serve():
+    libc.free(filled(24 << 20))
+    bodies = []
+    for _ in range(20):
+        bodies.append(filled(1 << 20))
+        filled(64)  # what a request leaves behind for long, as a line of the log
+    for body in bodies:
+        libc.free(body)
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+before, done, ends = resident(), threading.Barrier(6), threading.Event()
+threads = [threading.Thread(target=lambda: (serve(), done.wait(), ends.wait())) for _ in range(5)]
+for thread in threads:
+    thread.start()
+done.wait()
+print(resident() - before)
+ends.set()
+"""
+
+
+def left(mode: str, **environment: str) -> int:
+    """Return the bytes that stay after bodies of a megabyte in five threads."""
+    command = [sys.executable, "-c", BODIES, mode]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def test_nothing_stays_of_bodies_that_were_answered() -> None:
+    assert left("returned") < 10 << 20
+    assert left("not") > 40 << 20
+    assert left("returned", MALLOC_MMAP_THRESHOLD_=str(32 << 20)) > 40 << 20, "the environment's word comes first"
