@@ -16,7 +16,7 @@ from tests.model_zoo import stored_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess
 
 pytestmark = [pytest.mark.full, pytest.mark.serial]
-COUNT = 31_050
+COUNT = 31_443
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("models") / "large"
     sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "dtype": "bfloat16", "tie": False}
-    return tiny_checkpoint(path, "moe", layers=79, experts=128, top_k=4, **sizes)
+    return tiny_checkpoint(path, "moe", layers=80, experts=128, top_k=4, **sizes)
 
 
 @pytest.fixture(scope="module")
