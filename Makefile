@@ -92,6 +92,7 @@ lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.language
 
 bench: install
 	$(BIN)/python -m benchmarks.run $(if $(PARTS),--only $(PARTS))

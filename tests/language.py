@@ -1,0 +1,150 @@
+"""Check the English of docstrings, comments and documents: `python -m tests.language [FILE ...]`.
+
+It prints each sentence that breaks a rule, and exits with 1 where a folder has more of them than `ALLOWED` grants, or
+fewer: the number of exceptions only falls.  With files it judges these alone, without exceptions.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST_WORDS = 25
+"""Words of a sentence in a document."""
+FIRST_WORDS = {
+    *("All", "Also", "As", "How", "If", "No", "None", "Of", "Such", "That", "Those", "What", "Whatever", "When"),
+    *("Where", "Wherever", "Whether", "Which", "Who", "Whoever", "Whose"),
+}
+"""A docstring begins with a verb or a noun phrase, and never with one of these."""
+PHRASES = (
+    r"those (?:of|that|which|who)\b",
+    r"(?:that|which|what) (?:is|are|was|were) (?:no|nobody|nothing)\b",
+    r"nobody(?:'s)?\b",
+    r"who(?:m)?ever\b",
+    r"as ever\b",
+    r"so many\b",
+    r"(?:of|for|to|by) what (?:is|was|it|they)\b",
+)
+_PHRASES = re.compile(r"\b(?:" + "|".join(PHRASES) + ")", re.IGNORECASE)
+ALLOWED: dict[tuple[str, str], int] = {
+    ("first word", "benchmarks"): 64,
+    ("first word", "capture"): 6,
+    ("first word", "eplb"): 25,
+    ("first word", "examples"): 36,
+    ("first word", "rollout"): 360,
+    ("first word", "tests"): 429,
+    ("first word", "weight_sync"): 128,
+    ("long sentence", "README.md"): 9,
+    ("long sentence", "docs"): 272,
+    ("long sentence", "examples"): 10,
+    ("phrase", "README.md"): 2,
+    ("phrase", "benchmarks"): 35,
+    ("phrase", "capture"): 8,
+    ("phrase", "docs"): 74,
+    ("phrase", "eplb"): 14,
+    ("phrase", "examples"): 15,
+    ("phrase", "rollout"): 212,
+    ("phrase", "tests"): 206,
+    ("phrase", "weight_sync"): 37,
+}
+"""Exceptions by rule and top-level folder.  They may only fall."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    path: str
+    line: int
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.text}"
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The key of `ALLOWED`."""
+        return self.rule, self.path.split("/")[0]
+
+
+def python_findings(path: str, source: str) -> Iterator[Finding]:
+    """Judge the docstrings and comments of a file."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text, line = ast.get_docstring(node), getattr(node, "lineno", 1)
+            if text and text.split():
+                first = text.split()[0].strip("`:,.")
+                if first in FIRST_WORDS:
+                    yield Finding(path, line, "first word", text.splitlines()[0])
+                yield from _phrases(path, line, text)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield from _phrases(path, token.start[0], token.string.lstrip("# "))
+
+
+def document_findings(path: str, source: str) -> Iterator[Finding]:
+    """Judge the sentences of a Markdown file outside code and tables."""
+    for line, paragraph in _paragraphs(source):
+        yield from _phrases(path, line, paragraph)
+        for sentence in re.split(r"(?<=[.!?:])\s+", paragraph):
+            if len(sentence.split()) > MOST_WORDS:
+                yield Finding(path, line, "long sentence", sentence)
+
+
+def _phrases(path: str, line: int, text: str) -> Iterator[Finding]:
+    for found in _PHRASES.finditer(text):
+        start, end = max(0, found.start() - 30), found.end() + 30
+        yield Finding(path, line, "phrase", " ".join(text[start:end].split()))
+
+
+def _paragraphs(source: str) -> Iterator[tuple[int, str]]:
+    """Yield each paragraph or item of a list with its first line."""
+    in_code, start, lines = False, 1, []
+    for number, line in enumerate([*source.splitlines(), ""], 1):
+        bare = line.strip()
+        fence = bare.startswith("```")
+        in_code ^= fence
+        ends = fence or in_code or not bare or bare.startswith(("|", "#", ">", "<", "!["))
+        if lines and (ends or re.match(r"([*-]|\d+\.) ", bare)):
+            yield start, " ".join(lines)
+            lines = []
+        if not ends:
+            start = start if lines else number
+            lines.append(re.sub(r"^([*-]|\d+\.) ", "", bare))
+
+
+def findings(paths: Sequence[str]) -> list[Finding]:
+    found: list[Finding] = []
+    for path in paths:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        found += python_findings(path, source) if path.endswith(".py") else document_findings(path, source)
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    tracked = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = findings(words or tracked.stdout.split())
+    if words:
+        print(*found, sep="\n")
+        return bool(found)
+    counts = Counter(one.place for one in found)
+    wrong = {place for place in counts.keys() | ALLOWED.keys() if counts[place] != ALLOWED.get(place, 0)}
+    for one in found:
+        if one.place in wrong:
+            print(one)
+    for place in sorted(wrong):
+        print(f"{' in '.join(place)}: {counts[place]} found, tests/language.py grants {ALLOWED.get(place, 0)}")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
