@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import io
 import re
-import subprocess
 import sys
 import tokenize
 from collections import Counter
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("rollout", "weight_sync", "capture", "eplb", "tests", "examples", "benchmarks", "docs")
 MOST_WORDS = 25
 """Words of a sentence in a document."""
 FIRST_WORDS = {
@@ -122,6 +122,11 @@ def _paragraphs(source: str) -> Iterator[tuple[int, str]]:
             lines.append(re.sub(r"^([*-]|\d+\.) ", "", bare))
 
 
+def _files() -> list[Path]:
+    inside = [path for folder in FOLDERS for kind in ("py", "md") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    return sorted([*inside, *ROOT.glob("*.md")])
+
+
 def findings(paths: Sequence[str]) -> list[Finding]:
     found: list[Finding] = []
     for path in paths:
@@ -131,8 +136,7 @@ def findings(paths: Sequence[str]) -> list[Finding]:
 
 
 def main(words: Sequence[str]) -> int:
-    tracked = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = findings(words or tracked.stdout.split())
+    found = findings(words or [str(path.relative_to(ROOT)) for path in _files()])
     if words:
         print(*found, sep="\n")
         return bool(found)
