@@ -43,7 +43,7 @@ class Control:
         self._eplb = eplb
         self._static_state = static_state
         self._awaited: list[tuple[float, PauseGenerationReqInput]] = []  # pauses that wait, and until when
-        self._waited: set[str] = set()  # names of those that made the pause in force, if no other did
+        self._waited: set[str] = set()  # names of the clients that made the pause in force, if no other did
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
 
@@ -58,7 +58,7 @@ class Control:
         }
 
     def _pause(self, verb: PauseGenerationReqInput) -> ControlReqOutput[PauseReply] | None:
-        """No step runs after this until continue; the answer means that this has happened."""
+        """Pause until continue; the answer means that no step runs any more."""
         scheduler = self._scheduler
         if verb.mode == "wait":
             self._weights.require_no_update_in_pause()

@@ -42,7 +42,7 @@ _OVERDUE = 10
 
 
 class _Planned(msgspec.Struct):
-    """What rank 0 found: a decision, or an error and its status."""
+    """The outcome of planning on rank 0: a decision, or an error and its status."""
 
     decision: Decision | None = None
     error: str = ""
@@ -50,10 +50,10 @@ class _Planned(msgspec.Struct):
 
 
 class EplbControl:
-    """Of an engine whose experts are spread over ranks.
+    """Expert balancing of an engine whose experts are spread over ranks.
 
-    Where the manager's history is not counted, a placement must be given.  `weight_update()`: why weights and slots
-    must stay as they are, if this rank knows of a reason.
+    If the manager's history is not counted, a placement must be given.  `weight_update()`: the reason why weights and
+    slots must stay as they are, if this rank knows one.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class EplbControl:
             self._wake()
 
     def _take_decision(self) -> bool:
-        """Whether rank 0 is done planning; if so all ranks have the decision."""
+        """Return whether rank 0 is done planning; if so, give its decision to the manager on all ranks."""
         planning, verb = self._planning, self._verb
         if not self._parallel.tp.any_of(planning is not None and planning.done()):
             return False

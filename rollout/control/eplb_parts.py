@@ -108,7 +108,7 @@ def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
 
 
 def expert_layout(config: ModelConfig, placement: ExpertPlacement, num_nodes: int) -> ExpertLayout | None:
-    """None where there is nothing to place."""
+    """Return how experts are spread over ranks; None if there is nothing to place."""
     if not config.is_moe or placement.ep_size == 1:
         return None
     num_nodes = num_nodes if placement.ep_size % num_nodes == 0 else 1  # ranks that share experts share a machine

@@ -34,7 +34,7 @@ from rollout.scheduler.scheduler import Scheduler
 
 
 def recorded_model(config: ModelConfig) -> RecordedModel:
-    """What a dump records of a model, and what a placement from one is compared with."""
+    """Return the facts that a dump records of a model, and that a placement from one is compared with."""
     return RecordedModel(config.architecture, config.moe_layer_ids, config.num_experts, config.num_experts_per_tok)
 
 

@@ -1,7 +1,7 @@
 """`LeaseMonitor`: ends a weight update or a pause whose lease expired, and reports torn weights.
 
     its lease expired                -> the transaction is dropped
-    a pause that nobody continued    -> the transaction is dropped, the old version serves again (`--pause-timeout`)
+    a pause that no call continued   -> the transaction is dropped, the old version serves again (`--pause-timeout`)
     tensors of it in the model       -> no step runs until it is over; requests wait
     weights neither old nor new      -> poisoned: requests end with 503 and the reason
 
@@ -109,7 +109,7 @@ class LeaseMonitor:
                 self._pause.renew(came)
 
     def _is_of_update(self, verb: ControlReqInput) -> bool:
-        """Whether it is a call of the open update."""
+        """Return whether `verb` is a call of the open update."""
         updater = self._updater
         if not updater.is_open or not isinstance(verb, OfUpdateReqInput):
             return updater.is_implicit and isinstance(verb, ContinueGenerationReqInput)
@@ -121,12 +121,12 @@ class LeaseMonitor:
         return updater.foreign(verb.update_id, version) is None
 
     def _torn_anywhere(self) -> str | None:
-        """Why some rank's weights are neither old nor new."""
+        """Return why some rank's weights are neither old nor new; None if no rank's are torn."""
         reasons = self._scheduler.parallel.tp.gather_bytes((self._updater.torn or "").encode())
         return next((text.decode() for text in reasons if text), None)
 
     def _end_pause(self) -> bool:
-        """Whether the pause ended by itself."""
+        """End the pause if its lease expired, and return whether it did."""
         if not self._scheduler.serving.is_paused:
             self._pause = None
         if self._pause is None or not self._pause.expired:

@@ -91,7 +91,7 @@ class PlacementAdoption:
         self._outcome = "the placement stays: not asked to adopt one"
 
     def target(self, coverage: Coverage) -> LogicalWeights:
-        """Where the update that is opened now is staged; on the I/O thread, on all ranks."""
+        """Return the weights in which the update that opens now is staged; on the I/O thread, on all ranks."""
         self._placement.withdraw()
         if coverage != "full" or not self._wants:
             return self._weights

@@ -86,9 +86,9 @@ class StepProfiler:
         self._steps_left = 0
         self._num_steps = 0  # of this rank, at the last check
         self._writing: _Trace | None = None
-        self._asked: StopProfileReqInput | None = None  # who waits for what is being written
+        self._asked: StopProfileReqInput | None = None  # the call that waits for the trace being written
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="profiler")
-        self._file: Future[None] | None = None  # of what is being written
+        self._file: Future[None] | None = None  # done once that trace is written
 
     @property
     def verbs(self) -> dict[type, Callable]:
@@ -114,7 +114,7 @@ class StepProfiler:
         self._scheduler.reply(verb.answer(ProfileReply(files=trace.files), "Profile started."))
 
     def _planned(self, verb: StartProfileReqInput) -> _Trace:
-        """What this rank will record.  Raises `BadRequest`."""
+        """Return the trace that this rank will record.  Raises `BadRequest`."""
         activities = {_ACTIVITIES[name] for name in verb.activities} & supported_activities()
         if not activities:
             raise BadRequest(f"nothing of {', '.join(verb.activities) or 'no activity'} can be recorded here")
@@ -167,13 +167,13 @@ class StepProfiler:
             self._written(file.exception())
 
     def _is_over(self) -> bool:
-        """Whether the last step has run.  One that any data-parallel rank had tokens for counts on all of them."""
+        """Return whether the last step has run.  A step counts on all data-parallel ranks if one had tokens for it."""
         before, self._num_steps = self._num_steps, self._scheduler.stats.num_steps
         self._steps_left -= self._scheduler.parallel.attn_dp.any_of(self._num_steps > before)
         return self._steps_left <= 0
 
     def _anywhere(self, mine: BaseException | None) -> Exception | None:
-        """What went wrong on the first rank where something did; the same on all of them, that call it in one turn."""
+        """Return the error of the first rank that has one; all ranks call this in one turn, and get the same."""
         tp, position = self._scheduler.parallel.tp, self._scheduler.parallel.position
         if tp.size == 1 and (mine is None or isinstance(mine, Exception)):
             return mine
@@ -184,7 +184,7 @@ class StepProfiler:
 
 
 def _attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `call` gives, or what it raises."""
+    """Return the result of `call`, or the error that it raises."""
     try:
         return call(), None
     except Exception as error:
@@ -199,7 +199,7 @@ def _write(trace: _Trace, error: Exception | None) -> None:
 
 
 def _give_memory_back() -> None:
-    """A profile is a cycle of references to millions of small events: some hundred megabytes that nobody would free."""
+    """Free a profile: a cycle of references to millions of small events, some hundred megabytes that would stay."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -33,9 +33,9 @@ class PeerRankError(LockstepError):
 
 
 class VerbMark(msgspec.Struct, frozen=True):
-    """Which verb a rank is at, and what it served when that verb's turn came."""
+    """The verb that a rank is at, and the weights that it served when that verb's turn came."""
 
-    number: int  # of those whose turn came before
+    number: int  # of verbs whose turn came before
     request_id: str
     weight_version: str
     weight_epoch: int
@@ -64,7 +64,7 @@ class RankConsensus:
         return self._weight_io.size == 1
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        """What every rank brings, by rank; within `run`.  Raises `PeerRankError` where another one's part is over."""
+        """Return every rank's payload, by rank; within `run`.  Raises `PeerRankError` if another's part is over."""
         if self.is_alone:
             return [mine]
         reports = self._share(_Report(self._current, mine))
@@ -74,16 +74,16 @@ class RankConsensus:
         return [report.payload or b"" for report in reports]
 
     def vote(self, mine: bool) -> bool:
-        """Whether all ranks say yes, and none is over; within `run`."""
+        """Return whether all ranks say yes, and no rank's part is over; within `run`."""
         try:
             return all(vote == b"yes" for vote in self.exchange(b"yes" if mine else b"no"))
         except PeerRankError:
             return False
 
     def commit_vote(self, mine: bool) -> bool:
-        """Whether the new weights were written on all ranks.  On the scheduler's thread.
+        """Return whether the new weights were written on all ranks.  On the scheduler's thread.
 
-        Raises `RankLostError`: whether the others put them in force is not known.
+        Raises `RankLostError`: it is unknown whether the others put them in force.
         """
         try:
             return self._world.all_agree(mine)

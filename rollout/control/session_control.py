@@ -34,7 +34,7 @@ class SessionControl:
         scheduler.cache.pins.advance(scheduler.now, scheduler.runner.state.epoch.weight_epoch)
 
     def _get(self, verb: GetSessionsReqInput) -> ControlReqOutput[SessionsReply]:
-        """Of each session that keeps KV: `kv_tokens` by its requests and its pin, `pinned_tokens`, `expires_in_s`."""
+        """Report each session with KV: `kv_tokens` by its requests and its pin, `pinned_tokens`, `expires_in_s`."""
         cache = self._scheduler.cache
         nodes: dict[str, set[RadixNode]] = {}
         private: dict[str, int] = {}

@@ -158,7 +158,7 @@ class WeightChecker:
         return digest((metas[name], value) for name, value in fingerprints.items())
 
     def _as_sent(self, held: str) -> str:
-        """The digest of what was sent, if memory holds what came of that; else that of memory."""
+        """Return the digest of the content as sent if `held` is the digest that it has in memory; else `held`."""
         epoch = self._state.epoch
         return epoch.content_digest if held == epoch.held_digest and epoch.content_digest is not None else held
 

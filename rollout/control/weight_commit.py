@@ -44,7 +44,7 @@ class WeightCommit:
         return committed(reply) + note, reply
 
     def _publish(self, result: CommitResult, alone: bool) -> tuple[CommitReply, str]:
-        """What was written comes into force, and is noted as committed; with a note for its sender."""
+        """Put the written weights in force and note the commit; return the reply, and a note for the sender."""
         scheduler, state = self._scheduler, self._scheduler.runner.state
         total = len(state.model.weights.metas())
         if len(result.names) == total:
@@ -92,7 +92,7 @@ class WeightCommit:
         return reply, f" {len(result.names)} of {total} tensors came." if is_part else ""
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:
-        """The label of what is in force from now on."""
+        """Return the label of the weights in force from now on."""
         epoch, label = self._scheduler.runner.state.epoch, result.weight_version
         if not result.names:
             return epoch.weight_version if alone or label is None else label
@@ -105,7 +105,7 @@ class WeightCommit:
 
 @contextmanager
 def _in_doubt(but: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """End the engine after an error in the block, unless it is one of `but`: nobody can say what is in force."""
+    """End the engine after an error in the block, unless it is one of `but`: it is unknown what is in force."""
     try:
         yield
     except FatalError:
@@ -125,10 +125,10 @@ def committed(reply: CommitReply) -> str:
 
 
 class PartialLabel:
-    """The label of content of which nobody said that it is a part, while some tensors are still of an older version.
+    """The label of content that no sender called a part, while some tensors are still of an older version.
 
-    It comes by calls of their own, or by updates of vLLM's dialect.  Remembers the names that came under one label,
-    right after each other.
+    Such content comes by calls outside of an update, or by updates of vLLM's dialect.  Remembers the names that came
+    under one label, right after each other.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class PartialLabel:
         self._names: set[str] = set()
 
     def after(self, label: str, names: Collection[str], total: int, weight_epoch: int) -> str:
-        """`label` where all `total` tensors came under it, else how many did.  `weight_epoch`: the one in force."""
+        """Return `label` if all `total` tensors came under it, else with their number.  `weight_epoch`: in force."""
         goes_on = self._label == label and self._weight_epoch == weight_epoch and self._names.isdisjoint(names)
         self._names = self._names.union(names) if goes_on else set(names)
         self._label, self._weight_epoch = label, weight_epoch + 1

@@ -1,4 +1,4 @@
-"""What each weight verb does: when a transaction opens, what settles it, and what is published then.
+"""The work of each weight verb: when a transaction opens, what settles it, and what is published then.
 
     begin -> bucket* -> end: verify on the I/O thread, commit and publish at a step boundary
 
@@ -10,8 +10,8 @@ full coverage; running, each call is a transaction of its own on the tensors tha
 all have come; running without content, their calls add up to one transaction of all tensors, which the last one
 settles.  A bucket that comes after another pause opens a new one: what the pause before it left is dropped.
 
-A call that is not of the open update is turned away and changes nothing; one without an id that may be of an update
-that was lost, too.
+A call that does not belong to the open update is refused and changes nothing.  So is a call without an id that may
+belong to an update that was lost.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ class WeightControl:
 
     @property
     def verbs(self) -> dict[type, Callable]:
-        """Those that are handled at once."""
+        """The verbs that are handled at once."""
         return {ContinueGenerationReqInput: self._on_continue, GetWeightUpdateReqInput: self._get_update}
 
     @property
     def queued_verbs(self) -> dict[type, Callable]:
-        """Those that take their turn."""
+        """The verbs that take their turn."""
         return self._queue.verbs
 
     def advance(self) -> None:
@@ -140,7 +140,7 @@ class WeightControl:
 
     @property
     def has_verbs(self) -> bool:
-        """Whether a weight verb has yet to be answered; the same on all ranks of the engine."""
+        """True while a weight verb has yet to be answered; the same on all ranks of the engine."""
         return not self._queue.is_empty
 
     def on_pause(self) -> None:
@@ -243,7 +243,10 @@ class WeightControl:
         return Job(verb, io, begun, roll_back=roll_back, is_brief=verb.base_digest is None)
 
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
-        """Whether the sender starts from the weights in force.  Their digest is computed where it is not known."""
+        """Raise `BaseMismatchError` unless the sender starts from the weights in force.
+
+        Computes their digest where it is asked for and not known.
+        """
         if verb.base_version is None and verb.base_digest is None:
             return
         serving, state = self._scheduler.serving, self._scheduler.runner.state

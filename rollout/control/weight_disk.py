@@ -50,7 +50,7 @@ _FREE_CONFIG_FIELDS = {"torch_dtype", "eos_token_ids", "max_position_embeddings"
 
 @dataclass(frozen=True)
 class MemoryOrigin:
-    """Which published version the weights of a weight epoch are.  `source` None: version 0 of any source."""
+    """The published version that the weights of a weight epoch are.  `source` None: version 0 of any source."""
 
     weight_epoch: int
     version: int
@@ -228,7 +228,7 @@ class DiskRefresh:
 
 
 def _changed_since(start: int, source: Path, target: int) -> Collection[str]:
-    """The tensors that change from `start` to `target`; none where that is no longer published, or was never."""
+    """Return the tensors that change from `start` to `target`; none if no published chain of deltas joins them."""
     try:
         deltas, _, found = chain_of(source, target, lambda number: number == start)
         return patched_in(deltas) if found == start else ()
@@ -237,9 +237,9 @@ def _changed_since(start: int, source: Path, target: int) -> Collection[str]:
 
 
 def require_same_model(path: Path, running: ModelConfig, overrides: Mapping[str, Any]) -> None:
-    """Whether the folder's `config.json`, where there is one, describes the running model.
+    """Require that the folder's `config.json`, if there is one, describes the running model.
 
-    `overrides` stand in the place of its settings, too.  Raises `WeightRequestError` that names what differs.
+    `overrides` replace its settings, too.  Raises `WeightRequestError` that names what differs.
     """
     require_folder(path)
     if not (path / "config.json").exists():

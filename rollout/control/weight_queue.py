@@ -41,7 +41,7 @@ _MOST_PAUSE_S = 0.1
 def _settle_in(device: torch.device) -> None:
     """Give this thread, the I/O thread, less of the processor than steps get, and a stream of its own on a GPU.
 
-    On Linux niceness belongs to a thread, and to those that it starts, among them the receiving ones.
+    On Linux niceness belongs to a thread, and to the threads that it starts, among them the receiving ones.
     """
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     use_own_stream(device)
@@ -54,7 +54,7 @@ def _on_threads(count: int, call: Callable[[], Any]) -> Any:
 
 
 def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
-    """What the I/O thread calls after each part of a bucket, with the seconds that it took: steps get their turn.
+    """Return what the I/O thread calls after each part of a bucket, with its seconds: steps get their turn.
 
     Niceness alone does not leave them enough: a step waits for the one of its threads that was preempted.
     """
@@ -68,7 +68,7 @@ def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
 
 @dataclass(frozen=True)
 class Job:
-    """How a verb is carried out: `io` runs on the I/O thread, `step` with its result at a step boundary.
+    """The parts of a verb: `io` runs on the I/O thread, then `step` with its result at a step boundary.
 
     `step` returns the message and the reply.  `holds_steps`: no step may run beside `io`.  `roll_back(reason)`, on the
     I/O thread: undo `io`, which failed on another rank.  `waits`: its wait for a sender, which is cut short for a verb
@@ -125,12 +125,12 @@ class WeightQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether a job is under way: its I/O thread owns what it works on."""
+        """True while a job is under way: its I/O thread owns what it works on."""
         return self._job is not None
 
     @property
     def is_empty(self) -> bool:
-        """Whether no verb is under way or waits for its turn."""
+        """True while no verb is under way or waits for its turn."""
         return self._job is None and not self._waiting
 
     def add(self, planners: dict[type, Callable[[Any], Job]]) -> None:
@@ -173,7 +173,7 @@ class WeightQueue:
         return epoch.weight_version, epoch.weight_epoch
 
     def _is_done(self) -> bool:
-        """Whether the I/O part is over on all ranks of this engine."""
+        """Return whether the I/O part is over on all ranks of this engine."""
         assert self._future is not None
         mine = self._future.done()
         everywhere = self._scheduler.parallel.tp.all_agree(mine)

@@ -1,4 +1,4 @@
-"""Which verb brings tensors by which transport: one line each."""
+"""The verbs that bring tensors, and the transport of each: one line each."""
 
 from __future__ import annotations
 
