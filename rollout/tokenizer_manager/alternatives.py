@@ -23,7 +23,7 @@ class AlternativeArrays(NamedTuple):
 
 @dataclass(slots=True)
 class AlternativesBuffer:
-    """Rows of the messages of a sample, one after the other; K and C are those of its request."""
+    """Rows of the messages of a sample, one after the other; its request states K and C."""
 
     num_top: int
     num_chosen: int
@@ -39,13 +39,13 @@ class AlternativesBuffer:
         self.chosen_logprobs += message.chosen_logprobs
 
     def holds(self, count: int) -> bool:
-        """Whether there are rows of exactly so many tokens."""
+        """Return whether there are rows of exactly `count` tokens."""
         item = np.dtype(self.dtype).itemsize
         sizes = (len(self.top_logprobs), len(self.top_ids), len(self.chosen_logprobs))
         return sizes == (item * count * self.num_top, 4 * count * self.num_top, item * count * self.num_chosen)
 
     def arrays(self, count: int, first: int = 0) -> AlternativeArrays:
-        """Of the tokens `first .. count - 1`, a copy: the buffer may grow meanwhile."""
+        """Return a copy of the rows of tokens `first .. count - 1`: the buffer may grow meanwhile."""
         floats = np.dtype(self.dtype).newbyteorder("<")
         return AlternativeArrays(
             _rows(self.top_logprobs, floats, first, count, self.num_top),
@@ -55,7 +55,7 @@ class AlternativesBuffer:
 
 
 def message_arrays(message: Alternatives | None, count: int, num_top: int, num_chosen: int) -> AlternativeArrays:
-    """Of the `count` tokens of one message, as views of it; None holds no tokens."""
+    """Return views of the rows of `count` tokens in one message; None holds no tokens."""
     message = message or Alternatives()
     floats = np.dtype(message.dtype).newbyteorder("<")
     return AlternativeArrays(

@@ -1,6 +1,6 @@
-"""What a request may come to hold, counted before memory or time is spent on it.
+"""The most that a request may come to hold, counted before memory or time is spent on it.
 
-Whatever a client can multiply is a `Kind` here, and is counted at the most that it can become.  There are two limits:
+Everything that a client can multiply is a `Kind` here, counted at the most that it can become.  There are two limits:
 
     --max-request-mb         bytes of everything, in the main process and in the scheduler, each
     --max-logprob-entries    entries: what else could have been sampled, as alternatives and sampling masks
@@ -71,9 +71,9 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What a request decides about the form of its answer.
+    """The form that a request chooses for its answer.
 
-    `streams`: the objects of all samples are kept.  `reformed`: they become those of another dialect.
+    `streams`: the objects of all samples are kept.  `reformed`: they become objects of another dialect.
     """
 
     streams: bool = False
@@ -142,7 +142,7 @@ class RequestBudget:
         """Raise `TooLarge` for a request over a limit, naming limit, value and flag.
 
         Masks that only sampling bounds are counted with one id a token.  If all that they could hold does not fit,
-        each of their samples gets an equal share of what is left, `max_mask_ids` of its message.
+        each of their samples gets an equal share of the rest, `max_mask_ids` of its message.
         """
         excess = self._excess(0)
         if excess is not None:
@@ -159,7 +159,7 @@ class RequestBudget:
     # --- what is counted -----------------------------------------------------------------------------------------
 
     def _sample(self, source: TokenizedGenerateReqInput) -> dict[str, int]:
-        """Of one sample."""
+        """Return the counts of one sample, by kind."""
         params, prompt_len, form = source.sampling_params, len(source.input_ids), self._form
         new = params.max_new_tokens
         counts = {"sample": 1, "stop_id": len(params.stop_token_ids), "token": new}
@@ -182,7 +182,7 @@ class RequestBudget:
         return counts
 
     def _masks(self, source: TokenizedGenerateReqInput) -> dict[str, int]:
-        """As large as the request states."""
+        """Return the counts of a sample's masks, as large as the request states."""
         params = source.sampling_params
         most = 1 if params.is_greedy else min(params.top_k, self._most_ids)
         if most <= 0:  # top-p or min-p alone
@@ -197,7 +197,7 @@ class RequestBudget:
     # --- the limits ----------------------------------------------------------------------------------------------
 
     def _excess(self, more_mask_ids: int) -> str | None:
-        """Why the request is too large if each sample with open masks has so many more ids; None if it is not."""
+        """Return why the request is too large with `more_mask_ids` in each open mask's sample; None if it is not."""
         total, largest = self._total, self._largest_built
         if more_mask_ids:
             total = total.copy()

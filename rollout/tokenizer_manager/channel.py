@@ -27,7 +27,7 @@ _MAX_SOCKET_PATH = 107
 
 
 class SchedulerLink(Protocol):
-    """What the manager needs of a channel; in one process `Engine` hands the messages over itself."""
+    """The part of a channel that the manager needs; in one process `Engine` hands the messages over itself."""
 
     def send(self, *messages: SchedulerInput) -> None: ...
 

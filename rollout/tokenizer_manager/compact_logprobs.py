@@ -13,13 +13,13 @@ from rollout.tokenizer_manager.sample import SampleRecord
 
 
 def output_logprobs(record: SampleRecord, vocab_size: int) -> TokenLogprobs:
-    """Of the tokens sampled so far; the first of them follows the prompt."""
+    """Return the columns of the tokens sampled so far; the first of them follows the prompt."""
     arrays = record.output_alternatives.arrays(len(record.output_ids))
     return _columns(record, record.output_ids, record.output_logprobs, arrays, len(record.prompt_ids), vocab_size)
 
 
 def prompt_logprobs(record: SampleRecord, prompt: PromptLogprobs, vocab_size: int) -> TokenLogprobs:
-    """Of the prompt's tokens that have one: nothing predicts the first of them, which is left out."""
+    """Return the columns of the prompt's tokens, from `prompt.start` on, without the first: nothing predicts it."""
     first, values = prompt.start + 1, prompt.values[1:]
     source = record.source
     num_chosen = len(source.token_ids_logprob or ())

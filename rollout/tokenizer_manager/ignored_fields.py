@@ -1,4 +1,4 @@
-"""`IgnoredFields`: what a generation request says that nobody knows, for its answer and once for the log."""
+"""`IgnoredFields`: the unknown fields of a generation request, for its answer and once for the log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class IgnoredFields:
         self._logged: set[str] = set()
 
     def of(self, request: GenerateReqInput, sampling_keys: Sequence[str]) -> list[str]:
-        """Paths of the fields of a body, and of the keys of `sampling_params`, that nobody knows.
+        """Return the paths of the unknown fields of a body, and of the unknown keys of `sampling_params`.
 
         Raises `BadRequest` for such a key under --strict-requests; bodies were checked as they were read.
         """

@@ -105,7 +105,7 @@ class TokenizerManager:
     async def run(self) -> None:
         """Read the scheduler's messages until cancelled.
 
-        Once it serves, a message that cannot be read fails those whom it names, or all in flight if it names nobody.
+        Once it serves, a message that cannot be read fails the calls that it names, or all in flight if it names none.
         """
         while True:
             self.handle_message(await self._link.receive())
@@ -171,11 +171,11 @@ class TokenizerManager:
 
     @property
     def vocabulary(self) -> TokenVocabulary | None:
-        """None on a server without a tokenizer."""
+        """The tokenizer's vocabulary; None on a server without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.vocabulary
 
     def token_ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
-        """Ids of those of `tokens` that the model can sample; none on a server without a tokenizer."""
+        """Return the ids of the `tokens` that the model can sample; none on a server without a tokenizer."""
         ids = () if self.vocabulary is None else self.vocabulary.ids_of(tokens)
         return frozenset(index for index in ids if index < self.model_config.vocab_size)
 
@@ -278,7 +278,7 @@ class TokenizerManager:
             self._on_startup(message)
 
     def _on_unreadable(self, message: Unreadable) -> None:
-        """Fail whom it names; where it names nobody, everything in flight, as any of it may have lost a part."""
+        """Fail the calls that it names; if it names none, all in flight, as any of them may have lost a part."""
         if self.phase is Phase.STARTING:
             raise StartupError(message.error)
         logger.error("a message of the scheduler cannot be read: %s", message.error)
@@ -352,9 +352,9 @@ class TokenizerManager:
         await read_replays(prompts, replay_start, self._route_shape)
 
     def _dispatch(self, handle: GenerateHandle, groups: Sequence[Sequence[SampleRecord]], wanted: int | None) -> None:
-        """Send every sample to a data-parallel rank: the one that is `wanted`, else the one with the least left to do.
+        """Send every sample to a data-parallel rank: the `wanted` one, else the one with the least left to do.
 
-        Those that were aborted before they could be sent are answered here.  The samples of one prompt for one rank
+        Samples that were aborted before they could be sent are answered here.  The samples of one prompt for one rank
         are one message.
         """
         index = itertools.count()

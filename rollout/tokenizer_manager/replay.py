@@ -45,7 +45,7 @@ class _Envelope(msgspec.Struct, kw_only=True):
 
 
 async def read_replays(prompts: Sequence[Prompt], start: int, shape: RouteShape) -> None:
-    """Read the routes that prompts bring along, off the event loop; those that several share, once.
+    """Read the routes that prompts bring along, off the event loop; shared routes are read once.
 
     They partition the prefix cache: KV computed under them is no other request's.  Raises `UnsupportedFeature` for a
     dense model, and as `read_replay` does.
@@ -137,7 +137,7 @@ def _of_envelope(fields: dict[str, Any], start: int, shape: RouteShape) -> Route
 
 
 def _of_array(ids_THK: np.ndarray, start: int, shape: RouteShape) -> RoutedExperts:
-    """Of all hidden layers, dense ones zero; the checks are those of the compatible form."""
+    """Return the routes of an array of all hidden layers, dense ones zero, after the checks of the compatible form."""
     wanted = (shape.num_hidden_layers, shape.top_k)
     if ids_THK.ndim != 3 or ids_THK.dtype.kind not in "iu" or ids_THK.shape[1:] != wanted:
         raise ValueError(f"{ids_THK.dtype} {list(ids_THK.shape)} is not of integers [rows, {wanted[0]}, {wanted[1]}]")

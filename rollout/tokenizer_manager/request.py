@@ -40,7 +40,7 @@ LogprobsFormat = Literal["nested", "compact"]
 
 @dataclass(kw_only=True)
 class GenerateReqInput:
-    """One call, of one prompt or a batch.  Names and meaning are those of SGLang's /generate.
+    """One call, of one prompt or a batch.  Names and meaning are as in SGLang's /generate.
 
     Exactly one of `text` and `input_ids` is set; a list of prompts makes a batch, and lists in the other fields then
     give one value per prompt.  `return_routed_experts` None leaves the choice to the server's default.
@@ -49,12 +49,12 @@ class GenerateReqInput:
     asks for them in slime's form.
     `replay_routed_experts`: routes that take the place of the routers' choices, in a wire form of `replay.py`.
     `max_kv_version_lag`: commits that its KV may be behind, -1 for any number; None leaves it to the server's setting.
-    `priority`: waiting requests are admitted from the lowest on, those of equal priority in the order of their arrival.
+    `priority`: waiting requests are admitted from the lowest on, equal priorities in the order of their arrival.
     `routed_dp_rank`: the data-parallel rank that runs it; None: the least loaded one.
     `session_id`: the session that the request belongs to; its prefix may be kept, and the reply repeats the id.
-    `ignored_fields`: those that it came with and nobody knows; the answer names them.
+    `ignored_fields`: the unknown fields that it came with; the answer names them.
     `is_reformed`: its answer becomes one of another dialect.
-    `kept_special_tokens`: what the text holds also where `sampling_params` skip special tokens.
+    `kept_special_tokens`: special tokens that the text holds even where `sampling_params` skip the others.
     `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
     """
 
@@ -125,7 +125,7 @@ _PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num")
 def expand(
     request: GenerateReqInput, *, routes_by_default: bool = False, masks_by_default: bool = False
 ) -> ExpandedRequest:
-    """One `Prompt` for each prompt, in order; those that come as text have no token ids yet.
+    """Return one `Prompt` for each prompt, in order; prompts that come as text have no token ids yet.
 
     Raises `BadRequest` for no prompt, two kinds of prompt, lists of the wrong length or bad sampling parameters;
     `TooLarge` over a cap.
@@ -265,7 +265,7 @@ def _sampling_params(raw_params: Sequence[dict[str, Any]]) -> tuple[list[Samplin
 
 
 def _is_ignored(name: str, value: Any) -> bool:
-    """Whether a key that is no parameter asks for something; what `custom_params` ask for is seen to."""
+    """Return whether an unknown key asks for something; `custom_params` is handled, not ignored."""
     if value is None or name in HARMLESS_SAMPLING_FIELDS or name == "custom_params":
         return False
     return bool(value) or name not in KNOWN_SAMPLING_FIELDS

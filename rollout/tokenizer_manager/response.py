@@ -59,12 +59,12 @@ class RouteShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token's rows, as they are recorded; 0 for a dense model."""
+        """Bytes of one token's rows as they are recorded; 0 for a dense model."""
         ids = len(self.moe_layer_ids) * self.top_k
         return ids * id_dtype(self.num_experts).itemsize if ids else 0
 
     def encoded_bytes(self, routes_format: RoutesFormat) -> int:
-        """Of one token's rows in an answer."""
+        """Return the bytes of one token's rows in an answer."""
         every = self.num_hidden_layers * self.top_k
         size = {"compatible": 4 * every, "compact": self.token_bytes}.get(routes_format)
         if size is None:
@@ -74,7 +74,7 @@ class RouteShape:
 
 @dataclass(frozen=True)
 class ResponseForm:
-    """What a request decides about all of its responses.
+    """The choices of a request that hold for all of its responses.
 
     `token_text` gives the text of a token id for log-probability entries; None leaves it out.  `kept_ids` are special
     tokens that the text holds also where others are skipped.
@@ -88,7 +88,7 @@ class ResponseForm:
     logprobs_format: LogprobsFormat = "nested"
     vocab_size: int = 1 << 31  # of the compact form
     kept_ids: frozenset[int] = frozenset()
-    ignored_fields: Sequence[str] = ()  # of the request: nobody knows them
+    ignored_fields: Sequence[str] = ()  # the unknown ones of the request
 
 
 @dataclass

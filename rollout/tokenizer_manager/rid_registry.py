@@ -1,4 +1,4 @@
-"""Which request ids are in use, and which samples a name stands for.
+"""The request ids in use, and the samples that a name stands for.
 
 A *leaf* is the id of one sample; a *group* is the name of a batch, or of a prompt with n > 1.
 """

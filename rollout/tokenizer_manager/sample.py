@@ -12,7 +12,7 @@ from rollout.tokenizer_manager.alternatives import AlternativesBuffer
 
 @dataclass(slots=True)
 class MaskRecord:
-    """What the `SamplingMaskDelta`s of a sample said, one after the other."""
+    """The contents of the `SamplingMaskDelta`s of a sample, one after the other."""
 
     counts: list[int] = field(default_factory=list)
     token_ids: bytearray = field(default_factory=bytearray)

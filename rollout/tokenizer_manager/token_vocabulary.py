@@ -39,7 +39,7 @@ class TokenVocabulary:
         self._bytes: dict[int, bytes] = {}
 
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
-        """Return the ids of those of `tokens` that exist."""
+        """Return the ids of the `tokens` that exist."""
         ids = map(self._backend.token_to_id, tokens)
         return frozenset(index for index in ids if index is not None)
 

@@ -108,7 +108,7 @@ class Tokenizer:
             raise BadRequest(f"The input is longer than the model's context length ({self.context_length} tokens).")
 
     def _is_far_too_long(self, text: str, context_length: int) -> bool:
-        """Whether `text` has more tokens than fit, without encoding all of it at once.
+        """Return whether `text` has more tokens than fit, without encoding all of it at once.
 
         A cut can split a token or two, and never doubles their number.
         """

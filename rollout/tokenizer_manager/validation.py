@@ -47,7 +47,7 @@ class ServingLimits:
     def of(
         cls, args: ServerArgs, config: ModelConfig, ready: SchedulerReady, tokenizer: Tokenizer | None
     ) -> ServingLimits:
-        """Those of a server whose scheduler is ready."""
+        """Return the limits of a server whose scheduler is ready."""
         return cls(
             vocab_size=config.vocab_size,
             route_shape=RouteShape.of(config),
@@ -72,7 +72,7 @@ class ServingLimits:
 
     @property
     def routes_by_default(self) -> bool:
-        """Whether a request that leaves `return_routed_experts` out gets routed experts."""
+        """True if a request that leaves `return_routed_experts` out gets routed experts."""
         return self.returns_routes_by_default and self.captures_routes
 
     def check_rank(self, dp_rank: int | None) -> None:
@@ -101,7 +101,7 @@ def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits, form: Answer
 
 
 class _SharedLists:
-    """What prompts of a request have in common: checked, and completed, once."""
+    """The lists that prompts of a request share: checked, and completed, once."""
 
     def __init__(self, limits: ServingLimits) -> None:
         self._limits = limits
