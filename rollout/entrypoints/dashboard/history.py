@@ -1,7 +1,7 @@
 """`ServerHistory`: the last minutes of a server, for a page that may be opened later.
 
 It asks the scheduler for its state once a second, as /metrics does at each scrape, and keeps what is shown over time.
-Everything is bounded.  What is entered gets the next number of one count, so that a reader asks for what is newer.
+Everything is bounded.  Each entry gets the next number of one count, so that a reader asks for newer ones.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class ServerHistory:
         self._samples.append((self._next(), sample))
 
     def _enter_rebalances(self, eplb: EplbState, now: float) -> None:
-        """Those that ended after the last one that is known, and that one again once its effect was measured."""
+        """Enter the rebalances that ended after the last known one, and that one again once its effect was measured."""
         last = self._rebalances[-1][1] if self._rebalances else None
         for facts in eplb.rebalances:
             new = _rebalance(facts)
@@ -147,7 +147,7 @@ class ServerHistory:
         return self._count
 
     def since(self, count: int) -> dict[str, Any]:
-        """What was entered after number `count`, oldest first; `count` of the reply is what to ask with next."""
+        """Return the entries after number `count`, oldest first; ask with `count` of the reply next."""
         return {
             "count": self._count,
             "samples": [asdict(sample) for sample in _newer(self._samples, count)],
@@ -168,7 +168,10 @@ def _num_prefilled(state: SchedulerState) -> int:
 
 
 def _balance(before: ExpertLoadState | None, record: ExpertLoadState | None) -> list[float | None] | None:
-    """Of ranks; on one rank, where that is always even, of slots.  None where no pass has come since `before`."""
+    """Return the balancedness of ranks; on one rank, where that is always even, of slots.
+
+    None if no pass has come since `before`.
+    """
     if record is None or not record.recording:
         return None
     if before is not None and before.num_passes == record.num_passes:
@@ -180,7 +183,7 @@ def _balance(before: ExpertLoadState | None, record: ExpertLoadState | None) -> 
 
 
 def _rebalance(facts: dict[str, Any]) -> dict[str, Any]:
-    """What is shown of a rebalance: of the decision and its outcome."""
+    """Return the facts to show of a rebalance: of the decision and its outcome."""
     names = (
         *("number", "reason", "algorithm", "num_experts_moved", "num_bytes"),
         *("num_chunks", "chunks_done", "seconds", "longest_chunk_s", "dropped"),

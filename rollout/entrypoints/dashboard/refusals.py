@@ -56,7 +56,7 @@ class RefusalLog:
 class NoteRefusals:
     """Notes in `log` every answer of the application from status 400 on, and what it raised, but not 503 to a probe.
 
-    Stands behind the keys, so that nobody without one fills the log.
+    Stands behind the keys, so that no client without one fills the log.
     """
 
     def __init__(self, app: ASGIApp, *, log: RefusalLog) -> None:

@@ -59,7 +59,7 @@ class RouteProbe:
 
     @property
     def num_tokens(self) -> int | None:
-        """Of the text; None where there is none."""
+        """The number of tokens of the text; None without a text."""
         return None if self._input_ids is None else len(self._input_ids)
 
     def stop(self) -> None:

@@ -88,7 +88,7 @@ class DashboardRoutes:
 
 
 def _shown(state: SchedulerState) -> dict[str, Any]:
-    """Of the scheduler's state."""
+    """Return the part of the scheduler's state that the page shows."""
     names = (
         *("num_running_reqs", "num_waiting_reqs", "max_running_requests"),
         *("num_used_tokens", "max_total_num_tokens", "num_used_state_rows", "num_state_rows"),

@@ -26,7 +26,7 @@ class AnswerParser:
 
     `call_format` None leaves tool calls in the content, `reasoning_format` None the reasoning.  `in_thought`: the
     answer begins within a thought.  `is_harmony`: the model writes messages of the harmony format; it does if one of
-    the formats is harmony's.  `function_names`: those of `tools`, where they are known already.
+    the formats is harmony's.  `function_names`: the names in `tools`, where they are known already.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class AnswerParser:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether more reasoning may come."""
+        """True while more reasoning may come."""
         return self._said.is_thinking
 
     def feed(self, text: str) -> Piece:

@@ -34,7 +34,7 @@ _PREFIX = "functions."
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """`function` is the one that the message calls; None: it calls none, or something that is no function."""
+    """The header of a message; `function` is what it calls, None if it calls nothing, or not a function."""
 
     channel: str
     recipient: str | None
@@ -108,7 +108,7 @@ class HarmonyReader:
         elif header.is_reasoning or not header.recipient:
             yield from self._body(header)
         else:
-            yield from self._raw()  # a call of what is no function, or that nobody asked for
+            yield from self._raw()  # a call of something else than a function, or without tools
 
     def _header(self) -> Reading[Header]:
         """Read up to the message.  Raises `NotACall` for a header that does not lead to one."""

@@ -79,7 +79,7 @@ def _given(name: str) -> str:
 
 
 def _call_of(found: JsonObject, *, needs_arguments: bool) -> ToolCall:
-    """The call that an object says.  Raises `NotACall` for one without a name, or with arguments that are no object.
+    """Return the call that an object says.  Raises `NotACall` if it lacks a name, or its arguments are not an object.
 
     The arguments stay as they are written, digit by digit.
     """

@@ -1,4 +1,4 @@
-"""Where the reasoning of an answer begins: one entry a format.
+"""The places where the reasoning of an answer begins: one entry a format.
 
 Most formats think between `<think>` and `</think>`, once, before the answer.  The opening marker is the model's to
 write, or the template's: then the prompt ends with it.
@@ -27,7 +27,7 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tokens that the reader must see, also those that are special to the tokenizer."""
+        """Tokens that the reader must see, even if they are special to the tokenizer."""
         return harmony.MARKERS if self.is_harmony else (OPEN, CLOSE)
 
     def begins_in_thought(self, prompt_tail: str, begun: str) -> bool:

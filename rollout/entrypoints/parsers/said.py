@@ -16,7 +16,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Piece:
-    """What some text adds to a message."""
+    """The additions of some text to a message."""
 
     reasoning: str = ""
     content: str = ""

@@ -96,9 +96,9 @@ def _ends_block(text: Text, *, is_closed: bool) -> Reading[bool]:
 
 
 def read_glm_call(text: Text, tools: Tools, depth: int = 0) -> Reading[list[ToolCall]]:
-    """`NAME`, then `<arg_key>` and `<arg_value>` in turns: GLM 4.5 to 5, which differ in white space only.
+    """Read `NAME`, then `<arg_key>` and `<arg_value>` in turns: GLM 4.5 to 5, which differ in white space only.
 
-    What is no text, GLM writes as JSON, also where the tool does not know the parameter.
+    GLM writes anything but text as JSON, also where the tool does not know the parameter.
     """
     name = (yield from text.run(_HEAD)).strip()
     pairs = []

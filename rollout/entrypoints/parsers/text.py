@@ -28,9 +28,9 @@ class NotACall(Exception):
 
 
 class Text:
-    """`begin` is where the text begins that nobody took, `at` the place up to which it is read.
+    """Text as it comes: `begin` is the start of the part not taken yet, `at` the place up to which it is read.
 
-    Positions are valid until the next `take`.  `barriers`: what text without quotes cannot hold.
+    Positions are valid until the next `take`.  `barriers`: strings that text without quotes cannot hold.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Text:
 
     @property
     def is_spent(self) -> bool:
-        """Whether all was read, and no more comes."""
+        """True once all was read, and no more comes."""
         return self.has_ended and self.at == len(self._text)
 
     def rest(self) -> None:

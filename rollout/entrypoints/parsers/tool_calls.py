@@ -1,6 +1,7 @@
-"""How models write tool calls: one entry a format.
+"""The ways in which models write tool calls: one entry a format.
 
-Names of functions are not checked against the tools: whoever runs the tools must see a call to one that does not exist.
+Names of functions are not checked against the tools: the program that runs them must see a call to one that does not
+exist.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class CallFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tokens that the reader must see, also those that are special to the tokenizer."""
+        """Tokens that the reader must see, even if they are special to the tokenizer."""
         named = (self.opener, self.closer, self.before, self.after, *self.other_markers)
         return tuple(marker for marker in named if marker)
 
