@@ -1,4 +1,4 @@
-"""Who may call what: the keys of `--api-key` and `--admin-api-key`, and, where no key is asked for, not every web page.
+"""Access control: the keys of `--api-key` and `--admin-api-key`, and, where no key is asked for, the calling web page.
 
 An ASGI middleware, so that it also stands before streams and unknown paths.
 
@@ -82,11 +82,11 @@ class KeyMiddleware:
 
 
 class SiteCheck:
-    """Whether a request may come from a page of another site.
+    """The check that a request does not come from a page of another site.
 
     Names by which this server is known: addresses, names without a dot (of the local network only), `--host`,
-    `--allowed-hosts`.  One that listens beyond this machine may have others; there, without `--allowed-hosts`, only
-    requests with an `Origin` are held to them.
+    `--allowed-hosts`.  A server that listens beyond this machine may have others; there, without `--allowed-hosts`,
+    only requests with an `Origin` are held to them.
     """
 
     def __init__(self, args: ServerArgs) -> None:
@@ -97,7 +97,7 @@ class SiteCheck:
         self._is_strict = bool(given) or args.is_local
 
     def objection(self, headers: dict[bytes, bytes]) -> str | None:
-        """Why not, or None."""
+        """Return why a request with these headers is refused, or None."""
         host = headers.get(b"host", b"").decode("latin-1")
         origin = headers.get(b"origin", b"").decode("latin-1")
         if origin:

@@ -1,6 +1,6 @@
 """Random checkpoints of model families that `transformers` writes: the configuration of each, and its weights.
 
-Weights are scaled as those of `make_checkpoint`: routers choose decisively, and every part of a layer counts.
+Weights are scaled as in `make_checkpoint`: routers choose decisively, and every part of a layer counts.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _gpt_oss(spec: CheckpointSpec) -> dict[str, Any]:
     }
 
 
-# family -> what transformers' configuration is made with; names are those of `checkpoint_spec.FAMILIES`
+# family -> the settings of transformers' configuration; families have the names of `checkpoint_spec.FAMILIES`
 SETTINGS: dict[str, Callable[[CheckpointSpec], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "llama": _llama,

@@ -1,4 +1,4 @@
-"""What a checkpoint of `lockstep make-checkpoint` is made of: family, shape and content."""
+"""The specification of a checkpoint of `lockstep make-checkpoint`: family, shape and content."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ChildProcess:
         return self._process.pid
 
     def exit_status(self) -> int | None:
-        """None while it runs; negative for a signal."""
+        """Return the exit status: None while it runs; negative for a signal."""
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int:

@@ -1,4 +1,4 @@
-"""How many connections there may be, and how long a client may take to send a request.
+"""Limits on the number of connections, and on the time that a client may take to send a request.
 
 up to most                 all requests
 the next few               health and control; anything else is 503 (`is_over_limit` in the request's state)
@@ -54,7 +54,7 @@ def raise_file_limit() -> int:
 
 
 def connections_within(file_limit: int) -> int:
-    """How many connections fit below a limit of open files.  Raises `StartupError` where hardly any do."""
+    """Return how many connections fit below a limit of open files.  Raises `StartupError` if none does."""
     most = min(MOST_CONNECTIONS, file_limit - SPARE_CONNECTIONS - 2 * ACCEPTED_AT_ONCE - OTHER_FILES)
     if most < 1:
         raise StartupError(f"at most {file_limit} files may be open, too few for a server: raise `ulimit -n`")
@@ -126,7 +126,7 @@ class _Protocol(H11Protocol):
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """Also cancels the request at work on this connection: its client cannot be answered any more."""
+        """Send it, and cancel the request at work on this connection: its client cannot be answered any more."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -135,9 +135,9 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
     def seconds_sending(self, now: float) -> float:
-        """How long the client has been sending a request that is not whole, less what its bytes have earned it.
+        """Return how long the client has been sending an incomplete request, less what its bytes have earned it.
 
-        0 while the server is at work, or nothing is sent.  To be called periodically.
+        0 while the server is at work, or nothing is sent.  Must be called periodically.
         """
         cycle = self.cycle
         is_idle = cycle is not None and cycle.response_complete and self.timeout_keep_alive_task is not None

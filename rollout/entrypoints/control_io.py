@@ -1,4 +1,4 @@
-"""How control endpoints answer: one reply shape, one refusal shape, one way to add a route.
+"""The answers of control endpoints: one reply shape, one refusal shape, one way to add a route.
 
 A refusal is `{"success": false, "message", "error": {"type", "message"}}` with its status; none can end the server.
 """

@@ -1,4 +1,4 @@
-"""What is special about pausing, flushing and aborting over HTTP."""
+"""The particulars of pausing, flushing and aborting over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How bodies are read, errors written and disconnects noticed: what every route file shares."""
+"""Reading of bodies, writing of errors and noticing of disconnects: the parts that every route file shares."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def body_schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inline(node: Any, definitions: dict[str, Any]) -> Any:
-    """`node` with `$ref`s replaced by what they name: a schema inside an operation has no place for definitions."""
+    """Return `node` with each `$ref` replaced by its definition: a schema in an operation has no place for them."""
     if isinstance(node, list):
         return [_inline(item, definitions) for item in node]
     if not isinstance(node, dict):
@@ -131,7 +131,7 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def parse_body(model: type[Model], data: bytes) -> Model:
-    """As `validated`; raises `BadRequest` for what is no JSON, and `TooLarge`."""
+    """Decode and validate as `validated` does; raises `BadRequest` for invalid JSON, and `TooLarge`."""
     try:
         raw = _decode(data, model.struct_lists) if data.strip() else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -211,7 +211,7 @@ def _describe(error: ValidationError) -> str:
 
 
 def describe_query(error: RequestValidationError) -> str:
-    """What is wrong with the parameters in a URL."""
+    """Describe what is wrong with the parameters in a URL."""
     return "; ".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
 
 

@@ -36,7 +36,7 @@ def response_tail(request: OpenAIRequest, natives: Sequence[Native]) -> dict[str
     tail: dict[str, Any] = {"usage": usage(natives, request.n)} | versions(natives[0]) | ignored_fields(natives[0])
     if label.isdecimal():  # rllm's gateway reads a number there, and goes without one
         tail["weight_version"] = label
-    if isinstance(request, ChatCompletionRequest):  # vLLM's place for what is of the one prompt
+    if isinstance(request, ChatCompletionRequest):  # vLLM's place for fields of the one prompt
         if request.return_token_ids:
             tail["prompt_token_ids"] = natives[0]["prompt_token_ids"]
         if request.prompt_logprobs is not None:
@@ -59,7 +59,7 @@ def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
 
 
 def versions(native: Native) -> dict[str, Any]:
-    """`version_info`, and those of its fields that are text as `metadata`: OpenAI's type holds nothing else there."""
+    """Return `version_info`, and its fields that are text as `metadata`: OpenAI's type holds nothing else there."""
     facts = version_info(native)
     return {
         "metadata": {name: value for name, value in facts.items() if isinstance(value, str)},
@@ -68,7 +68,7 @@ def versions(native: Native) -> dict[str, Any]:
 
 
 def ignored_fields(native: Native) -> dict[str, Any]:
-    """The fields of the request that nobody knows, if there are any."""
+    """Return the unknown fields of the request, if there are any."""
     names = native["meta_info"].get("ignored_fields")
     return {} if names is None else {"ignored_fields": names}
 
@@ -194,7 +194,7 @@ def _chat_entry(entry: Entry, vocabulary: TokenVocabulary | None) -> dict[str, A
 
 
 class ChoiceCursor:
-    """How much of one choice was sent: native responses are cumulative, OpenAI's chunks are not.
+    """The part of one choice that was sent: native responses are cumulative, OpenAI's chunks are not.
 
     Without a stream the whole choice is its only chunk.  `vocabulary` None: the server has no tokenizer.
     """
@@ -208,7 +208,7 @@ class ChoiceCursor:
         self._num_logprobs = 0
 
     def completion(self, request: CompletionRequest, index: int, native: Native, prompt_text: str) -> dict[str, Any]:
-        """What is new as a choice of a completion; `prompt_text` is empty unless echoed."""
+        """Return the new part as a choice of a completion; `prompt_text` is empty unless echoed."""
         is_first, self._is_first = self._is_first, False
         text = (prompt_text if is_first else "") + self._new_text(native)
         logprobs = None
@@ -225,7 +225,7 @@ class ChoiceCursor:
         return choice | self._ids(request, native) | finish_fields(native) | self._extras(request, native)
 
     def chat(self, request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native) -> dict[str, Any]:
-        """What is new as a choice of a chat."""
+        """Return the new part as a choice of a chat."""
         logprobs = None
         if request.logprobs:
             logprobs = chat_logprobs(native["meta_info"], self._num_tokens, request.top_logprobs, self._vocabulary)
@@ -252,7 +252,7 @@ class ChoiceCursor:
 
     @staticmethod
     def _extras(request: OpenAIRequest, native: Native) -> dict[str, Any]:
-        """What RL clients ask for on every choice that has ended."""
+        """Return the fields that RL clients ask for on every choice that has ended."""
         extras: dict[str, Any] = {}
         if request.return_meta_info and _is_finished(native):
             extras["meta_info"] = native["meta_info"]

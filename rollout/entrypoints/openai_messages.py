@@ -42,7 +42,7 @@ class ChatMessage:
         self._held_reasoning = ""
 
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """What `text` adds to the message; a tool call comes whole, once it is complete."""
+        """Return the part that `text` adds to the message; a tool call comes whole, once it is complete."""
         pieces = [self._parser.feed(text)] + ([self._parser.finish()] if is_last else [])
         delta: dict[str, Any] = {"content": "".join(piece.content for piece in pieces)}
         self._held_reasoning += "".join(piece.reasoning for piece in pieces)
@@ -112,9 +112,9 @@ class ChatMessages:
         )
 
     def maker(self, body: ChatCompletionRequest, prompt_ids: list[int]) -> Callable[[], ChatMessage]:
-        """What makes the messages that answer `body`, whose prompt has the given ids.
+        """Return a maker of the messages that answer `body`, whose prompt has the given ids.
 
-        Raises `BadRequest` for ids that do not exist, and for messages that are none.
+        Raises `BadRequest` for ids that do not exist, and for invalid messages.
         """
         tools = body.template_tools() or []
         format_, call_format = self._formats(body)

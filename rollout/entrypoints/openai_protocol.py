@@ -96,7 +96,7 @@ class SamplingFields(Body):
 
 
 class OpenAIRequest(SamplingFields, AnyGeneration):
-    """What both endpoints share.  `priority` is refused: lower ones go first in vLLM's, and last in SGLang's."""
+    """The fields that both endpoints share.  `priority` is refused: lower ones go first in vLLM, and last in SGLang."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_GENERATE_FIELDS | {
         *("priority", "kv_transfer_params", "return_prompt_text", "replay_routed_experts"),
@@ -221,7 +221,7 @@ class ChatCompletionRequest(OpenAIRequest):
         return None if self.tool_choice == "none" else self.tools
 
     def template_variables(self) -> dict[str, Any]:
-        """What else the template may read; an effort also says whether to think.  Raises `UnsupportedFeature`."""
+        """Return the template's other variables; an effort also says whether to think.  Raises `UnsupportedFeature`."""
         effort: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             thinks = self.reasoning_effort != "none"
@@ -294,7 +294,7 @@ def _with_arguments(call: Any) -> Any:
 
 
 class CallArguments(dict[str, Any]):
-    """Arguments of a call: an object for most templates, and its text for those that join it to text, as DeepSeek's."""
+    """Arguments of a call: an object for most templates, and text for others, which join it to text, as DeepSeek's."""
 
     def __init__(self, values: dict[str, Any], text: str) -> None:
         super().__init__(values)

@@ -190,7 +190,7 @@ def _chunk(head: dict[str, Any], make_choice: Callable[[], dict[str, Any]]) -> d
 
 
 def _first_native(handle: GenerateHandle) -> fmt.Native:
-    """As much of the first choice as the head of a chunk needs."""
+    """Return as much of the first choice as the head of a chunk needs."""
     return {"meta_info": {"id": handle.records[0].rid}}
 
 

@@ -1,6 +1,6 @@
 """Bodies of the native endpoints, as pydantic models, and the base of all bodies; /openapi.json shows them.
 
-Those of control verbs are made from the verbs' declarations, see `verb_body`.  Values are not checked against a model
+Bodies of control verbs are made from the verbs' declarations, see `verb_body`.  Values are not checked against a model
 here: `TokenizerManager` and the scheduler do that.
 
 Rules for all bodies: unknown fields are ignored and named in the answer (see `unknown_fields`), null means the default,
@@ -44,7 +44,7 @@ ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
 
 class UnknownField(NamedTuple):
-    """`path` of a field that nobody knows, and the names that are known in its place."""
+    """The `path` of an unknown field, and the names that are known in its place."""
 
     path: str
     known: frozenset[str]
@@ -134,7 +134,7 @@ class Body(BaseModel):
 
     @property
     def unknown(self) -> list[UnknownField]:
-        """Fields that it came with and nobody knows."""
+        """The unknown fields that it came with."""
         return self._unknown
 
     @unknown.setter
@@ -187,7 +187,7 @@ class AnyGeneration(Body):
     data_parallel_rank: int | None = None  # its old name
 
     def common_fields(self) -> dict[str, Any]:
-        """Of a `GenerateReqInput`.  Two requests share a prefix only if both `cache_salt` and `extra_key` agree."""
+        """Return fields of a `GenerateReqInput`.  Prefixes are shared only if `cache_salt` and `extra_key` agree."""
         salt, key = self.cache_salt, self.extra_key
         return {
             "stream": self.stream,
@@ -240,7 +240,7 @@ class GenerateRequest(AnyGeneration):
 
 
 def _asks_for_top_p_ids(params: dict[str, Any]) -> bool:
-    """Whether slime asks for sampling masks in its form; refuses names that are not known."""
+    """Return whether slime asks for sampling masks in its form; refuse unsupported names."""
     asks = params.get("custom_params") == {"return_top_p_token_ids": True}
     refused = UNSUPPORTED_SAMPLING_FIELDS - {"custom_params"} if asks else UNSUPPORTED_SAMPLING_FIELDS
     refuse_unsupported(params, refused, "sampling_params: ")
@@ -251,7 +251,7 @@ def _asks_for_top_p_ids(params: dict[str, Any]) -> bool:
 
 
 def template_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    """What a client may set for the chat template; what steers the rendering itself raises `UnsupportedFeature`."""
+    """Return a client's variables for the chat template.  Raises `UnsupportedFeature` for what steers the rendering."""
     reserved = {"tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "messages", "tools"}
     refused = reserved & variables.keys()
     if refused:
@@ -301,7 +301,7 @@ class AbortRequest(Body):
 
 
 class BucketAddress(Body):
-    """Where a broadcast bucket belongs: what is read first of a body that is wrong elsewhere."""
+    """The address of a broadcast bucket: the fields that are read first of a body that is wrong elsewhere."""
 
     update_id: UpdateId | None = None
     group_name: str = "weight_update_group"

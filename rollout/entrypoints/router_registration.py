@@ -105,7 +105,7 @@ class RouterRegistration:
             await asyncio.sleep(wait_s)
 
     async def _listed(self) -> str | None:
-        """What the router calls this server; None if it does not list it.  Raises `msgspec.DecodeError`."""
+        """Return the router's id of this server; None if it does not list it.  Raises `msgspec.DecodeError`."""
         reply = await self._call("GET", "/workers")
         for worker in msgspec.json.decode(reply.content, type=_Listing).workers:
             if worker.url.rstrip("/") == self._own_url:
@@ -114,14 +114,14 @@ class RouterRegistration:
         return None
 
     async def _call(self, method: str, path: str, **content: Any) -> httpx.Response:
-        """Raises `httpx.HTTPError`, also for an answer that is no success."""
+        """Call the router.  Raises `httpx.HTTPError`, also for an unsuccessful answer."""
         assert self._router_url is not None
         reply = await self._http.request(method, self._router_url.rstrip("/") + path, **content)
         return reply.raise_for_status()
 
 
 def own_url(args: ServerArgs) -> str:
-    """Where the router finds this server: `--host`, or, if that is all addresses, the one that faces the router."""
+    """Return this server's URL for the router: of `--host`, or, if that is all addresses, the one facing the router."""
     host = args.host
     if host in _WILDCARDS and args.register_url is not None:
         host = _address_facing(args.register_url) or host

@@ -16,12 +16,12 @@ from rollout.core.server_args import ServerArgs
 
 
 def num_ranks(args: ServerArgs) -> int:
-    """Of all engines of the server: what joins a weight update group."""
+    """Return the number of ranks of all engines of the server, which join a weight update group."""
     return args.tp_size * (1 if args.enable_dp_attention else args.dp_size)
 
 
 def vllm_config(args: ServerArgs, state: SchedulerState, context_length: int) -> dict[str, Any]:
-    """What clients of vLLM's /server_info look for, under vLLM's names."""
+    """Return what clients of vLLM's /server_info look for, under vLLM's names."""
     return {
         "model_config": {
             "model": args.model_path,
@@ -69,14 +69,14 @@ def resolved_args(args: ServerArgs) -> dict[str, Any]:
 
 
 def running_facts(state: SchedulerState) -> dict[str, Any]:
-    """What only the running engine knows and clients look for at the top; the rest is in `internal_states`."""
+    """Return the facts of the running engine that clients look for at the top; the rest is in `internal_states`."""
     names = ("weight_version", "weight_update", "batch_invariant", "batch_invariance_note")
     return {name: getattr(state, name) for name in names}
 
 
 def kv_events_facts(args: ServerArgs, ranks: Sequence[SchedulerState]) -> dict[str, Any] | None:
-    """Where events of the prefix cache are published, of which multiples of tokens a request finds one, and how many
-    batches each data-parallel rank has sent."""
+    """Return where events of the prefix cache are published, of which multiples of tokens a request finds one, and how
+    many batches each data-parallel rank has sent."""
     if args.kv_events is None:
         return None
     return args.kv_events.description(args.dp_size) | {

@@ -39,7 +39,7 @@ def addressed(wanted: GenerateReqInput, headers: Headers) -> GenerateReqInput:
 
 
 class SessionRoutes:
-    """What routers that schedule sessions ask for."""
+    """Endpoints for routers that schedule sessions."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
@@ -51,7 +51,7 @@ class SessionRoutes:
         return router
 
     async def sessions(self, limit: Annotated[int, Query(ge=1, le=MAX_SESSIONS)] = 100) -> Response:
-        """The sessions that keep KV, then those that were heard of last; at most `limit`."""
+        """List the sessions that keep KV, then the sessions heard of last; at most `limit`."""
         found, pinned = await self._reports()
         return json_response(
             {"sessions": list(found.values())[:limit], "num_sessions": len(found), "num_pinned_tokens": pinned}
@@ -65,7 +65,7 @@ class SessionRoutes:
         return json_response(found[session_id])
 
     async def _reports(self) -> tuple[dict[str, dict[str, Any]], int]:
-        """What is known of each session, and the tokens that are pinned for all of them."""
+        """Return the report of each known session, and the tokens that are pinned for all of them."""
         answer = await self._manager.control(GetSessionsReqInput)
         if not answer.success:
             raise LockstepError(answer.message)

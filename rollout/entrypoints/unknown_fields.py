@@ -1,4 +1,4 @@
-"""Fields of a body that nobody knows: named in the answer, or refused by --strict-requests.
+"""Unknown fields of a body: named in the answer, or refused by --strict-requests.
 
 A null asks for nothing, and so does a field of another server that is harmless here.
 """
@@ -39,7 +39,7 @@ def note_unknown(request: Request, fields: list[UnknownField]) -> None:
 
 
 class NamingRoute(APIRoute):
-    """A route whose answers name the fields of the request that nobody knows, those of the URL with a "?" before."""
+    """A route whose answers name the unknown fields of the request, with a "?" before a field of the URL."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

@@ -17,7 +17,7 @@ from rollout.entrypoints.protocol import Body
 
 @functools.cache
 def body_of(verb: type[ControlReqInput]) -> type[Body]:
-    """What a body, or the URL, may say to call `verb`."""
+    """Return the model of the fields that a body, or the URL, may have to call `verb`."""
     declared = {item.name: (_pydantic_type(item.type), _default(item)) for item in body_fields(verb)}
     others = {other: (declared[name][0] | None, None) for other, name in verb.endpoint.other_names.items()}
     accepted = {name: (_pydantic_type(kind), default) for name, (kind, default) in verb.endpoint.accepts.items()}

@@ -58,7 +58,7 @@ class VerbRoutes:
         responders: Mapping[type[ControlReqInput], Responder],
         functions: Mapping[type[ControlReqInput], RouteFunction],
     ) -> tuple[APIRouter, APIRouter]:
-        """The routes that may demand the admin key, and those that take the API key.
+        """Return the routes that may demand the admin key, and the routes that take the API key.
 
         `responders` answer for a verb once its body is read; `functions` read the request themselves.
         """

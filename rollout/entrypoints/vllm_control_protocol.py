@@ -14,7 +14,7 @@ DEFAULT_PACKED_BYTES = 1 << 30  # vLLM's
 
 
 class AbortRequestsRequest(Body):
-    """Null: all.  An empty list names nobody."""
+    """Null aborts all requests.  An empty list names no request."""
 
     request_ids: list[str] | None = None
 
@@ -26,7 +26,7 @@ class ResetPrefixCacheRequest(Body):
 
 
 class InitInfo(body_of(InitWeightsUpdateGroupReqInput)):  # type: ignore[misc]
-    """How tensors will come: by which group, and whether in packed buffers.  `packed_num_buffers` is the sender's."""
+    """The form of coming tensors: their group, and whether in packed buffers.  `packed_num_buffers` is the sender's."""
 
     unsupported = frozenset({"nccl_unique_id_b64"})
 

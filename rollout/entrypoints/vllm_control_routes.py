@@ -44,7 +44,7 @@ ResetBody = Annotated[ResetPrefixCacheRequest, Depends(json_body(ResetPrefixCach
 
 
 class VllmControlRoutes:
-    """Also what other dialects do in the same steps."""
+    """Routes of vLLM's control endpoints, and the steps that other dialects share with them."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
@@ -83,7 +83,7 @@ class VllmControlRoutes:
         return reply(answer, {"status": "paused"})
 
     async def resume(self) -> Response:
-        """Also settles a weight update that was sent without start and finish."""
+        """Resume generation; also settle a weight update that was sent without start and finish."""
         return reply(await self._continue(), {"status": "resumed"})
 
     async def is_paused(self) -> Response:
@@ -91,7 +91,7 @@ class VllmControlRoutes:
         return json_response({"is_paused": (await state_of(self._manager)).paused})
 
     async def abort_requests(self, body: AbortBody) -> Response:
-        """End requests with what they have, those of a list or all without one; does not pause."""
+        """End the listed requests with what they have, or all without a list; does not pause."""
         if body.request_ids is None:
             aborted = self._manager.num_in_flight
             self._manager.abort_all()
@@ -132,7 +132,7 @@ class VllmControlRoutes:
             )
 
     async def sleep_for_sync(self, _: SleepForWeightSync) -> Response:
-        """As level 2 with mode keep."""
+        """Sleep as with level 2 and mode keep."""
         self._require_sleep(2, list(_SLEEPS))
         return reply(await self._release(list(_SLEEPS), "retract"))
 
@@ -198,7 +198,7 @@ class VllmControlRoutes:
         return json_response({"success": answer.success, "message": answer.message})
 
     async def get_world_size(self, include_dp: bool = True) -> Response:
-        """How many ranks join a weight update group; without `include_dp`, of one data-parallel replica."""
+        """Return how many ranks join a weight update group; without `include_dp`, of one data-parallel replica."""
         args = self._manager.server_args
         return json_response({"world_size": num_ranks(args) if include_dp else args.tp_size})
 

@@ -1,4 +1,4 @@
-"""Native responses as those of vLLM's token endpoint: token ids, their log-probabilities, routed experts.
+"""Native responses in the form of vLLM's token endpoint: token ids, their log-probabilities, routed experts.
 
 Pure functions over the dicts that `tokenizer_manager.response` builds.
 """
@@ -37,7 +37,7 @@ def choice(request: TokenGenerateRequest, index: int, native: Native, first: int
 
 
 def tail(request: TokenGenerateRequest, natives: Sequence[Native]) -> dict[str, Any]:
-    """What follows the choices."""
+    """Return the fields that follow the choices."""
     params, meta = request.sampling_params, natives[0]["meta_info"]
     fields: dict[str, Any] = {
         "usage": usage(natives, params.n),

@@ -49,7 +49,7 @@ class TokenGenerateRequest(AnyGeneration):
     def to_request(
         self, rid: str, limits: ServingLimits, *, return_routed_experts: bool, routed_experts_format: RoutesFormat
     ) -> GenerateReqInput:
-        """As vLLM does, a sample of more than the context holds ends at the context's end.
+        """Return the request; as in vLLM, a sample of more than the context holds ends at the context's end.
 
         Raises `UnsupportedFeature`.
         """

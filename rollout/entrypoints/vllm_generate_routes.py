@@ -78,7 +78,7 @@ class VllmGenerateRoutes:
 async def _events(
     handle: GenerateHandle, body: TokenGenerateRequest, head: dict[str, Any]
 ) -> AsyncGenerator[bytes, None]:
-    """What is new of every choice as it comes, then the usage."""
+    """Yield the new part of every choice as it comes, then the usage."""
     num_sent: dict[int, int] = {}
     finals: dict[int, Native] = {}
 

@@ -30,7 +30,7 @@ RpcBody = Annotated[bodies.CollectiveRpcRequest, Depends(json_body(bodies.Collec
 
 
 class _Method(NamedTuple):
-    """What a method does with its arguments; `first`: the one that may come without its name."""
+    """The body and handler of a method; `first`: the argument that may come without its name."""
 
     first: str
     body: type[protocol.Body]
@@ -97,7 +97,7 @@ class RpcRoutes:
         return json_response({"results": [None] * self._num_ranks}) if response.status_code == 200 else response
 
     async def announce(self, request: Request) -> Response:
-        """Which tensors the next /areal_update_weights_xccl brings."""
+        """Announce the tensors that the next /areal_update_weights_xccl brings."""
         body: Any = await self._weights.read_bucket(request)
         self._announced = body
         return json_response({"success": True, "message": f"{len(body.names)} tensors announced."})

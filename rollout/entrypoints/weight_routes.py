@@ -1,4 +1,4 @@
-"""What is special about weight verbs over HTTP: buckets that cannot be read, payloads, tensors as JSON, the checker."""
+"""The particulars of weight verbs over HTTP: buckets that cannot be read, payloads, tensors as JSON, the checker."""
 
 from __future__ import annotations
 
