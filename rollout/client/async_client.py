@@ -76,7 +76,7 @@ class AsyncRolloutClient(Calls, Awaiting):
     def weight_transaction(
         self, weight_version: str | None = None, coverage: str = "full", **begin_options: Any
     ) -> AbstractAsyncContextManager[AsyncWeightTransaction]:
-        """As `RolloutClient.weight_transaction`, for `async with`."""
+        """Do as `RolloutClient.weight_transaction` does, for `async with`."""
         timeout_s, loop = self._connection.timeouts.weights, asyncio.get_running_loop()
         return in_loop(
             transaction({self.base_url: self}, loop, timeout_s, weight_version, coverage, "abort_all", begin_options)

@@ -43,7 +43,7 @@ class RolloutFleet(GenerationCalls, Blocking):
         policy: FleetPolicy | None = None,
         bring_up_to_date: Callable[[RolloutClient, str], None] | None = None,
     ) -> None:
-        """As `AsyncRolloutFleet`.  Raises `BadRequest`."""
+        """Take the arguments of `AsyncRolloutFleet`.  Raises `BadRequest`."""
 
         async def bring(client: AsyncRolloutClient, weight_version: str) -> None:
             assert bring_up_to_date is not None
@@ -97,12 +97,12 @@ class RolloutFleet(GenerationCalls, Blocking):
         progress: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> Generator[tuple[int, Result], None, None]:
-        """As `RolloutClient.generate_many`, on all engines; `concurrency` is that of the fleet."""
+        """Run `RolloutClient.generate_many` on all engines; `concurrency` is the whole fleet's."""
         many = self._fleet.generate_many(requests, concurrency=concurrency, progress=progress, **options)
         return self._loop.iterate(many)
 
     def wait_until_ready(self, num_engines: int | None = None, timeout: float = 300.0) -> None:
-        """Return as soon as so many engines (None: all) are in use.  Raises `ServerTimeout` after `timeout` seconds."""
+        """Return once `num_engines` (None: all) are in use.  Raises `ServerTimeout` after `timeout` seconds."""
         self._loop.run(self._fleet.wait_until_ready(num_engines, timeout))
 
     def abort(self, rid: str) -> None:
@@ -115,7 +115,7 @@ class RolloutFleet(GenerationCalls, Blocking):
 
     @contextlib.contextmanager
     def paused(self, mode: PauseMode = "retract") -> Iterator[None]:
-        """As `AsyncRolloutFleet.paused`."""
+        """Pause all engines in use, as `AsyncRolloutFleet.paused` does."""
         with self._entered(self._fleet.paused(mode)):
             yield
 
@@ -128,7 +128,7 @@ class RolloutFleet(GenerationCalls, Blocking):
         on_engine_failure: OnEngineFailure = "abort_all",
         **begin_options: Any,
     ) -> Iterator[WeightTransaction]:
-        """As `AsyncRolloutFleet.weight_transaction`."""
+        """Update the weights of all engines in use, as `AsyncRolloutFleet.weight_transaction` does."""
         update = self._fleet.weight_transaction(
             weight_version, coverage, on_engine_failure=on_engine_failure, **begin_options
         )
@@ -136,7 +136,7 @@ class RolloutFleet(GenerationCalls, Blocking):
             yield handle.blocking
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """No engine is taken back in this block: for refreshes that this fleet does not make, as by `WeightSender`."""
+        """Take no engine back in this block: for refreshes that this fleet does not make, as by `WeightSender`."""
         return self._fleet.held()
 
     def _do(self, steps: Steps[T]) -> T:

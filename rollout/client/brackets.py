@@ -1,4 +1,4 @@
-"""What a client does around a block: a pause that ends with it, and a weight update that is in force after it or never.
+"""Brackets around a block: a pause that ends with it, and a weight update that is in force after it or never.
 
 Each serves `with` and `async with`.
 """
@@ -97,7 +97,7 @@ class AsyncWeightTransaction:
         return self.blocking.engines
 
     async def send(self, transport: Transport, **fields: Any) -> dict[str, dict[str, Any]]:
-        """As `WeightTransaction.send`."""
+        """Send as `WeightTransaction.send` does."""
         return await asyncio.to_thread(self.blocking.send, transport, **fields)
 
 

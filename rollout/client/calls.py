@@ -45,7 +45,7 @@ PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
 
 
 class Calls(GenerationCalls, WeightCalls):
-    """What both clients can do."""
+    """The calls of both clients."""
 
     _http_client: type
     _semaphore: type
@@ -63,7 +63,7 @@ class Calls(GenerationCalls, WeightCalls):
     ) -> None:
         """`max_connections`: generations on their way at once, more wait; None: 4096, or half of `ulimit -n`.
 
-        Other calls never wait for those: a pause reaches the server however many generations there are.
+        Other calls never wait for generations: a pause reaches the server however many there are.
         """
         self._settings: dict[str, Any] = {
             "base_url": base_url,
@@ -82,7 +82,7 @@ class Calls(GenerationCalls, WeightCalls):
         self._http: Any = self._http_client(**self._connection.options(), transport=transport or self._new_transport())
 
     def _new_transport(self) -> httpx.BaseTransport | httpx.AsyncBaseTransport | None:
-        """None: httpx's own."""
+        """Return the transport of HTTP; None: httpx's own."""
         return None
 
     # --- control -------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Calls(GenerationCalls, WeightCalls):
 
     @method
     def continue_generation(self, abort_below_weight_version: str | None = None) -> Call[JsonObject]:
-        """End a pause; first abort what has tokens or KV of older weights than those that last had this label."""
+        """End a pause; first abort requests with tokens or KV older than the last weights of this label."""
         return _continue(abort_below_weight_version)
 
     def paused(self, mode: PauseMode = "retract") -> Pause:

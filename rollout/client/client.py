@@ -67,9 +67,9 @@ class RolloutClient(Calls, Blocking):
         progress: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> Generator[tuple[int, Result], None, None]:
-        """As `AsyncRolloutClient.generate_many`, which runs on a thread of its own and reads `requests` there.
+        """Run `AsyncRolloutClient.generate_many` on a thread of its own, which also reads `requests`.
 
-        Ctrl-C, and closing the iterator, abort what is on its way.
+        Ctrl-C, and closing the iterator, abort the requests on their way.
         """
         if self._has_transport:
             raise BadRequest("generate_many has an asynchronous client of its own, which cannot use this transport")

@@ -1,8 +1,8 @@
-"""What a client call can raise, besides `rollout.core.errors.BadRequest` for arguments that cannot be sent.
+"""The errors that a client call can raise, besides `rollout.core.errors.BadRequest` for arguments that cannot be sent.
 
 ClientError                   500
 +-- ServerError                    the server refused: `status_code` and `message` are its own
-+-- ServerUnreachable         503  nobody answers, or the connection broke
++-- ServerUnreachable         503  no server answers, or the connection broke
 +-- ServerTimeout             504  no answer within the deadline
 +-- ResponseFormatError       502  an answer that breaks the protocol, damaged or missing routes included
 +-- FleetError                502  engines of a fleet failed what was asked of all
@@ -35,9 +35,9 @@ class ServerError(ClientError):
 
 
 class ServerUnreachable(ClientError):
-    """Nobody answers, or the connection broke before the answer was complete.
+    """The server did not answer, or the connection broke before the answer was complete.
 
-    `was_sent`: false where no connection came about, so that the server cannot have heard of the call.
+    `was_sent`: false if no connection was made, so that the server cannot have heard of the call.
     """
 
     status_code = 503
@@ -48,7 +48,7 @@ class ServerUnreachable(ClientError):
 
 
 class ServerTimeout(ClientError):
-    """No answer within the deadline."""
+    """The error of a call without an answer within the deadline."""
 
     status_code = 504
 

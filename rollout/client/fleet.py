@@ -51,7 +51,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         policy: FleetPolicy | None = None,
         bring_up_to_date: BringUpToDate | None = None,
     ) -> None:
-        """The arguments of `AsyncRolloutClient` are those of each engine.  Raises `BadRequest`."""
+        """Give each engine the arguments of `AsyncRolloutClient`.  Raises `BadRequest`."""
         if not urls or len(set(urls)) != len(urls):
             raise BadRequest(f"a fleet has one engine at least, and each once: {list(urls)}")
         settings: dict[str, Any] = {
@@ -63,7 +63,8 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         }
         self.engines = {url: FleetEngine(AsyncRolloutClient(url, **settings)) for url in urls}
         self.weight_version: str | None = None
-        """What an engine must serve to be taken back where none is in use: of the last commit, at first of most."""
+        """The version that an engine must serve to be taken back while none is in use: the last commit's, at first most
+        engines'."""
         self._layout = route_layout
         self._timeouts = timeouts or Timeouts()
         self._retry_s = self._timeouts.retry
@@ -104,11 +105,11 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         progress: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[tuple[int, Result], None]:
-        """As `AsyncRolloutClient.generate_many`, on all engines; `concurrency` is that of the fleet."""
+        """Run `AsyncRolloutClient.generate_many` on all engines; `concurrency` is the whole fleet's."""
         return generate_many(self.generate, requests, concurrency, progress, options)
 
     async def wait_until_ready(self, num_engines: int | None = None, timeout: float = 300.0) -> None:
-        """Return as soon as so many engines (None: all) are in use.  Raises `ServerTimeout` after `timeout` seconds."""
+        """Return once `num_engines` (None: all) are in use.  Raises `ServerTimeout` after `timeout` seconds."""
         wanted = len(self.engines) if num_engines is None else num_engines
         deadline = time.monotonic() + timeout
         await self.start()
@@ -136,10 +137,10 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
 
     @contextlib.asynccontextmanager
     async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
-        """A pause of all engines in use that ends with the block.  None is taken back meanwhile.
+        """Pause all engines in use until the block ends.  No engine is taken back meanwhile.
 
-        Raises `FleetError` if one could not be paused, and then those that were are continued; or if one refuses to go
-        on.  One that cannot be reached then is left out.
+        Raises `FleetError` if one could not be paused, and then the paused ones are continued; or if one refuses to go
+        on.  An engine that cannot be reached then is left out.
         """
         with self.held():
             pauses = {engine: engine.client.paused(mode) for engine in await self._some_in_use()}
@@ -193,7 +194,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """No engine is taken back in this block: for refreshes that this fleet does not make, as by `WeightSender`."""
+        """Take no engine back in this block: for refreshes that this fleet does not make, as by `WeightSender`."""
         self._num_holds += 1
         self._holds += 1
         try:
@@ -229,7 +230,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         raise failure or self._nobody()
 
     async def _some_in_use(self) -> list[FleetEngine]:
-        """Those in use, one at least.  Raises `ServerUnreachable`."""
+        """Return the engines in use, one at least.  Raises `ServerUnreachable`."""
         await self.start()
         if not (in_use := self._in_use()):
             raise self._nobody()
@@ -252,7 +253,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
     # --- checks --------------------------------------------------------------------------------------------------
 
     async def _take_first(self) -> None:
-        """All that are healthy and serve what most of them serve."""
+        """Take the healthy engines that serve what most of them serve."""
         engines = list(self.engines.values())
         checks = await asyncio.gather(*(self._is_healthy(engine) for engine in engines))
         healthy = [engine for engine, is_healthy in zip(engines, checks) if is_healthy]
@@ -341,7 +342,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         return health, version
 
     async def _take_back(self, engine: FleetEngine) -> None:
-        """If it serves what the others serve, or can be made to."""
+        """Take an engine back if it serves what the others serve, or can be made to."""
         if engine.is_paused:
             await engine.client.continue_generation()
             engine.is_paused = False

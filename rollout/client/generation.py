@@ -116,7 +116,7 @@ class Events:
 
 
 def num_samples(body: Mapping[str, Any]) -> int | None:
-    """How many samples the answer lists; None if it is a single object."""
+    """Return how many samples the answer lists; None if it is a single object."""
     prompts = body["text"] if "text" in body else body["input_ids"]
     is_batch = not isinstance(prompts, str) and len(prompts) > 0 and not isinstance(prompts[0], int)
     params = body.get("sampling_params") or {}
@@ -253,7 +253,7 @@ def _check_mask(output: GenerationOutput) -> None:
 
 
 def _sampling_mask(meta: Mapping[str, Any]) -> SamplingMask | None:
-    """In any form; lists are those of servers that know no columns."""
+    """Return the masks, sent in any form; lists come from servers that know no columns."""
     content = meta.get("output_token_sampling_mask")
     if content is None:
         return None
@@ -271,7 +271,7 @@ def _sampling_logprobs(meta: Mapping[str, Any]) -> list[float] | None:
 
 
 def _logprob_arrays(meta: Mapping[str, Any], key: str) -> TokenLogprobs | None:
-    """Those in the compact form."""
+    """Return the log-probabilities if they are in the compact form."""
     if meta.get("logprobs_format") != "compact" or meta.get(key) is None:
         return None
     try:

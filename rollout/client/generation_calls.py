@@ -31,14 +31,15 @@ class GenerationCalls(ScoreCalls):
 
     @method
     def resume(self, output: GenerationOutput, **options: Unpack[GenerateOptions]) -> Steps[GenerationOutput]:
-        """Go on with a sample that was aborted, by a pause, an abort or a server that stopped; its whole record.
+        """Go on with a sample aborted by a pause, an abort or a server that stopped, and return its whole record.
 
-        `options`: those that it was generated with.  The ids of its prompt are its `input_ids`, or `output.prompt_ids`
-        if it was asked with `return_prompt_token_ids`; sample i of n has its own `sampling_seed`, the first one's plus
-        i.  What `output` holds is kept as it is.  The result may be aborted again, and resumed again.
+        `options`: the options that it was generated with.  The ids of its prompt are its `input_ids`, or
+        `output.prompt_ids` if it was asked with `return_prompt_token_ids`; sample i of n has its own `sampling_seed`,
+        the first one's plus i.  The part in `output` is kept as it is.  The result may be aborted and
+        resumed again.
 
-        Raises `BadRequest` for a sample that cannot be gone on with (`rollout.client.partial` says which), and
-        `JoinError` where what comes does not belong to it.
+        Raises `BadRequest` for a sample that cannot be continued (`rollout.client.partial` says which), and `JoinError`
+        if the answer does not belong to it.
         """
         call = generation.generate(None, rest_of(output, options), self._layout)
         rest = yield from repeated(call, self._retry_s)

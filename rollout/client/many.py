@@ -66,7 +66,7 @@ async def generate_many(
 
 
 def arguments_of(request: Request, options: GenerateOptions) -> dict[str, Any]:
-    """Arguments of `generate`: those of the request over those of all."""
+    """Return the arguments of `generate`: the request's own over the shared ones."""
     if isinstance(request, str):
         return {"prompt": request, **options}
     if isinstance(request, Mapping):
@@ -76,7 +76,7 @@ def arguments_of(request: Request, options: GenerateOptions) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _bar(requests: Iterable[Request], is_wanted: bool) -> Iterator[Callable[[Result], None]]:
-    """What is to be called with each result.  Draws on stderr if that is a terminal."""
+    """Yield a function to call with each result.  Draws on stderr if that is a terminal."""
     console = Console(stderr=True)
     if not (is_wanted and console.is_terminal):
         yield lambda result: None

@@ -79,7 +79,7 @@ def do_blocking(steps: Steps[T], exchange: Callable[[Call[Any]], Any]) -> T:
 
 
 async def do_awaiting(steps: Steps[T], exchange: Callable[[Call[Any]], Awaitable[Any]]) -> T:
-    """As `do_blocking`, for one event loop."""
+    """Do as `do_blocking` does, for one event loop."""
     advance: Callable[[], Any] = functools.partial(next, steps)
     while True:
         try:

@@ -42,9 +42,9 @@ PER_TOKEN: dict[str, Callable[[Sequence[Any]], Any]] = {
 
 
 def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptions:
-    """Options of the request that goes on where `output` stopped; `options` are those that it was asked with.
+    """Return options of the request that goes on where `output` stopped, which was asked with `options`.
 
-    Raises `BadRequest` for an output that has ended, whose record is not whole, or that cannot be gone on with.
+    Raises `BadRequest` for an output that has ended, whose record is not whole, or that cannot be continued.
     """
     if output.finish_reason is not None and output.finish_reason.type != "abort":
         raise BadRequest(f"request {output.rid} has ended ({output.finish_reason.type}); there is nothing to resume")
@@ -66,10 +66,10 @@ def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptio
 
 
 def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
-    """One output out of two parts, `rest` asked with `rest_of(first, ...)`.  `text` is one after the other.
+    """Join two parts to one output; `rest` was asked with `rest_of(first, ...)`.  `text` is one after the other.
 
-    Nothing is computed anew: tokens, log-probabilities, versions and rows are those of the parts.  `rid`, `meta_info`
-    and the reason of the end are those of the rest.  Raises `JoinError` for parts that do not belong together.
+    Nothing is computed anew: tokens, log-probabilities, versions and rows come from the parts; `rid`, `meta_info` and
+    the reason of the end from the rest.  Raises `JoinError` for parts that do not belong together.
     """
     end = replace(first, rid=rest.rid, finish_reason=rest.finish_reason, meta_info=rest.meta_info)
     if not first.output_ids:
@@ -102,7 +102,7 @@ def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
 
 
 def continued_seed(seed: int, position: int) -> int:
-    """The seed whose random numbers are those of `seed` from output token `position` on.
+    """Return the seed that gives the random numbers of `seed` from output token `position` on.
 
     The engine's number at position p is a function of mix(seed + GAMMA) + (p + 1) * GAMMA, with SplitMix64's finaliser
     as mix, which is a bijection (`rollout/sampling/torch_sampler.py`); so a step of the position is one of the seed.
@@ -155,7 +155,7 @@ def _require_whole(output: GenerationOutput, options: GenerateOptions) -> None:
 
 
 def _has_versions(output: GenerationOutput) -> bool:
-    """Whether each token has one."""
+    """Return whether each token has its weight version."""
     ends = [0, *(span.end for span in output.weight_versions)]
     return [span.start for span in output.weight_versions] == ends[:-1] and ends[-1] == len(output.output_ids)
 

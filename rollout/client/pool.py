@@ -22,7 +22,7 @@ _MOST_CONNECTING = 64
 
 
 class OneByOne(httpx.AsyncBaseTransport):
-    """A transport of any number of connections; one that nobody took up for `keepalive_s` is closed."""
+    """A transport of any number of connections; a connection that is idle for `keepalive_s` is closed."""
 
     def __init__(self, keepalive_s: float) -> None:
         self._keepalive_s = keepalive_s

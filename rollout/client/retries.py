@@ -1,8 +1,9 @@
-"""Which calls are repeated, and when.
+"""The calls that are repeated, and the errors after which they are.
 
 A call is repeated where that cannot do anything twice.  Where no connection came about, nothing was sent; where the
 server answers 503 (starting, stopping, queue full, poisoned), it says itself that it did nothing: both are safe for a
-generation, a pause and its end.  What only reads, a GET or a tokenization, is repeated after a broken connection, too.
+generation, a pause and its end.  A call that only reads (a GET, a tokenization) is also repeated after a broken
+connection.
 A generation whose connection broke is not: its answer may have been computed and lost, a second draw would favour
 short answers (long ones are lost more often), and if it was this request that brought the server down it would bring
 it down again; so `ServerUnreachable` tells the caller, and a fleet, which knows that the engine is dead, asks another
@@ -42,7 +43,7 @@ def repeated(call: Call[T], within_s: float) -> Steps[T]:
 
 
 def is_safe(call: Call[T], error: ClientError) -> bool:
-    """Whether `call` may be made again after `error`."""
+    """Return whether `call` may be made again after `error`."""
     if call.retry == "never":
         return False
     if isinstance(error, ServerError):

@@ -31,11 +31,11 @@ MOST_TOKENS = 1 << 19
 
 @dataclass(frozen=True, eq=False)
 class ScoredSequence:
-    """Of the tokens of a sequence from position `start` on: row t belongs to token `start + t`.
+    """The scores of a sequence's tokens from position `start` on: row t belongs to token `start + t`.
 
     `logprobs` [T], `top_logprobs` and `top_ids` [T, K], best first, `chosen_logprobs` [T, C].  float32, or float64 from
     an engine that computes in it; ids are uint16 up to a vocabulary of 65536 tokens, else int32.  The arrays cannot be
-    written to.  `weight_versions` are spans over the rows: which weights computed them.
+    written to.  `weight_versions` are spans over the rows: the weights that computed them.
     """
 
     start: int

@@ -1,4 +1,4 @@
-"""What both clients share of HTTP: connection options, headers, bodies, deadlines, and the mapping of errors."""
+"""The HTTP of both clients: connection options, headers, bodies, deadlines, and the mapping of errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_CONNECTIONS = 4096
 
 
 class Connection:
-    """Where the server is, the keys for it, how long to wait, and for how many generations at once."""
+    """The server's address, the keys for it, the times to wait, and the number of generations at once."""
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class Connection:
         return call.deadline(self.timeouts)
 
     def no_place(self, call: Call[Any]) -> str:
-        """Why a generation was not sent."""
+        """Return why a generation was not sent."""
         within = f"within {self.deadline(call):g} s"
         return f"{call.path}: none of {self.max_connections} generations at {self._base_url} made room {within}"
 
     def no_answer(self, error: httpx.HTTPError, call: Call[T]) -> T:
-        """The result of a call that nobody answered, if it has one for that.  Raises `ClientError` otherwise."""
+        """Return the result of an unanswered call, if it has one for that.  Raises `ClientError` otherwise."""
         if call.unanswered is None:
             raise self._error(error, call) from error
         return call.unanswered

@@ -1,4 +1,4 @@
-"""What callers of the client see: options of a generation, its typed result, deadlines.
+"""The types that callers of the client see: options of a generation, its typed result, deadlines.
 
 Shapes: see `capture.routed_experts`.
 """
@@ -59,11 +59,12 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class FleetPolicy:
-    """How a fleet looks after its engines.
+    """The rules by which a fleet looks after its engines.
 
     An engine is left out after `most_failures` failed checks in a row, and at once where a call does not reach it.
-    `most_differences`: after so many checks in a row in which its weight version was not that of most others.
-    `most_engines`: on so many a request is tried, so that one which brings engines down does not bring down all.
+    `most_differences`: also after this number of checks in a row in which its weight version was not that of most
+    others.  `most_engines`: engines on which a request is tried, so that one which brings engines down does not bring
+    down all.
     """
 
     check_every_s: float = 1.0
@@ -149,7 +150,7 @@ class GenerationOutput:
     prompt_logprob_arrays: TokenLogprobs | None = None
     routed_experts: RoutedExperts | None = None
     sampling_mask: SamplingMask | None = None
-    sampling_logprobs: list[float] | None = None  # of each token among those of its mask
+    sampling_logprobs: list[float] | None = None  # of each token among the tokens of its mask
     prompt_ids: list[int] | None = None  # with `return_prompt_token_ids`
     index: int | None = None  # position in the batch, in a stream of several
     meta_info: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -27,7 +27,7 @@ from rollout.core.weight_io_struct import (
 
 
 class WeightCalls:
-    """What a sender of weights asks for, and checks."""
+    """The calls of a sender of weights, and its checks."""
 
     @method
     def weight_version(self) -> Call[str]:

@@ -51,7 +51,7 @@ class Call(Generic[T]):
     """One HTTP exchange.
 
     `admin` calls carry the admin key where there is one.  `timeout` names a field of `Timeouts`; `timeout_s` overrides.
-    `unanswered`: the result where nobody answers, instead of an error.  `retry`: after what it may be made again, see
+    `unanswered`: the result if no answer comes, instead of an error.  `retry`: after what it may be made again, see
     `retries`; "refused" is 503 or no connection, "always" a broken connection too.
     """
 
@@ -161,7 +161,7 @@ def is_healthy(reply: Reply) -> bool:
 
 
 def health_call(timeout_s: float) -> Call[Health]:
-    """The health check, which nobody answering does not fail."""
+    """Return the health check; without an answer its result is unhealthy, not an error."""
     return Call("GET", "/health", health_of, timeout_s=timeout_s, unanswered=Health(False))
 
 
