@@ -1,4 +1,4 @@
-"""What OpenRLHF takes from vLLM, over this server: the engine that its rollout actors hold, and the trainer's group.
+"""The parts of vLLM that OpenRLHF uses, over this server: the engine of its rollout actors, and the trainer's group.
 
     PYTHONPATH=.../rollout/integrations/openrlhf_path        there `import vllm` finds a package that hands these on
 
@@ -65,7 +65,7 @@ class SamplingParams:
 
 
 class AsyncEngineArgs:
-    """Keyword arguments of the engine.  Those that tune vLLM's kernels, processes and memory have no effect."""
+    """Keyword arguments of the engine.  Tuning of vLLM's kernels, processes and memory has no effect."""
 
     WITHOUT_EFFECT = frozenset(
         {
@@ -100,7 +100,7 @@ class AsyncEngineArgs:
 
 
 class Logprob(NamedTuple):
-    """As an entry of vLLM's."""
+    """An entry like vLLM's."""
 
     logprob: float
 
@@ -117,7 +117,7 @@ class Completion:
 
 @dataclass
 class RequestOutput:
-    """What a generation yields, once."""
+    """The result that a generation yields, once."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -190,7 +190,7 @@ class AsyncLLMEngine:
         self._released = [tag for tag in self._released if tag not in wanted]
 
     async def is_sleeping(self) -> bool:
-        """Whether memory is given back.  The first call starts the server."""
+        """Return whether memory is given back.  The first call starts the server."""
         await self._client()
         return bool(self._released)
 
@@ -256,7 +256,7 @@ class AsyncLLMEngine:
 
 
 class StatelessProcessGroup(NamedTuple):
-    """Where the trainer and the engines meet."""
+    """The meeting place of the trainer and the engines."""
 
     host: str
     port: int

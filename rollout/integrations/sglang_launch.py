@@ -4,9 +4,9 @@
     launch_server(server_args)                                                     as sglang.srt.entrypoints.http_server
 
 With `rollout/integrations/sglang_redirect` on PYTHONPATH, a program that imports or runs SGLang's gets this one, in its
-child processes too.  Flags in LOCKSTEP_FLAGS are added to those that the program gives.
+child processes too.  Flags in LOCKSTEP_FLAGS are added to the program's.
 
-Flags that this server has mean what they mean there.  Those that only tune SGLang are named in a warning and left out;
+Flags that this server has mean what they mean there.  Flags that only tune SGLang are named in a warning and left out;
 any other is refused, by name.
 """
 
@@ -46,7 +46,7 @@ def launch_server(server_args: Any, *_: Any, **__: Any) -> None:
 
 
 def serve_words(argv: Sequence[str]) -> list[str]:
-    """SGLang's flags as those of `lockstep serve`.  Raises `StartupError` naming the flags it lacks."""
+    """Return SGLang's flags as flags of `lockstep serve`.  Raises `StartupError` naming the flags it lacks."""
     given = own_words(argv)
     if given.unknown:
         raise StartupError(f"flags of SGLang that this server does not have: {', '.join(given.unknown)}")

@@ -78,7 +78,7 @@ class LockstepHttpServer(SGLangHttpServer):
 
 
 class HttpTokenizerManager:
-    """What verl asks of SGLang's tokenizer manager, asked of a server.
+    """The part of SGLang's tokenizer manager that verl uses, over a server.
 
     `kept_on`: the device whose memory the server does not release; None: it does.
     """

@@ -1,4 +1,4 @@
-"""As `vllm.inputs`."""
+"""Stands in for `vllm.inputs`."""
 
 from typing import Any
 

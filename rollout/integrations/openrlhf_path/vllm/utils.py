@@ -1,4 +1,4 @@
-"""As `vllm.utils`."""
+"""Stands in for `vllm.utils`."""
 
 from rollout.integrations.openrlhf import random_uuid
 

@@ -1,1 +1,1 @@
-"""As `vllm.distributed`: the group between trainer and engines."""
+"""Stands in for `vllm.distributed`: the group between trainer and engines."""

@@ -1,4 +1,4 @@
-"""As `vllm.distributed.utils`."""
+"""Stands in for `vllm.distributed.utils`."""
 
 from rollout.integrations.openrlhf import StatelessProcessGroup
 

@@ -1,1 +1,1 @@
-"""As `vllm.distributed.device_communicators`."""
+"""Stands in for `vllm.distributed.device_communicators`."""

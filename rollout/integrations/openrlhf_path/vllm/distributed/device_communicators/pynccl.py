@@ -1,4 +1,4 @@
-"""As `vllm.distributed.device_communicators.pynccl`."""
+"""Stands in for `vllm.distributed.device_communicators.pynccl`."""
 
 from rollout.integrations.openrlhf import PyNcclCommunicator
 
