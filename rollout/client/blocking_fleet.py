@@ -65,7 +65,7 @@ class RolloutFleet(GenerationCalls, Blocking):
 
     @property
     def engines(self) -> dict[str, FleetEngine]:
-        """By URL; to be looked at."""
+        """The engines by URL; read only."""
         return self._fleet.engines
 
     @property

@@ -93,7 +93,7 @@ class AsyncWeightTransaction:
 
     @property
     def engines(self) -> dict[str, EngineReport]:
-        """By name; final after the block."""
+        """Reports of the engines by name; final after the block."""
         return self.blocking.engines
 
     async def send(self, transport: Transport, **fields: Any) -> dict[str, dict[str, Any]]:

@@ -37,7 +37,7 @@ class FleetEngine:
         return self.client.base_url
 
     def leave_out(self, why: str) -> None:
-        """From now on; what is on its way ends with `ServerUnreachable`."""
+        """Leave the engine out from now on; calls on their way end with `ServerUnreachable`."""
         self.left_out = why
         self._gone.set()
 

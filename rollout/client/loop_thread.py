@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _CANCEL_S = 5.0
-"""At most, for what was cancelled to close its connections."""
+"""Most seconds for a cancelled coroutine to close its connections."""
 
 
 class LoopThread:

@@ -29,7 +29,7 @@ class Awaiting:
 
 
 class Method(Generic[P, T]):
-    """For type checkers: what a method of `Calls` is on each client."""
+    """The type of a method of `Calls` on each client, for type checkers."""
 
     @overload
     def __get__(self, client: Blocking, owner: Any = None) -> Callable[P, T]: ...

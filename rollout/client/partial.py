@@ -38,7 +38,7 @@ PER_TOKEN: dict[str, Callable[[Sequence[Any]], Any]] = {
     "sampling_logprobs": _chained,
     "sampling_mask": SamplingMask.joined,
 }
-"""Fields of an output with one entry a token, and how those of parts are joined."""
+"""Fields of an output with one entry a token, and the functions that join the fields of parts."""
 
 
 def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptions:

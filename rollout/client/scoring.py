@@ -24,9 +24,9 @@ from rollout.client.wire import Steps
 from rollout.core.errors import BadRequest
 
 MOST_ENTRIES = 1 << 22
-"""Of likely and chosen tokens in one call, whose answer has 6 or 8 bytes for each."""
+"""Likely and chosen tokens in one call, whose answer has 6 or 8 bytes for each."""
 MOST_TOKENS = 1 << 19
-"""In one call, whose body has some 7 bytes for each."""
+"""Tokens in one call, whose body has some 7 bytes for each."""
 
 
 @dataclass(frozen=True, eq=False)

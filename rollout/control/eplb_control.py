@@ -78,13 +78,13 @@ class EplbControl:
         return {EplbRebalanceReqInput: self._on_verb}
 
     def status(self) -> EplbState:
-        """For metrics and health."""
+        """Return the state of the balancer, for metrics and health."""
         state = EplbState(**self._manager.status(), counts_loads=self._history.is_counted)
         state.stuck = state.stuck or self._overdue()
         return state
 
     def _overdue(self) -> str | None:
-        """Steps run, and no evaluation is made."""
+        """Return the objection if steps run and no evaluation is made."""
         every, unseen = self._manager.policy.every_steps, self._history.num_unseen_passes
         if unseen <= _OVERDUE * every:
             return None
@@ -155,7 +155,7 @@ class EplbControl:
         return (self._timed[1] - before[1]) / max(1, self._timed[0] - before[0])
 
     def _reason_to_stay(self) -> str | None:
-        """Why no expert may be moved at present, for all ranks the same; every rank asks in the same turn."""
+        """Return why no expert may be moved now, the same for all ranks; every rank asks in the same turn."""
         serving = self._scheduler.serving
         if serving.content_lost:
             return "the weights' memory is released"
@@ -284,17 +284,17 @@ class NoExpertsToMove:
         return {EplbRebalanceReqInput: self._on_verb}
 
     def advance(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def status(self) -> None:
-        """Nothing to show."""
+        """Show nothing."""
 
     def _on_verb(self, verb: EplbRebalanceReqInput) -> None:
         raise UnsupportedFeature(self._reason)
 
 
 def _planned(work: Callable[[], Decision]) -> _Planned:
-    """In the planner's thread.  Never raises: errors are returned."""
+    """Plan, in the planner's thread.  Never raises: errors are returned."""
     try:
         return _Planned(decision=work())
     except Exception as error:
@@ -302,7 +302,7 @@ def _planned(work: Callable[[], Decision]) -> _Planned:
 
 
 def _array(name: str, rows: list[list[Any]], dtype: type) -> np.ndarray:
-    """Raises `EplbRequestError` for rows of different lengths."""
+    """Return the rows as an array.  Raises `EplbRequestError` for rows of different lengths."""
     if len({len(row) for row in rows}) != 1:
         raise EplbRequestError(f"{name} must have rows of one length")
     return np.array(rows, dtype=dtype)

@@ -58,7 +58,7 @@ class ExpertDistribution:
         }
 
     def status(self) -> ExpertLoadState | None:
-        """For metrics; None before the first start."""
+        """Return the state of the recorder, for metrics; None before the first start."""
         if self._recorder is None:
             return None
         layer_ids = list(self._state.model.config.moe_layer_ids)

@@ -49,7 +49,7 @@ _TRAINERS_CALLS = (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
-"""What a trainer does in a pause.  Monitors read weights and fingerprints, too."""
+"""The calls of a trainer in a pause.  Monitors read weights and fingerprints, too."""
 
 
 class LeaseMonitor:

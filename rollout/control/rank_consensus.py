@@ -138,7 +138,7 @@ def _over(mark: VerbMark, error: Exception | None) -> _Report:
 
 
 def _failure_of(reports: list[_Report]) -> PeerRankError | None:
-    """Why the verb has failed, the same for all ranks; None where all go on, or all are over and well."""
+    """Return why the verb has failed, the same for all ranks; None if all go on, or all are over and well."""
     for rank, report in enumerate(reports):
         if report.error:
             return PeerRankError(f"rank {rank}: {report.error}", report.status_code)

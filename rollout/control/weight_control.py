@@ -133,7 +133,7 @@ class WeightControl:
 
     @property
     def under_way(self) -> str | None:
-        """Why weights and the places of experts must stay as they are for now, as far as this rank knows."""
+        """The reason why weights and the places of experts must stay as they are now, as far as this rank knows."""
         if self._queue.busy:
             return "a weight verb is being carried out"
         return f"a weight update is open {self._updater.way_out}" if self._updater.is_open else None
@@ -184,7 +184,7 @@ class WeightControl:
         )
 
     def _wait_limit(self, verb: ControlReqInput) -> float | None:
-        """For how many seconds a verb lets the one before it wait for its sender; None: to that one's own deadline."""
+        """Return the seconds that a verb lets the one before it wait for its sender; None: to its own deadline."""
         if isinstance(verb, AbortWeightUpdateReqInput):
             return 0.0 if self._updater.foreign(verb.update_id) is None else None
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None

@@ -138,5 +138,5 @@ def _bearer(headers: dict[bytes, bytes]) -> bytes:
 
 
 def _same(given: bytes, wanted: str) -> bool:
-    """In a time that does not depend on where they differ."""
+    """Compare in a time that does not depend on where they differ."""
     return hmac.compare_digest(given, wanted.encode())

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from rollout.core.version import VERSION
 
 REPOSITORY = Path(__file__).parents[2]
-"""Where the demo and the benchmarks are: they are run from a clone, not installed."""
+"""The folder of the demo and the benchmarks: they are run from a clone, not installed."""
 INTERRUPTED = 130  # exit status of a command that Ctrl-C ended, as in a shell
 
 

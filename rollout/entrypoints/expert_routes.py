@@ -31,7 +31,7 @@ class ExpertRoutes:
         self._folders = NamedFolders.of(args)
 
     async def dump(self, _: Request, body: Any) -> Response:
-        """In the reply, or in a new file on the server's machine."""
+        """Dump in the reply, or in a new file on the server's machine."""
         path = None if body.path is None else await asyncio.to_thread(self._folders.writable, body.path)
         form = _form(body.format, path)
         target = None if path is None else await asyncio.to_thread(_NewFile, path)

@@ -257,7 +257,7 @@ async def _first_of(*tasks: asyncio.Task) -> None:
 
 
 async def _reason(manager: TokenizerManager, death: asyncio.Task[str], reader: asyncio.Task[None], when: str) -> str:
-    """Why the server cannot go on, in one line."""
+    """Return why the server cannot go on, in one line."""
     if reader.done() and not reader.cancelled() and reader.exception() is not None:
         return f"a message of the scheduler process cannot be read: {reader.exception()}"
     if not death.done():

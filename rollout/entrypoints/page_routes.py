@@ -22,7 +22,7 @@ class PageRoutes:
         return router
 
     async def root(self) -> Response:
-        """To the dashboard, or where there is none to the endpoints."""
+        """Redirect to the dashboard, or to the endpoints if there is none."""
         return RedirectResponse(self._first)
 
     async def docs(self) -> Response:

@@ -51,11 +51,11 @@ class UnknownField(NamedTuple):
 
 
 MAX_DEPTH = 64
-"""Of objects and lists in a field without a schema; templates indent them."""
+"""Depth of objects and lists in a field without a schema; templates indent them."""
 MAX_VALUES = 1 << 16
-"""In a field without a schema."""
+"""Most values in a field without a schema."""
 MAX_MESSAGES = 1 << 16
-"""Of a chat."""
+"""Most messages of a chat."""
 
 
 def _bounded(value: Any, info: ValidationInfo) -> Any:
@@ -87,12 +87,12 @@ def _check_nested(value: Any, name: str, max_values: int) -> None:
 
 
 FreeForm = BeforeValidator(_bounded)
-"""Of a field that holds any JSON."""
+"""The validator of a field that holds any JSON."""
 Messages = Annotated[list[dict[str, Any]], BeforeValidator(_checked_messages)]
 FreeObject = Annotated[dict[str, Any], FreeForm]
 Tools = Annotated[list[dict[str, Any]], FreeForm]
 BUDGETS = {"thinking_token_budget", "max_thinking_tokens"}
-"""Of them a 0 asks for something, and a -1 for nothing."""
+"""Fields in which a 0 asks for something, and a -1 for nothing."""
 
 
 def _harden(node: Any) -> None:
@@ -154,7 +154,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _prepared(cls, raw: Any) -> Any:
-        """Without nulls.  Raises `UnsupportedFeature`, also for a body inside a body."""
+        """Return the body without nulls.  Raises `UnsupportedFeature`, also for a body inside a body."""
         if not isinstance(raw, dict):
             return raw
         refuse_unsupported(raw, cls.unsupported)
@@ -285,7 +285,7 @@ class DetokenizeRequest(Body):
 
 
 class EmptyRequest(Body):
-    """For an endpoint that takes nothing from its body."""
+    """The body of an endpoint that takes nothing from it."""
 
 
 class RouteProbeRequest(Body):

@@ -21,11 +21,11 @@ from rollout.entrypoints.protocol import Body, UnknownField
 from rollout.tokenizer_manager.response import encode_json
 
 HEADER = "x-ignored-fields"
-"""Of an answer that has no place for them; a list in JSON."""
+"""The header of an answer that has no place for them; a list in JSON."""
 
 
 def unknown_fields(model: type[Body], raw: Mapping[str, Any]) -> list[UnknownField]:
-    """The first `MOST_IGNORED` fields of a body that are not known, also in bodies inside it."""
+    """Return the first `MOST_IGNORED` unknown fields of a body, also in bodies inside it."""
     return list(itertools.islice(_unknown(model, raw, ""), MOST_IGNORED))
 
 

@@ -24,9 +24,9 @@ from rollout.entrypoints.verb_body import body_of, fields_of
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 Responder = Callable[[Request, Any], Awaitable[Response]]
-"""Takes the request and its body."""
+"""A function of the request and its body."""
 RouteFunction = Callable[..., Awaitable[Response]]
-"""What FastAPI calls."""
+"""A function that FastAPI calls."""
 
 
 class VerbRoutes:

@@ -59,7 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def as_sglang(self) -> dict[str, Any]:
-        """Under the names of `/generate`."""
+        """Return the parameters under the names of `/generate`."""
         given = {_SGLANG_NAMES.get(name, name): value for name, value in vars(self).items() if name not in _NO_SAMPLING}
         return {name: value for name, value in given.items() if value is not None}
 

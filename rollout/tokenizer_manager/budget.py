@@ -38,9 +38,9 @@ class Kind(NamedTuple):
 
 
 CHAR_BYTES = 8
-"""Of text that an answer repeats, while it is made."""
+"""Bytes a character of text that an answer repeats, while it is made."""
 STREAMED = 1.25
-"""What is built for a stream is copied for each event."""
+"""Factor for streams: each event copies what was built."""
 
 KINDS: Mapping[str, Kind] = {
     "sample": Kind("samples", 4096, 0, 4096),
@@ -66,7 +66,7 @@ KINDS: Mapping[str, Kind] = {
     "route_byte": Kind("bytes of routed experts", 1.5, 0, 5),
     "encoded_byte": Kind("bytes of encoded routes", 2, 1.5, 0),
 }
-"""What is counted.  A sample, a prompt and what it brings along; then what comes with each token."""
+"""The kinds that are counted: a sample, a prompt and its fields; then the fields that come with each token."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from rollout.tokenizer_manager.request import Prompt
 from rollout.tokenizer_manager.response import RouteShape
 
 MAX_REASON_CHARS = 400
-"""Of what is wrong with a record: it may repeat the record."""
+"""Length of the reason why a record is refused: it may repeat the record."""
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 

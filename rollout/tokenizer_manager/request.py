@@ -31,7 +31,7 @@ FILL_CONTEXT = 1 << 31
 MAX_RID_CHARS = 512
 MAX_SESSION_ID_CHARS = 512
 MAX_EXTRA_KEY_CHARS = 512
-"""Of `extra_key` and of `cache_salt`: the prefix cache keeps them."""
+"""Limit of `extra_key` and of `cache_salt`: the prefix cache keeps them."""
 
 RoutesFormat = Literal["compatible", "compact", "npy", "dict", "packed"]
 MaskFormat = Literal["lists", "csr", "slime"]

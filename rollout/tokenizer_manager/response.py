@@ -30,7 +30,7 @@ from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord
 HEAVY = 4096
 """Weight from which on a response is built off the event loop: some milliseconds of work."""
 HEAVY_JSON = 1 << 15
-"""The same for making JSON of what is built already."""
+"""The same for making JSON of a response that is built already."""
 
 TokenText = Callable[[int], str]
 Entry = list[Any]
@@ -296,7 +296,7 @@ def _add_routes(meta: dict[str, Any], payload: RoutedExpertsPayload, form: Respo
 
 
 def _no_rows(record: SampleRecord, finished: FinishedRecord, shape: RouteShape) -> RoutedExpertsPayload:
-    """Only a request that was aborted before its first forward has no rows."""
+    """Return an empty record: only a request that was aborted before its first forward has no rows."""
     if finished.reason.type != "abort":
         raise LockstepError(f"request {record.rid}: its routed experts did not arrive")
     return RoutedExpertsPayload(

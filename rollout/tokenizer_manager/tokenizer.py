@@ -26,7 +26,7 @@ PART_CHARS = 256 * 1024
 """Text encoded at once; a single longer text is counted in such parts first."""
 EMPTY_CHARS = 16
 MAX_TOKENS = 1 << 24
-"""Of all texts of a call."""
+"""Most tokens of all texts of a call."""
 
 Result = TypeVar("Result")
 

@@ -17,12 +17,12 @@ MOST_PATH_CHARS = 120
 MOST_REASON_CHARS = 400
 _MOST_BODY_BYTES = 16_384
 PROBES = frozenset({"/health", "/health_generate", "/ready", "/liveness", "/ping"})
-"""Their 503 is an answer: not ready yet, paused, or draining.  Whoever probes asks again and again."""
+"""Their 503 is an answer: not ready yet, paused, or draining.  Probes ask again and again."""
 
 
 @dataclass(slots=True)
 class Refusal:
-    """`at`: of the last time, in seconds since 1970; `times`: in a row."""
+    """A refused call; `at`: of the last time, in seconds since 1970; `times`: in a row."""
 
     method: str
     path: str

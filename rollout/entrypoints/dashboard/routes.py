@@ -31,7 +31,7 @@ class DashboardRoutes:
         self._page = Page("rollout.entrypoints.dashboard")
 
     def page_router(self) -> APIRouter:
-        """Without data, and so without a key: a browser cannot send one when it opens a page."""
+        """Return the page's routes, without data and without a key: a browser cannot send one to open a page."""
         router = APIRouter(tags=["info"])
         router.add_api_route("/dashboard", self.page, response_class=HTMLResponse)
         return router

@@ -47,7 +47,7 @@ class Text:
         self._text = whole
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Note that nothing more will come."""
         self.has_ended = True
 
     def take(self) -> str:
