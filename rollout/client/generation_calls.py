@@ -35,8 +35,8 @@ class GenerationCalls(ScoreCalls):
 
         `options`: the options that it was generated with.  The ids of its prompt are its `input_ids`, or
         `output.prompt_ids` if it was asked with `return_prompt_token_ids`; sample i of n has its own `sampling_seed`,
-        the first one's plus i.  The part in `output` is kept as it is.  The result may be aborted and
-        resumed again.
+        the first one's plus i.  The part in `output` is kept as it is.  The result may be
+        aborted and resumed again.
 
         Raises `BadRequest` for a sample that cannot be continued (`rollout.client.partial` says which), and `JoinError`
         if the answer does not belong to it.

@@ -43,7 +43,7 @@ class Control:
         self._eplb = eplb
         self._static_state = static_state
         self._awaited: list[tuple[float, PauseGenerationReqInput]] = []  # pauses that wait, and until when
-        self._waited: set[str] = set()  # names of the clients that made the pause in force, if no other did
+        self._waited: set[str] = set()  # names of the pauses that made the one in force, if no other did
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
 

@@ -1,6 +1,6 @@
 """The age that KV may reach under refreshes: `max_kv_version_lag`, and `abort_below_weight_version`.
 
-Age counts commits: KV that was written under weight epoch 3 is 2 behind in epoch 5, under any labels.  KV in the
+Age counts commits: KV that was written under weight epoch 3 is 2 behind in epoch 5, whatever the labels say.  KV in the
 prefix cache is never behind: its namespaces end with their epoch.
 """
 

@@ -126,7 +126,7 @@ class _Protocol(H11Protocol):
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """Send it, and cancel the request at work on this connection: its client cannot be answered any more."""
+        """Answer, and cancel the request at work on this connection: its client cannot be answered any more."""
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

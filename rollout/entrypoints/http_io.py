@@ -120,7 +120,7 @@ def body_schema(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inline(node: Any, definitions: dict[str, Any]) -> Any:
-    """Return `node` with each `$ref` replaced by its definition: a schema in an operation has no place for them."""
+    """Return `node` with each `$ref` replaced by its definition: an operation's schema cannot hold definitions."""
     if isinstance(node, list):
         return [_inline(item, definitions) for item in node]
     if not isinstance(node, dict):

@@ -17,7 +17,7 @@ MOST_PATH_CHARS = 120
 MOST_REASON_CHARS = 400
 _MOST_BODY_BYTES = 16_384
 PROBES = frozenset({"/health", "/health_generate", "/ready", "/liveness", "/ping"})
-"""Their 503 is an answer: not ready yet, paused, or draining.  Probes ask again and again."""
+"""Paths whose 503 is an answer: not ready yet, paused, or draining.  Probes ask again and again."""
 
 
 @dataclass(slots=True)
