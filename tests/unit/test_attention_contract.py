@@ -1,5 +1,5 @@
-"""What every attention backend owes: any mixture of extends and decodes, prefixes, grouped heads, windows, latents,
-sinks and scales, against float64.  FlashInfer's is the stand-in's."""
+"""The contract of every attention backend: any mixture of extends and decodes, prefixes, grouped heads, windows,
+latents, sinks and scales, against float64.  FlashInfer runs on its stand-in."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_gather_per_layer_gives_the_same_rows(folder: Path) -> None:
     ids_LTK = torch.randint(0, 8, (2, 7, 3))
 
     class Runner:
-        """What `GatherPerLayer` reads of one."""
+        """The part of a runner that `GatherPerLayer` reads."""
 
         def __init__(self, parallel: Parallel) -> None:
             config = load_model_config(folder)

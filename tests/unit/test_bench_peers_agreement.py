@@ -13,7 +13,7 @@ PROMPTS, VOCAB = 8, 1000
 
 
 def _tops(logits: torch.Tensor) -> list[list[list[float]]]:
-    """As a worker sends them: lists of [token id, log-probability]."""
+    """Return the top tokens as a worker sends them: lists of [token id, log-probability]."""
     values, ids = logits.log_softmax(-1).topk(TOP)
     return [[list(pair) for pair in zip(*row, strict=True)] for row in zip(ids.tolist(), values.tolist(), strict=True)]
 

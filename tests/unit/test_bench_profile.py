@@ -179,7 +179,7 @@ def test_prefill_is_the_whole_prompt(profiles: list[Profile]) -> None:
 
 
 def test_operator_times_add_up_to_the_undisturbed_ones(engine: Engine) -> None:
-    """Of a prefill, Python is a small part: operators timed one by one must come to about the undisturbed whole.  In
+    """Operators timed one by one come to about the undisturbed whole: Python is a small part of a prefill.  Times are
     seconds of this thread, which other processes do not lengthen."""
     prompt = {"input_ids": [list(range(1024))], "sampling_params": {"max_new_tokens": 1}}
     undisturbed, timed = [], []

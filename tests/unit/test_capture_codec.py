@@ -220,7 +220,7 @@ def test_a_header_longer_than_the_record_is_refused():
     ],
 )
 def test_nonsense_under_a_right_checksum_is_refused(key, value):
-    """What a faulty or hostile writer can produce: the checksum holds, the content makes no sense."""
+    """A faulty or hostile writer can send content that makes no sense under a checksum that holds."""
     record = encode_compact(example_record())
 
     def change(header):

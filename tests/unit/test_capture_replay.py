@@ -357,7 +357,7 @@ def test_routers_with_another_formula_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpt_oss_is_forced_and_its_router_learns(dtype):
-    """Scores are a softmax of the chosen logits alone, which have a bias; forced ones are those of the forced."""
+    """Scores are a softmax of the chosen logits alone, which have a bias; forced experts are scored by theirs."""
     model = family_model("gpt_oss", 3).to(dtype)
     ids = tokens()
     with record_routes(model) as record:

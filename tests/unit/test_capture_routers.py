@@ -29,7 +29,7 @@ def _sigmoid_scaled(logits_TE: torch.Tensor, ids_TK: torch.Tensor, router: Any) 
 
 
 def formula(name: str) -> Weights:
-    """Written out from the papers, for families whose weights are renormalised, as those of the zoo are."""
+    """Return the formula of the papers for a family that renormalises its weights, as every family of the zoo does."""
     sigmoid = ("glm4", "deepseek", "kimi", "moonlight")
     return _sigmoid_scaled if name.startswith(sigmoid) else _softmax_renormalised
 
@@ -86,7 +86,7 @@ def test_forced_experts_are_weighed_as_the_family_does(family: str) -> None:
 
 
 def test_gradients_reach_the_router(family: str) -> None:
-    """Those of its weights are those of the family's formula, and the whole model's reach every router."""
+    """Routing weights have the gradients of the family's formula, and a whole model's gradients reach every router."""
     model = family_model(family, 3)
     router: Any = find_routers(model)[0]
     generator = torch.Generator().manual_seed(0)

@@ -49,7 +49,7 @@ def test_store_behaves_like_a_dictionary():
 
 
 class KeepsTheOldRow(RouteSlotStore):
-    """Deliberately wrong: a slot that is used again keeps the row of whoever had it before."""
+    """Deliberately wrong: a slot that is used again keeps the row of its last owner."""
 
     def write(self, slots, rows_TLK):
         fresh = torch.from_numpy(~self._written[slots.numpy()])

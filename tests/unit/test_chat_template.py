@@ -111,7 +111,7 @@ def test_fields_that_are_null_are_none_and_a_thought_has_every_name() -> None:
 
 
 def test_arguments_that_clients_send_as_text_are_an_object_and_can_be_joined_to_text() -> None:
-    """DeepSeek's templates join them, and those of Qwen read them."""
+    """DeepSeek's templates join them, and Qwen's templates read them."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{ "a": "é"}'}}
     messages = plain_messages([*HI, {"role": "assistant", "content": "", "tool_calls": [call]}])
     read = "{% set a = messages[1].tool_calls[0].function.arguments %}"

@@ -55,7 +55,7 @@ def sample(reason=None, **meta):
 
 
 def answer(content, layout=None, prompt="hello", **options):
-    """What the client makes of an answer to a request with these options."""
+    """Return the client's result for an answer to a request with these options."""
     return generate(prompt, options, layout).parse(Reply(200, json_response(content).body))
 
 

@@ -1,4 +1,4 @@
-"""What the client makes again and what it never does, against servers that misbehave on the wire."""
+"""Requests that the client makes again and requests that it never does, against servers that misbehave on the wire."""
 
 from __future__ import annotations
 

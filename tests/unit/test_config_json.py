@@ -59,7 +59,7 @@ def bare(name: str) -> dict[str, Any]:
 
 
 def rotations() -> Iterator[Any]:
-    """What may stand under either key."""
+    """Yield every kind of value that may stand under either key."""
     yield from (LEFT_OUT, None, {})
     for rope in KINDS.values():
         yield rope

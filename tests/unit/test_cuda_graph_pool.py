@@ -1,4 +1,4 @@
-"""How `CudaGraphPool` calls torch: against a stand-in for `torch.cuda`."""
+"""Calls of `CudaGraphPool` to torch, against a stand-in for `torch.cuda`."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def markup_in(script: str) -> list[str]:
 
 
 def loaded_by(html: str) -> list[str]:
-    """What a page would load from elsewhere."""
+    """Return the addresses that a page would load from elsewhere."""
     found = re.findall(r"(?:src|href|action)\s*=\s*[\"']?([^\"'>\s]+)|@import|url\(([^)]*)\)", html)
     return [target for pair in found for target in pair if target and target != "data:,"]
 
@@ -358,7 +358,7 @@ def test_balance_is_of_ranks_or_of_slots(
 
 
 def test_an_idle_engine_has_no_balance(history: ServerHistory) -> None:
-    """That of the last passes is not shown as if it were of now."""
+    """The balance of the last passes is not shown as if it were of now."""
     for num_passes in (4, 4, 5):
         history.enter(a_state(expert_distribution=record([[3, 1]], num_passes=num_passes)), 1.0)
     assert [one["balance"] for one in history.since(0)["samples"]] == [[0.75], None, [0.75]]
@@ -531,7 +531,7 @@ def test_a_refresh_during_the_probe_gives_no_number(live: Live) -> None:
 
 
 def in_force(live: Live, version: str, epoch: int | Callable[[], int], *, paused: bool = False) -> None:
-    """What the stand-in says from now on."""
+    """Make the stand-in report this version, epoch and pause from now on."""
     scheduler = live.scheduler
     scheduler.version = version
 

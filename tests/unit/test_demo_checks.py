@@ -64,7 +64,7 @@ def step_report(**changes: Any) -> StepReport:
 
 @dataclass
 class Parts:
-    """What a report is made of, to change one part of it."""
+    """The parts of a report, to change one of them."""
 
     first: dict[str, Any]
     step: dict[str, Any]

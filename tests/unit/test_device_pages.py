@@ -40,7 +40,7 @@ class Machine:
         return DevicePages(self.library, wait=lambda: None, trim=lambda: None)
 
     def segment(self, nbytes: int) -> torch.Tensor:
-        """What torch's allocator asks for, as uint8."""
+        """Allocate a segment as torch's allocator does, as uint8."""
         address = self.library.lockstep_pages_alloc(nbytes, 0, None)
         if not address:
             raise MemoryError(self.library.lockstep_pages_error().decode())
@@ -85,7 +85,7 @@ def machine(libraries: tuple[ctypes.CDLL, ctypes.CDLL]) -> Iterator[Machine]:
 
 
 def faults(tensor: torch.Tensor) -> bool:
-    """Whether reading the tensor's first byte would end the process, as the system says of it."""
+    """Return whether reading the tensor's first byte would end the process, as the system says of it."""
     reader, writer = os.pipe()
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -186,7 +186,7 @@ def test_without_a_driver_the_reason_is_told(libraries: tuple[ctypes.CDLL, ctype
 
 
 def views(machine: Machine, sizes: list[tuple[int, bool]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors that share one segment as torch's allocator cuts it: those of the tag, and others between them."""
+    """Return tensors that share one segment as torch's allocator cuts it: the tag's own, and others between them."""
     segment = machine.segment(sum(size for size, _ in sizes) or 1)
     ours, others, at = [], [], 0
     for size, is_ours in sizes:
@@ -198,7 +198,7 @@ def views(machine: Machine, sizes: list[tuple[int, bool]]) -> tuple[list[torch.T
 
 
 def survives(machine: Machine, sizes: list[tuple[int, bool]], actions: list[str], pages: DevicePages) -> bool:
-    """Whether everything that a release and a resume must keep is kept, through any order of them."""
+    """Return whether everything that a release and a resume must keep is kept, through any order of them."""
     ours, others = views(machine, sizes)
     for number, tensor in enumerate([*ours, *others]):
         tensor.fill_(number + 1)
@@ -247,7 +247,7 @@ def test_what_lies_beside_the_weights_stays(
 
 
 class _ForgetsGaps(DevicePages):
-    """What lies beside the weights is taken for unused."""
+    """Pages that take the memory beside the weights for unused."""
 
     def _copied(self, gap: range) -> bytes:
         return bytes(len(gap))
@@ -294,7 +294,7 @@ def test_a_wrong_allocator_is_noticed(
     (sources / "device_pages.cpp").write_text(text.replace(right, wrong))
     monkeypatch.setenv("LOCKSTEP_KERNEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("rollout.model_executor.device_pages.SOURCES", sources)
-    driver = load_driver(shutil.copy(libraries[1]._name, tmp_path))  # its own: what leaks there hurts nobody
+    driver = load_driver(shutil.copy(libraries[1]._name, tmp_path))  # its own: leaks there hurt no other test
     machine = Machine(open_library(driver._name), driver)
     misuses, used = machine.driver.stand_in_misuses(), machine.used
     address = machine.library.lockstep_pages_alloc(MIB, 0, None)
