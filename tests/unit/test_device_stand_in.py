@@ -1,4 +1,4 @@
-"""What the played device and its streams let pass, and what they do not."""
+"""The rules of the played device and its streams: what they let pass, and what they do not."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class OneExpertARow(NormalMode):
 
 
 class LeavesWeightsToCombine(NormalMode):
-    """As in low-latency mode."""
+    """Wrong: leaves the weights to the combine, as low-latency mode does."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
@@ -245,12 +245,12 @@ class TrustsTheExperts(LowLatencyMode):
 
 
 def places_of(work: DispatchOutput) -> torch.Tensor:
-    """Which rows are real."""
+    """Return the indices of the real rows."""
     return (work.local_physical_ids_RS >= 0).squeeze(1).nonzero().squeeze(1)
 
 
 class PacksWithoutPlaces(LowLatencyMode):
-    """Takes the rows of one expert to follow those of the one before."""
+    """Wrong: takes the rows of one expert to follow the rows of the expert before."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
@@ -279,7 +279,7 @@ class SortsBySource(LowLatencyMode):
 
 
 class LeavesElasticWeightsToCombine(ElasticMode):
-    """As in low-latency mode."""
+    """Wrong: leaves the weights to the combine, as low-latency mode does."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)

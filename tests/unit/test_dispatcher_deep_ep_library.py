@@ -1,4 +1,4 @@
-"""Which API of `deep_ep` is used and what is refused at start; finding the package, and setting its buffer up."""
+"""The choice of an API of `deep_ep` and refusals at start; finding the package, and setting its buffer up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--init-expert-location`: what is taken, and the one line for what is not."""
+"""`--init-expert-location`: the values that are taken, and the one line that refuses others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When experts are moved and why not: counts, history over refreshes, decisions, stages, liveness.
+"""Moves of experts and reasons against them: counts, history over refreshes, decisions, stages, liveness.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), T tokens, K top-k.
 """
@@ -312,7 +312,7 @@ def test_what_comes_between_two_chunks_drops_the_rest(
 
 
 def test_the_last_rebalances_are_remembered() -> None:
-    """Those that moved experts, whole or in part; not an evaluation that moved nothing."""
+    """A rebalance that moved experts, whole or in part, is remembered; an evaluation that moved nothing is not."""
     clock = Clock()
     manager = manager_at(clock)
     for _ in range(20):

@@ -84,7 +84,7 @@ def cases(draw: st.DrawFn) -> tuple[ExpertLayout, np.ndarray, np.ndarray]:
 
 
 def between(before: list[int], after: list[int], layout: ExpertLayout) -> Migration:
-    """Of one layer."""
+    """Plan the migration of one layer."""
     return plan_migration(np.array([before]), np.array([after]), layout, SLOT_BYTES)
 
 
@@ -139,7 +139,7 @@ def nearest(before_P: np.ndarray, move: Move, layout: ExpertLayout) -> set[int]:
 
 
 def check_rank_views(migration: Migration) -> None:
-    """What ranks see of a chunk are its moves, in its order, so that both ends of every pair agree."""
+    """Check that ranks see the moves of a chunk, in its order, so that both ends of every pair agree."""
     ranks = range(migration.layout.num_ranks)
     for chunk in migration.chunks:
         work = [chunk.work_of(rank) for rank in ranks]
@@ -197,7 +197,7 @@ def test_an_expert_is_received_once_for_several_slots() -> None:
 
 
 def test_sends_are_spread_over_the_holders() -> None:
-    """Experts 0..3 on ranks 0..3, all wanted on ranks 4..7: nobody sends more than its part."""
+    """Experts 0..3 on ranks 0..3, all wanted on ranks 4..7: no rank sends more than its part."""
     ranks, slots = 8, 8
     layout = ExpertLayout(num_logical_experts=36, num_physical_experts=ranks * slots, num_ranks=ranks)
     shared, own = [0, 1, 2, 3], [list(range(first, first + 4)) for first in range(4, 36, 4)]

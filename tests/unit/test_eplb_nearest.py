@@ -16,7 +16,7 @@ RANKS, EXPERTS, SLOTS = 4, 6, 12
 
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[ExpertLocationMetadata, torch.Tensor]:
-    """No expert twice on a rank, any weights."""
+    """Draw a placement with no expert twice on a rank, and any weights."""
     random = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     while True:
         more = torch.randint(EXPERTS, (SLOTS - EXPERTS,), generator=random)

@@ -1,4 +1,4 @@
-"""`lockstep eplb-plan` on dumps that a load recorder wrote: report, files, picture, and one line for what is wrong."""
+"""`lockstep eplb-plan` on dumps that a load recorder wrote: report, files, picture, and one line for an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Facts:
 
 @pytest.fixture(scope="module")
 def dump() -> LoadDump:
-    """What a recorder has after some passes with a few hot experts."""
+    """Return the dump of a recorder after some passes with a few hot experts."""
     recorder = LoadRecorder(LAYERS, EXPERTS, ExpertPlacement(trivial_location(LAYERS, EXPERTS)))
     tokens = torch.zeros(300, dtype=torch.int64)
     generator = torch.Generator().manual_seed(0)

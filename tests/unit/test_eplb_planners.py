@@ -106,7 +106,7 @@ def small_case(
 
 
 SHAPES = [(5, 3, 2), (4, 3, 2), (5, 3, 3), (7, 2, 4), (6, 3, 3), (7, 3, 3)]
-# Up to 16 slots every move is tried; beyond, those of the best estimates.
+# Up to 16 slots every move is tried; beyond, the moves with the best estimates.
 LARGER = [(8, 3, 4), (10, 4, 3), (12, 4, 4), (10, 4, 4), (16, 4, 5), (20, 5, 5), (20, 6, 4)]
 
 

@@ -91,7 +91,7 @@ def _theirs(model: Any, ids: list[int]) -> tuple[torch.Tensor, list[torch.Tensor
 
 
 def _best_first(config: ModelConfig, routes_TLK: torch.Tensor, chosen: list[torch.Tensor]) -> torch.Tensor:
-    """Ours in the order of their weights.  With a correction bias we list experts by what they were chosen for."""
+    """Return our routes in the order of their weights.  With a correction bias experts are listed by biased score."""
     assert config.moe is not None
     if not config.moe.router.correction_bias:
         return routes_TLK
@@ -157,7 +157,7 @@ def test_float64_agrees_to_the_last_digits(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("form", ["published", "fused"])
 def test_refresh_by_wire_names(family: str, folder: Path, form: str) -> None:
-    """Names of published checkpoints, and those of transformers' state dict: all of it, and nothing else."""
+    """A refresh takes names of published checkpoints or of transformers' state dict: all of it, and nothing else."""
     config = load_model_config(folder)
     wire: Mapping[str, torch.Tensor]
     if form == "published":
@@ -199,7 +199,7 @@ def _experts(config: ModelConfig, **changes: Any) -> ModelConfig:
 
 
 def _windows(config: ModelConfig, window: int | None) -> ModelConfig:
-    """Of the layers that have one."""
+    """Return `config` with this window in the layers that have one."""
     changed = []
     for layer in config.layers:
         attention: Any = layer.attention
@@ -300,7 +300,7 @@ def test_what_is_not_built_of_gpt_oss_is_refused_in_one_line(change: dict[str, A
 
 
 def test_keys_that_published_gpt_oss_checkpoints_have() -> None:
-    """As of openai/gpt-oss-20b, whose rotation and experts a token have older names."""
+    """The keys are openai/gpt-oss-20b's, whose rotation and experts a token have older names."""
     published = dict(GPT_OSS)
     rope = dict(published.pop("rope_parameters"))
     published |= {"rope_scaling": rope, "rope_theta": rope.pop("rope_theta"), "swiglu_limit": 7.0}

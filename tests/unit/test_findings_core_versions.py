@@ -1,6 +1,6 @@
-"""Regression tests of what records say of versions: spans by content, and of the prompt's log-probabilities.
+"""Regression tests of the versions in records: spans by content, and spans of the prompt's log-probabilities.
 
-Float32 on the compiled operators: what a fresh engine scores has the bits of what is explained by its weights.
+Float32 on the compiled operators: a fresh engine scores tokens that its weights explain with the same bits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def spans_of(spans: list[VersionSpan]) -> list[tuple[str, int, int, int]]:
 
 
 def test_engine_10_other_weights_under_the_label_in_force_are_a_span_of_their_own(folders: list[Path]) -> None:
-    """No KV of the old weights is kept, so that each span is explained by one checkpoint."""
+    """KV of the old weights is dropped, so that each span is explained by one checkpoint."""
     harness = Harness(folders[0], weight_version="v1", max_kv_version_lag=0)
     rid = harness.submit(PROMPT, params={"max_new_tokens": 120})  # a slow machine receives for many steps
     for _ in range(5):

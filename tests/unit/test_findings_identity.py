@@ -1,4 +1,4 @@
-"""Whose call it is: late, foreign and lost updates change nothing, and everybody can ask what became of theirs.
+"""The owner of a call: late, foreign and lost updates change nothing, and each caller can ask for its own outcome.
 
 A real scheduler; tensors are handed in where a process group would deliver them.
 """
@@ -238,7 +238,7 @@ def test_w07_a_stray_call_aborts_no_requests(start: Callable[..., Harness], trai
 
 
 def test_w07_a_stranger_s_abort_ends_no_receive(start: Callable[..., Harness], trainer: LoopbackTrainer) -> None:
-    """An abort does not wait for a receive that nobody will finish, but for one of an update that is not its own."""
+    """An abort does not wait for a receive that no sender will finish, but for one of an update that is not its own."""
     harness = start()
     wait_limit = control_of(harness)._weights._wait_limit
     assert harness.control(BeginWeightUpdateReqInput, update_id="a").success
@@ -255,7 +255,7 @@ def test_w07_a_pull_that_names_another_update_is_refused(start: Callable[..., Ha
 
 
 def test_w11_begin_and_end_may_be_repeated(start: Callable[..., Harness], trainer: LoopbackTrainer) -> None:
-    """As by a sender whose answers were lost; a begin that comes after its update is over opens nothing."""
+    """A sender whose answers were lost repeats both; a begin that comes after its update is over opens nothing."""
     harness = start()
     first, *rest = parts(trainer)
     for _ in range(2):

@@ -1,6 +1,6 @@
-"""What every place on every rank holds is compared and added up, and no rank waits for one that failed.
+"""The content of every place on every rank is compared and added up, and no rank waits for one that failed.
 
-Ranks are threads over real gloo groups; what once ended the process runs in a process of its own.
+Ranks are threads over real gloo groups; cases that once ended the process run in a process of their own.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_w06_a_wrong_copy_on_another_rank_shows(
     else:
         assert difference["num_elements"] is difference["max_abs_difference"] is None
     found = check(engine, "checksum")
-    if what == "shard":  # nobody holds the same
+    if what == "shard":  # no other rank holds the same
         assert found.success and found.data["digest"] != digest_of(old) == found.data["expected_digest"]
     else:
         assert not found.success and found.status_code == 409

@@ -211,7 +211,7 @@ def test_w03_a_verb_that_one_replica_cannot_plan_is_refused_by_all(
 
 
 def test_w03_replicas_in_different_states_refuse_a_bucket(start: Callable[..., ParallelHarness], new: Tensors) -> None:
-    """As when a pause reaches one of them within the job before: one would commit the bucket, the other keep it."""
+    """A pause may reach one replica within the job before: one would commit the bucket, the other keep it."""
     harness = start(dp_size=2)
     harness.schedulers[0].serving.pause()
     (answer,) = send(harness, new, parts=1)

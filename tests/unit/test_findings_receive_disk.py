@@ -1,4 +1,4 @@
-"""Folders that change while they are read, and folders that nobody may name."""
+"""Folders that change while they are read, and folders that no caller may name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
 
 
 def overwritten(target: Path, other: Path) -> None:
-    """As `cp` does: the same files, written anew."""
+    """Write the same files anew, as `cp` does."""
     for file in other.glob("*.safetensors"):
         content = file.read_bytes()
         with open(target / file.name, "r+b") as opened:
@@ -32,7 +32,7 @@ def overwritten(target: Path, other: Path) -> None:
 
 
 def swapped(target: Path, other: Path) -> None:
-    """As `rsync` does: new files under the old names, with the old times."""
+    """Put new files under the old names, with the old times, as `rsync` does."""
     for file in other.glob("*.safetensors"):
         aside = target / f".{file.name}"
         shutil.copy2(file, aside)
@@ -48,7 +48,7 @@ def one_file_removed(target: Path, _: Path) -> None:
 def test_w26_a_folder_that_changes_while_it_is_read_is_refused(
     folders: tuple[Path, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, after: int
 ) -> None:
-    """A writer comes after so many tensors: no mixture is committed, and the next load of the folder is a good one."""
+    """A writer comes after `after` tensors: no mixture is committed, and the next load of the folder is a good one."""
     harness = Harness(folders[0], weight_version="v1")
     target = Path(shutil.copytree(folders[1], tmp_path / "target"))
     read, count = checkpoint_folder.read_tensor, 0

@@ -1,4 +1,4 @@
-"""What a payload, a folder or a name may make a receiver do, and what not."""
+"""Limits on what a payload, a folder or a name may make a receiver do."""
 
 from __future__ import annotations
 
