@@ -59,7 +59,7 @@ def test_a_batch_holds_the_lengths_on_the_host() -> None:
 
 
 def test_a_plan_reads_nothing_of_the_device() -> None:
-    """Tensors that have no content stand for those of a device that is still busy."""
+    """Tensors without content stand for tensors of a device that is still busy."""
     steps = AttentionSteps(LAYERS, torch.float16)
     batch = steps.batch(MIXED)
     for name in ("input_ids", "positions", "out_cache_loc", "req_to_token"):
@@ -112,7 +112,7 @@ def test_a_plan_waits_for_the_copy_of_the_one_before(layers: list[LayerCase]) ->
 
 
 def stale_steps(layers: list[LayerCase]) -> list[int]:
-    """Steps that got wrong results, of those that the host plans and launches before the device has done any."""
+    """Return the steps with wrong results, where the host plans and launches all before the device has done any."""
     steps = AttentionSteps(layers, torch.float16)
     backend, library = on_stand_in(steps)
     everything = [(request, 96) for request in range(5)]
@@ -199,7 +199,7 @@ def test_captured_steps_refuse_what_they_are_not_for() -> None:
 
 
 def test_the_workspace_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where memory that was used before is handed out again."""
+    """Memory that was used before is zeroed when it is handed out again."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
@@ -211,7 +211,7 @@ def test_the_workspace_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _pool(kind: KVKind | None, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
-    """What is asked of a pool on a device that is not here."""
+    """Return the facts that are asked of a pool on a device that is not here."""
     pool = KVPool(4, [None, kind], dtype)
 
     def elsewhere(x: torch.Tensor) -> Any:
@@ -237,7 +237,7 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_the_first_choice_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the package is installed, and plain torch where it is not."""
+    """FlashInfer is taken where the package is installed, and plain torch where it is not."""
     pools = [_pool(kind) for kind in (FullKV(4, 128), WindowKV(1, 64, 7), LatentKV(512, 64))]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(FlashInferBackend, "__init__", lambda self, kv: None)
@@ -255,7 +255,7 @@ def test_it_is_the_first_choice_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class OnStandIn(FlashInferBackend):
-    """As `create_attention_backend` makes it, for an engine in float32 on a CPU."""
+    """The backend that `create_attention_backend` makes, for an engine in float32 on a CPU."""
 
     def __init__(self, kv: KVPool) -> None:
         library = stand_in((torch.float32,))

@@ -130,7 +130,7 @@ def test_a_mixed_sample_is_noticed(weights: Weights, crossing: Sample, spans: li
 
 
 def test_a_token_that_was_not_sampled_is_noticed(weights: Weights) -> None:
-    """All that comes after it has other numbers."""
+    """The tokens after it have other numbers."""
     wrong = weights.sample(2, before=weights.sample(1, tokens=CUT))
     wrong.output_ids[1] = (wrong.output_ids[1] + 1) % 100
     assert weights.rescore(wrong).mixed
@@ -193,7 +193,7 @@ HISTORY = [
 
 
 def later(whole: Sample) -> list[Sample]:
-    """Of the replacement: before and after the release that it took part in."""
+    """Return the replacement's samples before and after the release that it took part in."""
     return [replace(whole, engine="engine-2", spans=[Span(version, 0, TOKENS)]) for version in (2, 3)]
 
 
@@ -240,7 +240,7 @@ def test_a_replacement_that_no_release_reaches_is_noticed(whole: Sample) -> None
 
 
 def answer() -> dict[str, Any]:
-    """As the engine of the fleet gives it: 3 prompt tokens, 2 more, of 2 layers the second one with experts."""
+    """Return an answer of the fleet's engine: 3 prompt tokens, 2 more, of 2 layers the second one with experts."""
     rows = np.zeros((4, 2, 2), dtype=np.uint8)
     rows[:, 1] = [0, 3]
     file = io.BytesIO()

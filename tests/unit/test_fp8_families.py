@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_ways_lead_to_the_same_bits(family: str, tmp_path: Path) -> None:
-    """Those of a plain checkpoint of the values."""
+    """Every way gives the bits of a plain checkpoint of the values."""
     plain = family_checkpoint(tmp_path / "plain", family, 1, DTYPE)
     tensors = stored_tensors(fp8_checkpoint(tmp_path / "fp8", plain))
     values = fp8_checkpoint(tmp_path / "values", plain, lambda _: values_of(tensors, DTYPE))

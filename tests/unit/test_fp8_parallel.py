@@ -1,4 +1,4 @@
-"""FP8 weights in engines of several ranks: blocks are those of whole tensors, and moves carry what came of them."""
+"""FP8 weights in engines of several ranks: blocks are of whole tensors, and moves carry the values made of them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_shards_are_of_whole_quantised_tensors(case: Fp8Case, layout: str, tmp_p
 
 @pytest.mark.parametrize("quantises", [False, True])
 def test_published_deltas_of_fp8(case: Fp8Case, tmp_path: Path, quantises: bool) -> None:
-    """Of half a pair too: version 1 changes only scales, version 2 only weights, version 3 both."""
+    """A delta may change half a pair: version 1 changes only scales, version 2 only weights, version 3 both."""
     versions = [case.tensors]
     for suffix in (("_scale_inv",), (".weight",), ("_scale_inv", ".weight")):
         last, other = versions[-1], case.newer(10 + len(versions))[1]

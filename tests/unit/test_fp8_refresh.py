@@ -312,7 +312,7 @@ def test_refresh_from_a_folder(moe: Fp8Case, newer: tuple[Named, Named, Named], 
 def test_scales_of_16_bits_refresh(
     moe: Fp8Case, newer: tuple[Named, Named, Named], kind: torch.dtype, way: str, tmp_path: Path
 ) -> None:
-    """B10: values as of the same scales in float32; fingerprints, digest and manifest are of what was sent."""
+    """B10: values are as with float32 scales; fingerprints, digest and manifest are of the tensors as sent."""
     fp8 = {name: tensor.to(kind) if name.endswith("_scale_inv") else tensor for name, tensor in newer[1].items()}
     wide = {name: tensor.float() if name.endswith("_scale_inv") else tensor for name, tensor in fp8.items()}
     updater = updater_of(moe)
@@ -415,7 +415,7 @@ def test_a_partial_refresh_keeps_both_digests(moe: Fp8Case, newer: tuple[Named, 
 
 
 def frame(old: Named, new: Named) -> LoopbackSource:
-    """What a trainer broadcasts that holds `new` and sent `old` before."""
+    """Return the broadcast of a trainer that holds `new` and sent `old` before."""
     (payload,) = DeltaEncoder(old.items()).encode(new.items()).payloads()
     return LoopbackSource([("delta", torch.frombuffer(bytearray(payload), dtype=torch.uint8))])
 

@@ -198,8 +198,8 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def _verdict(monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether it is right.  Memory that is not written holds ones: what is read there is wrong, and where it points is
-    memory of the test."""
+    """Return whether the kernel is right.  Memory that is not written holds ones: values read there are wrong, and an
+    index read there points to memory of the test."""
     monkeypatch.setattr(experts, "plan_chunk", lambda _: 16)
     monkeypatch.setattr(torch, "empty", torch.ones)
     names = ("biases and clamps", "empty slots", "all to one expert", "odd sizes", "unweighted, empty slots")

@@ -55,7 +55,7 @@ def _copies(arguments: tuple[Any, ...], dtype: torch.dtype | None = None) -> lis
 
 
 def worst_error(operator: Callable[..., torch.Tensor], name: str, *arguments: Any) -> float:
-    """Of the result and of the arguments as the operator leaves them, against plain torch in float64."""
+    """Return the worst error of the result and of the arguments after the call, against plain torch in float64."""
     mine, exact = _copies(arguments), _copies(arguments, torch.float64)
     pairs = [(operator(*mine), CASES[name][1](*exact))]
     pairs += [(a, b) for a, b in zip(mine, exact) if isinstance(a, torch.Tensor) and a.is_floating_point()]
@@ -300,7 +300,7 @@ def waits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
 
 
 def test_plain_operators_that_a_graph_holds() -> None:
-    """Those that are plain torch on CUDA, and `sample_plain` of plain torch."""
+    """Operators that are plain torch on CUDA do not wait, nor does `sample_plain` of plain torch."""
     names = register.GRAPH_SAFE - register.TRITON_OPERATORS.keys()
     assert not {name: why for name in names if (why := waits(getattr(plain, name), _arguments(name)))}
     rows = PlainRows(torch.arange(5), torch.full((5,), 0.7), torch.arange(5) > 2)

@@ -83,7 +83,7 @@ class Case:
 
 
 def complaint(norm_route: Any, case: Case, forced: torch.Tensor | None = None) -> str:
-    """What is wrong with what it gives for float32, against plain torch in float64; "" if nothing."""
+    """Return what is wrong with its float32 results, against plain torch in float64; "" if nothing."""
     normed, weights, ids = case.route(norm_route, forced)
     exact_normed, exact_weights, exact_ids = case.route(plain.norm_route, forced, dtype=torch.float64)
     if ids.dtype != torch.int64 or not torch.equal(ids, exact_ids):
@@ -129,7 +129,7 @@ def test_the_router_of_every_family(name: str) -> None:
 @pytest.mark.full(but="sigmoid")
 @ALL
 def test_half_precision_rounds_where_plain_torch_does(spec: RouterSpec) -> None:
-    """Logits of a softmax to the model's dtype, those of sigmoids not at all."""
+    """Logits of a softmax are rounded to the model's dtype, logits of sigmoids not at all."""
     case = Case(spec, tokens=16, dtype=torch.float16)
     ours, theirs = case.route(router.norm_route), case.route(plain.norm_route)
     assert torch.equal(ours[2], theirs[2])
@@ -208,10 +208,10 @@ def _product_in_order(a: np.ndarray, b: np.ndarray, dtype: Any) -> np.ndarray:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["softmax", "groups"])
 def test_rows_do_not_depend_on_one_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 18 rows, so that a row is computed in a whole tile, in a part of one, and alone.
+    """With 18 rows a row is computed in a whole tile, in a part of one, and alone.
 
-    The interpreter's product of tiles is a library's, whose order of sums depends on a row's place in the tile; that of
-    a tensor core is taken not to.
+    The interpreter's product of tiles is a library's, whose order of sums depends on a row's place in the tile; a
+    tensor core's order is taken not to.
     """
     monkeypatch.setattr(np, "matmul", _product_in_order)
     assert _is_independent(router.norm_route, SPECS[name])

@@ -41,7 +41,7 @@ def row(seed: int = 0, temperature: float = 1.0, position: int = 0, **params: An
 
 
 def mixed_rows(count: int) -> list[SamplingRow]:
-    """All temperatures; seeds over all 64 bits; positions of up to 30."""
+    """Return rows of all temperatures, with seeds over all 64 bits and positions of up to 30."""
     generator = np.random.default_rng(1)
     seeds = generator.integers(0, 2**64, count, dtype=np.uint64).tolist()
     return [row(seed, TEMPERATURES[i % 4], int(generator.integers(0, 30))) for i, seed in enumerate(seeds)]
@@ -73,7 +73,7 @@ def by_kernels(module: Any, logits: torch.Tensor, rows: list[SamplingRow]) -> tu
 
 
 def disagreement(module: Any, logits: torch.Tensor, rows: list[SamplingRow]) -> str:
-    """Of the kernels with `TorchSampler`; "" if there is none."""
+    """Return how the kernels disagree with `TorchSampler`; "" if they agree."""
     ours, theirs = by_kernels(module, logits, rows), sampled(TorchSampler(), logits, rows)
     if not torch.equal(ours[0], theirs.token_ids):
         return f"tokens {ours[0].tolist()}, not {theirs.token_ids.tolist()}"
@@ -250,8 +250,8 @@ def test_wrong_samplers_are_caught(old: str, new: str, tmp_path: Path) -> None:
 
 
 def edge_complaint(folder: Path, *changes: tuple[str, str]) -> str:
-    """What is drawn with noise 0 and 1, beside which tokens have no weight; "" if it is the first and the last with
-    one."""
+    """Return the wrong token that is drawn with noise 0 or 1, beside tokens without weight; "" if the first and the
+    last token with a weight are drawn."""
     logits = torch.full((1, 6200), -torch.inf)
     logits[0, [2500, 2501, 4095]] = torch.tensor([0.0, 1.0, 0.5])
     for value, expected in ((0.0, 2500), (1.0, 4095)):

@@ -144,7 +144,7 @@ def test_padding_touches_nothing_of_anybody(folders: list[Path], graphs: Any) ->
 
 @pytest.mark.parametrize("captures_routes", [True, False], ids=["captured", "from then on"])
 def test_expert_loads_count_no_padding(folders: list[Path], graphs: Any, captures_routes: bool) -> None:
-    """Also where nobody wanted routes at the start: the steps are captured anew with them, once."""
+    """An engine that captured no routes at the start captures its steps anew with them, once."""
     settings = SMALL | {"enable_return_routed_experts": captures_routes}
 
     def counts(**more: Any) -> Any:
@@ -381,7 +381,7 @@ def inputs_replaced(patch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of_others(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: rows sample with the temperatures and seeds of those that came first."""
+    """Wrong: rows sample with the temperatures and seeds of the rows that came first."""
     takes = GraphRunner._takes
 
     def taken(self: GraphRunner, info: Any) -> bool:

@@ -56,7 +56,7 @@ def ids_of(live: Live, text: str) -> list[int]:
 
 
 def chat(live: Live, client: openai.OpenAI, answer: str, extra: dict[str, Any] | None = None, **options: Any) -> Any:
-    """What a model says that answers `answer` and stops: the stand-in repeats its prompt."""
+    """Return the response of a model that answers `answer` and stops: the stand-in repeats its prompt."""
     body = {"input_ids": [*ids_of(live, answer), EOS]} | (extra or {})
     return client.chat.completions.create(model="tiny", messages=[], extra_body=body, **{"tools": TOOLS} | options)
 
@@ -163,7 +163,7 @@ def test_an_unknown_parser_is_refused_with_the_list(flag: str, folder: Path, tmp
 
 
 def test_routes_count_on_the_given_tokens(live: Live, client: openai.OpenAI) -> None:
-    """Turn by turn, as a session server asks: the rows of all turns are those of one sequence without a gap."""
+    """A session server asks turn by turn: the rows of all turns make one sequence without a gap."""
     sequence = ids_of(live, "abc")
     num_rows = 0
     for turn in ("de", "fgh"):

@@ -29,7 +29,7 @@ async def read_all(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def talk(app: Any, *parts: bytes) -> bytes:
-    """What a client gets that sends the parts one after the other, until the server closes."""
+    """Send the parts one after the other, and return what the server sends until it closes."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = BoundedServer(app, most=10, receive_timeout_s=5.0, log_config=None)
     serving = asyncio.create_task(server.serve(sockets=[listener]))

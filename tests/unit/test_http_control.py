@@ -194,7 +194,7 @@ def test_w17_a_bucket_that_cannot_be_read_is_refused_by_the_scheduler_too(live: 
 
 
 def test_engine_18_routes_to_follow_are_refused(live: Live) -> None:
-    """Where they are not followed: a score that ignores them would be wrong in silence."""
+    """A server that does not follow them refuses them: a score that ignores them would be wrong in silence."""
     for path, body in (("generate", {"text": "a"}), ("v1/completions", {"prompt": "a"})):
         reply = live.client.post(f"/{path}", json=body | {"replay_routed_experts": "AAAA"})
         assert reply.status_code == 400 and "replay_routed_experts" in reply.json()["error"]["message"]

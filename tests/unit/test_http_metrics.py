@@ -1,4 +1,4 @@
-"""What dashboards and controllers evaluate on /metrics, on a loaded engine; and /liveness."""
+"""The metrics that dashboards and controllers evaluate on /metrics, on a loaded engine; and /liveness."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_requests_that_wait_for_a_pause_to_end_are_deferred(live: Live, loaded: 
         text = live.client.get("/metrics").text
         return numbers(Scrapes(text, text, 1.0, TARGET), f'vllm:num_requests_waiting_by_reason{{reason="{reason}"}}')
 
-    live.wait_until(lambda: by_reason("deferred") == [1])  # whoever only looks overtakes the request
+    live.wait_until(lambda: by_reason("deferred") == [1])  # a caller that only looks overtakes the request
     assert by_reason("capacity") == [0]
     live.client.post("/continue_generation", json={})
     waiting.join(30)

@@ -280,7 +280,7 @@ def test_the_first_chunk_of_a_completion_tells_its_prompt(live: Live, client: op
 
 
 def test_metadata_is_text(live: Live, client: openai.OpenAI) -> None:
-    """3.1: what is no text stands in `version_info`."""
+    """3.1: facts that are not text stand in `version_info`."""
     reply = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3)
     chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, stream=True))
     for extra in (reply.to_dict(), [chunk.to_dict() for chunk in chunks if chunk.choices][-1]):
@@ -344,7 +344,7 @@ def test_a_chat_tells_its_prompt_at_the_top_too(live: Live, client: openai.OpenA
 
 
 def test_prompt_logprobs(live: Live, client: openai.OpenAI) -> None:
-    """As vLLM's: the token itself first, whatever its rank; output log-probabilities only where asked for."""
+    """They are as vLLM's: the token itself first, whatever its rank; output log-probabilities only where asked for."""
     completion = client.completions.create(
         model="tiny", prompt=[[5, 6], [7]], max_tokens=1, extra_body={"prompt_logprobs": 2}
     )
@@ -471,7 +471,7 @@ def test_detokenize_answers_in_both_dialects(live: Live) -> None:
 
 
 def test_special_tokens_are_text_in_vllms_dialect(live: Live) -> None:
-    """SGLang's default skips them, vLLM's does not; whoever says which gets it under both names."""
+    """SGLang's default skips them, vLLM's does not; a caller that says which gets it under both names."""
     end = live.client.post("/tokenize", json={"prompt": "<|im_end|>", "add_special_tokens": False}).json()["tokens"]
     ids = [*tokens(live, "hello"), *end]
     assert live.client.post("/detokenize", json={"tokens": ids}).json() == {
