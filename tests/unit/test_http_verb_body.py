@@ -18,7 +18,7 @@ ENTRY = {"name": "a", "dtype": "bfloat16", "shape": [2, 3], "fingerprint": "0000
 
 
 def fields(body: Any) -> dict[str, Any]:
-    """What the verb gets."""
+    """Return the fields that the verb gets."""
     return fields_of(VERB, parse_body(body_of(VERB), json.dumps(body).encode()))
 
 

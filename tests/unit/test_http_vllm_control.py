@@ -51,7 +51,7 @@ def refusing(status: int) -> Any:
 
 
 def state(live: Live, **facts: Any) -> None:
-    """What the scheduler says of itself from now on."""
+    """Add `facts` to the state that the scheduler reports from now on."""
     known = live.scheduler._state() | {"memory": AWAKE}
 
     def answer(verb: ControlReqInput) -> ControlReqOutput:
@@ -321,7 +321,7 @@ def test_a_folder_of_prime_rl(live: Live) -> None:
 
 
 def test_a_folder_is_not_loaded_into_an_update_that_somebody_started(live: Live) -> None:
-    """Of a trainer that is gone, say: it would be staged there, and never serve."""
+    """The update may be of a trainer that is gone: the folder would be staged there, and never serve."""
     open_now: dict[str, Any] = {}
 
     def answer(verb: ControlReqInput) -> ControlReqOutput:
@@ -348,7 +348,7 @@ def test_a_new_trainer_has_nothing_to_do_with_an_update_that_is_over(live: Live)
 
 
 def test_a_start_is_not_forgotten_by_a_call_that_came_before_it(live: Live) -> None:
-    """Whose look at the open update is older than the start."""
+    """The call's look at the open update is older than the start."""
     looks = threading.Event()
     held: list[ControlReqInput] = []
 
@@ -437,7 +437,7 @@ def test_starts_without_answers_do_not_pile_up(
 
 
 def test_a_finish_whose_turn_came_too_late_drops_the_update(live: Live) -> None:
-    """It ended nothing, and nobody else could."""
+    """The finish ended nothing, and no other caller could end the update."""
     live.client.post("/start_weight_update")
     started = live.scheduler.received[-1].update_id
 

@@ -47,7 +47,7 @@ def ask(live: Live, path: str = PATH, *, token_ids: list[int], **body: Any) -> d
 
 
 def wide_rows(start: int, end: int) -> np.ndarray:
-    """What the stand-in's rows are as [rows, 2 hidden layers, K], of which the first layer is dense."""
+    """Return the stand-in's rows as [rows, 2 hidden layers, K], of which the first layer is dense."""
     positions = np.arange(start, end)[:, None]
     chosen = (positions + np.arange(TOP_K)) % NUM_EXPERTS
     return np.stack([np.zeros_like(chosen), chosen], axis=1)
@@ -113,7 +113,7 @@ def test_sampling_parameters_by_vllms_names(live: Live) -> None:
 
 @pytest.mark.parametrize("params", [{}, {"max_tokens": None}, {"max_tokens": 1000}])
 def test_a_sample_ends_with_the_context(live: Live, params: dict[str, Any]) -> None:
-    """Also one of which more was asked for: the turns of an agent grow, its `max_tokens` does not shrink."""
+    """A sample of which more was asked for ends, too: the turns of an agent grow, its `max_tokens` does not shrink."""
     [choice] = ask(live, token_ids=[5, 6], sampling_params=params | {"ignore_eos": True})["choices"]
     assert len(choice["token_ids"]) == 158 and choice["finish_reason"] == "length"
 

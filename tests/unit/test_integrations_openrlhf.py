@@ -55,7 +55,7 @@ def test_the_sync_after_one_that_failed_is_a_new_update(refused: str) -> None:
     async def run() -> None:
         client = Client()
         llm = engine(client)
-        # An abort is refused where there is nothing to abort; that is no error of its own.
+        # An abort is refused where there is nothing to abort; this is not an error of its own.
         client.refused = [refused] if refused != "abort_weight_update" else ["end_weight_update", refused]
         with pytest.raises(ClientError, match=client.refused[0]):
             await send(llm, is_last=True)

@@ -51,7 +51,7 @@ def test_a_value_may_make_a_flag_harmless() -> None:
 
 @dataclass
 class _Args:
-    """As SGLang's: everything has a default."""
+    """Arguments like SGLang's: everything has a default."""
 
     model_path: str
     tp_size: int = 1

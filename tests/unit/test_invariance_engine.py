@@ -113,7 +113,7 @@ def specs(draw: st.DrawFn) -> CheckpointSpec:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How requests arrive, and an engine's settings."""
+    """The arrival of requests, and an engine's settings."""
 
     order_seed: int
     gaps: list[int]

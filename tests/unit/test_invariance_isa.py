@@ -34,7 +34,7 @@ def test_batch_invariance_holds_on(isa: str) -> None:
 
 @pytest.mark.mutant
 def test_another_set_than_was_asked_for_is_noticed() -> None:
-    """What is missing here does not pass for what is there."""
+    """An instruction set that is missing here does not pass for one that is there."""
     done = _pytest("none", FILES[-1])
     assert done.returncode != 0 and "no instruction set 'none'" in done.stdout
 

@@ -1,4 +1,4 @@
-"""What a request costs that joins or leaves the decode batch: nothing for the prompts and lists of the others.
+"""The cost of a request that joins or leaves the decode batch: nothing for the prompts and lists of the others.
 
 Counted in executed instructions of Python and in bytes that numpy takes, not in seconds.
 """
@@ -99,7 +99,7 @@ class Decoding:
         return self.rows()
 
     def rows(self) -> SampledRows:
-        """As a step makes them, with all that its sampler reads."""
+        """Return the rows as a step makes them, with all that its sampler reads."""
         rows = SampledRows(self.batch.reqs, self.stop, VOCAB, "cpu", self.lists)
         rows.info.update_histories()
         assert rows.info.operands
@@ -134,7 +134,7 @@ def test_who_joins_or_leaves_costs_nothing_for_the_lists_of_others(params: dict[
 
 @pytest.mark.parametrize("params", LISTS, ids=lambda params: next(iter(params), "plain"))
 def test_instructions_of_a_join_do_not_grow_with_prompts(params: dict[str, Any]) -> None:
-    """C5: the newcomer's own prompt and those of others."""
+    """C5: neither the newcomer's own prompt counts nor the prompts of others."""
 
     def cost(length: int) -> tuple[int, int]:
         made = Decoding(20, **params)
@@ -212,7 +212,7 @@ def bits(sampler: NativeSampler, logits: torch.Tensor, info: SamplingBatchInfo) 
 
 
 def fresh(rows: Sequence[SamplingRow]) -> SamplingBatchInfo:
-    """Of the same rows, as if they had never been in a batch."""
+    """Return the sampling info of the same rows, as if they had never been in a batch."""
     return SamplingBatchInfo([dataclasses.replace(row) for row in rows], VOCAB)
 
 

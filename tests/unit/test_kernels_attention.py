@@ -235,7 +235,7 @@ def test_a_token_has_the_same_bits_in_any_chunking_batch_and_number_of_threads(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(2, 2, 16), (4, 2, 16), (8, 2, 16)], ids=str)
 def test_few_positions_on_both_sides_of_an_edge(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
-    """As after a hit in the prefix cache that leaves two tokens to compute, one of them the first of a block."""
+    """A hit in the prefix cache may leave two tokens to compute, one of them the first of a block."""
     sequences = Sequences([700], dtype, heads)
     whole = sequences.attend(sequences.whole())
     assert error(whole, sequences.exact(sequences.whole())) < TOLERANCES[dtype]

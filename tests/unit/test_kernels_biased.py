@@ -215,7 +215,7 @@ def test_routes_as_plain_torch(native: Ops, dtype: torch.dtype, experts: int, fo
 
 
 def _order(want: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Where each of `ids` is among `want`; torch picks any of equals, of the same weight."""
+    """Return the place of each of `ids` in `want`; torch picks any of equals, of the same weight."""
     same = want[:, None] == ids[:, :, None]
     return torch.where(same.any(-1), same.int().argmax(-1), torch.arange(4))
 

@@ -1,4 +1,4 @@
-"""Which instruction set is compiled for: what a processor can run, refusals, and matrix tiles that may not be used."""
+"""The instruction set to compile for: what a processor can run, refusals, and matrix tiles that may not be used."""
 
 from __future__ import annotations
 

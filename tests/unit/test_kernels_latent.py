@@ -18,7 +18,7 @@ from tests.layer_storage import stored_latent
 
 EPS = 1e-5
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-# heads, N, v, R, rd: those of published models but for the number of heads, and odd ones
+# heads, N, v, R, rd: of published models but for the number of heads, and odd ones
 SIZES = pytest.mark.parametrize(
     "sizes", [(2, 128, 128, 512, 64), (3, 192, 256, 512, 64), (5, 7, 33, 17, 6), (1, 1, 1, 1, 2)]
 )

@@ -1,4 +1,4 @@
-"""Errors of the compiled operators against float64, beside those of torch in the same dtype on the same inputs.
+"""Errors of the compiled operators against float64, beside torch's in the same dtype on the same inputs.
 
 The error of a row is the 2-norm of its difference from float64 over the 2-norm of the exact row.  Both sides round
 where the model's dtype rounds, so the errors are of one size; the sums in between run in another order, which makes
@@ -37,7 +37,7 @@ LARGE_SCORES_TOLERANCE = 1e-5
 
 @dataclass
 class Errors:
-    """Of every row."""
+    """The errors of every row, ours and torch's."""
 
     ours: torch.Tensor
     torch: torch.Tensor

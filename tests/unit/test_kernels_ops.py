@@ -413,7 +413,7 @@ def test_the_choice_of_operators() -> None:
 
 
 def test_plain_torch_stands_behind_every_schema() -> None:
-    """Where nothing is compiled, as with --disable-native-kernels, the registry has the functions of `plain`."""
+    """The registry has the functions of `plain` where nothing is compiled, as with --disable-native-kernels."""
     code = """
 import torch
 from rollout.kernels import plain, schemas

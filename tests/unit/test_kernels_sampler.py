@@ -128,8 +128,8 @@ def test_a_parameter_that_is_ignored_or_invented_is_noticed(native: NativeSample
 
 
 def _chi_square(drawn: torch.Tensor, expected_probs: torch.Tensor) -> float:
-    """Of tokens against a distribution [V], in standard deviations above the mean; infinite if a token of probability 0
-    is among them."""
+    """Return chi-square of tokens against a distribution [V], in standard deviations above the mean; infinite if a
+    token of probability 0 is among them."""
     counts = torch.bincount(drawn, minlength=len(expected_probs)).double()
     possible = expected_probs > 0
     if counts[~possible].sum() > 0:
