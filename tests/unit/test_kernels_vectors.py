@@ -29,7 +29,7 @@ def test_vectors_compute_what_they_say(target: str) -> None:
 @pytest.mark.parametrize(
     ("header", "right", "wrong"),
     [
-        # Denormal results are kept; the edge of what is flushed; odd elements follow even ones in one sum.
+        # Denormal results are kept; the edge of flushing; odd elements follow even ones in one sum.
         ("tiles.h", "sums[n] = flushed(next[n])", "sums[n] = next[n]"),
         ("tiles.h", "0x1p-25", "0x1p-24"),
         (
@@ -83,7 +83,7 @@ def on(target: str, header: str, right: str, wrong: str) -> Any:
             "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000)))",
             "_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xfffe0000)))",
         ),
-        # Elements of a token change places, or those of neighbours; odd weights are lost; rows of a tile change places.
+        # Elements of a token change places, or with neighbours'; odd weights are lost; rows of a tile change places.
         on("avx512", "packed.cpp", "number(tokens + i * M + t)", "number(tokens + (kGroup<T> - 1 - i) * M + t)"),
         on("avx512", "packed.cpp", "number(tokens + i * M + t)", "number(tokens + i * M + (t + i) % M)"),
         on("avx512", "packed.cpp", "v * kLanes, values.odd)", "v * kLanes, values.even)"),

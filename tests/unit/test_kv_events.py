@@ -33,7 +33,7 @@ SLOTS = 300
 def replayed(
     context: zmq.Context, endpoint: str, turn: Callable[[], object], first: int = 0
 ) -> list[tuple[int, bytes]]:
-    """What a publisher in this thread, which takes its turns meanwhile, still has from number `first` on."""
+    """Return what a publisher in this thread, which takes its turns meanwhile, still has from number `first` on."""
     box: list[list[tuple[int, bytes]]] = []
     thread = threading.Thread(target=lambda: box.append(ask_replay(context, endpoint, first)))
     thread.start()
@@ -170,7 +170,7 @@ def test_a_rename_changes_no_block_until_the_next_commit(rig: Rig) -> None:
 
 
 def test_an_update_without_tensors_is_no_news_to_a_listener(tmp_path: Path) -> None:
-    """As vLLM's /start_weight_update and /finish_weight_update with nothing between: every prefix stays."""
+    """Every prefix stays, as with vLLM's /start_weight_update and /finish_weight_update with nothing between."""
     replay = f"ipc://{tmp_path}/replay"
     config = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": replay, "weight_versions": True}
     harness = Harness(tiny_checkpoint(tmp_path / "m", "moe"), kv_events_config=json.dumps(config))
@@ -226,7 +226,7 @@ Hash = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class BlockStored(VLLMEvent):
-    """The fields of vLLM 0.33, with those that must be there; SGLang 0.5.23 has them too, but for `extra_keys`."""
+    """The fields of vLLM 0.33, required ones without a default; SGLang 0.5.23 has them too, but for `extra_keys`."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None

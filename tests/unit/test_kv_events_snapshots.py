@@ -20,7 +20,7 @@ from tests.mixed.violation import Violation
 from tests.scheduler_harness import Harness
 
 EVENTS = '{"endpoint": "ipc:///nowhere"}'
-# Tokens between two snapshots, and what a prompt of so many tokens leaves behind.
+# Tokens between two snapshots, and how many tokens a prompt of each length leaves behind.
 STORED = {
     "qwen3_next": (64, {40: 0, 63: 0, 64: 64, 100: 64, 127: 64, 128: 128, 200: 192}),
     "gpt_oss": (128, {40: 0, 100: 0, 127: 0, 128: 128, 200: 128}),
@@ -39,7 +39,7 @@ class Router:
         return [self.rng.randrange(2, 320) for _ in range(length)]
 
     def generate(self, prompt: list[int], tokens: int = 1) -> tuple[int, list[int]]:
-        """How many tokens came from the cache, and those that were sampled."""
+        """Return how many tokens came from the cache, and the sampled tokens."""
         (result,) = self.harness.generate([prompt], {"max_new_tokens": tokens})
         assert result.finished is not None
         self.check()
@@ -50,7 +50,7 @@ class Router:
         self.tap.compare(scheduler.cache.prefix_cache, scheduler.runner.state.epoch.weight_epoch)
 
     def is_end(self, prompt: list[int], length: int) -> bool:
-        """Whether nothing is stored below the first `length` tokens."""
+        """Return whether nothing is stored below the first `length` tokens."""
         tree, parent = self.tap.tree, ("root", None)
         for token in prompt[:length]:
             parent = tree.below[parent, token]  # type: ignore[index]

@@ -94,7 +94,7 @@ def facts(result: Result) -> tuple:
 
 
 def is_same(folder: Path, expected: list[Result]) -> bool:
-    """Whether what leaves the engine is the same; an engine that fails gives nothing."""
+    """Return whether the results of the engine are the same; an engine that fails gives none."""
     try:
         found = generate(folder)
     except (AssertionError, IndexError, KeyError, RuntimeError):

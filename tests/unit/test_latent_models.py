@@ -1,4 +1,4 @@
-"""Models with latent attention: configurations as published, what the cache holds, refreshes of what is absorbed, the
+"""Models with latent attention: configurations as published, what the cache holds, refreshes of absorbed weights, the
 norms' epsilon, tensors that are left out, and more experts than a byte counts."""
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def _with_more_layers(folder: Path) -> Mapping[str, torch.Tensor]:
 
 
 def test_layers_behind_the_last_are_left_out_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a load, a refresh from disk, and one that announces them in its manifest, fingerprints and all."""
+    """A load, a refresh from disk, and one that announces them in its manifest leave them out, fingerprints and all."""
     folders = [family_checkpoint(tmp_path / str(seed), "deepseek_v3, Moonlight", seed) for seed in (1, 2)]
     old, new = map(_with_more_layers, folders)
     harness = Harness(folders[0], latent_norm_eps=1e-5)

@@ -1,7 +1,7 @@
-"""No turn of the loop waits for the device, but for the results of the step that it finishes.
+"""A turn of the loop waits for nothing of the device but the results of the step that it finishes.
 
 Engines on a device that is played (`tests/device_stand_in.py`) against engines on the CPU: the same operators, so
-everything that leaves them is the same, bit for bit.  What does wait is listed, too.
+everything that leaves them is the same, bit for bit.  Calls that do wait are listed, too.
 """
 
 from __future__ import annotations

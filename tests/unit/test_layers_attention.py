@@ -24,7 +24,7 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 class _Sequences:
     """Whole keys and values of some requests, scattered over a pool whose other slots are NaN.
 
-    So are, with a `window`, those of positions that no token of the step sees.
+    With a `window`, keys and values of positions that no token of the step sees are NaN, too.
     """
 
     def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float64, window: int | None = None) -> None:

@@ -146,7 +146,7 @@ def inserted(cache: RadixCache, allocator: SlotAllocator, epoch: int, tokens: np
 
 
 def test_nothing_of_dropped_prefixes_stays_in_memory_after_a_commit() -> None:
-    """C6: neither where they were matched again and again, nor of those that a request still used."""
+    """C6: this holds for prefixes that were matched again and again, and for prefixes that a request still used."""
     allocator = SlotAllocator(64_000)
     cache = RadixCache(allocator)
     before = detached()

@@ -1,4 +1,4 @@
-"""Pages that go back to the system, and copies of what was on them."""
+"""Pages that go back to the system, and copies of their content."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resident_bytes() -> int:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """A disk that is full after so many bytes, as the system tells it."""
+    """Play a disk that is full after `num_bytes` bytes, as the system tells it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""What is read of the configurations of Qwen3-Next and Qwen3.5."""
+"""The fields that are read of the configurations of Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 class TestFamilies:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_log_probabilities_and_routes_are_the_engines(self, served: Served, dtype: torch.dtype) -> None:
-        """Whether the trainer holds bfloat16, or float32 masters of it."""
+        """They agree whether the trainer holds bfloat16 or float32 masters of it."""
         model = served.model(dtype)
         with use_engine_numerics(model) as numerics:
             assert numerics.batch_invariant

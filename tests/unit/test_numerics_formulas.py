@@ -158,7 +158,7 @@ def with_gradients(case: str) -> list[str]:
 
 
 def results_of(case: str, arguments: Arguments) -> list[torch.Tensor]:
-    """Of the plain operator, with what it stores, on copies of the arguments."""
+    """Return the results of the plain operator, with what it stores, on copies of the arguments."""
     name = name_of(case)
     given = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
     result = getattr(plain, name)(*given.values())
@@ -167,7 +167,7 @@ def results_of(case: str, arguments: Arguments) -> list[torch.Tensor]:
 
 
 def slopes(case: str, formula: Callable[..., Any]) -> tuple[float, float]:
-    """Of a random sum of the results along a random direction: by the formula, and by differences."""
+    """Return the slope of a random sum of the results along a random direction: by the formula, and by differences."""
     arguments, names = CASES[case], with_gradients(case)
     weights = [rand(*result.shape, seed=2) for result in results_of(case, arguments)]
     ways = {name: rand(*arguments[name].shape, seed=3) for name in names}
@@ -277,7 +277,7 @@ def test_gradients_of_attention(kind: str, wrong: bool) -> None:
 
 
 class _Backend:
-    """Of which the formula needs the pool only."""
+    """A backend of which the formula needs the pool only."""
 
     batch_invariant = True
 
@@ -285,7 +285,7 @@ class _Backend:
         self.kv = kv
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Nothing."""
+        """Plan nothing."""
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
