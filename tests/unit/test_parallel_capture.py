@@ -1,4 +1,4 @@
-"""What a step costs in collectives, by layout; and routes of scattered tokens, which cost none of their own."""
+"""The cost of a step in collectives, by layout; and routes of scattered tokens, which cost none of their own."""
 
 from __future__ import annotations
 

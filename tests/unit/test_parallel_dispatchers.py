@@ -1,4 +1,4 @@
-"""What every dispatcher must do: each token gets the weighted sum of its experts' outputs, wherever they are.
+"""The contract of every dispatcher: each token gets the weighted sum of its experts' outputs, wherever they are.
 
 Real groups, real experts; the reference is the same experts on one rank.
 """
@@ -224,7 +224,7 @@ class TakesOthersSlots(AllTokensDispatcher):
 
 
 class KeepsTheOrderOfArrival(AllToAllDispatcher):
-    """Wrong: takes outputs as they come back, by rank, for those of its tokens in order."""
+    """Wrong: takes outputs as they come back, by rank, for the outputs of its tokens in order."""
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor

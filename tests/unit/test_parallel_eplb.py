@@ -1,7 +1,7 @@
 """Rebalances of an engine of several ranks: asked for, by itself, dry, chunked, failing, and beside a refresh.
 
 After everything each slot of each rank holds the expert that the map in force names, the ranks have one map, and the
-results are those of an engine that never moved an expert.
+results equal the results of an engine that never moved an expert.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_redundant_experts_change_no_result(folders: dict[str, Path], backend: s
 def test_where_sums_keep_their_order_float64_is_equal_to_the_bit(
     folders: dict[str, Path], sizes: Sizes, placed: str
 ) -> None:
-    """Of the same batches: attention in plain torch sees which requests are together."""
+    """Both run the same batches: attention in plain torch sees which requests are together."""
     folder, metadata = folders["moe_dense_first"], redundant(2) if placed == "redundant" else None
     expected = one_rank(folder, MIXED, batches_of=sizes[1], ops=row_ops())
     found = several_ranks(
@@ -100,7 +100,7 @@ def test_where_sums_keep_their_order_float64_is_equal_to_the_bit(
 def test_compiled_operators_give_the_bits_of_one_rank(
     folders: dict[str, Path], sizes: Sizes, dtype: torch.dtype
 ) -> None:
-    """Whatever batches the requests are in, on one rank or on several that send tokens to whole experts."""
+    """The batches of the requests do not matter, on one rank or on several that send tokens to whole experts."""
     native = {"dtype": dtype, "ops": native_ops(), "attention": "native_cpu"}
     folder = folders["moe_dense_first"]
     found = several_ranks(folder, layout_of(sizes), MIXED, moe_a2a_backend="all_to_all", **native)
@@ -120,7 +120,7 @@ def test_compiled_operators_in_float32(folders: dict[str, Path], backend: str, s
 
 
 class Judge:
-    """What one rank computed before anything was broken."""
+    """The comparison with what one rank computed before anything was broken."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._expected = folder, one_rank(folder, MIXED)

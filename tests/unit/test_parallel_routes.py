@@ -1,7 +1,7 @@
-"""Routes that an engine of several ranks returns are those of one rank, row by row, in steps of every kind.
+"""Routes that an engine of several ranks returns equal the routes of one rank, row by row, in steps of every kind.
 
-With scattered tokens (all_to_all over attention-TP ranks, each of which routes a slice) and without.  That mistakes are
-noticed is shown in `test_parallel_routes_noticed.py`.
+With scattered tokens (all_to_all over attention-TP ranks, each of which routes a slice) and without.
+`test_parallel_routes_noticed.py` shows that mistakes are noticed.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_a_neighbour_that_does_not_ask(engine: ParallelHarness, world: World) ->
     assert finished(engine, world, dict.fromkeys(rids, 5)) == []
     has_rows = [engine.results[rid].finished.routed_experts is not None for rid in rids]  # type: ignore[union-attr]
     assert has_rows == asked
-    later = submit_all(engine, prompts, num_new=5)  # on the KV of those that did not ask, too
+    later = submit_all(engine, prompts, num_new=5)  # on the KV of requests that did not ask, too
     assert finished(engine, world, later) == []
 
 

@@ -59,7 +59,7 @@ def with_other_sizes(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tenso
 
 
 def own_slice_only(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    """Wrong: every rank fills in its own rows, and nobody gathers."""
+    """Wrong: every rank fills in its own rows, and no rank gathers."""
     return torch.cat([part * (rank == ranks.rank) for rank, part in enumerate(by_slice(rows_TLK, ranks))])
 
 
@@ -98,7 +98,7 @@ def test_a_wrong_gather_is_noticed(
 
 
 def only_routes(objections: list[str]) -> bool:
-    """Whether there are objections, and all of them to routes."""
+    """Return whether there are objections, all of them to routes."""
     return bool(objections) and all("other routes" in objection for objection in objections)
 
 

@@ -259,7 +259,7 @@ class Ranks(RuleBasedStateMachine):
 
 
 def _give_loads(world: World, seed: int) -> None:
-    """What a full refresh that adopts a placement plans for."""
+    """Set the loads that a full refresh plans for when it adopts a placement."""
     counts_LE = np.random.default_rng(seed).zipf(1.5, size=(2, 8)).astype(float)
     for scheduler in world.engine.schedulers:
         _control_of(scheduler)._adoption._loads = lambda: counts_LE
@@ -317,7 +317,7 @@ def _no_fence(patches: pytest.MonkeyPatch, world: World) -> None:
 
 
 def _only_the_first_replica_written(patches: pytest.MonkeyPatch, world: World) -> None:
-    """Of an expert in several slots only the first one gets the new weights."""
+    """Give the new weights only to the first slot of an expert in several."""
     states = [scheduler.runner.state for scheduler in world.engine.schedulers]
     inner = ShadowStaging.write
 

@@ -71,7 +71,7 @@ def engine(folder: Path, parallel: Parallel, ops: Ops | None = None) -> RankEngi
 
 
 def holds(rank: RankEngine, content: dict[str, torch.Tensor]) -> bool:
-    """Whether every place has its part of `content`."""
+    """Return whether every place has its part of `content`."""
     weights, right = rank.model.weights, True
     for name, tensor in content.items():
         tensor = tensor.to(rank.model.dtype)
@@ -82,7 +82,7 @@ def holds(rank: RankEngine, content: dict[str, torch.Tensor]) -> bool:
 
 
 def shows(transaction: WeightTransaction, sent: dict[str, torch.Tensor], parallel: Parallel) -> bool:
-    """Whether what is staged is what was sent; all ranks ask together."""
+    """Return whether the staged tensors are the tensors sent; all ranks ask together."""
     metas, exchange, right = transaction.target.metas(), parallel.weight_io.gather_bytes, True
     for name, tensor in sent.items():
         staged = transaction.read_staged(name)
@@ -233,7 +233,7 @@ SECTIONS = [
 
 @pytest.mark.parametrize(("dim", "sections", "regions"), SECTIONS, ids=["columns", "rows"])
 def test_a_share_of_every_section(dim: int, sections: tuple[int, ...], regions: list[Region]) -> None:
-    """What each rank holds is that of each section alone, side by side; together they are the whole, and its F."""
+    """Each rank holds its share of each section, side by side; together the shares are the whole, and have its F."""
     shape = (4, 6) if dim else (24, 3)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     shares = [part.chunk(len(regions), dim) for part in whole.split(sections, dim)]

@@ -1,4 +1,4 @@
-"""What an arrival, an abort and a retraction cost: the same however many wait.
+"""The cost of an arrival, an abort and a retraction: the same however many requests wait.
 
 Counted in executed instructions of Python, not in seconds.
 """
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def waiting(folder: Path, count: int, *, spread: bool = False) -> Harness:
-    """A paused engine with so many requests in its queue, all of one priority, or each of one of 50."""
+    """Return a paused engine with `count` requests in its queue, all of one priority, or each of one of 50."""
     harness = Harness(folder, max_queued_requests=100_000, max_total_tokens=600, max_running_requests=8)
     for number in range(4):
         harness.submit([number] * 8, rid=f"running {number}", params={"max_new_tokens": 50}, priority=9)
@@ -80,7 +80,7 @@ def count_of_those_that_have_begun(harness: Harness) -> object:
 
 
 def state(harness: Harness) -> object:
-    """What /health asks for."""
+    """Return the state that /health asks for."""
     return harness.scheduler._dispatch(GetStateReqInput(request_id="state"))
 
 

@@ -1,4 +1,4 @@
-"""Which device a rank takes, and what is said where there is none."""
+"""The device that a rank takes, and the message where there is none."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@
     31  slime#1052          padding on the wrong side
     36  ATOM#2274 and others   every server has another shape and type, and says neither
 
-Those of the engine, and which bugs cannot occur here, are in `test_regression_b1_rows.py`.
+Bugs of the engine, and bugs that cannot occur here, are in `test_regression_b1_rows.py`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_29_prime_rl_2648_a_gap_or_an_overlap_is_refused(judge: OneRank) -> None
 
 
 def test_21_nemo_rl_3292_a_record_is_a_byte_a_choice() -> None:
-    """Of a model with 128 experts, 48 layers and 8 experts a token, over 4,000 tokens."""
+    """The record is of a model with 128 experts, 48 layers and 8 experts a token, over 4,000 tokens."""
     random = np.random.default_rng(0)
     ids_TLK = random.random((4000, 48, 128)).argsort(axis=2)[:, :, :8].astype(id_dtype(128))
     routed = RoutedExperts(ids_TLK, 128, tuple(range(48)), 48)
@@ -203,7 +203,7 @@ IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 def own_routes(model: Qwen3MoeForCausalLM) -> torch.Tensor:
-    """What the model chooses by itself [B, S, L, K]."""
+    """Return the model's own choices [B, S, L, K]."""
     with record_routes(model) as recorded, torch.no_grad():
         model(input_ids=IDS, use_cache=False)
     return recorded.ids().view(*IDS.shape, LAYERS, TOP_K)
@@ -215,7 +215,7 @@ def others(routes: torch.Tensor) -> torch.Tensor:
 
 
 def forced(model: Qwen3MoeForCausalLM, routes: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Which routes were followed [B, S, L, K], and at how many positions they were forced."""
+    """Return the routes that were followed [B, S, L, K], and at how many positions they were forced."""
     with force_routes(model, routes) as state, record_routes(model) as recorded, torch.no_grad():
         model(input_ids=IDS, use_cache=False)
     return recorded.ids().view(*IDS.shape, LAYERS, TOP_K), state.forced_positions
@@ -234,7 +234,7 @@ def on_the_left(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def follows(model: Qwen3MoeForCausalLM, pad: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> bool:
-    """Whether given rows are followed where their tokens are, and every other position routes by itself."""
+    """Return whether given rows are followed where their tokens are, and every other position routes by itself."""
     own, lengths = own_routes(model), (6, 4)
     given = [others(own[row, :length]) for row, length in enumerate(lengths)]
     got, count = forced(model, pad(given))
@@ -268,7 +268,7 @@ def router_gradient(model: Qwen3MoeForCausalLM, routes: torch.Tensor) -> float:
 def test_28_megatron_79_forced_experts_have_gradients(
     model: Qwen3MoeForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of experts none of which the router would choose."""
+    """The router would choose none of the forced experts."""
     chosen = own_routes(model)
     absent = torch.ones(*chosen.shape[:-1], EXPERTS).scatter(-1, chosen, 0.0).topk(TOP_K, dim=-1).indices
     assert router_gradient(model, absent) > 0

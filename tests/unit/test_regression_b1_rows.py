@@ -6,7 +6,7 @@
     6   sglang#12162        rows of output tokens are copies of one another, shifted by the length of the output
     7   sglang#26860        a prompt that is not split is longer than the capture buffer: crash
     8   vllm#35744          KV slots beyond the end of the table of rows: crash
-    9   tpu-inference#3583  every row of a prompt zero, those of the output fine
+    9   tpu-inference#3583  every row of a prompt zero, rows of the output fine
     10  vllm#39917          a preempted request silently loses the rows that it had
     11  vllm-ascend#10727   buffers overwritten by the next step before their rows were fetched
     12  miles#3277          a retraction pairs the first log-probabilities with recomputed routes, of other weights
@@ -63,7 +63,7 @@ def judges(folders: tuple[Path, Path]) -> tuple[OneRank, OneRank]:
 
 
 class Engines:
-    """Engines on the old weights, and the judge's objections to what they say."""
+    """Engines on the old weights, and the judge's objections to their answers."""
 
     def __init__(self, folder: Path, judge: OneRank) -> None:
         self.folder, self.judge = folder, judge
@@ -72,7 +72,7 @@ class Engines:
     def objections(
         self, prompts: Sequence[list[int]] = PROMPTS, num_new: int = 7, layout: str = SCATTERED, **settings: Any
     ) -> list[str]:
-        """To all prompts together, twice: the second time they are in the prefix cache."""
+        """Return the objections to all prompts together, twice: the second time they are in the prefix cache."""
         with ParallelHarness(self.folder, **LAYOUTS[layout] | settings) as harness:
             self.results = [
                 result for _ in range(2) for result in harness.generate(list(prompts), {"max_new_tokens": num_new})
@@ -89,11 +89,11 @@ def engines(folders: tuple[Path, Path], judges: tuple[OneRank, OneRank]) -> Engi
 
 
 def routes_only(objections: list[str]) -> bool:
-    """Whether there are objections, all of them to rows: tokens and log-probabilities of the bugs here are right."""
+    """Return whether there are objections, all to rows: tokens and log-probabilities of the bugs here are right."""
     return bool(objections) and all(" rows" in word for word in objections)
 
 
-# --- 1, 3, 4: choices that nobody was shown ---------------------------------------------------------------------------
+# --- 1, 3, 4: choices that were never shown ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def retracted(folders: tuple[Path, Path]) -> Iterator[Callable[[], tuple[Result,
 
 
 def pairs(result: Result, before: int, judges: tuple[OneRank, OneRank]) -> bool:
-    """Whether rows and log-probabilities of the first `before` tokens are of the old weights, later rows of the new.
+    """Return whether the first `before` tokens have rows and log-probabilities of old weights, later rows of new ones.
 
     The row of the last of those tokens was computed after the refresh, for nothing had consumed it.
     """

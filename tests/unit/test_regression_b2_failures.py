@@ -172,7 +172,7 @@ def test_56_trl_6913_the_next_run_can_refresh(failure: Exception) -> None:
 
 
 def test_62_prime_rl_3577_a_bucket_of_another_version_is_drained_and_refused() -> None:
-    """The sender's broadcast completes, so that nobody is left waiting in it; another's update does not feel it."""
+    """The sender's broadcast completes, so that no rank is left waiting in it; another's update does not feel it."""
     weights = FakeWeights(seed=1)
     updater = new_updater(weights)
     named = list(version(2).items())

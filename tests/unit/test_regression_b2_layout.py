@@ -6,11 +6,11 @@
     40  sglang#38298      halves of a fused tensor that come in different chunks are dropped
     41  sglang#29916      a tensor computed from weights stays that of step 0, unseen by the checker
     42  sglang#31937      a load path that forgets to recompute such tensors
-    43  sglang#6265       a refresh makes new storage, and whoever holds the old one serves old weights
+    43  sglang#6265       a refresh makes new storage, and a holder of the old one serves old weights
     46  verl#7224         a load reports success while a tensor was never written
     50  vllm#51665, prime-rl#2438   tied embeddings that a refresh unties
 
-Those of failures and states are in `test_regression_b2_failures.py`.
+Bugs of failures and states are in `test_regression_b2_failures.py`.
 Elsewhere: 49 (peaks of memory) is measured with the staging modes; 51 (a fleet of which some engines updated) with the
 sender; 54 (one version a token) and 59 (in-place pause during a transfer) in `test_refresh_while_running.py`; 61 (a
 trainer that dies in a transfer) in `test_weight_sync_gloo.py`.
@@ -58,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def is_loaded(model: DecoderForCausalLM, folder: Path, placement: ExpertPlacement | None = None) -> bool:
-    """Whether every byte that serves is what a cold load of `folder` gives under `placement`."""
+    """Return whether every byte that serves is what a cold load of `folder` gives under `placement`."""
     fresh = load_tiny(folder, F64, placement)
     return all(torch.equal(ours, theirs) for ours, theirs in zip(model.tensors(), fresh.tensors(), strict=True))
 

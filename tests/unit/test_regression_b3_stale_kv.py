@@ -58,7 +58,7 @@ def engine(folder: Path, **settings) -> Harness:
 
 
 def is_of(folder: Path, result: Result) -> bool:
-    """Whether a fresh engine on the weights in `folder` gives the same record."""
+    """Return whether a fresh engine on the weights in `folder` gives the same record."""
     (want,) = engine(folder).generate([result.prompt_ids], {"max_new_tokens": len(result.token_ids)})
     return (
         result.token_ids == want.token_ids
@@ -75,7 +75,7 @@ def kv_versions(result: Result) -> set[str]:
 
 
 def refresh_in_place(harness: Harness, trainer: LoopbackTrainer) -> None:
-    """As asynchronous recipes do: requests keep their KV through the refresh."""
+    """Refresh as asynchronous recipes do: requests keep their KV through the refresh."""
     assert harness.control(PauseGenerationReqInput, mode="in_place").success
     assert trainer.refresh(harness, "v2").success
     assert harness.control(ContinueGenerationReqInput).success
