@@ -76,7 +76,7 @@ TWICE_HERE = [[0, 0, 0, 1, 2, 3, 4, 5, 6, 7], [7, 7, 0, 1, 2, 3, 4, 5, 6, 6]]
 
 
 def copies_agree(folder: Path, new: Path) -> bool:
-    """Whether every slot holds its expert after a refresh, read by the placement and not by what wrote it."""
+    """Return whether every slot holds its expert after a refresh, read by the placement and not by what wrote it."""
     harness = Harness(folder, **located(TWICE_HERE))
     content = logical_tensors(new)
     assert refresh(harness, content, "v1").success

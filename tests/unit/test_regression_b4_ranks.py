@@ -4,9 +4,9 @@
     71  sglang#25882, sglang#18213   wrong results after experts moved: a path that goes by the map of before
     72  vllm#57883          the balancer stops for ever, health is fine and no number says so
     73  vllm#32860, #32418  ranks wait for one another without end
-    74  deepseek-ai/EPLB#22 two slots of one expert on one rank in a planned map, which nobody downstream expects
+    74  deepseek-ai/EPLB#22 two slots of one expert on one rank in a planned map, which no code downstream expects
 
-Those that one rank can show (70, 71, 74 and 75, balancedness over the wrong axis) are in
+Bugs that one rank can show (70, 71, 74 and 75, balancedness over the wrong axis) are in
 `test_regression_b4_expert_load.py`.  76 (vllm#27866: one rank dies, all hang or restart) is in
 `test_parallel_server.py`: the server ends at once and says which rank it was.
 """

@@ -54,7 +54,7 @@ def tokens_of(harness: Harness) -> list[list[int]]:
 
 
 def tokens_on_a_stream(folder: Path) -> list[list[int]]:
-    """Of an engine whose steps run on a stream that is not the default one."""
+    """Return the tokens of an engine whose steps run on a stream that is not the default one."""
     with stand_in_device() as device:
         harness = device_engine(folder)
         with device.streams.stream(device.streams.new()):
@@ -146,7 +146,7 @@ class KeepsAView(RadixCache):
 
 
 def hit_after_the_row_was_used_again(folder: Path) -> bool:
-    """Whether a prefix gives what it gave before, and no slot is in two places."""
+    """Return whether a prefix gives what it gave before, and no slot is in two places."""
     harness = Harness(folder, disable_overlap_schedule=False)
     first, other = PROMPTS[1], [9] * 19
     results = [harness.generate([prompt], LENGTHS)[0] for prompt in (first, other, first)]
@@ -225,7 +225,7 @@ class OwnEntropy(SeedSource):
 
 
 def ranks_agree(folder: Path, patch: pytest.MonkeyPatch) -> bool:
-    """Whether both ranks of an engine sample the same tokens for requests without a seed."""
+    """Return whether both ranks of an engine sample the same tokens for requests without a seed."""
     records: dict[int, dict[str, list[int]]] = {0: {}, 1: {}}
     emit: Callable = Scheduler._emit
 

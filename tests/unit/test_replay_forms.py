@@ -142,7 +142,7 @@ def test_a_npy_is_read_as_numpy_reads_it(descr: str, shape: list[int], order: An
 
 
 def is_sound(found: ReplayedRoutes) -> bool:
-    """Whether the scheduler can use it: of whole rows, of experts that there are, and a message that decodes."""
+    """Return whether the scheduler can use it: whole rows, experts that exist, and a message that decodes."""
     rows, layers, top_k = found.shape
     ids = np.frombuffer(found.data, "<u2").reshape(found.shape)
     message = TokenizedGenerateReqInput(rid="r", input_ids=[1], sampling_params=SamplingParams(), replay=found)

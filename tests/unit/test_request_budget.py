@@ -1,4 +1,4 @@
-"""What a request may come to hold: counted before it begins, with a 413 that says limit, value and flag."""
+"""The most that a request may come to hold: counted before it begins, with a 413 that says limit, value and flag."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_masks_are_counted_in_the_budget_of_alternatives_c3(
 
 
 def test_masks_of_top_p_alone_get_a_share_of_what_is_left_c3(limits: ServingLimits) -> None:
-    """Nobody can say how large they become: a request that lists its most would refuse what is small in fact."""
+    """Their size is unknown until the end: counting the most would refuse requests that are small in fact."""
     few = with_budget(limits, max_logprob_entries=1000)
     body = {"input_ids": [1], "return_sampling_mask": True}
     (prompt,) = check(few, body | {"sampling_params": {"top_p": 0.9, "max_new_tokens": 10, "n": 4}})

@@ -267,7 +267,7 @@ def test_a_pause_that_retracts_keeps_masks(folders: list[Path]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_the_engines_operators_only_the_last_sum_differs(folders: list[Path], dtype: str) -> None:
-    """Logits have the engine's bits then, and log-probabilities are those of a sum of float32 over the mask."""
+    """Logits have the engine's bits then, and log-probabilities come from a sum of float32 over the mask."""
     harness = Harness(folders[0], dtype=dtype)
     results = [harness.results[rid] for rid in asked(harness)]
     harness.run()

@@ -47,7 +47,7 @@ class Rows:
         self.check()
 
     def check(self) -> None:
-        """No slot belongs to two requests, or to a request and to anybody else."""
+        """Check that no slot belongs to two requests, or to a request and to anything else."""
         self.cache.check()
         held = torch.cat([self.cache.slots(req, 0, req.device_len) for req in self.reqs])
         assert held.unique().shape == held.shape

@@ -102,7 +102,7 @@ def request(rid: str, siblings: int = 0) -> TokenizedGenerateReqInput:
 
 
 def everything(channel: ZmqChannel, count: int) -> list[list[Any]]:
-    """What `count` messages look like turn by turn."""
+    """Receive `count` messages, and return them turn by turn."""
     turns, deadline = [], time.monotonic() + DEADLINE_S
     while sum(map(len, turns)) < count and time.monotonic() < deadline:
         turns.append(channel.receive(50))

@@ -143,7 +143,7 @@ def test_memory_that_is_used_before_it_is_there_is_noticed(
 
 
 def test_updates_are_received_on_a_stream_of_their_own(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the I/O thread, and of no other: steps keep theirs."""
+    """The stream is the I/O thread's, and no other's: steps keep theirs."""
     given: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         "rollout.control.weight_queue.use_own_stream",

@@ -276,7 +276,7 @@ def test_histories_catch_wrong_parts(monkeypatch, machine: type, part: str, wron
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """What was raised, and what it was raised in the handling of: the end of a history can fail over its failure."""
+    """Yield an error, then the errors behind it: the end of a history can fail over its failure."""
     while error is not None:
         yield error
         error = error.__context__

@@ -1,4 +1,4 @@
-"""How old KV may become: retraction after commits, aborts below a version, and what records say of it.
+"""The age that KV may reach: retraction after commits, aborts below a version, and what records say of it.
 
 Float32 on the compiled operators: a token re-scored by a fresh engine has the bits that it was sampled with.
 """
@@ -152,7 +152,7 @@ def test_a_relabelling_ages_nothing(folders) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_an_aborted_request_says_which_kv_it_used(folders, tensors, mode: str) -> None:
-    """Also where a retraction gave that KV up and it was not computed again."""
+    """The record says so even where a retraction gave that KV up and it was not computed again."""
     harness = started(folders[0])
     harness.control(PauseGenerationReqInput, mode=mode)
     assert refresh(harness, tensors[1], "v2").success

@@ -177,7 +177,7 @@ def split(tensors: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.
 
 @pytest.mark.parametrize("version", [None, "v2"])
 def test_calls_without_begin_into_lost_weights_add_up(folders, new_tensors, version: str | None) -> None:
-    """The order of verl without a backup: release, resume the weights, buckets, resume the rest; nobody pauses."""
+    """The order of verl without a backup: release, resume the weights, buckets, resume the rest; no call pauses."""
     harness = engine(folders[0])
     assert release(harness).success and resume(harness, "weights").success
     for part in split(new_tensors, 3)[:2]:
@@ -196,7 +196,7 @@ def test_calls_without_begin_into_lost_weights_add_up(folders, new_tensors, vers
 
 @pytest.mark.parametrize("anew", ["resume", "pause", "abort"])
 def test_a_bad_call_of_those_ends_them_until_a_new_start(folders, new_tensors, anew: str) -> None:
-    """No half of it may join the halves of the next attempt."""
+    """Halves of the failed attempt may not join the halves of the next one."""
     harness = engine(folders[0])
     assert release(harness, "weights").success
     first, second = split(new_tensors, 2)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begun(folder: Path, *lengths: int, **settings: Any) -> Harness:
-    """Requests "0", "1", ... of so many new tokens, after three steps."""
+    """Return an engine with requests "0", "1", ... of `lengths` new tokens, after three steps."""
     harness = Harness(folder, enable_return_routed_experts=False, **settings)
     for number, length in enumerate(lengths):
         harness.submit([5, 9, 2 + number], rid=str(number), params={"max_new_tokens": length})
@@ -144,7 +144,7 @@ def test_who_gives_up_takes_only_the_own_pause_back(folder: Path) -> None:
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_pause_that_came_can_be_given_up_until_another_one_comes(folder: Path, paused: bool) -> None:
-    """As where one replica has paused and another could not."""
+    """A pause is given up where one replica has paused and another could not."""
     harness = begun(folder, 4)
     assert harness.control(PauseGenerationReqInput, mode="wait", wait_id="a").success
     if paused:

@@ -70,7 +70,7 @@ def test_who_has_begun_stays_in_front(checkpoint) -> None:
 
 
 def test_priorities_go_first_and_equals_in_their_order(checkpoint) -> None:
-    """One runs at a time; of those that wait, the lower `priority`, though not before what runs already."""
+    """One request runs at a time; the waiting one of the lowest `priority` is next, after what runs already."""
     harness = Harness(checkpoint, max_running_requests=1)
     harness.submit([9] * 5, rid="running", params={"max_new_tokens": 4}, priority=5)
     harness.tick()

@@ -118,7 +118,7 @@ def test_a_folder_that_is_gone_is_told(harness: Harness, tmp_path: Path) -> None
 
 
 class FakeProfile:
-    """In torch's place, which cannot record several threads of one process: a file of so many steps."""
+    """A profile in the place of torch's, which cannot record several threads of one process: it only writes a file."""
 
     def __init__(self, **_: object) -> None:
         pass
@@ -208,7 +208,7 @@ def test_what_fails_on_one_rank_has_failed_on_all(
 
 
 def test_all_ranks_end_after_the_same_step(ranks: ParallelHarness, fake: type[FakeProfile], tmp_path: Path) -> None:
-    """Also where a rank without requests takes part; a turn in which nobody has any is no step."""
+    """A rank without requests takes part; a turn in which no rank has any is not a step."""
     assert start(ranks, tmp_path, num_steps=4).success
     for _ in range(10):
         assert not ranks.tick()
