@@ -17,7 +17,7 @@ SPACE = (None, 0)
 
 
 class Request:
-    """What of a request the rows depend on."""
+    """The part of a request that the rows depend on."""
 
     prompt_len = 100
 
@@ -44,7 +44,7 @@ def kept(rows: SnapshotRows, cache: RadixCache, tokens: list[int], position: int
 
 
 def test_a_snapshot_that_a_request_begins_from_is_not_dropped_in_that_step() -> None:
-    """Also when another request that would have begun from it does not fit after all."""
+    """It is kept also when another request that would have begun from it does not fit after all."""
     rows = SnapshotRows(8, 2)
     cache = RadixCache(SlotAllocator(64), snapshots=rows)
     states = StateRows(rows, 4, keeps_prefixes=True)

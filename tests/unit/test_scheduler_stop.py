@@ -40,7 +40,7 @@ class ForgetsHalfCharacters(StopChecker):
 
 
 def matches(checker: StopChecker, token_ids: list[int], **params: object) -> list[object]:
-    """What `checker` says after each of the tokens."""
+    """Return what `checker` says after each of the tokens."""
     source = TokenizedGenerateReqInput(
         rid="r", input_ids=[0], sampling_params=SamplingParams(max_new_tokens=10_000, ignore_eos=True, **params)
     )  # fmt: skip

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shared(folder: Path) -> Iterator[SharedMemory]:
-    """All tensors as a safetensors file."""
+    """Yield shared memory that holds all tensors as a safetensors file."""
     content = save(logical_tensors(folder))
     shared = SharedMemory(f"lockstep_{os.getpid()}", create=True, size=len(content))
     shared.buf[: len(content)] = content

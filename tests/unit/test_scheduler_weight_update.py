@@ -63,7 +63,7 @@ def new(folders: tuple[Path, Path]) -> Tensors:
 
 
 class Trainer:
-    """What a client sends, and what it gets back."""
+    """A client: what it sends, and what it gets back."""
 
     def __init__(self, harness: Harness, on_the_wire: Tensors) -> None:
         self.harness = harness

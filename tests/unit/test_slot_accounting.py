@@ -1,6 +1,6 @@
 """Every KV slot is in one place, whatever ends a request and when, and a server where one is not ends.
 
-a request was retracted, comes back, and ends at its first token -> its slots are free, those of the tree are not
+a request was retracted, comes back, and ends at its first token -> its slots are free, the tree's are not
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def alone(folder: Path) -> tuple[int, int, int]:
 
 
 def run_to(harness: Harness, rid: str, length: int) -> None:
-    """Until so many tokens of the request are sampled, or by the step in flight."""
+    """Run until `length` tokens of the request are sampled, the step in flight included."""
     scheduler = harness.scheduler
     for _ in range(200):
         harness.tick()
@@ -306,7 +306,7 @@ def test_a_verb_that_meets_wrong_accounting_is_not_answered_as_a_failure(folders
 def test_a_committed_refresh_is_never_answered_as_a_failure(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """C1: an error after the version was published ends the engine, as nobody can say what is in force."""
+    """C1: an error after the version was published ends the engine, as it is unknown what is in force."""
 
     def fails(*_: Any) -> None:
         raise ValueError("more slots freed than exist")

@@ -1,4 +1,4 @@
-"""What the soak believes of what is in force, of calls and of growth: each check finds its fault.
+"""The soak's view of the version in force, of calls and of growth: each check finds its fault.
 
 The judge of samples is in `tests/integration/test_soak.py`.
 """

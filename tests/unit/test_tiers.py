@@ -1,4 +1,4 @@
-"""Which tier a test is in: by its markers, and as docs/testing.md says."""
+"""The tier of a test: by its markers, and as docs/testing.md says."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _marks(node: ast.Module | ast.FunctionDef) -> set[str]:
 
 
 def _tiers(path: Path) -> dict[str, set[str]]:
-    """Of each test function of a file; `*`: of the file."""
+    """Return the tiers of each test function of a file; `*`: of the file."""
     tree = ast.parse(path.read_text())
     return {"*": _marks(tree)} | {node.name: _marks(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
 

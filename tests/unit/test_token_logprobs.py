@@ -101,7 +101,7 @@ def test_a_long_text_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def survives(data: bytes) -> TokenLogprobs | None:
-    """What is read, or None where it is refused with one of the two errors; anything else fails the test."""
+    """Return what is read, or None where it is refused with one of the two errors; anything else fails the test."""
     try:
         return TokenLogprobs.decode(data)
     except (LogprobFormatError, LogprobValueError) as error:

@@ -1,4 +1,4 @@
-"""No typo in silence: a field that nobody knows is named in the answer, and refused by strict servers and clients."""
+"""Typos are not silent: an unknown field is named in the answer, and refused by strict servers and clients."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TYPOS: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 def ignored(answer: Any) -> Any:
-    """What an answer says that it ignored, wherever that is."""
+    """Return the fields that an answer says it ignored, wherever they are."""
     if "meta_info" in answer:
         return answer["meta_info"].get("ignored_fields")
     return answer.get("ignored_fields")
@@ -194,7 +194,7 @@ def test_many_names_are_named_in_part_n20(live: Live, strict: Live) -> None:
     assert strict.refused(**body)[0] == 400
 
 
-# --- what is no typo ---------------------------------------------------------------------------------------------
+# --- not a typo --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [None, True])

@@ -243,7 +243,7 @@ def outcome(result: Any) -> Any:
 
 
 async def play(manager: TokenizerManager, rids: list[str], messages: list[bytes]) -> list[Any]:
-    """How the requests, and a verb "state", end when these messages come."""
+    """Return how the requests, and a verb "state", end when these messages come."""
     handles = [await manager.submit(GenerateReqInput(input_ids=PROMPT, rid=rid, sampling_params=FEW)) for rid in rids]
     verb = asyncio.ensure_future(manager.control(GetStateReqInput, timeout_s=5))
     await asyncio.sleep(0)
@@ -317,7 +317,7 @@ FIELDS = sorted(set(TokenizedGenerateReqInput.__struct_fields__) - {"input_ids"}
 @settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(FIELDS), PLAIN)
 def test_what_is_packed_can_be_decoded(name: str, value: Any) -> None:
-    """Whatever a field holds, it is refused here or read there."""
+    """A value of any field is refused here or read there."""
     message = request("r", replay=ReplayedRoutes(data=b"", shape=(0, 2, 3)))
     setattr(message, name, value)
     try:

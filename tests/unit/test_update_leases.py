@@ -1,4 +1,4 @@
-"""Who keeps a lease alive: the sender of the open update, and no stranger.
+"""The lease of an update: the sender of the open update keeps it alive, and no stranger does.
 
 A real scheduler on a clock of the test's; tensors are handed in where a process group would deliver them.
 """

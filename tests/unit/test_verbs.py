@@ -1,4 +1,4 @@
-"""What follows from the declaration of a control verb: body, handler, merged replies."""
+"""The parts that follow from the declaration of a control verb: body, handler, merged replies."""
 
 from __future__ import annotations
 

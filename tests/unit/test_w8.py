@@ -1,4 +1,4 @@
-"""Experts in 8 bits: what is held by its definition, products bit for bit those of bfloat16 with these values, through
+"""Experts in 8 bits: values held by their definition, products with the bits of bfloat16 with these values, through
 cold load, refresh and moves of experts."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def held(tensors: Named) -> Named:
-    """What an engine with experts in 8 bits holds of them."""
+    """Return the tensors as an engine with experts in 8 bits holds them."""
     is_expert = {name: ".experts." in name and name.endswith("_proj.weight") for name in tensors}
     return {name: held_values(tensor) if is_expert[name] else tensor for name, tensor in tensors.items()}
 
@@ -75,7 +75,7 @@ def held_folder(folder: Path, target: Path) -> Path:
 
 
 def by_definition(block: list[float]) -> list[float]:
-    """Of up to 32 numbers, in exact arithmetic."""
+    """Return the held values of up to 32 numbers, in exact arithmetic."""
     largest = max(map(abs, block))
     if largest == 0:
         return [0.0] * len(block)

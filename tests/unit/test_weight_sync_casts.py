@@ -1,6 +1,6 @@
-"""Dtypes of what is sent: what is widened, what is cast because somebody asked for it, and what is refused.
+"""Dtypes of sent tensors: which are widened, which are cast because somebody asked for it, and which are refused.
 
-Fingerprints and digests are of what was sent.
+Fingerprints and digests are of the tensors as sent.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_an_update_may_say_no_where_the_server_says_yes() -> None:
 
 @pytest.mark.parametrize(("value", "dtype"), [(3.4e38, torch.bfloat16), (1e6, torch.float16)])
 def test_values_beyond_the_models_dtype_are_refused(value: float, dtype: torch.dtype) -> None:
-    """Such as infinity would be served."""
+    """Infinity would be served in their place."""
     receiver = LoopbackUpdater(FakeWeights(dtype=dtype), device="cpu", timeout_s=1.0, vote=lambda mine: mine)
     receiver.begin("v2", cast=True)
     with pytest.raises(ContentError, match=f"{EMBED} has values beyond those of {dtype_name(dtype)}"):
@@ -135,7 +135,7 @@ def test_what_is_no_float_is_never_cast(dtype: torch.dtype) -> None:
 
 
 def test_what_is_cast_is_quantised_then() -> None:
-    """As at start: eight bits are made of the model's own values."""
+    """Eight bits are made of the model's own values, as at start."""
     sent = version(3) | {EMBED: torch.randn(6, 4)}
     receiver = updater(cast=True, quantised={EMBED: INT8_BLOCKS})
     commit(receiver, sent)

@@ -44,7 +44,7 @@ class Sender:
         self.fails_at: int | None = None
 
     def payload(self, device: int | str = 0) -> bytearray:
-        """As torch's reductions write it: the same names and fifteen arguments in 2.11 and 2.13."""
+        """Return the payload as torch's reductions write it: the same names and fifteen arguments in 2.11 and 2.13."""
         buffer = io.BytesIO()
         sender = self
 
@@ -153,7 +153,7 @@ def test_a_device_is_found_by_its_uuid_whatever_its_number_there(prefix: str, mo
 
 
 def test_torch_rebuilds_a_tensor_from_these_fifteen_arguments() -> None:
-    """What `CudaStorage` passes by position, and `torch_payload` reads: the same in torch 2.11 and 2.13."""
+    """`CudaStorage` passes them by position, and `torch_payload` reads them: the same in torch 2.11 and 2.13."""
     expected = (
         *("tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"),
         *("storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad"),
