@@ -76,7 +76,7 @@ def test_planes_lead_there_and_back(dtype: str, numel: int, share: float, step: 
 
 
 def test_every_pair_of_bfloat16_neighbours_and_extremes() -> None:
-    """All 65536 words to their neighbours, to the other sign, to zero: NaN, infinities and both zeros included."""
+    """Each of 65536 words becomes its neighbours, the other sign, zero: NaN, infinities and both zeros included."""
     words = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     base = words.view(torch.bfloat16)
     for target in (words + 1, words - 1, words ^ -(1 << 15), torch.zeros_like(words), words.flip(0)):

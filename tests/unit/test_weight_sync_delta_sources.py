@@ -53,7 +53,7 @@ def updater(weights: FakeWeights) -> WeightUpdater:
 
 
 def refresh(updater: WeightUpdater, source: BucketSource, coverage: str = "full") -> None:
-    """What the engine does for a call that is a refresh of its own."""
+    """Refresh as the engine does for a call that is a refresh of its own."""
     updater.open_implicit(coverage)  # type: ignore[arg-type]
     try:
         updater.receive(source)

@@ -155,7 +155,7 @@ def test_staged_content_can_be_read_at_once() -> None:
 
 
 class _BucketMemoryIsReused(ShadowStaging):
-    """Nothing waits for what was written from a bucket's memory."""
+    """Wrong: nothing waits for the writes from a bucket's memory."""
 
     def settle(self) -> None:
         pass
@@ -189,7 +189,7 @@ def _commits_without(skips: str) -> Make:
             super().commit()
 
         def settle(self) -> None:
-            """Also not by the fence after the derived tensors."""
+            """Skip the fence after the derived tensors, too."""
             if self._queue.is_committing and skips == "fence":  # type: ignore[attr-defined]
                 return
             super().settle()

@@ -1,4 +1,4 @@
-"""Fingerprints of many tensors together: equal to those of each alone, and as few products as their bytes need."""
+"""Fingerprints of many tensors together: equal to each one's alone, and as few products as their bytes need."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ def test_deltas_that_do_not_match_are_refused() -> None:
 
 
 def test_exchanging_any_two_of_64_rows_shows() -> None:
-    """All 2016 pairs, through the additive form: rows of one block and of different blocks."""
+    """The additive form shows each of 2016 pairs: rows of one block and of different blocks."""
     full = random_tensor((64, 200))
     rows = {(i, j): fingerprint_slice(full[j], (64, 200), (i,)) for i in range(64) for j in range(64)}
     whole = fingerprint(full)

@@ -141,7 +141,7 @@ def test_forms_that_are_no_blocks_are_refused() -> None:
 
 
 def test_wrong_readings_are_seen_by_the_reference() -> None:
-    """What these tests would miss if the reference took them: scales transposed, inverted, of blocks of 127."""
+    """These tests would miss wrong scales that the reference took: transposed, inverted, of blocks of 127."""
     values = torch.randn(256, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     values *= torch.tensor([[1.0, 8.0], [64.0, 512.0]]).repeat_interleave(128, 0).repeat_interleave(128, 1)
     weight, scale = quantise(values)

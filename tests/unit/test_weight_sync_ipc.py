@@ -149,7 +149,7 @@ def test_two_conversations_make_up_one_version(updater: WeightUpdater, weights: 
 
 @pytest.mark.mutant
 def test_an_answer_before_the_copy_would_be_noticed(updater: WeightUpdater, weights: FakeWeights) -> None:
-    """The wrong variant: whoever is answered overwrites the buffer, so content must be out of it by then."""
+    """The wrong variant: a sender overwrites the buffer after the answer, so content must be out of it by then."""
 
     class TooEarly(IpcSource):
         def _buckets(self, peer: IpcPeer) -> Iterator[Any]:

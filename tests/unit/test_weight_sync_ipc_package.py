@@ -38,7 +38,7 @@ class _NoDevice:
 def run_package(
     server: ParameterServerStandIn, sent: dict[str, torch.Tensor], refuse: str | None
 ) -> tuple[dict[str, bytes], list[BaseException | None], list[str]]:
-    """What the package's worker loads, what each side raises, and the order in which its hooks are called."""
+    """Return what the package's worker loads, what each side raises, and the order in which its hooks are called."""
     loaded: dict[str, bytes] = {}
     hooks: list[str] = []
 

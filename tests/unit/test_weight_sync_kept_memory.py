@@ -1,4 +1,4 @@
-"""Memory that one weight update leaves for the next: which areas, and that nothing of what was in them shows."""
+"""Memory that one weight update leaves for the next: which areas, and that nothing of their old content shows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def take_part(weights: Any, memory: Areas, tensors: Tensors, end: str) -> None:
 
 
 def is_explained(folder: Path, contents: list[Tensors], layout: str, updates: list[tuple[int, set[str], str]]) -> bool:
-    """Whether a model that takes all updates with one kept memory holds what was committed, and nothing else."""
+    """Return whether a model that takes all updates with one kept memory holds what was committed, and nothing else."""
     model, expected = load(folder, layout), dict(contents[0])
     memory = Areas(keep=True)
     for content, names, end in updates:
@@ -142,7 +142,7 @@ def test_what_messages_are_received_into_is_kept_too(keep: bool) -> None:
 
 
 class Cudart:
-    """Registers host memory; `refuses`: as a system that lets nobody pin memory of its own."""
+    """A CUDA runtime that registers host memory; `refuses`: as a system that lets no process pin its own memory."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.registered: dict[int, int] = {}

@@ -181,7 +181,7 @@ def _rename_tensor(folder: Path) -> None:
 
 
 def _swap_tensors(folder: Path) -> None:
-    """Payloads and checksums stay under their names, but those of two tensors of one size are exchanged."""
+    """Exchange the payloads of two tensors of one size; checksums stay under their names."""
     path = _file(folder)
     tensors, sums = load_file(path), read_header(path).metadata
     tensors["layer.0"], tensors["layer.1"] = tensors["layer.1"], tensors["layer.0"]

@@ -39,7 +39,7 @@ PREFIXES = ("module.", "_fsdp_wrapped_module.", "base_model.model.", "a.very.dee
 
 
 class Experts(WeightLayer):
-    """As many matrices of experts as a large model has, which lie nowhere."""
+    """The matrices of the experts of a large model, which lie nowhere."""
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         for layer in range(LAYERS):

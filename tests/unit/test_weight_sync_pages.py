@@ -55,7 +55,7 @@ def test_an_area_has_its_size_and_place(num_bytes: int, at: int) -> None:
 
 
 def test_an_area_takes_what_it_holds_and_goes_back() -> None:
-    """No huge page around it, and nothing left of it with the last view."""
+    """An area has no huge page around it, and nothing is left of it after its last view."""
     num_bytes, before = 33 * HUGE_PAGE // 2 + 5 * PAGE, resident()
     found = area(num_bytes, 1, at=HUGE_PAGE - PAGE)
     view = found[100:200]
@@ -215,7 +215,7 @@ class Matrices:
 
     @property
     def bytes(self) -> list[bytes]:
-        """All there is, also around the tensors."""
+        """Every byte, also around the tensors."""
         all_tensors = (self._room, *self.tensors.values())
         return [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in all_tensors]
 
@@ -301,7 +301,7 @@ def test_a_move_that_cannot_be_taken_back_is_torn_weights(monkeypatch: pytest.Mo
 
 
 def test_a_trade_that_cannot_be_undone_is_torn_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All trades are made, the vote is lost, and then pages cannot move any more."""
+    """Every trade is made, the vote is lost, and then pages cannot move any more."""
     weights = Matrices(1)
     transaction, _ = verified(weights, 2)
 

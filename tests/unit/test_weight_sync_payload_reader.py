@@ -296,7 +296,7 @@ def test_random_bytes_raise_nothing_else(data: bytes) -> None:
 
 
 def test_torch_pickles_as_python_writes_them() -> None:
-    """What is admitted is admitted under every protocol in use."""
+    """An admitted value is admitted under every protocol in use."""
     tensor = torch.arange(6, dtype=torch.float32).view(2, 3)
     for protocol in (2, 3, 4, 5):
         buffer = io.BytesIO()

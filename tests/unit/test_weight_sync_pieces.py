@@ -243,7 +243,7 @@ def test_memory_is_kept_from_call_to_call() -> None:
 
 
 class Counting(BucketSource):
-    """A source of three buckets that counts those that were asked for."""
+    """A source of three buckets that counts the buckets that were asked for."""
 
     def __init__(self, must_drain: bool) -> None:
         self.must_drain = must_drain

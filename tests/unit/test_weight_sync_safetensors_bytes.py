@@ -162,7 +162,7 @@ edits = st.lists(
 @settings(max_examples=examples(400), deadline=None)
 @given(edits, st.floats(0.05, 1))
 def test_damaged_files_agree_with_the_package(changes: list[tuple[str, float, bytes]], reach: float) -> None:
-    """What is read of a damaged file is what the package reads of it."""
+    """A damaged file is refused, or gives the tensors that the package reads of it."""
     content = bytearray(FILE)
     for kind, place, new in changes:
         at = int(place * reach * len(content))

@@ -1,4 +1,4 @@
-"""What a trainer's tensors become before they are sent."""
+"""The form of a trainer's tensors when they are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds what: boxes against `torch.chunk`, pieces and runs of the flat tensor against indices."""
+"""The shares of ranks: boxes against `torch.chunk`, pieces and runs of the flat tensor against indices."""
 
 from __future__ import annotations
 

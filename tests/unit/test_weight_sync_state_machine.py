@@ -82,7 +82,7 @@ class Refreshes(RuleBasedStateMachine):
         self.tied_bits: list[bytes] = []
 
     def fail(self) -> None:
-        """What was written, if anything, has to go."""
+        """Fail the update: tensors written so far, if any, have to go."""
         self.torn = self.torn or (self.mode == "in_place" and self.written)
         self.written = False
 
@@ -187,7 +187,7 @@ class Refreshes(RuleBasedStateMachine):
         return len({*self.tied_bits, *tied_bits(named)}) > 1
 
     def is_complete(self) -> bool:
-        """Of two tied tensors one is enough."""
+        """Return whether every tensor has come; of two tied tensors one is enough."""
         assert self.unsent is not None
         return not self.unsent or (self.unsent.keys() <= {EMBED, LM_HEAD} and bool(self.tied_bits))
 
@@ -306,7 +306,7 @@ def tied_bits(named: Named) -> list[bytes]:
 
 
 def stated(name: str, tensor: torch.Tensor) -> int | None:
-    """What a manifest says of a tensor: nothing for fused ones."""
+    """Return what a manifest says of a tensor: nothing for fused ones."""
     return None if name in (GATE_UP, DOWN) else fingerprint(tensor)
 
 
@@ -391,7 +391,7 @@ class ForgivesBuckets(LoopbackUpdater):
 
 
 class TakesEveryCall(LoopbackUpdater):
-    """Wrong: whoever sends a bucket, an end or an abort, it is of the update that is open."""
+    """Wrong: a bucket, an end or an abort of any sender counts for the open update."""
 
     def foreign(self, update_id: str | None, weight_version: str | None = None) -> None:  # type: ignore[override]
         return None

@@ -430,7 +430,7 @@ edits = st.lists(
 @settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(range(len(VALID))), edits)
 def test_damaged_payloads_load_or_are_refused(which: int, changes: list[tuple[str, float, bytes]]) -> None:
-    """Every edit of a valid payload either is refused or yields tensors of what it then says."""
+    """Every edit of a valid payload either is refused or yields the tensors that it then describes."""
     data, load_format = VALID[which]
     payload = bytearray(data)
     for kind, place, content in changes:
