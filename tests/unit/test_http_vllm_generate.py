@@ -24,7 +24,7 @@ from tests.tiny_tokenizer import write_model_folder
 
 PATH = "/inference/v1/generate"
 SPLICE = b'"routed_experts":{"data":"'
-"""Where prime-rl's and SkyRL's clients cut the routes out of a reply before they parse it."""
+"""The place at which prime-rl's and SkyRL's clients cut the routes out of a reply before they parse it."""
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ token_indices_to_pool cache_salt kv_hints
 OF_GENERATE = """
 rid session_id extra_key routed_dp_rank data_parallel_rank max_kv_version_lag return_routed_experts return_logprob
 """
-"""What callers of /generate may send to the token endpoint out of habit."""
+"""Fields that callers of /generate may send to the token endpoint out of habit."""
 SGLANG_SAMPLING = """
 max_new_tokens min_new_tokens temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty stop
 stop_token_ids stop_regex ignore_eos skip_special_tokens spaces_between_special_tokens no_stop_trim n beam_width
@@ -94,7 +94,7 @@ store metadata service_tier safety_identifier prompt_cache_key prompt_cache_rete
 ROUTER_GENERATE = """
 background log_metrics no_logs return_bytes return_entropy return_hidden_states return_text_in_logprobs model stream
 """
-"""What sglang-router adds."""
+"""Fields that sglang-router adds."""
 VLLM_SAMPLING = """
 n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids
 ignore_eos max_tokens min_tokens logprobs prompt_logprobs logprob_token_ids flat_logprobs detokenize
