@@ -113,7 +113,8 @@ def _paragraphs(source: str) -> Iterator[tuple[int, str]]:
         bare = line.strip()
         fence = bare.startswith("```")
         in_code ^= fence
-        ends = fence or in_code or not bare or bare.startswith(("|", "#", ">", "<", "!["))
+        is_code = fence or in_code or (not lines and line.startswith("    "))
+        ends = is_code or not bare or bare.startswith(("|", "#", ">", "<", "!["))
         if lines and (ends or re.match(r"([*-]|\d+\.) ", bare)):
             yield start, " ".join(lines)
             lines = []
