@@ -12,7 +12,7 @@ GPU_IMPORTS := build/gpu-imports
 REAL_MODEL := build/real-model
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-fleet example-grpo test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint bench bench-peers test-gpu bench-gpu \
+.PHONY: demo example-fleet example-grpo test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev clean
 
 demo: install
@@ -93,6 +93,10 @@ lint: install-dev
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.language
+
+# Have git check the message of each commit.
+hooks:
+	git config core.hooksPath tests/hooks
 
 bench: install
 	$(BIN)/python -m benchmarks.run $(if $(PARTS),--only $(PARTS))

@@ -1,0 +1,43 @@
+"""The check of commit messages takes good ones, and says of each bad one which rule it breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commits import main, problems
+
+BODY = "\n\nThe old way took a second.\n"
+
+
+@pytest.mark.parametrize("subject", ["Add a flag", "Pass the seed on", "Re-read a file that moved", "Merge branch 'x'"])
+def test_good_messages_pass(subject: str) -> None:
+    assert problems(subject + BODY) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ("Add " + "x" * 69 + BODY, "73 characters"),
+        ("Add a flag; mend another" + BODY, "semicolon"),
+        ("Add a flag." + BODY, "period"),
+        ("Added a flag" + BODY, "'Added'"),
+        ("Adds a flag" + BODY, "'Adds'"),
+        ("Adding a flag" + BODY, "'Adding'"),
+        ("docs: a flag" + BODY, "'docs'"),
+        ("Add a flag", "no body"),
+        ("Add a flag\nto the server\n", "second line"),
+        ("Add a flag\n\n" + "word " * 17, "over 80"),
+        ("# only a comment\n", "empty"),
+    ],
+)
+def test_bad_messages_are_named(message: str, problem: str) -> None:
+    (found,) = problems(message)
+    assert problem in found
+
+
+def test_the_hook_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "message").write_text("Added a flag\n\nIt was missing.\n\n# a comment of git\n")
+    assert main([str(tmp_path / "message")]) == 1
+    assert "imperative" in capsys.readouterr().out
