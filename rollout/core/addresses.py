@@ -1,4 +1,4 @@
-"""What an address in the settings may be: of a host, of a rendezvous, of a router."""
+"""The addresses that settings may name: of a host, of a rendezvous, of a router."""
 
 from __future__ import annotations
 

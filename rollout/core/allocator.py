@@ -1,4 +1,4 @@
-"""What the C library's allocator does with memory that is given back: the environment's parameters come first."""
+"""Settings of the C library's allocator for freed memory: the environment's parameters come first."""
 
 from __future__ import annotations
 

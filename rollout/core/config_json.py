@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryDefaults:
-    """What a family's rotation is where the configuration does not say.  `scaling`: without any `rope_parameters`."""
+    """The rotation of a family where the configuration does not say.  `scaling`: without any `rope_parameters`."""
 
     theta: float = 10000.0
     partial: float = 1.0
@@ -167,7 +167,7 @@ def _spelled(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
 def _merged_parts(
     whole: Mapping[str, Any], part: Mapping[str, Any], origin: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The text model's settings, with those of the whole that it shares."""
+    """Return the text model's settings, with the shared settings of the whole, and messages on contested names."""
     values, contested = dict(part), {}
     for name, value in whole.items():
         if name in _OF_THE_WHOLE:

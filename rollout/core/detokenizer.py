@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
                 self._settle_invalid()
 
     def _text_of(self, context: list[int], ids: list[int]) -> str:
-        """What `ids` add to the text of `context`."""
+        """Return the text that `ids` add to the text of `context`."""
         return self._decode(context + ids)[len(self._decode(context)) :]
 
     def _settle(self, count: int, rest: str) -> None:
@@ -57,7 +57,7 @@ class IncrementalDetokenizer:
         self._context, self._pending = self._pending[:count], self._pending[count:]
 
     def _heard(self) -> list[int]:
-        """Pending tokens without those that leave no trace in a text, as skipped ones do.
+        """Return the pending tokens without the ones that leave no trace in a text, such as skipped tokens.
 
         Any number of these may stand within a character, or between a word and the space of the next: they are no
         context.  A token that is a space alone is heard when it stands a second time.
@@ -104,7 +104,7 @@ class IncrementalDetokenizer:
 
     @property
     def complete(self) -> str:
-        """All text, with U+FFFD for characters that stayed incomplete."""
+        """The whole text, with U+FFFD for characters that stayed incomplete."""
         return self._text + self._tail
 
 

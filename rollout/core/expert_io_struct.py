@@ -14,7 +14,7 @@ _TIMEOUT_S = 60.0
 
 
 class ExpertLoadWindow(msgspec.Struct, kw_only=True):
-    """Of the last `window` passes; balancedness by MoE layer."""
+    """The expert load of the last `window` passes; balancedness by MoE layer."""
 
     window: int
     num_passes: int
@@ -92,7 +92,7 @@ class DumpExpertDistributionReply(Reply, kw_only=True):
 
 
 class DumpExpertDistributionReqInput(ControlReqInput[DumpExpertDistributionReply]):
-    """What was recorded: in the reply, or in a new file on the server's machine.
+    """Return the recorded expert load in the reply, or write it to a new file on the server's machine.
 
     More than `most_numbers` are refused.  `path` must not exist.
     """

@@ -92,7 +92,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 @dataclass
 class OwnWords:
-    """`words`: those that the server's own parser reads.  `unused`, `unknown`: flags as they were written.
+    """The `words` that the server's own parser reads.  `unused`, `unknown`: flags as they were written.
 
     `unused` have no effect here.  `unknown` are neither the server's nor harmless, and are among the words.
     """

@@ -33,10 +33,10 @@ class StateOperands(NamedTuple):
 
 
 class WindowOperands(NamedTuple):
-    """Where layers with a window keep the KV of a step's sequences, int64 on the model's device.
+    """The KV slots of a step's sequences in layers with a window, int64 on the model's device.
 
-    `slots` [T]: what each token writes; `table` [max requests, positions]: as `req_to_token`, right for the positions
-    that a token of this step sees.
+    `slots` [T]: the slot that each token writes; `table` [max requests, positions]: as `req_to_token`, right for the
+    positions that a token of this step sees.
     """
 
     slots: torch.Tensor
@@ -58,8 +58,8 @@ class DecodeRows(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step, and valid for that step only.  All tensors but those of `decode` for the host are int64 on the model's
-    device."""
+    """One step, and valid for that step only.  All tensors are int64 on the model's device, except the tensors of
+    `decode` for the host."""
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T] absolute position of each token in its sequence

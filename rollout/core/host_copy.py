@@ -59,7 +59,7 @@ class HostCopies:
         return type(record)(*map(self.copy, tensors))
 
     def close(self) -> None:
-        """No more copies."""
+        """Mark the end of the copies: none follow."""
         self._done = self._stream.record_event()
 
     def wait(self, wait_for: Callable[[torch.cuda.Event], None] | None = None) -> None:

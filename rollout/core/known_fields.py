@@ -90,7 +90,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_field(path: str, known: Collection[str]) -> str:
-    """The message on a field that nobody knows; `path` ends with its name."""
+    """Return the message on an unknown field; `path` ends with its name."""
     name = re.split(r"[.?: ]", path)[-1]
     guess = nearest(name, known)
     return f"{shown(path)} is not a known field" + ("" if guess is None else f"; did you mean {guess}?")

@@ -49,7 +49,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return None if self.replay_endpoint is None else _shifted(self.replay_endpoint, dp_rank)
 
     def description(self, dp_size: int) -> dict[str, Any]:
-        """What /server_info tells a router, which puts the worker's host in the place of a wildcard."""
+        """Return what /server_info tells a router, which puts the worker's host in the place of a wildcard."""
         facts: dict[str, Any] = {"publisher": self.publisher, "topic": self.topic, "block_size": BLOCK_SIZE}
         if self.endpoint.startswith("ipc://"):
             return facts | {"endpoint": self.endpoint, "dp_size": dp_size}
@@ -61,10 +61,10 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def parse_kv_events(text: str | None, dp_size: int, may_be_read_by_all: bool) -> KVEventsConfig | None:
-    """None where nothing is to be published.
+    """Return the configuration, or None where no events are to be published.
 
-    Raises `StartupError`, also where machines that nobody named could read the tokens of all requests, unless
-    `may_be_read_by_all`.
+    Raises `StartupError`, also where machines that the settings do not name could read the tokens of all requests,
+    unless `may_be_read_by_all`.
     """
     if not text:
         return None

@@ -32,10 +32,11 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN (Peng et al., 2023): pairs that turn less than `beta_slow` times within the original context are slowed down
-    by `factor`, those that turn more than `beta_fast` times are not, and a ramp lies between.
+    """YaRN (Peng et al., 2023): a scaling of rotary pairs by how often they turn within the original context.
 
-    Cosines and sines are multiplied by `attention_factor`.  `truncate`: the ramp's ends are whole numbers.
+    Pairs that turn less than `beta_slow` times are slowed down by `factor`, pairs that turn more than `beta_fast` times
+    are not, and a ramp lies between.  Cosines and sines are multiplied by `attention_factor`.  `truncate`: the ramp's
+    ends are whole numbers.
     """
 
     factor: float
@@ -123,7 +124,7 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True)
 class FullKV:
-    """What a layer keeps of every token of a sequence: keys and values of `num_heads` heads each."""
+    """The KV that a layer keeps of every token of a sequence: keys and values of `num_heads` heads each."""
 
     num_heads: int
     head_dim: int
@@ -152,7 +153,7 @@ class WindowKV(FullKV):
 
 @dataclass(frozen=True)
 class LatentKV:
-    """What latent attention keeps of a token: `rank` elements that make keys and values, then `rope` rotated ones.
+    """The KV of a token in latent attention: `rank` elements that make keys and values, then `rope` rotated ones.
 
     All heads read the same; values are the first elements of the keys.
     """
@@ -203,7 +204,7 @@ class GatedDeltaSpec:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """What a layer keeps of a sequence, however long, in a row of the state pool.
+    """The state that a layer keeps of a sequence, however long, in a row of the state pool.
 
     The last `conv_size - 1` inputs of a convolution [conv_size - 1, conv_channels] in the model's dtype, and a state
     [num_heads, key_dim, value_dim] in float32, or float64 for float64.
@@ -216,7 +217,7 @@ class RecurrentState:
     value_dim: int
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Of one row, in a model of `dtype`."""
+        """Return the size of one row, in a model of `dtype`."""
         conv = self.conv_channels * (self.conv_size - 1) * dtype.itemsize
         return conv + max(4, dtype.itemsize) * self.num_heads * self.key_dim * self.value_dim
 
@@ -230,12 +231,12 @@ class DenseSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
-    """How a token's `top_k` of `num_experts` are chosen and weighted.
+    """The choice of a token's `top_k` of `num_experts`, and their weights.
 
     Scores are a softmax over all experts, or over the chosen ones alone, or sigmoids.  `correction_bias`: a float32
     number an expert is added to its score for the choice, not for the weight.  Choices come from the `top_groups` best
     of `num_groups` groups.  With `normalise` the weights of a token are divided by their sum; all are multiplied by
-    `scaling`.  `bias`: the logits have one.  `name`: what checkpoints call the router.
+    `scaling`.  `bias`: the logits have one.  `name`: the router's name in checkpoints.
     """
 
     num_experts: int

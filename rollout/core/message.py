@@ -47,7 +47,7 @@ AnyRank = Annotated[bool, msgspec.Meta(extra={"over_ranks": any})]
 
 
 class Reply(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a verb's answer carries; over HTTP its fields are at the top of the JSON object.  An unset one is left out.
+    """The answer of a verb; over HTTP its fields are at the top of the JSON object.  An unset one is left out.
 
     `dp_ranks`: the replies of all data-parallel ranks, where there are several and they have numbers that add up.
     """
@@ -69,7 +69,7 @@ class Reply(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def _over_ranks(reply: type[Reply]) -> dict[str, Callable[[Any], Any]]:
-    """How each field that has a way to be merged is."""
+    """Return the function that merges each field over ranks, for the fields that have one."""
     found: dict[str, Callable[[Any], Any]] = {}
     for item in msgspec.structs.fields(reply):
         for arm in (item.type, *get_args(item.type)):
@@ -81,7 +81,7 @@ def _over_ranks(reply: type[Reply]) -> dict[str, Callable[[Any], Any]]:
 
 
 class NoReply(Reply, kw_only=True):
-    """Of a verb whose answer is its success and its message."""
+    """The reply of a verb that answers with its success and its message alone."""
 
 
 AnyReply = TypeVar("AnyReply", bound=Reply)
@@ -104,7 +104,7 @@ class ControlReqOutput(Message, Generic[AnyReply]):
 
     @property
     def reply(self) -> AnyReply:
-        """Of a verb that succeeded."""
+        """The reply of a verb that succeeded."""
         assert self.data is not None, "only a verb that succeeded has a reply"
         return self.data
 
@@ -125,7 +125,7 @@ def failure(request_id: str, error: Exception) -> ControlReqOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """How a verb is called.  Without a `path` only by the server itself.
+    """The way to call a verb.  Without a `path` only the server itself calls it.
 
     `aliases`: other paths for the same.  `query`: methods whose fields are in the URL instead of a body.
     `key`: "admin" verbs take the admin key where there is one.
@@ -190,7 +190,7 @@ def reply_type(verb: type[ControlReqInput[AnyReply]]) -> type[AnyReply]:
 
 
 def body_fields(verb: type[ControlReqInput]) -> list[msgspec.structs.FieldInfo]:
-    """The fields of a verb that a body carries, the verb's own before those of its bases."""
+    """Return the fields of a verb that a body carries, the verb's own before the fields of its bases."""
     not_sent = {*ControlReqInput.__struct_fields__, *verb.endpoint.hidden}
     return [item for item in msgspec.structs.fields(verb) if item.name not in not_sent]
 

@@ -1,6 +1,6 @@
-"""What a checkpoint's `config.json` says about a model, checked and in one frozen record.
+"""A model as a checkpoint's `config.json` describes it, checked and in one frozen record.
 
-A family's file in `rollout.models` makes it from the keys of its own; what families share is here.  Imports
+A family's file in `rollout.models` makes it from the keys of its own; the parts that families share are here.  Imports
 neither torch nor transformers, so that the HTTP process can read it too.
 """
 
@@ -68,7 +68,7 @@ class ModelConfig:
 
     @property
     def moe(self) -> MoESpec | None:
-        """That of all MoE layers; None for a dense model."""
+        """The spec of all MoE layers; None for a dense model."""
         return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoESpec)), None)
 
     @property
@@ -263,6 +263,6 @@ def refuse_common(raw: Mapping[str, Any]) -> None:
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Those of both files: each ends an answer, as in other engines."""
+    """Return the end ids of both files: each ends an answer, as in other engines."""
     ids = [*as_list(generation.get("eos_token_id")), *as_list(raw.get("eos_token_id"))]
     return tuple(dict.fromkeys(int(token_id) for token_id in ids))

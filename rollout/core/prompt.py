@@ -16,7 +16,7 @@ class Prompt:
 
     @cached_property
     def array(self) -> np.ndarray:
-        """All tokens, int64."""
+        """The tokens of the prompt, int64."""
         return np.fromiter(self.ids, np.int64, len(self.ids))
 
     @cached_property

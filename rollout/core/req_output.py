@@ -1,4 +1,4 @@
-"""What leaves the scheduler of a request: tokens, and all that was recorded of them.  For messages of `io_struct`."""
+"""The scheduler's output for a request: tokens, and everything recorded of them.  For messages of `io_struct`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 class SamplingMaskDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The sampling masks of the tokens in one `ReqOutput`: `counts` ids a token, `token_ids` little-endian int32.
 
-    `logprobs`: of each token among those of its mask; `kept_logprobs`, float32: of all ids, in the mode `support`.
+    `logprobs`: of each token among the ids of its mask; `kept_logprobs`, float32: of all ids, in the mode `support`.
     """
 
     counts: list[int]
@@ -84,7 +84,7 @@ class PromptLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What is known only when a request ends (also when it is aborted)."""
+    """The facts of a request that are known only when it ends (also when it is aborted)."""
 
     reason: FinishReason
     since_first_token_s: float = 0.0  # a duration, as the clocks of two machines differ

@@ -1,4 +1,4 @@
-"""How one request is sampled: the typed, validated form of the wire's `sampling_params`."""
+"""The sampling settings of one request: the typed, validated form of the wire's `sampling_params`."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     @property
     def filters(self) -> bool:
-        """Whether a token is chosen from fewer than all."""
+        """True where a token is chosen from fewer than all."""
         return self.is_greedy or self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
     def effective_temperature(self) -> float:
-        """What logits are divided by: greedy requests keep theirs as they are."""
+        """The divisor of the logits: greedy requests keep theirs as they are."""
         return 1.0 if self.temperature < GREEDY_TEMPERATURE else self.temperature
 
     @property

@@ -13,7 +13,7 @@ from rollout.core.update_state import EndedUpdateState, UpdateStateReply
 
 
 class PublishedWeights(msgspec.Struct, kw_only=True):
-    """One of the last weight versions.  `content_digest`: of what was sent; `held_digest`: of what memory held."""
+    """One of the last weight versions.  `content_digest`: of the tensors as sent; `held_digest`: of memory."""
 
     weight_version: str
     weight_epoch: int

@@ -230,7 +230,7 @@ class ServerArgs:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step is launched before the one before it is finished; with a device `auto`, as on a CPU."""
+        """True where a step is launched before the one before it is finished; a device `auto` counts as a CPU."""
         disabled = self.disable_overlap_schedule
         return not (self.device.startswith(("cpu", "auto")) if disabled is None else disabled)
 
@@ -254,7 +254,7 @@ class ServerArgs:
 
     @property
     def is_local(self) -> bool:
-        """Whether only programs on this machine can reach the server."""
+        """True where only programs on this machine can reach the server."""
         return is_loopback(self.host)
 
     @property
@@ -365,7 +365,7 @@ class ServerArgs:
             )
 
     def public_dict(self) -> dict[str, Any]:
-        """All fields but the keys, for /server_info."""
+        """Return all fields but the keys, for /server_info."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata.get("secret")}
 
 

@@ -21,7 +21,7 @@ class SessionsReply(Reply, kw_only=True):
 
 
 class GetSessionsReqInput(ControlReqInput[SessionsReply]):
-    """What KV each session keeps."""
+    """List the KV that each session keeps."""
 
     endpoint = Endpoint(timeout_s=10.0)
 

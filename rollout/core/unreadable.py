@@ -36,7 +36,7 @@ _ENCODING = (TypeError, ValueError, OverflowError, RecursionError, msgspec.Encod
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """What could be found out of a message that does not decode.
+    """The readable parts of a message that does not decode.
 
     `rids` are of requests, `request_id` is of a control verb, `dp_rank` the rank that should answer for the requests.
     `rest`: the outputs of the same message that are whole.

@@ -11,7 +11,7 @@ from rollout.core.message import Reply
 
 
 class CommitReply(Reply, kw_only=True):
-    """What was published; unset where nothing was.  `content_digest`: of what was sent; `held_digest`: of memory."""
+    """The published version; unset without one.  `content_digest`: of the tensors as sent; `held_digest`: of memory."""
 
     weight_version: str | UnsetType = UNSET
     weight_epoch: int | UnsetType = UNSET
@@ -29,7 +29,7 @@ class CommitReply(Reply, kw_only=True):
 
 
 class EndedUpdateState(msgspec.Struct, kw_only=True):
-    """How one of the last updates ended, see `weight_sync.update_book.EndedUpdate`."""
+    """The end of one of the last updates, see `weight_sync.update_book.EndedUpdate`."""
 
     update_id: str | None
     kind: Literal["committed", "lost", "aborted"]
@@ -47,7 +47,7 @@ class EndedUpdateState(msgspec.Struct, kw_only=True):
 
 
 class UpdateStateReply(Reply, kw_only=True):
-    """Of the open update, with `busy` to `poisoned`; or, of the one that was named, its `outcome` and `reason`.
+    """The state of the open update, `busy` to `poisoned`; or the `outcome` and `reason` of a named update.
 
     `unpaired`: tensors that wait for their FP8 scales, or scales for their tensor; `unpaired_bytes`: memory of them.
     For a committed update, the fields of its commit's reply are set too.

@@ -77,8 +77,8 @@ class WeightsReply(Reply, kw_only=True):
 class CheckerReply(Reply, kw_only=True):
     """`checksum`: the first four.  `snapshot`: from `num_tensors` to `weight_version`.  `compare`: the next four.
 
-    `checksums` and `held_digest` are of what memory holds; `digest` is of what was sent, if memory holds what came of
-    that, else the same as `held_digest`.
+    `checksums` and `held_digest` are of the tensors in memory; `digest` is of the tensors as sent, if memory holds
+    their result, else the same as `held_digest`.
     """
 
     checksums: dict[str, str] | UnsetType = UNSET
@@ -169,14 +169,14 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
     manifest_pieces: list[bytes] | None = None  # in place of a long manifest
-    counts_tensors: bool = False  # the label says how many came if not all did, as nobody said that a part comes
+    counts_tensors: bool = False  # the label says how many came if not all did, as no part was announced
 
     @property
     def has_manifest(self) -> bool:
         return self.manifest is not None or self.manifest_pieces is not None
 
     def entries(self) -> Iterator[ManifestEntry]:
-        """Of the manifest; its pieces are decoded one by one."""
+        """Yield the entries of the manifest; its pieces are decoded one by one."""
         yield from self.manifest or ()
         for piece in self.manifest_pieces or ():
             yield from msgspec.msgpack.decode(piece, type=list[ManifestEntry])
