@@ -48,13 +48,13 @@ class DeviceEvent(Protocol):
     """A point in the work of a device: `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Return whether the device has passed this event."""
 
     def synchronize(self) -> None: ...
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor goes over the device transport: the one place that decides it."""
+    """Return whether a tensor goes over the device transport: the one place that decides it."""
     return tensor.is_cuda
 
 
@@ -144,7 +144,7 @@ class Communicator:
         return self.all_gather_rows(self.reduce_scatter_rows(tensor, counts), counts)
 
     def reduce_scatter_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Of the sum over all ranks, in their order, this rank's `counts[rank]` rows; `counts` cover all rows."""
+        """Return this rank's `counts[rank]` rows of the sum over all ranks in order; `counts` cover all rows."""
         if self.size == 1 or tensor.numel() == 0:
             return tensor
         mine = counts[self.rank]
@@ -182,11 +182,11 @@ class Communicator:
         return self.all_gather(torch.tensor(values, dtype=torch.int64)).tolist()
 
     def all_agree(self, mine: bool) -> bool:
-        """Whether all ranks say yes."""
+        """Return whether all ranks say yes."""
         return mine if self.size == 1 else all(flag for (flag,) in self.gather_ints([int(mine)]))
 
     def any_of(self, mine: bool) -> bool:
-        """Whether any rank says yes."""
+        """Return whether any rank says yes."""
         return mine if self.size == 1 else any(flag for (flag,) in self.gather_ints([int(mine)]))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -257,7 +257,7 @@ def pack_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack_rows(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `pack_rows` put together, from as many rows as there are; `like` has the dtypes and widths."""
+    """Return the tensors that `pack_rows` put together, of any number of rows; `like` has the dtypes and widths."""
     widths = [tensor.shape[1] * tensor.dtype.itemsize for tensor in like]
     parts = packed.split(widths, dim=1)
     return [

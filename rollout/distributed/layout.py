@@ -78,7 +78,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where one rank stands.  `tp_rank` is its rank in the replica."""
+    """The place of one rank in the layout.  `tp_rank` is its rank in the replica."""
 
     world_rank: int = 0
     replica: int = 0

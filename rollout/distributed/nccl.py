@@ -1,4 +1,4 @@
-"""NCCL beside gloo: what is on the devices goes from device to device.
+"""NCCL beside gloo: tensors on the devices go from device to device.
 
 Not run on several GPUs; tested against a stand-in of the backend with its traps (`tests/nccl_stand_in.py`).
 
@@ -9,7 +9,7 @@ How a lost rank is noticed, where no call on the host waits for the others:
     a rank has left                 the next exchange over gloo raises on all others
 
 The watchdog ends processes rather than communicators: after an aborted collective the stream goes on with bytes that
-never came, and whoever read a result then would take them for one.
+never came, and a reader of the result would take them for one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HANDLING, _HANDLING_THAT_GOES_ON = "TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0", "2"
 
 
 class NcclTransport(Transport):
-    """No call blocks the host, and all of them may be captured by a CUDA graph."""
+    """A transport over NCCL: no call blocks the host, and all of them may be captured by a CUDA graph."""
 
     def send_receive(self, sends: Sequence[Parcel], receives: Sequence[Parcel], timeout_s: float) -> None:
         """One group of calls: a send on its own would wait for a receive that the other rank has not yet launched."""
@@ -52,7 +52,7 @@ class NcclTransport(Transport):
 
 
 def nccl_transport(store: dist.Store, rank: int, size: int, timeout_s: float, *, device: torch.device) -> NcclTransport:
-    """Connect `device` to those of the other ranks, which all call this with the same `store`.
+    """Connect `device` to the devices of the other ranks, which all call this with the same `store`.
 
     Raises `StartupError` when they do not come, and what torch raises.
     """

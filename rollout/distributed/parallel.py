@@ -35,7 +35,7 @@ def _alone(name: str) -> Communicator:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Of one rank.  The default is an engine of one rank."""
+    """The layout, position and communicators of one rank.  The default is an engine of one rank."""
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     position: RankPosition = field(default_factory=RankPosition)

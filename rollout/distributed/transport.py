@@ -57,7 +57,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send_receive(self, sends: Sequence[Parcel], receives: Sequence[Parcel], timeout_s: float) -> None:
-        """All of `sends` and `receives` at once, pairs of two ranks in one order on both."""
+        """Exchange all of `sends` and `receives` at once; the parcels of two ranks stand in one order on both."""
 
     @abstractmethod
     def _wait(self, work: dist.Work, timeout_s: float) -> None:

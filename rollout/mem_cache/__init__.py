@@ -1,1 +1,1 @@
-"""Where KV lives: slots, the table of each request's slots, the prefix cache."""
+"""The memory of KV: slots, the table of each request's slots, the prefix cache."""

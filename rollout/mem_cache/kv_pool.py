@@ -23,7 +23,7 @@ class KVPool:
 
     Values may be a part of the keys, in the same memory.  A layer that keeps nothing of a token has empty ones.  With
     `num_window_slots`, layers with a window have that many slots of their own instead.  The last slot, `padding_slot`
-    or `window_padding_slot`, is nobody's: rows that fill up a captured step write there.
+    or `window_padding_slot`, belongs to no request: rows that fill up a captured step write there.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KVPool:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What takes memory, each once."""
+        """The tensors that take memory, each once."""
         apart = [v for k, v in zip(self.k, self.v, strict=True) if v.data_ptr() != k.data_ptr()]
         return [tensor for tensor in (*self.k, *apart) if tensor.numel()]
 
@@ -72,7 +72,7 @@ def kv_bytes_per_token(layers: Sequence[KVKind | None], dtype: torch.dtype) -> i
     return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 
-_FREE, _HELD, _CACHED = 0, 1, 2  # who has a slot: nobody, a request, the prefix cache
+_FREE, _HELD, _CACHED = 0, 1, 2  # holder of a slot: none, a request, the prefix cache
 
 
 class SlotAllocator:
@@ -161,7 +161,7 @@ class NewestTokens:
         self._rows, self._tokens = rows, token_ids
 
     def get(self, rows: torch.Tensor) -> torch.Tensor:
-        """Those of `rows` [n]; not to be changed."""
+        """Return the tokens of `rows` [n]; not to be changed."""
         if rows is self._rows:
             return self._tokens
         self._table.index_copy_(0, self._rows, self._tokens)
@@ -173,7 +173,7 @@ class ReqToTokenPool:
 
     `table` [max_requests + 1, max_context] int64: the KV slot of each position, as a step on the device reads it.
     `host_table` is the same for the host, which never reads the device's; on a CPU it is the very tensor.  The last
-    row, `padding_row`, is nobody's: its one token has the KV slot `padding_slot`.
+    row, `padding_row`, belongs to no request: its one token has the KV slot `padding_slot`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How much memory is really there, and how large a KV pool it allows.
+"""The memory that is really there, and the size of the KV pool that it allows.
 
 Reads /proc and cgroup files; allocates nothing.
 """

@@ -43,10 +43,10 @@ class CacheListener(Protocol):
         """A request can go on from its first `end` tokens, more than before; sets `node.block_hashes`."""
 
     def removed(self, node: RadixNode, start: int) -> None:
-        """No request can go on from its named tokens from `start` on any more."""
+        """Withdraw the node's named tokens from `start` on: no request can go on from them any more."""
 
     def cleared(self) -> None:
-        """All nodes were removed, or can never be matched again."""
+        """Withdraw everything: all nodes were removed, or can never be matched again."""
 
 
 class RadixCache:
@@ -85,7 +85,7 @@ class RadixCache:
         return self.match_below(self._root(namespace), tokens)
 
     def match_below(self, node: RadixNode, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
-        """As `match`, of what follows the prefix that ends at `node`: the tokens of that prefix cost nothing."""
+        """Match the tokens after the prefix that ends at `node`, as `match` does; that prefix itself costs nothing."""
         slots: list[torch.Tensor] = []
         now = next(self._clock)
         for above in self.path(node):
@@ -105,7 +105,7 @@ class RadixCache:
         return node, torch.cat(slots) if slots else NO_SLOTS
 
     def match_state(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor, int]:
-        """As `match`, of the longest prefix whose recurrent state is there; its row, or -1 of no prefix at all."""
+        """Match the longest prefix with a recurrent state, as `match` does; return its row too, -1 without a prefix."""
         assert self._snapshots is not None
         node, slots = self.match(namespace, tokens)
         length = slots.shape[0]
@@ -120,9 +120,10 @@ class RadixCache:
         return self._root(namespace), NO_SLOTS, -1
 
     def keep_states(self, node: RadixNode, rows: Mapping[int, int]) -> set[int]:
-        """`rows` of snapshots by length of the prefix of which they are the state; `node` ends no shorter one.
+        """Keep `rows` of snapshots by length of the prefix whose state they are; `node` ends no shorter prefix.
 
-        They belong to the tree from now on, but for those of the lengths that are returned: it has them already.
+        They belong to the tree from now on, except the rows of the lengths that are returned: it has those lengths
+        already.
         """
         assert self._snapshots is not None
         superfluous = set()
@@ -147,7 +148,7 @@ class RadixCache:
         return self.insert_below(self._root(namespace), tokens, slots)
 
     def insert_below(self, node: RadixNode, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
-        """As `insert`, of what follows the prefix that ends at `node`."""
+        """Insert the tokens after the prefix that ends at `node`, as `insert` does."""
         node, present = self.match_below(node, tokens)
         known = present.shape[0]
         if known < len(tokens):
@@ -251,7 +252,7 @@ class RadixCache:
             self._listener.cleared()
 
     def cached_slots(self) -> torch.Tensor:
-        """All slots in the tree [num_cached], for integrity checks."""
+        """Return all slots in the tree [num_cached], for integrity checks."""
         slots = [node.slots for root in self._roots.values() for node in postorder(root)]
         return torch.cat(slots) if slots else NO_SLOTS
 

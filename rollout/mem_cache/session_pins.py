@@ -1,8 +1,8 @@
 """`SessionPins`: prefixes that sessions will use again, kept from eviction for a while.
 
-A session's prefixes are pinned where its last requests ended, for `keep_s` seconds; a longer prefix replaces those that
-it continues.  Over the bound in tokens, the least recently used session is dropped.  Prefixes of older weights cannot
-be matched any more, so they are never kept.
+A session's prefixes are pinned where its last requests ended, for `keep_s` seconds; a longer prefix replaces the ones
+that it continues.  Over the bound in tokens, the least recently used session is dropped.  Prefixes of older weights
+cannot be matched any more, so they are never kept.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SessionPins:
             pass
 
     def nodes(self) -> dict[str, list[RadixNode]]:
-        """Where each session is pinned."""
+        """Return the nodes at which each session is pinned."""
         return {session_id: list(pin.nodes) for session_id, pin in self._pins.items()}
 
     def expires_in(self, session_id: str) -> float | None:

@@ -1,10 +1,10 @@
-"""Recurrent states by row: the tensors that hold them, and who has the rows that are snapshots.
+"""Recurrent states by row: the tensors that hold them, and the holders of the rows that are snapshots.
 
     rows   0 .. requests - 1     requests ..
            of the request in     snapshots: free, of a request that runs, or kept by a node of the prefix tree,
-           that row of slots     as the state after a prefix; those of the tree are dropped when rows are short
+           that row of slots     as the state after a prefix; the tree's are dropped when rows are short
 
-A request that runs has the row of its number in the slot table, so that whoever is admitted has one.
+A request that runs has the row of its number in the slot table, so that every admitted request has one.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class SnapshotRows:
         return len(self._kept)
 
     def take(self, *, drops: bool, but: Collection[int] = (), even_pinned: bool = False) -> int | None:
-        """A row; None: there is none.
+        """Return a row, or None if there is none.
 
-        `drops`: the least recently used one of the tree may go, but for `but` and those that a session pins, unless
+        `drops`: the least recently used row of the tree may go, except `but` and the rows that a session pins, unless
         `even_pinned`.
         """
         if self._free:
@@ -121,7 +121,7 @@ class SnapshotRows:
     def keep(self, row: int, keeper: Keeper, offset: int) -> bool:
         """Give a taken row to `keeper`; False: that has a state there already, and `row` stays the caller's.
 
-        Raises `InvariantError` for a row that nobody took, or that a node has.
+        Raises `InvariantError` for a row that was not taken, or that a node has.
         """
         if self._is_free[row] or row in self._kept:
             raise InvariantError(f"row {row} of states goes to the prefix cache, and is no request's")
@@ -132,7 +132,7 @@ class SnapshotRows:
         return True
 
     def keeps(self, row: int) -> bool:
-        """Whether a node has it."""
+        """Return whether a node has it."""
         return row in self._kept
 
     def move(self, keeper: Keeper, other: Keeper, offsets: dict[int, int]) -> None:
@@ -143,7 +143,7 @@ class SnapshotRows:
             self._kept[row] = other
 
     def use(self, row: int) -> None:
-        """Of the tree, just now."""
+        """Mark a row of the tree as used just now."""
         self._kept.move_to_end(row)
 
     def free(self, row: int) -> None:

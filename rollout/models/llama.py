@@ -10,7 +10,7 @@ from rollout.core.model_config import ModelConfig, common_fields, heads_of, refu
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """No biases and no QK norm; the rotation may be scaled."""
+    """Return the configuration of a Llama model: no biases and no QK norm; the rotation may be scaled."""
     refuse_windows(raw)
     refuse({name: bool(raw.get(name)) for name in ("attention_bias", "mlp_bias")})
     attention = AttentionSpec(**heads_of(raw))

@@ -59,7 +59,7 @@ def experts_of(raw: Mapping[str, Any], *, normalise: bool) -> MoESpec:
 
 
 def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[AttentionKind]:
-    """What mixes tokens in each layer: attention behind a gate in every `full_attention_interval`-th, or as
+    """Return the mixer of tokens of each layer: attention behind a gate in every `full_attention_interval`-th, or as
     `layer_types` says, the gated delta rule in the others."""
     refuse({"attention_bias": bool(raw.get("attention_bias"))})
     heads = heads_of(raw, default_head_dim=256, partly_rotated=True)

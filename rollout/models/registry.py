@@ -33,7 +33,7 @@ FAMILIES = {
 
 
 def served_model_config(args: ServerArgs) -> ModelConfig:
-    """That of `args.model_path`, with what the settings of the server change of it.  Raises `StartupError`."""
+    """Return the configuration of `args.model_path` with the server's own changes.  Raises `StartupError`."""
     config = load_model_config(args.model_path, args.model_overrides)
     return with_latent_norm_eps(config, args.latent_norm_eps)
 
