@@ -53,7 +53,7 @@ class KernelBuildError(Exception):
 
 @dataclass(frozen=True)
 class KernelStatus:
-    """Whether `torch.ops.lockstep` is there; `reason` says why not, `isa` the instruction set it was compiled for."""
+    """The state of `torch.ops.lockstep`; `reason`: why it is missing; `isa`: its instruction set."""
 
     available: bool
     reason: str = ""
@@ -127,7 +127,7 @@ def build_kernels(
 
 
 def cache_folder() -> Path:
-    """Where compiled operators are kept, one folder for each key."""
+    """Return the folder that keeps compiled operators, with one folder for each key."""
     given = os.environ.get("LOCKSTEP_KERNEL_CACHE")
     return Path(given) if given else Path.home() / ".cache" / "lockstep" / "kernels"
 
@@ -161,7 +161,7 @@ def find_compiler() -> list[str]:
 
 
 def _cpu_features() -> tuple[str, ...]:
-    """What `-march=native` depends on.  Linux lists it; elsewhere the processor's name has to do."""
+    """Return what `-march=native` depends on.  Linux lists it; elsewhere the processor's name has to do."""
     info = Path("/proc/cpuinfo")
     features = [platform.machine(), platform.processor()]
     if info.is_file():

@@ -37,7 +37,7 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.T
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """What experts do beside their two products: biases [P, 2I], gate first, and [P, D]; with a limit ClampedSwiGLU."""
+    """Experts' parts beside their two products: biases [P, 2I], gate first, and [P, D]; with a limit ClampedSwiGLU."""
 
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class ExpertForm:
         return silu_and_mul(gate_up) if self.limit is None else clamped_swiglu(gate_up, self.limit, self.alpha)
 
     def out(self, out: torch.Tensor, experts_A: torch.Tensor | None) -> torch.Tensor:
-        """Of what the second product gave [A, D], or [P, C, D]."""
+        """Return the second product [A, D], or [P, C, D], with its bias."""
         return _biased(out, self.w2_bias, experts_A)
 
 
@@ -62,7 +62,7 @@ def _biased(rows: torch.Tensor, bias: torch.Tensor | None, experts_A: torch.Tens
 
 @dataclass(frozen=True)
 class _Rates:
-    """How fast one machine computes, fitted to timings on 2 cores of an AMD EPYC with AVX-512 (torch 2.13).
+    """The speed at which one machine computes, fitted to timings on 2 cores of an AMD EPYC with AVX-512 (torch 2.13).
 
     They decide between padded and per-expert work on every machine; nothing is measured at run time.
     """
@@ -149,7 +149,7 @@ def choose_strategy(counts: list[int], w2_PDI: torch.Tensor) -> Strategy:
 
 
 def has_grouped(w2_PDI: torch.Tensor) -> bool:
-    """Whether `grouped_mm` exists for this dtype, device and alignment."""
+    """Return whether `grouped_mm` exists for this dtype, device and alignment."""
     row_bytes = [size * w2_PDI.element_size() for size in w2_PDI.shape[1:]]
     aligned = all(size % GROUPED_ALIGNMENT_BYTES == 0 for size in row_bytes)
     return aligned and w2_PDI.dtype in GROUPED_DTYPES.get(w2_PDI.device.type, ())

@@ -1,4 +1,4 @@
-"""Which instruction set the CPU operators are compiled for, and whether matrix tiles may be used.
+"""The instruction set that the CPU operators are compiled for, and whether matrix tiles may be used.
 
     amx_bf16 > avx512_bf16 > avx512 > avx2 > portable
 
@@ -69,12 +69,12 @@ def fastest_beside_tiles() -> str:
 
 
 def processor_flags() -> set[str]:
-    """Of the first processor, as Linux spells them; empty elsewhere."""
+    """Return the flags of the first processor, as Linux spells them; empty elsewhere."""
     return set(_first_processor("flags").split())
 
 
 def processor_vendor() -> str:
-    """Of the first processor, as Linux spells it; "" elsewhere."""
+    """Return the vendor of the first processor, as Linux spells it; "" elsewhere."""
     return _first_processor("vendor_id")
 
 

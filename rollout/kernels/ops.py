@@ -41,7 +41,7 @@ class RowMajor:
         return torch.empty(out_features, in_features, dtype=dtype, device=device)
 
     def matrix_place(self, weight: torch.Tensor, rows: range, in_features: int) -> Place:
-        """Where the logical rows `rows` (step 1) live: content [len(rows), D]."""
+        """Return the place of the logical rows `rows` (step 1): content [len(rows), D]."""
         return ViewPlace(weight[rows.start : rows.stop])
 
     def empty_experts(
@@ -54,7 +54,7 @@ class RowMajor:
     def expert_place(
         self, w13: torch.Tensor, w2: torch.Tensor, part: ExpertPart, physical_id: int, inner: int, hidden: int
     ) -> Place:
-        """Where one projection of one expert lives: content [I, D], or [D, I] for the down projection."""
+        """Return the place of one projection of one expert: content [I, D], or [D, I] for the down projection."""
         if part == "down_proj":
             return ViewPlace(w2[physical_id])
         return ViewPlace(w13[physical_id, :inner] if part == "gate_proj" else w13[physical_id, inner:])
@@ -66,7 +66,7 @@ class RowMajor:
         return torch.empty(heads * (sizes.nope + sizes.value), sizes.rank, dtype=dtype, device=device)
 
     def latent_place(self, weight: torch.Tensor, sizes: LatentSizes) -> Place:
-        """Where all of it lives: content [H (nope + v), R], a head's rows for keys before those for values."""
+        """Return the place of the whole matrix: content [H (nope + v), R], each head's rows for keys first."""
         return ViewPlace(weight)
 
 
@@ -188,9 +188,9 @@ def _registry_ops(storage: RowMajor, batch_invariant: bool) -> Ops:
 def select_ops(
     dtype: torch.dtype, device: torch.device | str, kernels_available: bool, weight_format: str = "plain"
 ) -> Ops:
-    """The kernels where they exist for this dtype and device, else plain torch.
+    """Return the kernels where they exist for this dtype and device, else plain torch.
 
-    `kernels_available`: those of this device are loaded.  `weight_format`: "plain", or "w8" for experts in 8 bits.
+    `kernels_available`: this device's kernels are loaded.  `weight_format`: "plain", or "w8" for experts in 8 bits.
     Raises `StartupError` where there is no such thing.
     """
     kind = torch.device(device).type

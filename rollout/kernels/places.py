@@ -55,7 +55,7 @@ class ViewPlace:
 class PackedPlace:
     """Rows of a matrix packed for the compiled operators (`kernels/csrc/packed.h`, `pack.cpp`).
 
-    `step` and `offset` say how blocks of sixteen rows alternate with those of another matrix.
+    `step` and `offset` say how blocks of sixteen rows alternate with blocks of another matrix.
     """
 
     region: Region | None = None
@@ -133,7 +133,7 @@ class W8Place:
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """What a head makes of a latent of `rank` elements: `nope` of its keys, `value` of its values."""
+    """The elements that a head makes of a latent of `rank` elements: `nope` of its keys, `value` of its values."""
 
     nope: int
     value: int
@@ -141,7 +141,7 @@ class LatentSizes:
 
     @property
     def key_matrix(self) -> tuple[int, int]:
-        """Rows and columns of what is applied to queries: that for keys, transposed."""
+        """Rows and columns of the matrix that is applied to queries: the one for keys, transposed."""
         return self.rank, self.nope
 
     @property
@@ -152,8 +152,8 @@ class LatentSizes:
 class AbsorbedPlace:
     """The matrix that makes keys and values of latents [H (nope + v), R], as the compiled operators apply it.
 
-    Packed, by head: the part for keys transposed, as it is applied to queries, then that for values.  So nothing is
-    computed from weights, and a refresh of this matrix is a refresh of what is used.
+    Packed, by head: the part for keys transposed, as it is applied to queries, then the part for values.  So nothing is
+    computed from weights, and a refresh of this matrix refreshes the one in use.
     """
 
     region: Region | None = None

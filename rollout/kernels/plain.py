@@ -1,6 +1,6 @@
 """The operators of `schemas` in plain torch: every device and every float dtype; the reference for every other one.
 
-Matrices are row-major; gate rows come before up rows.  Numerics are those of transformers: a norm is computed in
+Matrices are row-major; gate rows come before up rows.  Numerics follow transformers: a norm is computed in
 float32 and rounded to the model's dtype before its weight is applied (after, where the weight has an offset), the
 rotation is done in the model's dtype.  A float64 model stays in float64 throughout.
 

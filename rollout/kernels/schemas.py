@@ -66,7 +66,7 @@ SCHEMAS = {
     # hidden [T, N] in groups of N / G neighbours, each times the sigmoid of its gate [T, G], which is rounded
     "sigmoid_gate": "(Tensor hidden, Tensor gate) -> Tensor",
     # The gated delta rule over the sequences of a step, from projections [T, C + Hv dv + 2 Hv] of mixed queries, keys
-    # and values, output gates, b and a, to what is read from the states, normed and gated [T, Hv dv].  C = 2 Hk dk +
+    # and values, output gates, b and a, to values read from the states, normed and gated [T, Hv dv].  C = 2 Hk dk +
     # Hv dv.  The convolution has a weight [w, C]; inputs of it before a token are in the pool [R, w - 1, C], states in
     # that [R, Hv, dk, dv].  Sequence n has query_lens[n] tokens, begins from the row sources[n], or from zeros where
     # that is negative, and ends in rows[n]; `snapshots` [M, 3] are (n, tokens of the step, row): copies on the way.

@@ -1,4 +1,4 @@
-"""What a Triton kernel is compiled with, so that every configuration can be compiled on a machine without a GPU."""
+"""Configurations of Triton kernels: every one can be compiled on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALIGNMENT = 16  # bytes; torch's allocator gives at least that
 class CompileCase(NamedTuple):
     """One configuration of one kernel.
 
-    `signature`: the type of each argument that is no constant, as Triton writes it ("*bf16", "i32", "fp32");
+    `signature`: the type of each argument that is not constant, as Triton writes it ("*bf16", "i32", "fp32");
     `constexprs`: the constants among its arguments.
     """
 
@@ -28,9 +28,9 @@ class CompileCase(NamedTuple):
 
 
 def compile_for(case: CompileCase, capability: int = HOPPER) -> Any:
-    """The compiled kernel (`asm["ptx"]`, `metadata.shared`).  It takes Triton's own compiler, and no device.
+    """Return the compiled kernel (`asm["ptx"]`, `metadata.shared`).  It takes Triton's own compiler, and no device.
 
-    Pointers count as aligned to 16 bytes, as those of whole tensors are.  Products and sums are not fused.
+    Pointers count as aligned to 16 bytes, as whole tensors are.  Products and sums are not fused.
     """
     types = _in_order(case)
     pointers = [index for index, kind in enumerate(types.values()) if kind.startswith("*")]

@@ -54,11 +54,11 @@ def fused_experts(
     limit: float | None = None,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """SwiGLU of expert `ids[t, k]` on row t [T, K, D], or with weights [T, K] their sum over K in slot order [T, D].
+    """Apply SwiGLU of expert `ids[t, k]` to row t [T, K, D]; with weights [T, K], sum over K in slot order [T, D].
 
-    The arguments are those of the operator in `schemas`, weights row-major.  Ids that are no expert's, such as -1, are
-    empty slots: their output is zero, their weight is not read.  float64 is computed by plain torch, which
-    synchronises and takes no empty slots.
+    The arguments are the operator's in `schemas`, weights row-major.  Ids of no expert, such as -1, are empty slots:
+    their output is zero, their weight is not read.  float64 is computed by plain torch, which synchronises and takes no
+    empty slots.
     """
     if hidden.dtype not in _TRITON_DTYPES:
         return plain.fused_experts(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
@@ -93,7 +93,7 @@ def fused_experts_fp8(
 
 @dataclass(frozen=True)
 class _Matrices:
-    """What the experts hold; scales of FP8 weights, both or none."""
+    """The tensors of the experts; scales of FP8 weights, both or none."""
 
     w13: torch.Tensor
     w2: torch.Tensor

@@ -23,9 +23,9 @@ def grouped_experts(
     limit: float | None = None,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """As `fused_experts` of `experts`, empty slots too, where `expert_compute.has_grouped` says that it exists.
+    """Compute the same as `fused_experts` of `experts`, empty slots too, where `expert_compute.has_grouped` allows it.
 
-    Empty slots are sorted behind those of the last expert, where no product reads or writes, and then masked.
+    Empty slots are sorted behind the slots of the last expert, where no product reads or writes, and then masked.
     """
     (num_tokens, top_k), experts = ids.shape, w13.shape[0]
     filled_TK = (ids >= 0) & (ids < experts)

@@ -4,7 +4,7 @@
     order [A]       1 4 . . | 0 2 5 . | 3      assignments by expert, in their own order within one
     blocks [N, 3]   (0, 0, 2) (3, 2, 3) (5, 5, 1) (., ., 0)  ..        expert, first place in `order`, number of places
 
-A block is at most BLOCK_M assignments of one expert.  The table has as many as the worst routing needs; those that
+A block is at most BLOCK_M assignments of one expert.  The table has as many as the worst routing needs; blocks that
 are left over have no places, and their programs return at once.  So nothing is read back by the host.
 
 A program multiplies a tile of ROWS weight rows by the block's columns, weights on the left:
@@ -42,9 +42,9 @@ def plan_kernel(
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """`order` and `blocks` of ids [A] int64; one program an expert.  BINS: a power of two above P.
+    """Write `order` and `blocks` of ids [A] int64; one program an expert.  BINS: a power of two above P.
 
-    Ids that are no expert's are left out of both.
+    Ids of no expert are left out of both.
     """
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -76,7 +76,7 @@ def plan_kernel(
 
 @triton.jit
 def _experts(ids_ptr, assignments, num_assignments, P: tl.constexpr):
-    """Ids as int32, P in the place of what is none."""
+    """Return ids as int32, with P in the place of ids of no expert."""
     ids = tl.load(ids_ptr + assignments, mask=assignments < num_assignments, other=-1)
     return tl.where((ids >= 0) & (ids < P), ids, P).to(tl.int32)
 
@@ -247,7 +247,7 @@ def _sums(
 def _activation(gate, up, limit, alpha, CLAMPED: tl.constexpr, dtype: tl.constexpr):
     """`silu_and_mul`, or `clamped_swiglu`, of float32 that holds numbers of `dtype`."""
     if CLAMPED:
-        gate = _rounded(tl.where(gate > limit, limit, gate), dtype)  # what is no number stays so
+        gate = _rounded(tl.where(gate > limit, limit, gate), dtype)  # a NaN stays one
         up = _rounded(tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)), dtype)
         sigmoid = _rounded(1.0 / (1.0 + tl.exp(-_rounded(gate * alpha, dtype))), dtype)
         return _rounded(up + 1.0, dtype) * _rounded(gate * sigmoid, dtype)

@@ -1,4 +1,4 @@
-"""Which implementation the experts of a step run on, and with which tiles: functions of shapes alone.
+"""The implementation that the experts of a step run on, and its tiles: functions of shapes alone.
 
 A shape is known on the host without a look at the routes, so the choice costs no synchronisation and a CUDA graph of a
 batch size keeps its own.  Load is measured as assignments per stored expert, R.  The two tables are read at each call:

@@ -25,8 +25,8 @@ TRITON_OPERATORS = {
     "sigmoid_gate": "activation",
     "fused_experts": "experts",
 }
-# Operators that a CUDA graph can hold: they read no tensor's value on the host, and their sizes follow from those of
-# their arguments.  The plain `gated_delta` goes over the lengths of sequences on the host.
+# Operators that a CUDA graph can hold: they read no tensor's value on the host, and their sizes follow from the sizes
+# of their arguments.  The plain `gated_delta` goes over the lengths of sequences on the host.
 GRAPH_SAFE = frozenset(SCHEMAS) - {"gated_delta"}
 
 _LARGEST_TILE_BYTES = 144 << 10  # of shared memory, that of experts: `experts_plan.EXPERT_TILES`

@@ -88,9 +88,10 @@ def qk_norm_rope_store(
     eps: float,
     weight_offset: float | None = None,
 ) -> torch.Tensor:
-    """Slots and heads of the pools and rows of `qkv` may lie apart from one another, elements of a head may not.
+    """Normalise and rotate queries and keys, and store keys and values in the pools' `slots`; return the queries.
 
-    Slots are not checked: those of a step come from the allocator.
+    Slots and heads of the pools and rows of `qkv` may lie apart from one another, elements of a head may not.  Slots
+    are not checked: a step's slots come from the allocator.
     """
     num_tokens, (num_kv_heads, head_dim), rotary_dim = qkv.shape[0], k_pool.shape[1:], angles.shape[2]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads

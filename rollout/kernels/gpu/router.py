@@ -1,6 +1,6 @@
 """The router of an MoE layer as Triton kernels: `norm_route` of `rollout.kernels.schemas`.
 
-    add_rms_norm -> logits [T, E] -> the best K of each row, or those that are given, and their weights
+    add_rms_norm -> logits [T, E] -> the best K of each row, or the given ones, and their weights
 
 A row's experts depend on that row alone.  Logits are sums over D in one order, in tiles of one shape for every number
 of tokens (a library's matrix product takes other tiles for another number); what follows is one program a row.  On an
@@ -139,7 +139,7 @@ def choose_kernel(
         chosen = tl.where(tl.load(forced_ids + row * K) >= 0, given, chosen)
     tl.store(ids + row * K + slot, chosen, mask=slot < K)
 
-    # An id that is no expert's has no logit: its weight is NaN.
+    # An id of no expert has no logit: its weight is NaN.
     known = (chosen >= 0) & (chosen < E)
     own = tl.load(line + chosen, mask=known & (slot < K), other=float("nan")).to(tl.float32)
     least = 0.0
