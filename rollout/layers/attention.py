@@ -62,7 +62,7 @@ class Attention(Layer):
 
     @staticmethod
     def kept(spec: AttentionSpec, parallel: Parallel) -> FullKV:
-        """Of a token, on this rank."""
+        """Return the KV of a token, on this rank."""
         heads = kv_heads(spec, parallel).length
         return FullKV(heads, spec.head_dim) if spec.window is None else WindowKV(heads, spec.head_dim, spec.window)
 

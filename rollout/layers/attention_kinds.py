@@ -26,9 +26,9 @@ from rollout.layers.norm_rotary import RMSNorm
 
 
 class AttentionLayer(Protocol):
-    """How the decoder builds and calls a layer that mixes the tokens of a sequence.
+    """A layer that mixes the tokens of a sequence, as the decoder builds and calls it.
 
-    `name`: what checkpoints call it.  Raises `StartupError` for sizes that do not divide over the ranks.
+    `name`: its name in checkpoints.  Raises `StartupError` for sizes that do not divide over the ranks.
     """
 
     name: str
@@ -47,11 +47,11 @@ class AttentionLayer(Protocol):
 
     @staticmethod
     def kept(spec: Any, parallel: Parallel) -> KVKind | None:
-        """What the KV pool holds of a token for it, on this rank."""
+        """Return what the KV pool holds of a token for it, on this rank."""
 
     @staticmethod
     def state(spec: Any, parallel: Parallel) -> RecurrentState | None:
-        """What the state pool holds of a sequence for it, on this rank."""
+        """Return what the state pool holds of a sequence for it, on this rank."""
 
 
 ATTENTION_LAYERS: Mapping[type[AttentionKind], type[AttentionLayer]] = {

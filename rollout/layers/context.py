@@ -36,7 +36,7 @@ class SliceRoutes:
         self._rows_Tn: torch.Tensor | None = None
 
     def to_send(self, moe_layer: int) -> torch.Tensor | None:
-        """What this rank's routers chose in all layers [t, L K], once the last MoE layer is there; None before."""
+        """Return this rank's routes of all layers [t, L K], once the last MoE layer is there; None before."""
         if moe_layer < self._capturer.num_moe_layers - 1:
             return None
         return self._capturer.finish_step().flatten(1)

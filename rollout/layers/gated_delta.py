@@ -47,11 +47,11 @@ class GatedDelta(WeightLayer):
 
     @staticmethod
     def kept(spec: GatedDeltaSpec, parallel: Parallel) -> None:
-        """Of a token: nothing."""
+        """This layer keeps no KV."""
 
     @staticmethod
     def state(spec: GatedDeltaSpec, parallel: Parallel) -> RecurrentState:
-        """Of a sequence, on this rank."""
+        """Return the state of a sequence, on this rank."""
         keys = delta_heads(spec, parallel)
         channels = keys.of_sections(_sections(spec)).length
         heads = keys.length * spec.values_per_key
@@ -111,7 +111,7 @@ def _projections(spec: GatedDeltaSpec, hidden_size: int, keys: Shard, build: Bui
 
 
 def _kind_by_kind(heads: int, sizes: Sequence[int]) -> torch.Tensor:
-    """The rows of every head's first part, then those of every head's second, of rows that lie head by head."""
+    """Return the rows of every head's first part, then of every head's second, for rows that lie head by head."""
     rows = torch.arange(heads * sum(sizes)).view(heads, -1)
     return torch.cat([part.flatten() for part in rows.split(list(sizes), dim=1)])
 

@@ -58,7 +58,7 @@ class LatentAttention(Layer):
 
     @staticmethod
     def kept(spec: LatentAttentionSpec, parallel: Parallel) -> LatentKV:
-        """Of a token, on every rank."""
+        """Return the KV of a token, on every rank."""
         return LatentKV(spec.kv_rank, spec.rotary.dim)
 
     @staticmethod
@@ -98,7 +98,7 @@ class LatentAttention(Layer):
 
 
 class LatentHeads(WeightLayer):
-    """What makes keys and values of latents, as the operators store it: nothing is computed from it and kept."""
+    """The matrix from latents to keys and values, as the operators store it: nothing computed from it is kept."""
 
     def __init__(self, heads: Shard, sizes: LatentSizes, build: Build) -> None:
         self._storage, self._heads, self._sizes = build.ops.storage, heads, sizes

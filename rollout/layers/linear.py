@@ -40,12 +40,12 @@ class MergedLinear(WeightLayer):
         self.bias = build.empty(self.out_features) if bias else None
 
     def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:
-        """All parts side by side, of the norm of `residual += hidden`: [T, O]."""
+        """Return all parts side by side, of the norm of `residual += hidden`: [T, O]."""
         matrix = (self.weight, self.out_features, self.bias)
         return self.ops.norm_linear(residual_TD, hidden_TD, norm.weight, norm.eps, *matrix, norm.weight_offset)
 
     def of_normed(self, normed_TD: torch.Tensor) -> torch.Tensor:
-        """All parts side by side, of an input that went through its norm already: [T, O]."""
+        """Return all parts side by side, of an input that went through its norm already: [T, O]."""
         return self.ops.linear(normed_TD, self.weight, self.out_features, self.bias)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:

@@ -49,13 +49,13 @@ class DenseMLP(SwiGLU):
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
     ) -> torch.Tensor:
-        """Of the norm of `residual += hidden`, where `hidden` is a sum over the ranks of which each has a part."""
+        """Apply the MLP to the norm of `residual += hidden`, where each rank has a part of the sum `hidden`."""
         assert self._ranks is not None
         return self._down(self.gate_up_proj(residual_TD, self._ranks.all_reduce(hidden_TD), norm))
 
 
 class SharedExpert(SwiGLU):
-    """What every token of a MoE layer goes through beside its routed experts.
+    """The expert that every token of a MoE layer goes through beside its routed experts.
 
     It is not in the placement: it is never moved and its tokens are not counted.
     """
@@ -64,5 +64,5 @@ class SharedExpert(SwiGLU):
         super().__init__(inner_size, hidden_size, build, "the shared expert", is_whole=is_whole)
 
     def __call__(self, normed_TD: torch.Tensor) -> torch.Tensor:
-        """Of the same norm as the routed experts: [T, D]."""
+        """Apply it to the same normed tokens as the routed experts: [T, D]."""
         return self._down(self.gate_up_proj.of_normed(normed_TD))

@@ -46,8 +46,8 @@ class RotaryTable:
     """Rotary embedding (Su et al., 2021): the angles of every position, computed once.
 
     Takes 2 * rd elements a position.  Angles are products in float32 (float64 for float64), as trainers compute them.
-    Their cosines are numpy's in float64, rounded: those of torch on several threads, the first of a process, are now
-    and then of a lower accuracy, off by 1e-4.
+    Their cosines are numpy's in float64, rounded: torch's first ones in a process, on several threads, are now
+    and then less accurate, off by 1e-4.
     """
 
     def __init__(self, spec: RotarySpec, num_positions: int, build: Build) -> None:
@@ -85,7 +85,7 @@ def _frequencies(spec: RotarySpec, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _yarn_scaled(frequencies: torch.Tensor, spec: RotarySpec, scaling: YarnScaling) -> torch.Tensor:
-    """As in transformers `modeling_rope_utils`: a ramp over the pairs, from unchanged to slowed down."""
+    """Scale as transformers `modeling_rope_utils` does: a ramp over the pairs, from unchanged to slowed down."""
 
     def pair_that_turns(times: float) -> float:
         length = scaling.original_max_position_embeddings
@@ -101,7 +101,7 @@ def _yarn_scaled(frequencies: torch.Tensor, spec: RotarySpec, scaling: YarnScali
 
 
 def _llama3_scaled(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """As in transformers `modeling_rope_utils`: between two wavelengths, from slowed down to unchanged."""
+    """Scale as transformers `modeling_rope_utils` does: between two wavelengths, from slowed down to unchanged."""
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
     shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor

@@ -59,7 +59,7 @@ def query_heads(spec: AttentionSpec | LatentAttentionSpec, parallel: Parallel) -
 
 
 def kv_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
-    """Those that this rank's query heads read.
+    """Return the KV heads that this rank's query heads read.
 
     More ranks than KV heads: each rank has one, and `ranks / heads` neighbours have the same.  Raises `StartupError`.
 

@@ -1,4 +1,4 @@
-"""How a layer declares which logical tensors it holds and where, for cold load and live refresh alike."""
+"""The declaration of a layer's logical tensors and of their places, for cold load and live refresh alike."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class WeightEntry:
     """One logical tensor held by a layer.
 
     `places()` returns every place of this rank where the tensor, whose shape is `shape`, or one part of it lives now;
-    none where all of it lives on other ranks.
-    It is called for each write and never cached, because the places of an expert follow the current placement.
-    `proposed()`: the same under the proposed placement; None for a tensor that no placement concerns.  `held`: what its
-    places make of what is written to them; None: they hold it as it is.
+    none where all of it lives on other ranks.  It is called for each write and never cached, because the places of an
+    expert follow the current placement.  `proposed()`: the same under the proposed placement; None for a tensor that no
+    placement concerns.  `held`: the form in which its places hold the tensor; None: they hold it as it is written.
     """
 
     name: str

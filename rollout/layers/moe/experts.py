@@ -65,12 +65,12 @@ class Experts(WeightLayer):
         self.has_bias = spec.bias
         self.w13_bias = build.empty(stored, 2 * self.inner.length) if spec.bias else None
         self.w2_bias = build.empty(stored, hidden_size) if spec.bias else None
-        self._adds_w2_bias = self.inner.start == 0  # one rank of those that an expert's sum goes over
+        self._adds_w2_bias = self.inner.start == 0  # one rank of an expert's sum adds it
         clamp = spec.activation
         self._activation = () if clamp is None else (clamp.limit, clamp.alpha)
 
     def slot_tensors(self) -> list[torch.Tensor]:
-        """All that makes up the experts here, by slot in the first dimension."""
+        """Return the tensors that make up the experts here, by slot in the first dimension."""
         return [held for held in (self.w13, self.w2, self.w13_bias, self.w2_bias) if held is not None]
 
     def __call__(self, work: DispatchOutput) -> torch.Tensor:

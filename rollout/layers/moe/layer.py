@@ -59,9 +59,9 @@ class MoELayer(Layer):
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
     ) -> torch.Tensor | None:
-        """Of the norm of `residual += hidden`, where `hidden` is a sum over the ranks of which each has a part.
+        """Apply the layer to the norm of `residual += hidden`, where each rank has a part of the sum `hidden`.
 
-        None where the result has been added to the residual stream already.
+        Return None where the result has been added to the residual stream already.
         """
         if self._scatters:
             self._add_by_slices(residual_TD, hidden_TD, norm, context)

@@ -24,7 +24,7 @@ from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Which pairs went where: `order_A` are flat (token, choice) indices in the order in which they were sent."""
+    """The destinations of pairs: `order_A` are flat (token, choice) indices in the order in which they were sent."""
 
     weights_TK: torch.Tensor
     order_A: torch.Tensor

@@ -64,6 +64,6 @@ class AllTokensDispatcher(Dispatcher):
         return self._tp.reduce_scatter_rows(torch.cat(wanted), self._tokens_by_rank)
 
     def _local_ids(self, physical_ids_RK: torch.Tensor) -> torch.Tensor:
-        """Own slots from zero on, -1 for those of other ranks."""
+        """Return own slots from zero on, -1 for slots of other ranks."""
         local_RK = physical_ids_RK - self._first_slot
         return local_RK.masked_fill_((local_RK < 0) | (local_RK >= self._num_local_experts), -1)

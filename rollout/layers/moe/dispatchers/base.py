@@ -65,7 +65,7 @@ class Dispatcher(ABC):
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are on this rank: rows are the tokens, slots their K choices, and the experts do the sum."""
+    """The dispatcher of a lone rank: rows are the tokens, slots their K choices, and the experts do the sum."""
 
     graph_safe = True
 

@@ -99,7 +99,7 @@ class DeepEpDispatcher(Dispatcher):
 
     @property
     def graph_safe(self) -> bool:  # type: ignore[override]
-        """Of the step that was planned last: no host waits for how many rows come, and that number is fixed."""
+        """True where no host waits for the number of rows of the step planned last: that number is fixed."""
         return self._mode.has_fixed_rows
 
     def order_of_sums(self, has_replicas: bool) -> str | None:

@@ -33,7 +33,7 @@ DeepEpModeName = Literal["auto", "normal", "low_latency"]  # of --deepep-mode
 
 
 class DeepEpApi(enum.Enum):
-    """The modes in use, best first.  Low-latency mode alone is for those who ask for it."""
+    """The modes in use, best first.  Low-latency mode alone is used on request only."""
 
     ELASTIC = "ElasticBuffer"
     NORMAL_AND_LOW_LATENCY = "Buffer, normal and low-latency modes"
@@ -43,10 +43,10 @@ class DeepEpApi(enum.Enum):
 
 @dataclass(frozen=True)
 class DeepEpShape:
-    """What the buffers are made for; the same on all ranks.
+    """The sizes that the buffers are made for; the same on all ranks.
 
-    `max_tokens_per_rank`: of any step.  `max_low_latency_tokens`: in mode auto, steps of at most so many tokens a rank
-    are sent in the mode for few tokens, whose memory grows with it.
+    `max_tokens_per_rank`: of any step.  `max_low_latency_tokens`: in mode auto, steps of at most this many tokens a
+    rank are sent in the mode for few tokens, whose memory grows with it.
     """
 
     hidden_size: int
@@ -89,12 +89,12 @@ def require_deep_ep(device: torch.device | str) -> Any:
 
 
 def has_rdma_device() -> bool:
-    """Whether this machine has one, InfiniBand or RoCE."""
+    """Return whether this machine has an RDMA device, InfiniBand or RoCE."""
     return _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
 
 
 def shows_communicator(communicator: Communicator) -> bool:
-    """Whether devices are joined by an NCCL group whose communicator torch shows, as `ElasticBuffer` needs it."""
+    """Return whether an NCCL group joins the devices and torch shows its communicator, as `ElasticBuffer` needs it."""
     return communicator.device is not None and hasattr(communicator.device.backend, "_comm_ptr")
 
 

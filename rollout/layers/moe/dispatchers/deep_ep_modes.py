@@ -126,7 +126,7 @@ class ElasticMode(DeepEpMode):
             count = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
             rows_R1 = torch.arange(ids_RK.shape[0], device=ids_RK.device).unsqueeze(1)
             ids_RK = ids_RK.masked_fill(rows_R1 >= count, -1)
-        # Weights come as they were given, also those of choices of other ranks.
+        # Weights come as they were given, also for choices of other ranks.
         weights_RK = received_weights_RK.masked_fill(ids_RK < 0, 0.0).to(received_RD.dtype)
         return DispatchOutput(received_RD, ids_RK, weights_RK, handle, has_holes=True)
 
@@ -140,7 +140,7 @@ class ElasticMode(DeepEpMode):
 
 
 class FixedElasticMode(ElasticMode):
-    """The same for few tokens: N rows, those that came first."""
+    """The same for few tokens: the N rows that came first."""
 
     has_fixed_rows = True
 

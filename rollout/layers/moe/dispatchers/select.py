@@ -1,4 +1,4 @@
-"""Which dispatcher a model gets, and how many tokens each rank brings to it.
+"""The choice of a model's dispatcher, and the number of tokens that each rank brings to it.
 
 A dispatcher is a file and a line here.
 """
@@ -32,7 +32,7 @@ class MoeBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherNeeds:
-    """What a dispatcher is made from: sizes of the model, and this rank."""
+    """The inputs that a dispatcher is made from: sizes of the model, and this rank."""
 
     parallel: Parallel
     backend: MoeBackend
@@ -82,7 +82,7 @@ def select_dispatcher(needs: DispatcherNeeds) -> Dispatcher:
 
 
 def tokens_by_rank(layout: ParallelLayout, tokens_by_dp_rank: Sequence[int], *, scattered: bool) -> list[int]:
-    """What each rank of the engine brings to a MoE layer: its attention-DP rank's tokens, or its share of them."""
+    """Return the tokens that each rank brings to a MoE layer: its attention-DP rank's, or its share of them."""
     size = layout.attn_tp_size
     shares = [share_sizes(tokens, size) if scattered else [tokens] * size for tokens in tokens_by_dp_rank]
     return [tokens for of_dp_rank in shares for tokens in of_dp_rank]
