@@ -4,7 +4,7 @@ Run on an H100 by `tests/gpu`; elsewhere against `tests/flashinfer_stand_in.py`,
 
     plan, once a step    host: lengths of the batch -> CSR arrays -> a plan for each kind of layer
                          device: slots gathered from the slot table; the plan, copied from page-locked memory
-    attend               one or two launches: the tokens that extend, then those that decode
+    attend               one or two launches: the tokens that extend, then the ones that decode
 
 A plan is written into page-locked memory that the wrapper keeps, and copied from there while the host goes on.  The
 next plan must not write before this is done: an event says so (mini-sglang learnt it the hard way, 20fcd7f).
@@ -36,10 +36,10 @@ _GRAPH_INT_WORKSPACE_BYTES = 1 << 20
 
 
 class _Shared:
-    """What a backend and those for its captured steps have in common.
+    """The state that a backend shares with the backends of its captured steps.
 
-    `kinds`: those of the layers seen so far, in order; `indices` by window, `int_workspaces` by kind: memory of
-    captured steps of all sizes, as one of them runs at a time, planned just before.
+    `kinds`: of the layers seen so far, in order; `indices` by window, `int_workspaces` by kind: memory of captured
+    steps of all sizes, as one of them runs at a time, planned just before.
     """
 
     def __init__(self, kv: KVPool, library: Any, new_event: Callable[[], Any]) -> None:

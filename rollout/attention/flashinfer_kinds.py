@@ -21,7 +21,7 @@ from rollout.core.errors import StartupError
 
 # The sum of a softmax comes as its logarithm to the base of 2.
 _LN_2 = math.log(2)
-# Of one plan of latent attention (flashinfer/mla/_fa_common.py); a tile is at most so many rows of tokens times heads.
+# Of one plan of latent attention (flashinfer/mla/_fa_common.py); a tile has at most _TILE_ROWS tokens times heads.
 _MOST_TILES, _TILE_ROWS = 16384, 64
 
 

@@ -1,4 +1,4 @@
-"""Which KV slots the sequences of a step read, as FlashInfer's CSR arrays, without waiting for the device.
+"""The KV slots that the sequences of a step read, as FlashInfer's CSR arrays, without waiting for the device.
 
     sequences    | extend 0 | extend 1 | d0 | d1 |     in the order of the batch
     positions    [first, kv_len) of each               first > 0 with a window: no query of the step sees those before
@@ -56,7 +56,7 @@ class StepSequences:
         return self._tables[0].shape[1]
 
     def parts(self, window: int | None) -> tuple[CsrPart | None, CsrPart | None]:
-        """Of the sequences that extend and of those that decode, for layers with this window; None: there are none."""
+        """Return the parts that extend and decode, for layers with this window; None in place of an empty one."""
         if window not in self._parts:
             self._parts[window] = self._read(window)
         return self._parts[window]

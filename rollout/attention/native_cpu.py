@@ -79,7 +79,7 @@ class NativeCpuBackend(AttentionBackend):
 
 
 class _CapturedCpuBackend(NativeCpuBackend):
-    """Of steps of `batch_size` requests that decode; the operands stay where they are, a plan fills them."""
+    """Captured steps of `batch_size` requests that decode; the operands stay where they are, a plan fills them."""
 
     def __init__(self, kv: KVPool, batch_size: int) -> None:
         super().__init__(kv)

@@ -8,9 +8,9 @@ on the batch.  A greedy row takes the largest logit, of equal ones the lowest id
 A row that holds a NaN or +infinity, or nothing above -infinity, is no distribution.  Its token is that of the first
 NaN, else the lowest id of the largest logit; all its log-probabilities are NaN, its best tokens the first ones.
 
-Where a row wants its mask, it gets the ids of all tokens that could have been sampled, in vocabulary order: those
+Where a row wants its mask, it gets the ids of all tokens that could have been sampled, in vocabulary order: the ones
 that bias, minimum length, top-k, top-p and min-p leave, and whose weight in float is not 0.  They come from the very
-weights that the token was drawn from.  A greedy row's is its token, as that of a row that is no distribution.
+weights that the token was drawn from.  A greedy row's mask is its token, as is that of a row without a distribution.
 
 Shapes: N rows, V vocabulary, n most log-probabilities of best tokens that a row asks for, C chosen tokens, M kept ones
 of all rows together.
@@ -34,9 +34,8 @@ class SampledTokens:
 
     `token_ids` [N] int64; `logprobs` [N], NaN for rows that do not want it; `top_ids` [N, n] int64 and `top_logprobs`
     [N, n], best first, -1 and NaN in the places that a row did not ask for; `chosen_logprobs` [C], the chosen ids of
-    all rows one after the other.
-    `kept_counts` [N] int64, 0 for rows that want no mask; `kept_ids` [M] int32 and `kept_logprobs` [M], of tokens among
-    those of their row, one row after the other.
+    all rows one after the other.  `kept_counts` [N] int64, 0 for rows that want no mask; `kept_ids` [M] int32 and
+    `kept_logprobs` [M], of tokens among the kept ones of their row, one row after the other.
     """
 
     token_ids: torch.Tensor
@@ -50,7 +49,7 @@ class SampledTokens:
 
     @classmethod
     def plain(cls, token_ids_N: torch.Tensor, logprobs_N: torch.Tensor) -> SampledTokens:
-        """Of rows that ask for nothing else."""
+        """Return the tokens of rows that ask for nothing else."""
         none = logprobs_N.new_empty(0)
         return cls(
             token_ids_N,
@@ -88,7 +87,7 @@ class Sampler(ABC):
         """
 
     def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
-        """What `sample_plain` takes for these rows, on `device`; None where it cannot sample them."""
+        """Return the inputs of `sample_plain` for these rows, on `device`; None where it cannot sample them."""
         return None
 
     def sample_plain(

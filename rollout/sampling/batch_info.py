@@ -54,11 +54,12 @@ _MAX_TOP_K = 2**31  # more than any vocabulary
 
 @dataclass(eq=False, slots=True)
 class SamplingRow:
-    """What one row brings: `seed` as an unsigned 64-bit number, the ids that end it, its tokens so far, which
-    log-probabilities are wanted: of the sampled token, of so many best ones, of chosen ones; and whether the tokens are
-    that could have been sampled.
+    """The inputs of one row: `seed` as an unsigned 64-bit number, the ids that end it, its tokens so far, its wishes.
 
-    `shared`: its lists as arrays; samples of one prompt may have the same.  `place`: where they were entered last."""
+    A row may want log-probabilities: of the sampled token, of the `top_logprobs` best ones, of chosen ones; and the
+    mask of the tokens that could have been sampled.  `shared`: its lists as arrays; samples of one prompt may have the
+    same.  `place`: where they were entered last.
+    """
 
     params: SamplingParams
     seed: int
@@ -114,7 +115,7 @@ def _table_of(settings: Sequence[bytes]) -> np.ndarray:
 
 
 class PlainRows(NamedTuple):
-    """What rows without filters, edits, masks, top and chosen log-probabilities are sampled by, on the logits' device.
+    """The settings of rows without filters, edits, masks, top and chosen log-probabilities, on the logits' device.
 
     `seeds` int64 [N] (the bits of unsigned numbers), `temperatures` float32 [N], 1 for greedy rows, `greedy` bool [N].
     """
@@ -150,7 +151,7 @@ class SamplingBatchInfo:
         self.top_n = max([row.top_logprobs for row in rows], default=0)
         self.rows_with_lists = [(i, row) for i, row in enumerate(rows) if row.has_lists]
         self._lists, self._numbers = lists, places
-        self._table: np.ndarray | None = None  # `settings` with spans; None: nobody has asked for it
+        self._table: np.ndarray | None = None  # `settings` with spans; None: not asked for yet
         self._operands: tuple = ()
         self._penalised: list[int] = []
         self._histories: list[tuple[Place, list[int]]] = []
@@ -272,7 +273,7 @@ class SamplingBatchInfo:
 
     @cached_property
     def scales(self) -> bool:
-        """Whether any row has a temperature other than 1."""
+        """True where any row has a temperature other than 1."""
         return bool((self.settings["temperature"] != 1.0).any())
 
     @cached_property
@@ -307,24 +308,24 @@ class SamplingBatchInfo:
 
     @cached_property
     def largest_top_k(self) -> int:
-        """Of the filtered rows; V where one has no limit."""
+        """The largest `top_k` of the filtered rows; V where one has no limit."""
         top_k = self.settings["top_k"][self._has_filters]
         return int(np.where(top_k > 0, top_k, self.vocab_size).max(initial=0))
 
     @cached_property
     def top_k(self) -> torch.Tensor:
-        """Of the filtered rows [F] int64; V where there is no limit."""
+        """The `top_k` of the filtered rows [F] int64; V where there is no limit."""
         top_k = self._column("top_k", torch.int64)[self.filtered_rows]
         return torch.where(top_k > 0, top_k, self.vocab_size)
 
     @cached_property
     def top_p(self) -> torch.Tensor:
-        """Of the filtered rows [F] float64."""
+        """The `top_p` of the filtered rows [F] float64."""
         return self._column("top_p", torch.float64)[self.filtered_rows]
 
     @cached_property
     def min_p(self) -> torch.Tensor:
-        """Of the filtered rows [F] float64."""
+        """The `min_p` of the filtered rows [F] float64."""
         return self._column("min_p", torch.float64)[self.filtered_rows]
 
     @cached_property

@@ -1,6 +1,6 @@
 """The lists of ids that rows bring along, as arrays: `SharedLists` of the samples of a prompt, and places of rows.
 
-Lists have places that stay, each in a flat tensor with those of other rows:
+Lists have places that stay, each in a flat tensor with the lists of other rows:
 
     bias_ids    | row 0        | row 1        | ..
     histories   | row 0: distinct prompt, output ->      | row 1: ..

@@ -106,7 +106,7 @@ def _edit_row(logits_V: torch.Tensor, row: SamplingRow, position: int) -> None:
 
 
 def _among(ascending: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Whether each of `ids` [n] is one of `ascending` [m]: bool [n]."""
+    """Return whether each of `ids` [n] is one of `ascending` [m]: bool [n]."""
     places = ascending.searchsorted(ids)
     found = places < len(ascending)
     found[found] = ascending[places[found]] == ids[found]
@@ -187,7 +187,7 @@ def _signed(x: np.uint64) -> int:
 class RowLogprobs:
     """Log-probabilities of rows of adjusted logits [N, V], normalised once.
 
-    All values of a row that is no distribution (see `base`) are NaN.
+    All values of a row without a distribution (see `base`) are NaN.
     """
 
     def __init__(self, logits_NV: torch.Tensor) -> None:
@@ -249,9 +249,9 @@ def _kept(
     is_distribution_N: torch.Tensor,
     info: SamplingBatchInfo,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`kept_counts`, `kept_ids` and `kept_logprobs` of `SampledTokens`.
+    """Return `kept_counts`, `kept_ids` and `kept_logprobs` of `SampledTokens`.
 
-    Rows that are `settled` have one token; that of a row that is no distribution has no log-probability.
+    Rows that are `settled` have one token; without a distribution, that token has no log-probability.
     """
     counts = torch.zeros(len(logits_NV), dtype=torch.int64)
     ids: list[torch.Tensor] = []
