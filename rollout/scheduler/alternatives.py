@@ -1,4 +1,4 @@
-"""`AlternativesRecord`: log-probabilities of the likeliest and of chosen tokens beside those of a growing record.
+"""`AlternativesRecord`: log-probabilities of the likeliest and of chosen tokens beside a growing record's own.
 
 Rows are kept as bytes: with hundreds of entries at each token, Python numbers would cost more than the forward.
 
@@ -36,7 +36,7 @@ class AlternativesRecord:
         self.chosen_logprobs.append(logprobs.tobytes())
 
     def message(self, first: int = 0) -> Alternatives | None:
-        """What was appended from the append `first` on; None if nothing ever was."""
+        """Return everything appended from the append `first` on; None if nothing ever was."""
         if not self.top_ids and not self.chosen_logprobs:
             return None
         return Alternatives(

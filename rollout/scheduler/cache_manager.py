@@ -32,24 +32,24 @@ MAX_STEPS_AHEAD = 16
 
 
 class SequenceMemory(Protocol):
-    """What layers keep of a sequence beside KV of every token: `StateRows` and `WindowPages`.
+    """The memory of a sequence beside KV of every token: `StateRows` and `WindowPages`.
 
-    `rows` are its snapshots: what of it a sequence needs to go on from a prefix.
+    `rows` are its snapshots: the part of it that a sequence needs to go on from a prefix.
     """
 
     rows: SnapshotRows
 
     @property
     def num_rows(self) -> int:
-        """Of requests and of snapshots."""
+        """The number of rows, of requests and of snapshots."""
 
     @property
     def num_used(self) -> int:
-        """Those of them that a request or the prefix tree has."""
+        """The number of rows that a request or the prefix tree has."""
 
     @property
     def granularity(self) -> int:
-        """Snapshots lie at multiples of so many tokens."""
+        """The spacing of snapshots: they lie at multiples of this number of tokens."""
 
     def shareable(self, length: int) -> int:
         """The longest prefix of `length` tokens that can have a snapshot."""
@@ -159,8 +159,8 @@ class CacheManager:
         """Insert the computed prompt of `req` into the prefix cache while it runs.
 
         Skipped when the cache meanwhile got more of this prompt from another request: the slots that `req` computed
-        stay its own, so that its rows are those of its own forwards.  With snapshots it takes over the cache's slots
-        instead: it began where there was one, which may be before the end of what the cache had.
+        stay its own, so that its rows come from its own forwards.  With snapshots it takes over the cache's slots
+        instead: it began at a snapshot, which may be before the end of what the cache had.
         """
         if not self.prefix_cache.keeps_prefixes or req.namespace is None or req.namespace[1] != weight_epoch:
             return

@@ -1,4 +1,4 @@
-"""How messages reach the scheduler and leave it: over ZMQ from another process, within one process, shared by ranks.
+"""The channels of the scheduler's messages: over ZMQ from another process, within one process, shared by ranks.
 
 Thousands of requests may come at once, and taking in each costs a fraction of a step.  So that control verbs do not
 wait for as many steps:
@@ -39,7 +39,7 @@ from rollout.core.unreadable import Unreadable, encode_output, read_input
 from rollout.distributed.parallel import Parallel
 
 _MOST_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several
-_HEADER = struct.Struct("<dQq")  # of a broadcast: the time, the mark of what is served, the bytes that follow
+_HEADER = struct.Struct("<dQq")  # of a broadcast: the time, the mark of the served epoch, the bytes that follow
 _INLINE_BYTES = 4096  # messages up to this size go with the header
 
 
@@ -86,7 +86,7 @@ class RawChannel(Channel, Protocol):
         return [read_input(data) for data in self.receive_raw(timeout_ms)]
 
     def receive_raw(self, timeout_ms: int) -> list[bytes]:
-        """As `receive`, not decoded."""
+        """Receive as `receive` does, without decoding."""
 
 
 class ZmqChannel(RawChannel):

@@ -55,7 +55,7 @@ class DecodeBatch:
         self._keep([row for row, req in enumerate(self.reqs) if not req.finished])
 
     def remove(self, *leaving: Req) -> None:
-        """Remove requests; those that are not in the batch are ignored."""
+        """Remove requests; requests that are not in the batch are ignored."""
         removed = set(leaving)
         self._keep([row for row, req in enumerate(self.reqs) if req not in removed])
 
@@ -113,7 +113,7 @@ def _need_history(reqs: Iterable[Req]) -> bool:
 
 
 def _tokens_left(reqs: Iterable[Req], counts: torch.Tensor) -> list[int]:
-    """How many tokens each still gets, when it has so many."""
+    """Return how many tokens each request still gets, when it has `counts` of them."""
     return [req.sampling_params.max_new_tokens - count for req, count in zip(reqs, counts.tolist(), strict=True)]
 
 

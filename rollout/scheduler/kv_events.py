@@ -1,6 +1,6 @@
 """Events of the prefix cache over ZMQ, for routers that send a request where its prefix is.
 
-Names of blocks and form of batches are those of SGLang and vLLM.
+Names of blocks and form of batches follow SGLang and vLLM.
 
     topic | sequence number, 8 bytes | msgpack [time, events, data-parallel rank]
 
@@ -9,8 +9,8 @@ that computed it: the one that they were committed under, as renaming a version 
 all blocks useless, so it is an `AllBlocksCleared`; KV of older weights that running requests still hold has no further
 events.
 
-Of a model with recurrent layers or windows a request goes on from a snapshot, so blocks are stored up to the last one
-of a path, and those after it are removed when it is dropped.
+With recurrent layers or windows a request goes on from a snapshot, so blocks are stored up to the last one
+of a path, and blocks after it are removed when it is dropped.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class BlockRemoved(_Event):
 
 
 class AllBlocksCleared(_Event):
-    """By a commit or a flush; the version and the epoch are those of the blocks to come."""
+    """The end of all blocks, by a commit or a flush; the version and the epoch belong to the blocks to come."""
 
     weight_version: str | None = None
     weight_epoch: int | None = None

@@ -1,4 +1,4 @@
-"""Which requests run in the next step, and which are retracted to make room.
+"""The choice of the requests that run in the next step, and of the ones retracted to make room.
 
 First come, first served within a priority; the oldest request is never retracted, so that it always makes progress.
 At most one request is partly prefilled.
@@ -16,7 +16,7 @@ from rollout.scheduler.req import Extend, Req
 from rollout.scheduler.waiting_queue import WaitingQueue
 
 MAX_PREFILL_TOKENS = 16384  # prompt tokens of one step when prompts are not split
-_SLOTS_KEPT_PER_RUNNING = 4  # decode steps of headroom that an admission leaves to those that run
+_SLOTS_KEPT_PER_RUNNING = 4  # decode steps of headroom that an admission leaves to running requests
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ class Policy:
                 break
             req = queues.waiting[0]
             if not (begins or req.has_begun):
-                break  # those that were retracted stand in front
+                break  # retracted requests stand in front
             key = _prompt_key(req)
             if in_prefill.get(key, req.prompt_len) < cache.shareable_len(req) and cache.prefix_cache.keeps_prefixes:
                 passed.append(queues.waiting.popleft())  # its twin computes in this step what both can use
@@ -193,7 +193,7 @@ class Policy:
             queues.waiting.appendleft(req)
 
     def _is_known_misfit(self, req: Req, num_slots: int) -> bool:
-        """Whether the last attempt shows that `num_slots` are too few; saves a prefix match in each step."""
+        """Return whether the last attempt shows that `num_slots` are too few; saves a prefix match in each step."""
         known = self._misfit
         return (
             known is not None

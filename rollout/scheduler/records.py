@@ -1,4 +1,4 @@
-"""What a step computed enters requests' records, and records become the messages that leave the scheduler.
+"""The records of requests: a step's results enter them, and they become the messages that leave the scheduler.
 
     what was sampled and scored -- SampledRows, enter_scores --> records of Req -- RecordReader --> ReqOutput
 
@@ -161,7 +161,7 @@ class SampledRows:
 
 
 def _joined(end_ids: Collection[frozenset[int]]) -> frozenset[int] | None:
-    """The ids that end any row; None where they are so many that each row is looked at by itself."""
+    """Return the ids that end any row; None where they are too many, and each row is looked at by itself."""
     return frozenset().union(*end_ids) if sum(map(len, end_ids)) <= _MOST_END_IDS else None
 
 
@@ -264,9 +264,9 @@ class RecordReader:
         )
 
     def _rows(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Routes [end, L, K] and epochs [end] of the first tokens; saved rows win over recomputed ones.
+        """Return routes [end, L, K] and epochs [end] of the first tokens; saved rows win over recomputed ones.
 
-        `slots` and `slot_epochs` are those of the tokens whose KV is there.
+        `slots` and `slot_epochs` belong to the tokens whose KV is there.
         """
         assert self._route_store is not None
         saved = req.saved_rows
@@ -298,7 +298,7 @@ class RecordReader:
 
 
 def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
-    """Of the prompt's KV: what is there, and beyond that what the last retraction gave up."""
+    """Return the epochs of the prompt's KV: of the KV there, and beyond it of what the last retraction gave up."""
     held = epochs[: req.prompt_len]
     if req.given_up_epochs is None or len(held) >= len(req.given_up_epochs):
         return held
@@ -306,7 +306,7 @@ def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
 
 
 def _mask_delta(req: Req, first: int) -> SamplingMaskDelta:
-    """Of the tokens from `first` on."""
+    """Return the masks of the tokens from `first` on."""
     record = req.output
     kept_ids = record.kept_ids[first:]
     return SamplingMaskDelta(

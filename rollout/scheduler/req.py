@@ -53,14 +53,14 @@ class VersionMarks:
         return self._marks[-1][0] if self._marks else None
 
     def spans(self, length: int) -> list[VersionSpan]:
-        """Of a list that has `length` entries by now."""
+        """Return the spans of a list that has `length` entries by now."""
         ends = [start for _, _, start in self._marks[1:]] + [length]
         marked = zip(self._marks, ends)
         return [VersionSpan(version, start, end, epoch) for (version, epoch, start), end in marked if start < end]
 
 
 class StepCount:
-    """How many steps a decode batch has launched: by as many tokens the KV of each of its requests has grown."""
+    """The steps that a decode batch has launched: the KV of each of its requests has grown by as many tokens."""
 
     __slots__ = ("value",)
 
@@ -77,7 +77,7 @@ class OutputRecord:
     alternatives: AlternativesRecord = field(default_factory=AlternativesRecord)
     kept_ids: list[np.ndarray] = field(default_factory=list)  # int32 [m]
     num_mask_ids: int = 0  # of all of them
-    mask_logprobs: list[float] = field(default_factory=list)  # of the token among those of its mask
+    mask_logprobs: list[float] = field(default_factory=list)  # of the token within its mask
     kept_logprobs: list[np.ndarray] = field(default_factory=list)  # float32 [m]
     versions: VersionMarks = field(default_factory=VersionMarks)
 
@@ -185,7 +185,7 @@ class Req:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a request that waits ran before."""
+        """True for a waiting request that ran before."""
         return self.num_retractions > 0
 
     @property

@@ -132,7 +132,7 @@ class Scheduler:
         return self.serving.may_step and bool(queues.running or queues.partial or queues.waiting)
 
     def num_active(self, *, waiting: bool) -> tuple[int, int]:
-        """Requests that hold KV, and, if asked, those that wait, on all data-parallel ranks of this engine.
+        """Return how many requests hold KV and, if asked, how many wait, on all data-parallel ranks of this engine.
 
         Called on all of them in the same turn.
         """
@@ -240,13 +240,13 @@ class Scheduler:
         stats.phase("process")
         if outgoing:
             if not self.has_work:
-                self._rest()  # first, so that whoever carries the answer finds an idle core
+                self._rest()  # first, so that the carrier of the answer finds an idle core
             self._emit(outgoing)
         stats.phase("messages")
         stats.end_step(num_sampled)
 
     def _emit(self, reqs: Iterable[Req]) -> None:
-        """Send what is new of `reqs`; those that finished free their slots and are dropped."""
+        """Send what is new of `reqs`; finished requests free their slots and are dropped."""
         outputs = []
         for req in reqs:
             outputs.append(self.records.output(req))

@@ -25,6 +25,6 @@ class SeedSource:
         self._generator = np.random.default_rng([seed, stream] if stream else seed)
 
     def seed_for(self, source: TokenizedGenerateReqInput) -> int:
-        """As an unsigned number of 64 bits."""
+        """Return the seed of a request as an unsigned number of 64 bits."""
         seed = source.sampling_params.sampling_seed
         return int(self._generator.integers(2**63)) if seed is None else seed % 2**64

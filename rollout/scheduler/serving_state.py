@@ -43,12 +43,12 @@ class ServingState:
 
     @property
     def may_begin(self) -> bool:
-        """Whether requests that have not begun may; those that have go on as long as steps may run."""
+        """True while requests that have not begun may begin; the others go on as long as steps may run."""
         return not self._pausing
 
     @property
     def stands_still(self) -> bool:
-        """Whether requests wait for another call (continue, resume, a refresh), not only for a write under way."""
+        """True while requests wait for another call (continue, resume, a refresh), not only for a write under way."""
         return self._paused or self._withheld is not None
 
     def require_weights(self) -> None:
@@ -93,12 +93,12 @@ class ServingState:
 
     @property
     def content_lost(self) -> bool:
-        """Whether the weights' memory was released without a copy."""
+        """True where the weights' memory was released without a copy."""
         return self._content_lost
 
     @property
     def has_whole_weights(self) -> bool:
-        """Whether the weights are those of the published version."""
+        """True while memory holds the weights of the published version."""
         return self._poisoned is None and not self._content_lost
 
     @property

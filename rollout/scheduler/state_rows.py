@@ -27,7 +27,7 @@ _NONE = torch.empty((0, 3), dtype=torch.int64)
 
 @dataclass(slots=True)
 class _Held:
-    """What a request has beside its own row: where its next step begins, and snapshots by length."""
+    """The rows of a request beside its own: `source`, where its next step begins, and snapshots by length."""
 
     source: int
     snapshots: dict[int, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class StateRows:
     def _copies(
         self, extends: Sequence[Extend], decodes: DecodeBatch, sources: Collection[int]
     ) -> list[tuple[int, int, int]]:
-        """What a sequence of the step begins from, `sources`, is neither dropped nor written in it."""
+        """Return the snapshots to copy; rows in `sources`, where sequences begin, are neither dropped nor written."""
         copies = []
         for number, item in enumerate(extends):
             for position in self._taken(item, sources):

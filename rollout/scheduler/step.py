@@ -110,7 +110,7 @@ class StepRunner:
         self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests brought routes
 
     def rest(self) -> None:
-        """No step follows for now: give up what is kept of the requests that were sampled last."""
+        """Give up everything kept of the requests that were sampled last: no step follows for now."""
         self._decoding = None
         if self._lists.is_used:
             self._lists = self._new_lists()
@@ -186,7 +186,7 @@ class StepRunner:
         return logits_NV[len(reqs) :]
 
     def _replays(self, plan: StepPlan) -> bool:
-        """Whether a request of the step brought routes along."""
+        """Return whether a request of the step brought routes along."""
         decodes = plan.decodes
         if self._replaying[0] != decodes.generation:
             self._replaying = (decodes.generation, any(req.source.replay is not None for req in decodes.reqs))
@@ -218,7 +218,7 @@ class StepRunner:
         return scored
 
     def _score_rows(self, req: Req, hidden_ND: torch.Tensor, position: int) -> list[tuple[Req, ScoredTokens]]:
-        """Those of the prompt tokens `position ..`, one a row."""
+        """Score the prompt tokens `position ..`, one a row."""
         scored, source = [], req.source
         temperature = req.sampling_params.effective_temperature
         for logits_NV in self._runner.logits_in_chunks(hidden_ND):
@@ -235,7 +235,7 @@ class StepRunner:
     def finish(self, step: InFlight, phase: Callable[[str], None]) -> tuple[list[Req], int]:
         """Enter a step into the records, and set `req.finished` of requests that end with it.
 
-        Returns the requests with something to send, those that ended or stream, and how many tokens were entered.
+        Returns the requests with something to send, as they ended or stream, and how many tokens were entered.
         """
         if step.copies is not None:
             step.copies.wait(self._runner.state.model.parallel.wait_for)
@@ -263,7 +263,7 @@ class StepRunner:
 
 
 def _spans(plan: StepPlan) -> Iterator[tuple[Req, int, int]]:
-    """Which tokens of which request the step computes, in the order of its batch: first position and count."""
+    """Yield the tokens of each request that the step computes, in the order of its batch: first position and count."""
     for item in plan.extends:
         yield item.req, item.start, item.count
     for req in plan.decodes.reqs:

@@ -1,4 +1,4 @@
-"""When a request is finished: by an end token, a stop string, its length, or a sampling mask over the limit.
+"""The end of a request: by an end token, a stop string, its length, or a sampling mask over the limit.
 
 Stop strings are searched for in the text with special tokens, as in SGLang, whether or not the reply's text has them.
 """

@@ -25,8 +25,8 @@ from rollout.mem_cache.state_pool import SnapshotRows
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Extend, Req
 
-_GRAIN = 128  # attention reads whole blocks of so many positions
-_PAGES_PER_REQUEST = 3  # beside those of the tokens that a step computes: one before, and parts at both ends
+_GRAIN = 128  # attention reads whole blocks of this many positions
+_PAGES_PER_REQUEST = 3  # beside the pages of tokens that a step computes: one before, and parts at both ends
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Held:
     """Rows by the page's number in the sequence.
 
     `own`: what it writes and reads; `shared`: of the prefix tree, what it reads; `spare`: full, and not read any more;
-    `offered`: so many tokens have been the tree's to take.
+    `offered`: the number of tokens offered to the tree so far.
     """
 
     own: dict[int, int] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class _Held:
 class WindowPages:
     """`table` [max requests + 1, positions] int64: as the slot table, of layers with a window; the last row is padding.
 
-    `sizes` are so that a page which a request needs is always there: those of the tree go, pinned ones last.
+    `sizes` are such that a page which a request needs is always there: the tree's pages are dropped, pinned ones last.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class WindowPages:
         held.own, held.spare, held.shared = {}, {}, {}
 
     def check(self) -> None:
-        """Assert that every page is in exactly one place, and that none is lost to those who read it."""
+        """Assert that every page is in exactly one place, and that no page is lost to its readers."""
         helds = self._of.values()
         self.rows.check([row for held in helds for row in (*held.own.values(), *held.spare.values())])
         assert Counter(row for held in helds for row in held.shared.values()) == self._readers
