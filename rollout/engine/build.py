@@ -70,7 +70,7 @@ _LIBRARY_SUMS = {"cuda": "its matrix products on a GPU run in another order of s
 
 @dataclass(frozen=True)
 class Limits:
-    """What the settings come to on this machine."""
+    """The limits that the settings give on this machine."""
 
     context_length: int
     num_slots: int
@@ -185,12 +185,12 @@ def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:
 
 
 def _most_prompt_tokens(args: ServerArgs, context_length: int) -> int:
-    """Of one step."""
+    """Return the most prompt tokens of one step."""
     return args.chunked_prefill_size if args.chunked_prefill_size > 0 else max(context_length, MAX_PREFILL_TOKENS)
 
 
 def _bytes_of(model: DecoderForCausalLM) -> int:
-    """Of this rank's share of the weights, every slot of an expert counted."""
+    """Return the bytes of this rank's share of the weights, every slot of an expert counted."""
     weights = model.weights
     return sum(place.num_bytes for name in weights.metas() for place in weights.places(name))
 
@@ -287,10 +287,10 @@ def _limits(
     device: torch.device,
     largest_step: Callable[[StepSize], int],
 ) -> Limits:
-    """The same on all ranks; those of one machine share its memory.
+    """Return the same limits on all ranks; the ranks of one machine share its memory.
 
-    `largest_step`: runs it, and says what it takes beside weights and KV.  Recurrent states and pages of windows get
-    theirs before the slots of all tokens do.
+    `largest_step`: runs it, and returns the memory that it takes beside weights and KV.  Recurrent states and pages of
+    windows get their memory before the slots of all tokens do.
     """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
     most_tokens = _most_prompt_tokens(args, context_length) + args.max_running_requests

@@ -2,7 +2,7 @@
 
 --device auto                      $LOCKSTEP_DEVICE, or cuda where torch finds a GPU, or cpu
 --device cpu                       every rank in host memory
---device cuda [--base-gpu-id B]    rank r of a machine on CUDA device B + r, of those that CUDA_VISIBLE_DEVICES shows
+--device cuda [--base-gpu-id B]    rank r of a machine on CUDA device B + r, counted as CUDA_VISIBLE_DEVICES shows them
 --device cuda:I                    one rank, on CUDA device I
 """
 

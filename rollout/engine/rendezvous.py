@@ -1,4 +1,4 @@
-"""Where the ranks of an engine meet, and whether they were started alike.
+"""The meeting of an engine's ranks, and the check that they were started alike.
 
 one machine        a file in the server's private folder
 several machines   a listener of rank 0; every machine states the settings that it was started with

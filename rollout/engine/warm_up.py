@@ -48,7 +48,7 @@ def activation_bytes(
     kernels_available: bool,
     wants_routes: bool,
 ) -> int:
-    """What the largest step takes at its peak on a CUDA device, beside weights and KV; what attention keeps included.
+    """Return the peak memory of the largest step on a CUDA device, beside weights and KV; attention's own included.
 
     All ranks call it together.  0 on another device: its memory is the system's.
     """

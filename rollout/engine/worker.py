@@ -87,9 +87,9 @@ def _report(config: dict[str, Any], error: LockstepError) -> None:
 
 
 def _die_with_parent(parent_pid: int) -> bool:
-    """Where the system offers it, end at once when the parent ends, also while waiting for other ranks.
+    """End at once when the parent ends, where the system offers it, also while waiting for other ranks.
 
-    False if it has ended already.
+    Return False if the parent has ended already.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

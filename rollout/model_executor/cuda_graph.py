@@ -37,5 +37,5 @@ class CudaGraphPool:
 
 
 def graph_pools(device: torch.device) -> Callable[[], CudaGraphPool] | None:
-    """What makes pools for recordings on `device`; None: nothing is captured there."""
+    """Return the maker of pools for recordings on `device`; None: nothing is captured there."""
     return (lambda: CudaGraphPool(device)) if device.type == "cuda" else None

@@ -1,6 +1,6 @@
 """The decoder of every family: embedding, layers built from their specs, final norm, output head.
 
-The names of layers here are those of the Hugging Face checkpoints.
+Layers have their names in the Hugging Face checkpoints.
 
 Shapes: T tokens, N rows whose logits are wanted, D hidden, V vocabulary, rd rotated elements of a head.
 """
@@ -114,9 +114,10 @@ class DecoderForCausalLM(Layer):
     order of their ordinals.  Run it without autograd.
 
     On several ranks, all of an engine call it together, each with the tokens of its attention-DP rank, perhaps none;
-    `compute_logits` is called together by those that share tokens.  `parallel` is this rank's view, of an engine of one
-    rank by default; `placement` has a row for each MoE layer and is shared by routers and weights.  `kv_layers`:
-    what each layer keeps of a token on this rank.  Raises `StartupError` for sizes that do not divide over the ranks.
+    `compute_logits` is called together by the ranks that share tokens.  `parallel` is this rank's view, of an engine of
+    one rank by default; `placement` has a row for each MoE layer and is shared by routers and weights.  `kv_layers`:
+    the KV that each layer keeps of a token on this rank.  Raises `StartupError` for sizes that do not divide over the
+    ranks.
     """
 
     def __init__(

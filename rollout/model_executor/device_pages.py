@@ -130,7 +130,7 @@ class DevicePages:
             yield span.address + start, buffer[: min(_PART_BYTES, span.nbytes - start)]
 
     def _areas(self, spans: Sequence[Span]) -> list[range]:
-        """Those in which the spans lie, each once."""
+        """Return the areas in which the spans lie, each once."""
         found = {}
         for span in spans:
             area = self._area(span.address)
@@ -156,7 +156,7 @@ class DevicePages:
 
 
 def _between(area: range, spans: Sequence[Span]) -> Iterator[range]:
-    """What of the area none of the spans has."""
+    """Yield the parts of the area that no span covers."""
     at = area.start
     for span in sorted(spans, key=lambda span: span.address):
         if span.address in area:

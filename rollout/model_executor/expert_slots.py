@@ -18,7 +18,7 @@ from weight_sync.fingerprint import fingerprint
 
 
 class ModelExpertSlots:
-    """Of a model with experts.  `layer` is the ordinal of a MoE layer, `slot` counts from this rank's first one.
+    """The expert slots of a model.  `layer` is the ordinal of a MoE layer, `slot` counts from this rank's first one.
 
     Tensors are looked up at every call, so that storage that a layer has replaced is never written to.
     """
@@ -68,7 +68,7 @@ class ModelExpertSlots:
 
 
 def bytes_fingerprint(content: torch.Tensor) -> int:
-    """Of uint8 [B], read as words of two bytes where they fit."""
+    """Return the fingerprint of uint8 [B], read as words of two bytes where they fit."""
     return fingerprint(content.view(torch.int16) if content.numel() % 2 == 0 else content)
 
 

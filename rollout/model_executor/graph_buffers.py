@@ -92,12 +92,12 @@ class GraphBuffers:
         )
 
     def plain_rows(self, size: int) -> tuple[PlainRows, torch.Tensor]:
-        """What sampling reads of the first `size` rows: settings, and the position of the token that each samples."""
+        """Return the sampling inputs of the first `size` rows: settings, and the position of each sampled token."""
         seeds, temperatures, greedy = self._plain
         return PlainRows(seeds[:size], temperatures[:size], greedy[:size]), self._sample_positions[:size]
 
     def fill(self, batch: ForwardBatch) -> None:
-        """The first rows are those of `batch`, a step that only decodes; the others are padding."""
+        """Fill the first rows with `batch`, a step that only decodes; the others are padding."""
         count = batch.num_tokens
         assert batch.req_to_token is self._table, "another slot table than was captured"
         self._input_ids[:count].copy_(batch.input_ids)
@@ -112,7 +112,7 @@ class GraphBuffers:
         self._pad(count)
 
     def clear(self) -> None:
-        """All rows are padding."""
+        """Make all rows padding."""
         self._pad(0)
 
     def _pad(self, first: int) -> None:
@@ -122,7 +122,7 @@ class GraphBuffers:
         self._num_real = first
 
     def fill_plain(self, rows: PlainRows) -> None:
-        """How the first rows sample; what the others draw is not read."""
+        """Enter the sampling settings of the first rows; tokens that the others draw are not read."""
         for held, given in zip(self._plain, rows, strict=True):
             held[: len(given)].copy_(given)
 

@@ -41,7 +41,7 @@ Replay = Callable[[], None]
 
 
 class GraphPool(Protocol):
-    """Recordings that share the memory of what they compute on the way: one is played at a time."""
+    """Recordings that share the memory of their intermediate results: one is played at a time."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
         """Record the kernels that `run` launches.  What it returns launches them again, on the very same memory.
@@ -125,9 +125,9 @@ class GraphRunner:
         return _owned(outputs.hidden, plan.count), _owned(outputs.routes, plan.count) if with_routes else None
 
     def sample(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
-        """As `Sampler.sample`, for the step that `forward` was called for last.
+        """Sample as `Sampler.sample` does, for the step that `forward` was called for last.
 
-        None: that one was not replayed, or its rows ask for more than is captured.
+        None: that step was not replayed, or its rows ask for more than is captured.
         """
         plan = self._plan
         if plan is None:
@@ -179,7 +179,7 @@ class GraphRunner:
         return play
 
     def _takes(self, info: SamplingBatchInfo) -> bool:
-        """Whether its rows are plain; they are in the buffers then."""
+        """Return whether the rows of `info` are plain; they are in the buffers then."""
         if self._plain_of is not info:
             rows = self._sampler.plain_rows(info, self._buffers.outputs.hidden.device)
             if rows is None:

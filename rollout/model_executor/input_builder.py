@@ -42,9 +42,9 @@ class DecodeInput:
 def build_forward_batch(
     extends: list[ExtendInput], decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTokenPool
 ) -> ForwardBatch:
-    """The step's batch.
+    """Return the step's batch.
 
-    `decode_slots` [B], on the host, are those of the decoding requests' tokens.  Slots of all tokens are entered in
+    `decode_slots` [B], on the host, are the slots of the decoding requests' tokens.  Slots of all tokens are entered in
     `pool`, which also has the tokens that decode.  On a device, a step that only decodes costs one transfer.
     """
     decode_batch = _decode_only(decode, decode_slots, pool)

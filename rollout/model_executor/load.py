@@ -79,7 +79,7 @@ def load_model(
 
 
 def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: StoredFormat) -> None:
-    """Whether a checkpoint's tensors are the model's, all of them, in the format that its `config.json` states.
+    """Check that a checkpoint's tensors are the model's, all of them, in the format that its `config.json` states.
 
     Raises `WeightSyncError`.
     """

@@ -35,7 +35,7 @@ class Span:
 
 
 class MemoryPages(Protocol):
-    """Of one device.  Spans are of storages that `check` let pass."""
+    """The memory pages of one device.  Spans are of storages that `check` let pass."""
 
     def pool(self, tag: str) -> AbstractContextManager[object]:
         """Inside, this thread's tensors on the device are made of pages that can go back, apart from other tags'."""
@@ -44,13 +44,13 @@ class MemoryPages(Protocol):
         """Raises `StartupError` for tensors whose pages cannot go back."""
 
     def discard(self, spans: Sequence[Span]) -> None:
-        """Give back the pages of these bytes; nobody uses them.  Bytes beside them keep their content."""
+        """Give back the pages of these bytes, which must be unused.  Bytes beside them keep their content."""
 
     def provide(self, spans: Sequence[Span]) -> None:
         """Have pages for these bytes, zeros where there were none.  Raises `MemoryTakenError`."""
 
     def is_provided(self, spans: Sequence[Span]) -> bool:
-        """Whether these bytes may be read and written."""
+        """Return whether these bytes may be read and written."""
 
     def read(self, span: Span) -> Iterator[memoryview]:
         """The bytes, in parts; each is valid until the next."""
@@ -108,7 +108,7 @@ class HostPages:
 
 
 def spans_of(tensors: Sequence[torch.Tensor]) -> list[Span]:
-    """Of the storages behind the tensors, each once."""
+    """Return the spans of the storages behind the tensors, each once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
     return [Span(address, nbytes) for address, nbytes in sizes.items()]

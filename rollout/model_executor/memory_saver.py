@@ -108,7 +108,7 @@ class MemorySaver:
         self._pages.provide([span for tag in tags for span in self._spans.get(tag, ())])
 
     def is_provided(self, tag: MemoryTag) -> bool:
-        """Whether the memory of `tag` may be read and written."""
+        """Return whether the memory of `tag` may be read and written."""
         return self._pages.is_provided(self._spans.get(tag, ()))
 
 

@@ -35,7 +35,7 @@ RouteObserver = Callable[[ForwardBatch, ServingEpoch, torch.Tensor], None]
 
 
 class StepRoutes(NamedTuple):
-    """What routers chose in one step, by KV slot: `slots` [T] and logical ids `rows_TLK`, on the same device."""
+    """The routers' choices in one step, by KV slot: `slots` [T] and logical ids `rows_TLK`, on the same device."""
 
     slots: torch.Tensor
     rows_TLK: torch.Tensor
@@ -68,14 +68,14 @@ class ModelRunner:
         self._capturer = self.new_capturer()
 
     def new_capturer(self) -> RoutedExpertsCapturer:
-        """Of this model's routes."""
+        """Return a capturer of this model's routes."""
         config = self.state.model.config
         layers, device = len(config.moe_layer_ids), self.kv_pool.k[0].device
         return RoutedExpertsCapturer(layers, config.num_experts_per_tok, config.num_experts, device)
 
     @property
     def wants_routes(self) -> bool:
-        """Whether anybody reads what routers choose."""
+        """True while the routers' choices have a reader."""
         return self.route_store is not None or bool(self.route_observers)
 
     def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, StepRoutes | None]:
@@ -89,7 +89,7 @@ class ModelRunner:
         return hidden_TD, None if ids_TLK is None else self._note_routes(batch, ids_TLK)
 
     def sample_replayed(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
-        """As `Sampler.sample`, of the step that was forwarded last, where its sampling was captured; None elsewhere."""
+        """Sample the step that was forwarded last as `Sampler.sample` does, if its sampling was captured; else None."""
         return None if self.graphs is None else self.graphs.sample(info, positions_N)
 
     def _computed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:

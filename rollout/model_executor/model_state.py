@@ -22,11 +22,11 @@ _EPOCHS_REMEMBERED = 16
 
 @dataclass(frozen=True)
 class ServingEpoch:
-    """What explains a sampled token: immutable, swapped whole at a step boundary.
+    """The versions behind a sampled token: immutable, swapped whole at a step boundary.
 
-    `weight_version` is the trainer's label; `weight_epoch` counts commits and is never reused; `content_digest` is
-    the digest of all logical tensors as they were sent, `held_digest` as they are in memory, where they were computed;
-    they differ where weights were converted.
+    `weight_version` is the trainer's label; `weight_epoch` counts commits and is never reused; `content_digest` is the
+    digest of all logical tensors as they were sent, `held_digest` as they are in memory, where they were computed; they
+    differ where weights were converted.
     """
 
     weight_version: str

@@ -49,7 +49,7 @@ class Recording:
     result: int
 
     def is_same(self, other: Recording) -> bool:
-        """Whether both make the same calls: constants equal, tensors among them the very same."""
+        """Return whether both make the same calls: constants equal, tensors among them the very same."""
         if self.result != other.result or len(self.calls) != len(other.calls):
             return False
         return all(
@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler in the first step, for seconds, only to leave these calls out of it."""
+        """Return False: torch would import its compiler in the first step, for seconds, to leave these calls out."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,7 +120,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def recording(self, result: torch.Tensor) -> Recording | None:
-        """What was noted; None if that is not all."""
+        """Return the calls so far as a recording; None if a tape cannot hold them."""
         if self.obstacle is not None or id(result) not in self._slots:
             return None
         return Recording(tuple(self.calls), self._slots[id(result)].number)
@@ -135,9 +135,9 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedForward:
-    """Called like the model.  One rank, with the compiled operators.
+    """The forward by tapes, called like the model.  One rank, with the compiled operators.
 
-    `play` plays a tape on inputs; whoever measures may put another in its place.
+    `play` plays a tape on inputs; a measurement may put another in its place.
     """
 
     def __init__(self, model: DecoderForCausalLM) -> None:
@@ -200,7 +200,7 @@ def _every_argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 
 
 def _is_number_for_tensor(declared: Any, value: Any) -> bool:
-    """What torch makes of a number beside a tensor, as in `ids // 2`, a tape cannot hold."""
+    """Return whether a number stands for a tensor, as in `ids // 2`: a tape cannot hold what torch makes of it."""
     return isinstance(value, int | float) and "Tensor" in str(declared.type)
 
 

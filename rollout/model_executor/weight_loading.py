@@ -26,8 +26,8 @@ class WeightIndex:
     """`weight_sync.tensor_meta.LogicalWeights` over the layers of `model`.
 
     `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings); `renamed` has
-    what names may begin with, and what their canonical ones begin with; tensors whose names begin with one of `ignored`
-    may come, and nothing is kept of them, nor of those that are derived from the configuration.
+    beginnings of names, each with its canonical form; tensors whose names begin with one of `ignored` may come, and
+    nothing is kept of them, nor of tensors that are derived from the configuration.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WeightIndex:
         return self._nearest.of(name)
 
     def held_formats(self) -> HeldFormats:
-        """Of the tensors that this model quantises as they are written."""
+        """Return the formats of the tensors that this model quantises as they are written."""
         return {name: entry.held for name, entry in self._entries.items() if entry.held is not None}
 
     def write(self, name: str, source: torch.Tensor) -> None:
