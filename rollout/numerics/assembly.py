@@ -1,4 +1,4 @@
-"""How the tensors of a trainer's model make up the engine's matrices, and how gradients go back.
+"""The engine's matrices put together from the tensors of a trainer's model, and gradients taken apart.
 
 The engine keeps its matrices packed, which no formula of a gradient reads.  A template of the same model, row-major and
 without memory, says where each of the trainer's tensors would lie in each row-major matrix; by it a matrix is put
@@ -63,7 +63,7 @@ class Assembly:
         return matrix
 
     def gradients(self, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Of each tensor that is wanted, from that of the matrix, in its dtype."""
+        """Return the gradient of each wanted tensor, taken from the matrix's, in its dtype."""
         gradient = gradient.contiguous()
         pairs = zip(self._sources, wanted, strict=True)
         return [self._gradient(source, gradient) if is_wanted else None for source, is_wanted in pairs]

@@ -1,4 +1,4 @@
-"""What engine numerics take, and why they refuse the rest."""
+"""The models that engine numerics take, and the reasons to refuse the rest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HARMLESS = ("use_cache", "output_attentions", "output_hidden_states", "output_r
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """That of the model's first parameter."""
+    """Return the device of the model's first parameter."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 

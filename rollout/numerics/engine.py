@@ -1,7 +1,7 @@
 """The engine's model over the tensors of a trainer's: one prefill of whole sequences, under autograd.
 
 Nothing but the source of the weights and the gradients differs from serving: the decoder, its layers and operators are
-those of the engine, so that a token's bits are.
+the engine's, so that a token's bits are, too.
 
 Shapes: T tokens, D hidden, V vocabulary, L MoE layers, K top-k.
 """
@@ -67,7 +67,7 @@ class TrainedEngine:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether layers and attention give a token the same bits in every batch."""
+        """True where layers and attention give a token the same bits in every batch."""
         return self._operators.ops.batch_invariant and self._attention(1).batch_invariant
 
     def load(self, tensors: Named) -> None:

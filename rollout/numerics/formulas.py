@@ -1,4 +1,4 @@
-"""What the operators compute, as formulas that autograd follows: one for each operator of `rollout.kernels.schemas`.
+"""The operators as formulas that autograd follows: one for each operator of `rollout.kernels.schemas`.
 
 Plain torch of `rollout.kernels.plain` wherever that can be followed; run in float32 on the very inputs that the
 operator had, for the gradient alone: results are not used, and a product at the end is not even computed.  `residual`
@@ -52,7 +52,7 @@ def matrix_rows(weight: torch.Tensor, ids: torch.Tensor, depth: int, padding_id:
 
 
 def gather_rows(table: torch.Tensor, ids: torch.Tensor, padding_id: int | None = None) -> torch.Tensor:
-    """As an `nn.Embedding`, which gives the row of its `padding_idx` no gradient."""
+    """Look up rows as an `nn.Embedding` does, which gives the row of its `padding_idx` no gradient."""
     return F.embedding(ids, table, padding_id)
 
 
@@ -74,7 +74,7 @@ def norm_linear(
 
 
 def norm_route(residual: torch.Tensor, hidden: None, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the experts that were chosen, which are the forced ones here."""
+    """Return the normed tokens, and the weights of the chosen experts, which are the forced ones here."""
     normed, weights, _ = plain.norm_route(residual, None, *rest)
     return normed, weights
 
@@ -89,7 +89,7 @@ def qk_norm_rope_store(
     eps: float,
     weight_offset: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Also the keys and values [T, Hkv, hd] that are stored."""
+    """Return the queries, and the keys and values [T, Hkv, hd] that are stored."""
     rows = torch.arange(qkv.shape[0], device=qkv.device)
     keys, values = (qkv.new_zeros(qkv.shape[0], *pool.shape[1:]) for pool in (k_pool, v_pool))
     query = plain.qk_norm_rope_store(qkv, weight, angles, keys, values, rows, eps, weight_offset)
@@ -107,14 +107,14 @@ def latent_query_store(
     pool: torch.Tensor,
     slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Also the latents [T, 1, R + rd] that are stored."""
+    """Return the queries, and the latents [T, 1, R + rd] that are stored."""
     rows = torch.arange(query.shape[0], device=query.device)
     stored = query.new_zeros(query.shape[0], *pool.shape[1:])
     return plain.latent_query_store(query, latent, norm_weight, eps, weight, num_heads, angles, stored, rows), stored
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Rows of x [A, D], `counts[p]` of expert p after those of the ones before, times weight[p] [O, D].T: [A, O]."""
+    """The product of rows of x [A, D], in expert order, `counts[p]` of expert p, and weight[p] [O, D].T: [A, O]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -219,7 +219,7 @@ def gated_delta(
     sources: torch.Tensor,
     snapshots: torch.Tensor,
 ) -> torch.Tensor:
-    """Of whole sequences, side by side, token by token; what comes after a sequence's end touches no token of it."""
+    """Run whole sequences side by side, token by token; padding after a sequence's end touches no token of it."""
     heads, key_dim, value_dim = state_pool.shape[1:]
     lengths = query_lens.tolist()
     mixed_TC, z_TV, b_TH, a_TH = projected.split([conv_pool.shape[2], heads * value_dim, heads, heads], dim=-1)

@@ -17,7 +17,7 @@ from rollout.sampling.native_sampler import select_sampler
 
 
 class _Logprobs(torch.autograd.Function):
-    """Of logits [N, V] and token ids [N]."""
+    """The log-probabilities of token ids [N] by logits [N, V]."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -36,7 +36,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """Of values, and the tensor of the same shape that the gradient goes to."""
+    """The values of one tensor with the gradient of another: `source`, of the same shape."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

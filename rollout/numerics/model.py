@@ -27,9 +27,9 @@ _IN_USE = "_engine_numerics"
 class EngineNumerics:
     """A model under engine numerics, until `remove` or the end of a `with` block.
 
-    `routes`: what the routers of the last forward chose, int64 [B, S, L, K], -1 for padding; None of a dense model.
-    `batch_invariant`: whether its log-probabilities are those of an engine bit for bit.
-    `config_digest`: that of an engine's `/model_info` if both compute by the same configuration.
+    `routes`: the routers' choices in the last forward, int64 [B, S, L, K], -1 for padding; None for a dense model.
+    `batch_invariant`: whether its log-probabilities equal an engine's bit for bit.  `config_digest`: equal to an
+    engine's in `/model_info` if both compute by the same configuration.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, allow_inexact: bool, config_digest: str | None) -> None:
@@ -97,7 +97,7 @@ class EngineNumerics:
         return output.to_tuple() if return_dict is False else output
 
     def _route_choice(self, sequences: Sequences) -> RouteChoice | None:
-        """What hooks on the model's routers, which force routes or record them, make of the engine's choice."""
+        """Return a function by which hooks on the model's routers force or record routes; None without hooks."""
         if not any(router._forward_hooks for router in self._routers):
             return None
 
@@ -127,14 +127,14 @@ def use_engine_numerics(
 ) -> EngineNumerics:
     """Make a Hugging Face causal language model compute with the engine's operators, forward and backward.
 
-    With `engine_logprobs`, log-probabilities and routes are those of an engine of this `dtype` (bfloat16 or float32)
-    with the same weights, bit for bit, on the same machine.  Parameters stay the model's own, in bfloat16 or float32,
-    which a forward rounds as a refresh does; gradients are those of formulas in float32, straight through that
+    With `engine_logprobs`, log-probabilities and routes equal the ones of an engine of this `dtype` (bfloat16 or
+    float32) with the same weights, bit for bit, on the same machine.  Parameters stay the model's own, in bfloat16 or
+    float32, which a forward rounds as a refresh does; gradients come from formulas in float32, straight through that
     rounding.  The model's `forward` takes whole sequences, padded or packed, and gives logits in the wider of both
     dtypes; the result of this call has the routes, which follow `capture.replay.force_routes` within its context.
 
     `allow_inexact`: also where the engine's operators are plain torch, whose bits depend on the batch.
-    `config_digest`: that of the engine's `/model_info`, which the model's own configuration must have.  Raises
+    `config_digest`: the one in the engine's `/model_info`, which the model's own configuration must have.  Raises
     `UnsupportedFeature`, `Conflict` if it is in use already; the model is as it was then.
     """
     if getattr(model, _IN_USE, False):

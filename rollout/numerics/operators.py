@@ -1,4 +1,4 @@
-"""The engine's operators under autograd: results are those of the operator, gradients those of its formula.
+"""The engine's operators under autograd: results come from the operator, gradients from its formula.
 
     forward     tensors of the trainer -> operator on what the engine would hold -> its bits, in float32
     backward    the formula (`formulas`) in float32 on the same inputs, put together again; autograd through it
@@ -26,7 +26,7 @@ from rollout.numerics.assembly import Assembly
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How gradients go through an operator.  Names are those of the arguments in its schema.
+    """The way of gradients through an operator.  Names are the arguments' names in its schema.
 
     `flows`: tensors of the forward that have gradients; `weights`: matrices that do; `sums`: the first flow becomes its
     sum with the second, in place; `chosen`: the argument that tells the formula what integers the operator returned;
@@ -81,8 +81,8 @@ assert RULES.keys() == SCHEMAS.keys(), "every operator of the engine has a formu
 class Call:
     """One call of an operator.  `arguments`: in the order of the schema, None in the place of `flows`.
 
-    `flows`: the names of those that are given and have gradients; `matrices`: how those that hold weights are made of
-    the trainer's tensors, which come one after the other; `dtype`: the engine's.
+    `flows`: the names of the given arguments that have gradients; `matrices`: how arguments that hold weights are made
+    of the trainer's tensors, which come one after the other; `dtype`: the engine's.
     """
 
     operator: Callable[..., Any]
@@ -171,7 +171,7 @@ class Operation(torch.autograd.Function):
 def _gradients(
     results: Sequence[torch.Tensor], inputs: Mapping[str, torch.Tensor], of_results: Sequence[torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """Of each input that has one."""
+    """Return the gradient of each input that has one."""
     both = zip(results, of_results, strict=True)
     pairs = [(result, gradient) for result, gradient in both if gradient is not None and result.requires_grad]
     wanted = [name for name, tensor in inputs.items() if tensor.requires_grad]

@@ -29,7 +29,7 @@ class Sequences:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> Sequences:
-        """Of a batch padded on either side, by its mask [B, S]; without one, nothing is padding.
+        """Return the sequences of a batch padded on either side, by its mask [B, S]; without one, nothing is padding.
 
         Where `position_ids` [B, S], or [1, S] for all, begin again at zero, so does a sequence.  Raises `BadRequest`
         for a mask with holes, positions that do not count up from zero, or a batch without tokens.
@@ -72,7 +72,7 @@ class Sequences:
         return torch.cat([torch.arange(length, device=self.rows.device) for length in self.lengths])
 
     def step(self, has_states: bool) -> ForwardBatch:
-        """All tokens in one prefill; token t lies in slot t, sequence n has row n of every table."""
+        """Return one prefill of all tokens; token t lies in slot t, sequence n has row n of every table."""
         device, count = self.rows.device, len(self.lengths)
         slots = torch.arange(self.rows.shape[0], device=device)
         table = torch.zeros(count, max(self.lengths), dtype=torch.int64, device=device)
@@ -106,8 +106,11 @@ class Sequences:
         return whole.index_copy_(0, self.rows, values)
 
     def kept(self, logits_to_keep: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the positions to keep (the last ones, 0 for all, or those of these numbers) of every row of the batch:
-        which token each is, -1 for padding [B, kept], and which of them, flat, are tokens."""
+        """Return which token each position to keep is, -1 for padding [B, kept], and which of these, flat, are tokens.
+
+        `logits_to_keep`: that many last positions of every row of the batch, 0 for all, or the positions of these
+        numbers.
+        """
         token_of = torch.full((self.input_ids.numel(),), -1, device=self.rows.device)
         token_of[self.rows] = torch.arange(self.rows.shape[0], device=self.rows.device)
         wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
