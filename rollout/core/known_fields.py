@@ -22,7 +22,7 @@ UNSUPPORTED_SAMPLING_FIELDS = frozenset(
         *("skip_reading_prefix_cache", "return_sample_support", "watermark", "watermarking", "choice"),
     }
 )
-"""Of either dialect: what they ask for would change the sample or the reply."""
+"""Fields of either dialect whose effect would change the sample or the reply."""
 UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
     *("input_embeds", "prompt_embeds", "image_data", "video_data", "audio_data", "features", "content_parts"),
     *("return_hidden_states", "return_indexer_topk", "return_entropy"),
@@ -33,13 +33,13 @@ UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "ec_transfer_params"),
 }
 SGLANG_SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-"""Of SGLang's `sampling_params`, and what stands in vLLM's and OpenAI's for the same."""
+"""Fields of SGLang's `sampling_params`, each with the field of vLLM and OpenAI for the same."""
 VLLM_SAMPLING_FIELDS = {
     "logprobs": "return_logprob and top_logprobs_num",
     "prompt_logprobs": "return_logprob and logprob_start_len",
     "routed_experts_prompt_start": "routed_experts_start_len",
 }
-"""Of vLLM's `sampling_params`, and what stands beside SGLang's for the same; a 0 asks for something too."""
+"""Fields of vLLM's `sampling_params`, each with what stands beside SGLang's for the same; a 0 counts as a wish too."""
 
 MEDIA_FIELDS = frozenset(
     {
@@ -72,7 +72,7 @@ HARMLESS_SAMPLING_FIELDS = frozenset(
 KNOWN_SAMPLING_FIELDS = HARMLESS_SAMPLING_FIELDS | {
     *(*SamplingParams.__struct_fields__, *ALIASES, *UNSUPPORTED_SAMPLING_FIELDS, *VLLM_SAMPLING_FIELDS),
 }
-"""What may stand in `sampling_params` of /generate."""
+"""Fields that may stand in `sampling_params` of /generate."""
 MAX_NAME_CHARS = 80
 MOST_IGNORED = 32
 """Fields that an answer names."""

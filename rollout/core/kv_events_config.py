@@ -12,7 +12,7 @@ from rollout.core.errors import StartupError
 BLOCK_SIZE = 1
 """Tokens of a block: the prefix cache matches single tokens."""
 REPLAY_BYTES = 128 << 20
-"""What batches kept for replay may take on each data-parallel rank: some ten million tokens, of 13 bytes each."""
+"""Bytes that batches kept for replay may take on each data-parallel rank: some ten million tokens, of 13 bytes each."""
 _FLAG = "--kv-events-config"
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 

@@ -25,14 +25,14 @@ CHANNEL_SECRET = "LOCKSTEP_CHANNEL_SECRET"
 """Environment variable with the secret by which ranks authenticate their messages over the network."""
 
 START_ID_HEADER = "x-start-id"
-"""Of an answer of `/health`: an id of the server's process, another one after each start."""
+"""Header of an answer of `/health`: an id of the server's process, another one after each start."""
 
 WEIGHT_MARGIN_S = 30.0
 """Over `--weight-update-timeout`, so that the scheduler's own deadline is the one that passes first."""
 
 Method = Literal["GET", "POST"]
 GET_AND_POST: tuple[Method, ...] = ("GET", "POST")
-"""As SGLang has many of its verbs."""
+"""The methods of many verbs, as in SGLang."""
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True):

@@ -31,7 +31,7 @@ from rollout.core.stored_format import StoredFormat, stored_format_of
 logger = logging.getLogger(__name__)
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotations whose angles do not depend on the other tokens of a step, as those of `dynamic` do."""
+"""Rotations whose angles do not depend on the other tokens of a step, as the angles of `dynamic` do."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from rollout.core.message import failure
 from rollout.core.req_output import ReqOutput
 
 MAX_REASON_CHARS = 400
-"""Of what a decoder says: it may repeat the content."""
+"""The most characters of a decoder's reason, which may repeat the content."""
 CHECKED_BYTES = 64 * 1024
 
 _DECODING = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)

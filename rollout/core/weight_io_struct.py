@@ -242,7 +242,7 @@ class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], k
     group_name: str = DEFAULT_GROUP
     load_format: str | None = None
     packed_buffer_size_bytes: PackedBytes | None = None
-    """Of `load_format` "packed"."""
+    """The size of a buffer with `load_format` "packed"."""
 
 
 class RefusedBucketReqInput(UpdateWeightsReqInput[BucketReply], kw_only=True):

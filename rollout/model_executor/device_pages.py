@@ -66,7 +66,7 @@ class DevicePages:
         self._pools: dict[str, tuple[torch.cuda.memory.CUDAPluggableAllocator, torch.cuda.MemPool]] = {}
         """The allocator must live as long as its pool."""
         self._gaps: dict[int, list[tuple[int, bytes]]] = {}
-        """Of each area without memory, by its first address: where bytes of others lay, and which."""
+        """Gaps by the first address of an area without memory: where bytes of others lay, and which."""
 
     def pool(self, tag: str) -> AbstractContextManager[object]:
         if tag not in self._pools:
