@@ -41,7 +41,7 @@ def require_checksum(name: object) -> str:
 
 
 def checksum(name: str, tensor: torch.Tensor) -> str:
-    """Of the tensor's bytes in row-major order, in lower-case hex digits."""
+    """Return the checksum of the tensor's bytes in row-major order, in lower-case hex digits."""
     return CHECKSUMS[name](tensor_bytes(tensor).numpy().data)
 
 

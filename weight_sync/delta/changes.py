@@ -35,7 +35,8 @@ class Changes:
         return Changes(self.positions_N, -self.steps_N)
 
     def within(self, shape: Sequence[int], region: Region | None) -> tuple[Changes, np.ndarray]:
-        """Those of a part of a tensor of `shape`, in the part's own flat indices; and their indices in the whole."""
+        """Return the changes inside a part of a tensor of `shape`, by flat index in the part; and their flat indices in
+        the whole."""
         if region is None:
             return self, self.positions_N
         inner = math.prod(shape[region.dim + 1 :])
@@ -52,7 +53,7 @@ class Changes:
 
 
 def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
-    """What leads from `old` to `new`, of one dtype and shape, on one device; row-major flat indices.
+    """Return the changes from `old` to `new`, of one dtype and shape, on one device; row-major flat indices.
 
     Raises `DtypeMismatchError`, `ShapeMismatchError`.
     """
@@ -83,7 +84,7 @@ def changed(base: torch.Tensor, changes: Changes) -> torch.Tensor:
 
 
 def share_after(base: torch.Tensor, changes: Changes, indices_N: np.ndarray, share: int) -> int:
-    """What `changed` will contribute to its tensor's fingerprint, where `base` contributes `share`.
+    """Return what `changed` will contribute to its tensor's fingerprint, where `base` contributes `share`.
 
     `indices_N`: the flat indices of the changes in the whole tensor.  Raises as `changed`.
     """

@@ -34,7 +34,7 @@ def decompress(data: bytes | memoryview, limit: int, what: str) -> bytes:
 
 
 def decompress_exactly(data: bytes | memoryview, nbytes: int, what: str) -> bytes:
-    """As `decompress`, for content of exactly `nbytes`."""
+    """Return the content as `decompress` does, of exactly `nbytes`."""
     content = decompress(data, nbytes, what)
     if len(content) != nbytes:
         raise ContentError(f"{what}: {len(content)} bytes when unpacked, expected {nbytes}")

@@ -26,7 +26,7 @@ FRAME_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class EncodedDelta:
-    """What leads from one version to the next: `frames`, and what `advance` needs."""
+    """The step from one version to the next: `frames`, and what `advance` needs."""
 
     frames: tuple[DeltaFrame, ...]
     base_digest: str
@@ -40,7 +40,7 @@ class EncodedDelta:
         return sum(frame.num_changes for frame in self.frames)
 
     def payloads(self) -> list[bytes]:
-        """The bytes of each frame."""
+        """Return the bytes of each frame."""
         return [write_frame(frame) for frame in self.frames]
 
 
@@ -66,7 +66,7 @@ class DeltaEncoder:
         return self._digest(self._fingerprints)
 
     def encode(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> EncodedDelta:
-        """What leads from the base to these tensors, which are the same ones by name, dtype and shape.
+        """Return the delta from the base to these tensors, which are the same ones by name, dtype and shape.
 
         Raises `CoverageError`, `DtypeMismatchError`, `ShapeMismatchError`.
         """

@@ -6,7 +6,7 @@
                   planes        see `planes`; zstd each, over all tensors: small tensors share one table of codes
 
 Numbers are little-endian.  Every tensor is fenced by its base fingerprint and proved by its result fingerprint; the
-digests are those of the whole versions, of which a frame may be a part.
+digests belong to the whole versions, of which a frame may be a part.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FrameEntry:
     result_fingerprint: int
 
     def check(self, before: int, after: int) -> None:
-        """Whether what was found is what is stated.  Raises `BaseMismatchError`, `ContentError`."""
+        """Compare the fingerprints found with the stated ones.  Raises `BaseMismatchError`, `ContentError`."""
         if before != self.base_fingerprint:
             stated, here = fingerprint_hex(self.base_fingerprint), fingerprint_hex(before)
             raise BaseMismatchError(f"{self.meta.name}: the delta starts from fingerprint {stated}, here it is {here}")
@@ -176,7 +176,7 @@ def write_frame(frame: DeltaFrame) -> bytes:
 def read_frame(data: bytes | memoryview, max_bytes: int | None) -> DeltaFrame:
     """Read and check the index of a frame of tensors of at most `max_bytes` in all; None: the caller compares each.
 
-    The planes stay views of `data`.  Raises `ContentError` for bytes that are no frame, `WeightRequestError` for
+    The planes stay views of `data`.  Raises `ContentError` if the bytes are not a frame, `WeightRequestError` for
     tensors that are out of range.
     """
     view = memoryview(data)

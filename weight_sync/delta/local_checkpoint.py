@@ -172,7 +172,7 @@ def patched_in(deltas: Sequence[VersionFolder]) -> set[str]:
 
 
 def _is_at(applied: LocalVersion | None, version: int, source: Path, base: Path) -> bool:
-    """Whether the local checkpoint holds this version, of this publication where that is known."""
+    """Return whether the local checkpoint holds this version, and of this publication where that is known."""
     if applied is None or applied.version != version:
         return False
     if applied.identity is None:

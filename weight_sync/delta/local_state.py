@@ -74,7 +74,7 @@ def write_state(folder: Path, state: LocalState) -> None:
 
 
 def require_settled(folder: Path) -> LocalVersion | None:
-    """What the folder holds.
+    """Return the version that the folder holds.
 
     Raises `TransactionStateError` while a version is half in place, `ContentError` for a damaged state.
     """

@@ -31,7 +31,7 @@ _LEAST_WIDE = _ESCAPE + 2  # the smallest step size that the wide plane holds
 
 @dataclass(frozen=True)
 class PlaneSizes:
-    """How many bytes of each plane are a tensor's, as `counts` lists them, and how they are to be read."""
+    """The bytes of each plane that belong to a tensor, as `counts` lists them, and how they are to be read."""
 
     num_changes: int
     is_dense: bool
@@ -39,7 +39,7 @@ class PlaneSizes:
 
     @classmethod
     def check(cls, num_changes: int, is_dense: bool, counts: Sequence[int], numel: int, itemsize: int) -> PlaneSizes:
-        """Sizes that came from outside.  Raises `ContentError` for what no tensor of `numel` elements can have."""
+        """Check sizes that came from outside.  Raises `ContentError` if no tensor of `numel` elements can have them."""
         gaps, directions, strides, magnitudes, wide = counts
         sparse = (
             not is_dense
