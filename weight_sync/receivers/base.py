@@ -118,7 +118,7 @@ class StoredSource(BucketSource):
         raise NotImplementedError
 
     def _check_storages(self) -> None:
-        """Whether what holds the tensors can be read.  Raises `WeightRequestError`."""
+        """Check that the storages of the tensors can be read.  Raises `WeightRequestError`."""
 
 
 class RefusedSource(BucketSource):

@@ -83,7 +83,7 @@ class DeltaSource(BucketSource):
                 yield from self._proven({name: delta for name, delta in frame.open().items() if name in held})
 
     def _require_bases(self, frame: DeltaFrame) -> None:
-        """Whether memory holds what the frame's tensors are to be changed from.
+        """Check that memory holds what the frame's tensors are to be changed from.
 
         Raises `TransactionStateError` where it holds values of FP8 instead, `UnknownTensorError`.
         """
@@ -111,7 +111,7 @@ class DeltaSource(BucketSource):
             yield ProvenPart(name, part, delta.entry.result_fingerprint)
 
     def _shares(self, delta: TensorDelta) -> list[tuple[Region | None, list[int]]]:
-        """Of this rank's places of a tensor, before and after."""
+        """Return the shares of this rank's places of a tensor, before and after."""
         meta, changes, found = delta.entry.meta, delta.changes(), []
         for part in parts_of(self._weights, meta.name):
             mine, indices_N = changes.within(meta.shape, part.region)
@@ -120,7 +120,7 @@ class DeltaSource(BucketSource):
         return found
 
     def refuse(self, reason: str) -> None:
-        """As the inner source."""
+        """Pass the reason to the inner source."""
         self._inner.refuse(reason)
 
 
@@ -133,7 +133,7 @@ def _check(entry: FrameEntry, held: Sequence[Held]) -> None:
 
 
 def check_frame(frame: DeltaFrame, weights: LogicalWeights) -> None:
-    """Whether every tensor of a frame is one of the model's, and the digests of a whole version are right.
+    """Check that every tensor of a frame is one of the model's, and that the digests of a whole version are right.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError`, `WeightRequestError` for a tensor that the
     model splits, `BaseMismatchError` for a digest.

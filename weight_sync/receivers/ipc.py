@@ -7,7 +7,7 @@ The transaction keeps its own copy of the buffer's content: the sender may fill 
 
 Verified with buffers in CPU shared memory.  Handles of CUDA memory are opened by `cuda_ipc`.
 
-The messages are those of `ipc_messages`.
+`ipc_messages` has the messages.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class IpcSource(BucketSource):
         disconnected, is silent, or gives up).  `refuse` must follow, also where the caller gives up.
         """
         assert self._endpoint is not None
-        self._over = True  # in case nobody listens
+        self._over = True  # in case there is no listener
         self._peer = IpcPeer(self._endpoint, self._deadline, MAX_MESSAGE_BYTES, self._waits)
         self._over = False
         yield from self._buckets(self._peer)
@@ -159,8 +159,8 @@ class IpcPeer:
 
     The peer at `endpoint` has `CONNECT_S` to accept the connection.  Not thread-safe.
 
-    `patience` cancels its waits.  Raises `WeightRequestError` (no such kind of address), `TransportError` (nobody
-    listens).
+    `patience` cancels its waits.  Raises `WeightRequestError` (no such kind of address), `TransportError` (there is no
+    listener).
     """
 
     def __init__(

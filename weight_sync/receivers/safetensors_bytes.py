@@ -70,4 +70,4 @@ class SafetensorsSource(StoredSource):
 
 
 def _nothing() -> None:
-    """What there is to release where nothing is held."""
+    """Release nothing: nothing is held."""
