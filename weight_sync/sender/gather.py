@@ -6,8 +6,8 @@
                        which puts every box in its place
 
 So only the sending rank ever holds more than its own shards, and that is a bucket, never a tensor list or a model.
-Fingerprints add up over shards, so each rank computes those of its own and no tensor moves for them, but for the few
-that are sharded in such a way that a shard is not one run of the flat tensor.
+Fingerprints add up over shards, so each rank computes its own shards' and no tensor moves for them, but for the few
+tensors that are sharded in such a way that a shard is not one run of the flat tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ALIGNMENT = 16  # at least any item size, so that a rank's bytes can be read as
 
 @dataclass(frozen=True)
 class _Piece:
-    """What one rank brings of one part: `box` counts what the part picks of each dimension of its source."""
+    """The piece that one rank brings of one part: `box` counts what the part picks of each dimension of its source."""
 
     part: Part
     rank: int
@@ -57,7 +57,7 @@ class _Piece:
         return TensorMeta("", self.part.meta.dtype, self.size).nbytes
 
     def flat_offset(self, picks: Picks) -> int | None:
-        """Where it begins in the part, flat; None if it is not one run there."""
+        """Return the piece's offset in the flat part; None if it is not one run there."""
         box, sizes = self.box, tuple(len(picked) for picked in picks)
         if self.part.piece.transposed:
             box, sizes = (*box[:-2], box[-1], box[-2]), (*sizes[:-2], sizes[-1], sizes[-2])
@@ -148,7 +148,7 @@ class Gatherer:
     def _pack_mine(
         self, metas: Sequence[TensorMeta], pieces: Sequence[_Piece], flat: torch.Tensor | None
     ) -> torch.Tensor:
-        """What this rank has to send, uint8; the sending rank puts its own pieces into `flat` and sends nothing."""
+        """Return this rank's bytes to send, uint8; the sender puts its own pieces into `flat` and sends nothing."""
         assert self._ranks is not None, "only sharded tensors come in pieces"
         own = _of_rank(pieces, self._ranks.rank)
         if flat is not None:
@@ -162,7 +162,7 @@ class Gatherer:
         return packed
 
     def _pieces(self, name: str) -> list[_Piece]:
-        """What all ranks hold of a part; at most one piece a rank."""
+        """Return what all ranks hold of a part; at most one piece a rank."""
         if name not in self._pieces_of:
             part = self._plan.parts[name]
             picks = self._picks(part)
@@ -184,7 +184,7 @@ class Gatherer:
     # --- fingerprints -------------------------------------------------------------------------------------------
 
     def _is_in_runs(self, part: Part) -> bool:
-        """Whether each rank's piece is one run of the flat tensor."""
+        """Return whether each rank's piece is one run of the flat tensor."""
         picks = self._picks(part)
         return all(piece.flat_offset(picks) is not None for piece in self._pieces(part.meta.name))
 
@@ -222,7 +222,7 @@ def _split(packed: torch.Tensor, pieces: Sequence[_Piece]) -> Iterator[torch.Ten
 
 
 def _view_of(views: dict[str, torch.Tensor], piece: _Piece) -> torch.Tensor:
-    """Where the piece belongs in the bucket, with the dimensions of its source."""
+    """Return the view of the bucket that the piece belongs in, with the dimensions of its source."""
     wanted = piece.part.piece
     view = views[wanted.name]
     if wanted.transposed:

@@ -30,7 +30,7 @@ _SETTLE_S = 0.5
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one call sends: tensors end to end, broadcast in `pieces`, uint8, as `split_pieces` cuts them."""
+    """The tensors that one call sends, end to end, broadcast in `pieces`, uint8, as `split_pieces` cuts them."""
 
     metas: Sequence[TensorMeta]
     pieces: Sequence[torch.Tensor]
@@ -185,7 +185,7 @@ class Sending:
             self._break(error)
 
     def poll(self) -> bool:
-        """Whether it is over.  Waits only to leave a group that broke, and not for long."""
+        """Return whether the sending is over.  Waits only to leave a group that broke, and not for long."""
         if self._failure is not None:
             return True
         now = time.monotonic()
@@ -212,7 +212,7 @@ class Sending:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the engine has taken up this bucket: it has the first piece, or answered."""
+        """True once the engine has taken up this bucket: it has the first piece, or answered."""
         return self._failure is not None or self.call.done() or any(work.is_completed() for work in self._works[:1])
 
     def shorten_deadline(self, within_s: float) -> None:
@@ -221,7 +221,7 @@ class Sending:
 
     @property
     def failure(self) -> BaseException | None:
-        """What went wrong, once it is over; None: the engine has the bucket."""
+        """The error of a sending that is over; None: the engine has the bucket."""
         return self._failure
 
     def _finish_broadcast(self) -> None:

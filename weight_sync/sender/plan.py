@@ -1,7 +1,7 @@
-"""What a refresh sends: tensors by checkpoint name, each a part of one of the trainer's tensors.
+"""The plan of a refresh: tensors by checkpoint name, each a part of one of the trainer's tensors.
 
-Reads models and state dicts, whole or sharded (DTensor), without copying anything: the cast to the engine's dtype
-happens when a bucket is made.
+It is made from models and state dicts, whole or sharded (DTensor), without copying anything: the cast to the engine's
+dtype happens when a bucket is made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a refresh reports, while it runs and when it is over."""
+"""The reports of a refresh, while it runs and when it is over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REDRAW_S = 0.1
 
 @dataclass(frozen=True)
 class RefreshReport:
-    """What was sent.  Compare `fingerprints` and `digest` with the engine's to prove what it loaded.
+    """The content sent.  Compare `fingerprints` and `digest` with the engine's to prove what it loaded.
 
     `parts`: the seconds of this rank, by part.  `plan` (with the comparison of trainer ranks), `fingerprints` and
     `manifest` come before the engines hear of the refresh; then `begin`, `pack` (gathering and packing, while the

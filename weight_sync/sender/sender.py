@@ -156,7 +156,7 @@ class WeightSender:
 
         Raises `EngineError` with each failed engine's error; `WeightRequestError`; `TransportError` when trainer
         ranks lost one another.  Unless `EngineError.committed` says otherwise no engine has the new version then, and
-        all that could be reached have dropped it; the error carries notes on those that could not.
+        all that could be reached have dropped it; the error carries notes on the others.
         """
         start, parts = time.perf_counter(), Parts()
         options = {

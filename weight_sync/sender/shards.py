@@ -1,4 +1,4 @@
-"""Which trainer rank holds which box of a tensor, derived from its DTensor placements without communication.
+"""The boxes of a tensor that each trainer rank holds, derived from its DTensor placements without communication.
 
 A box is a (start, stop) for each dimension of the whole tensor.  `Shard` splits as `torch.chunk` does; where a mesh
 dimension replicates, the rank at its coordinate 0 sends for all.
@@ -28,7 +28,7 @@ class Holding:
 
 
 def holdings(name: str, tensor: torch.Tensor, rank_of: Callable[[int], int]) -> list[Holding]:
-    """Who contributes what of a tensor: boxes that do not overlap and together are the whole.
+    """Return which rank contributes what of a tensor: boxes that do not overlap and together are the whole.
 
     `rank_of`: the rank in the trainers' group of a global rank; it raises `WeightRequestError` for one outside.  A
     plain tensor is the sending rank's.  Raises `WeightRequestError` for placements other than `Shard` and `Replicate`,
@@ -67,13 +67,13 @@ def shard_box(shape: tuple[int, ...], cuts: Sequence[tuple[int, int, int]]) -> B
 
 
 def picks_of(piece: Piece, shape: tuple[int, ...]) -> Picks:
-    """Which indices of each dimension of its source the piece is made of; one, where its own index is an integer."""
+    """Return the indices of each source dimension that make up the piece; one, where its own index is an integer."""
     picked = (*piece.index, *[slice(None)] * (len(shape) - len(piece.index)))
     return tuple(range(size)[slice(at, at + 1) if isinstance(at, int) else at] for at, size in zip(picked, shape))
 
 
 def box_among(picks: Picks, held: Box) -> Box | None:
-    """What of the picks lies in a box of the source, as a box of their own numbers; None where nothing does."""
+    """Return the picks that lie in a box of the source, as a box of their own numbers; None if none do."""
     box = []
     for picked, (first, end) in zip(picks, held, strict=True):
         start = max(0, -((picked.start - first) // picked.step))
@@ -109,7 +109,7 @@ def flat_offset(box: Box, sizes: Sequence[int]) -> int | None:
 
 
 def _box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    """What the rank at a coordinate of the tensor's mesh holds."""
+    """Return the box that the rank at a coordinate of the tensor's mesh holds."""
     cuts = [
         (placement.dim, at, parts)
         for placement, at, parts in zip(tensor.placements, coordinate, tensor.device_mesh.mesh.shape)

@@ -64,7 +64,7 @@ class WeightUpdate(JointUpdate):
         self.send_bucket(Bucket(metas, split_pieces(metas, pack(named).to(self._device))))
 
     def send_bucket(self, bucket: Bucket) -> None:
-        """As `send`; what `bucket.pieces` hold must not change until the next call returns."""
+        """Send a bucket as `send` does; the content of `bucket.pieces` must not change until the next call returns."""
         if not self._is_entered:
             raise TransactionStateError("the weight update is over, or was never entered")
         with self.parts.timed("send"):
