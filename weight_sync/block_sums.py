@@ -134,7 +134,7 @@ def multipliers(device: str) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _sum_of_multipliers() -> int:
-    """What the "+ 1" of all words of a block adds up to."""
+    """Return the sum that the "+ 1" of all words of a block adds up to."""
     return int(multipliers("cpu").sum())
 
 
@@ -164,15 +164,15 @@ def _digits(width: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _powers() -> torch.Tensor:
-    """128^position mod 2^64 of every column [M]; 0 for those that only fill a vector."""
+    """Return 128^position mod 2^64 of every column [M]; 0 for columns that only fill a vector."""
     return torch.tensor([signed((1 << (7 * m)) % (1 << 64)) if m < _NUM_DIGITS else 0 for m in range(_COLUMNS)])
 
 
 @functools.lru_cache(maxsize=4)
 def _digits_serve(width: int) -> bool:
-    """Whether torch multiplies 8-bit matrices with vector instructions here, and digits give the right sums.
+    """Return whether torch multiplies 8-bit matrices with vector instructions here, and digits give the right sums.
 
-    By capability and not by a trial of speed: a few milliseconds on a busy machine would decide for good.
+    Capability decides, not a trial of speed: a few milliseconds on a busy machine would decide for good.
     """
     if torch.backends.cpu.get_cpu_capability() not in _VECTOR_PRODUCTS or not torch.backends.mkldnn.is_available():
         return False

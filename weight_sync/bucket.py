@@ -35,10 +35,10 @@ def runs_of(metas: Iterable[TensorMeta], num_bytes: int) -> list[list[TensorMeta
 
 
 def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[TensorMeta]]:
-    """A bucket's tensors, in order, as pieces of at most `piece_bytes`; a larger tensor is a piece of its own.
+    """Cut a bucket's tensors, in order, into pieces of at most `piece_bytes`; a larger tensor is a piece of its own.
 
-    Where tensors of another shape begin, a piece that is a quarter full ends: those of one shape are often parts of one
-    tensor, and then a piece lies in the sender's memory as it is sent.
+    Where tensors of another shape begin, a piece that is a quarter full ends: tensors of one shape are often parts of
+    one tensor, and then a piece lies in the sender's memory as it is sent.
     """
 
     def is_over(piece: list[TensorMeta], filled: int, meta: TensorMeta) -> bool:

@@ -45,7 +45,7 @@ class Difference:
     """One tensor whose content is not the snapshot's.
 
     The numbers are None where the snapshot kept no content of a place that differs; `max_abs_difference` also where an
-    element that differs is not finite.  `places`: those that differ, where others of the tensor do not.
+    element that differs is not finite.  `places`: the places that differ, if other places of the tensor do not.
     """
 
     name: str
@@ -112,7 +112,7 @@ def reset_tensors(weights: LogicalWeights, names: Iterable[str]) -> None:
 def _held(
     weights: LogicalWeights, names: Sequence[str], exchange: Exchange, measure: _Measure = lambda *_: ()
 ) -> dict[str, list[Held]]:
-    """What all ranks hold of the tensors, by name: shares of fingerprints, and what `measure` returns of each place."""
+    """Return by name what all ranks hold of the tensors: shares of fingerprints, and the `measure` of each place."""
 
     def read(name: str) -> Iterable[tuple[Region | None, Sequence[object]]]:
         for part in parts_of(weights, name):
@@ -165,7 +165,7 @@ def _copied(part: Part) -> Part:
 
 
 def _measured(old: torch.Tensor, new: torch.Tensor) -> tuple[int, float | None]:
-    """How many elements differ, and by how much at most; None where that is not finite."""
+    """Return how many elements differ, and the largest difference; None for a difference that is not finite."""
     count, largest = 0, torch.zeros((), dtype=torch.float64)
     old_parts, new_parts = old.reshape(-1).split(_CHUNK), new.reshape(-1).split(_CHUNK)
     for old_part, new_part in zip(old_parts, new_parts, strict=True):

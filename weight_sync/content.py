@@ -1,7 +1,7 @@
-"""What is known of the content of logical tensors: fingerprints of what was sent, and of what is held.
+"""The known content of logical tensors: fingerprints of the tensors sent, and of the values held.
 
 The two differ where weights are converted on their way: FP8 weights are held as their values, and an engine may
-quantise what it is sent.  Manifests, bases and digests that a trainer states are of what was sent.
+quantise what it is sent.  Manifests, bases and digests that a trainer states describe the tensors sent.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from weight_sync.tensor_meta import TensorMeta
 
 
 class Content(NamedTuple):
-    """Of one logical tensor: what was sent of it (of an FP8 pair two tensors), with F of each; F of what is held."""
+    """One logical tensor: the tensors sent for it (two for an FP8 pair) with F of each, and F of the values held."""
 
     sent: tuple[tuple[TensorMeta, int], ...]
     held: int
 
     @classmethod
     def plain(cls, meta: TensorMeta, fingerprint: int) -> Content:
-        """Held as it was sent."""
+        """Return the content of a tensor that is held as it was sent."""
         return cls(((meta, fingerprint),), fingerprint)
 
 
@@ -35,7 +35,7 @@ class Digests(NamedTuple):
 class ContentBook:
     """The content of every serving tensor, where it is known: a cold load computes no fingerprints.
 
-    A refresh knows those of what it brings, so a full one names its content without another pass over memory.
+    A refresh knows the fingerprints of its tensors, so a full one names its content without another pass over memory.
     """
 
     def __init__(self, metas: Mapping[str, TensorMeta]) -> None:
@@ -44,11 +44,11 @@ class ContentBook:
 
     @property
     def digests(self) -> Digests:
-        """Of the whole content."""
+        """The digests of the whole content."""
         return self.digests_after({})
 
     def digests_after(self, contents: Mapping[str, Content]) -> Digests:
-        """`digests` as they will be once these are noted."""
+        """Return `digests` as they will be once these contents are noted."""
         known = self._known | dict(contents)
         if known.keys() != self._metas.keys():
             return Digests(None, None)

@@ -18,5 +18,5 @@ _DERIVED = re.compile(
 
 
 def is_derived(name: str) -> bool:
-    """Whether a tensor of this name, which the model does not have, is one that is computed from a configuration."""
+    """Return whether a tensor of this name, which the model does not have, is computed from a configuration."""
     return _DERIVED.fullmatch(name) is not None

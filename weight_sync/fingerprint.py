@@ -89,7 +89,7 @@ def fingerprints_apart(tensors: Sequence[torch.Tensor]) -> tuple[list[int], bool
 
 
 def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: Index) -> int:
-    """What `tensor == full[index]` contributes to F of `full`, a logical tensor of shape `full_shape`.
+    """Return what `tensor == full[index]` contributes to F of `full`, a logical tensor of shape `full_shape`.
 
     `index`: a whole number or a slice (any step of at least 1) for each leading dimension, as in `Piece`; dimensions
     that it does not name are whole.  The contributions of shards that cover `full` without overlap add up (`combine`)
@@ -255,7 +255,7 @@ def _runs(full_shape: Sequence[int], index: Index) -> tuple[torch.Tensor, int]:
 
 
 def _axes(full_shape: Sequence[int], index: Index) -> Iterator[tuple[range, int]]:
-    """What is selected of each dimension, and the dimension's stride in elements."""
+    """Yield the selected range of each dimension, and the dimension's stride in elements."""
     if len(index) > len(full_shape):
         raise WeightRequestError(f"{_described(index)} has more dimensions than {list(full_shape)}")
     for position, size in enumerate(full_shape):
@@ -276,7 +276,7 @@ def _selected_shape(full_shape: Sequence[int], index: Index) -> tuple[int, ...]:
 
 
 def _described(index: Index) -> str:
-    """As one writes it: `[3, 0:16]`."""
+    """Return the index as one writes it: `[3, 0:16]`."""
     parts = [
         str(at) if isinstance(at, int) else ":".join("" if edge is None else str(edge) for edge in (at.start, at.stop))
         for at in index

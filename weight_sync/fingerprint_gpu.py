@@ -7,7 +7,7 @@ writes for each block its sum and whether a word has all bits of a mask; a block
              block 7      block 8     block 9           sums [3], found [3], added up by torch: no wait for the device
 
 Imported where there is Triton and something to run it (`block_sums.kernels_of` decides).  64-bit products wrap, so the
-results are those of `block_sums`, bit for bit: in Triton's interpreter, and by `tests/gpu` on an H100.
+results equal `block_sums` bit for bit: in Triton's interpreter, and by `tests/gpu` on an H100.
 
 Shapes: N blocks, n words.
 """
@@ -72,7 +72,7 @@ def _block_sums(  # type: ignore[no-untyped-def]
 
 
 def gpu_block_sums(words: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the operator `weight_sync::block_sums`: words [N, BLOCK] -> int64 [N], bool [N]."""
+    """Compute the operator `weight_sync::block_sums`: words [N, BLOCK] -> int64 [N], bool [N]."""
     assert words.is_contiguous() and words.shape[1] == BLOCK
     sums_N, found_N = _launch(words.view(-1), words.shape[0], 0, 0, mask, weighted=False)
     return sums_N, found_N if mask else torch.ones_like(found_N)

@@ -30,7 +30,7 @@ _BAND = 1 << 20  # elements worked on at a time: a few float32 temporaries of 4 
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the scales of a weight of `shape`.  Raises `ShapeMismatchError` for one that is no matrix, nor a stack."""
+    """Return the shape of the scales of a weight of `shape`.  Raises `ShapeMismatchError` below two dimensions."""
     if len(shape) < 2:
         raise ShapeMismatchError(f"blocks of {BLOCK} x {BLOCK} need a matrix, got shape {list(shape)}")
     *leading, rows, columns = shape
@@ -38,7 +38,7 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def scales_of(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int | slice, ...]:
-    """The scales of `weight[index]`, where `weight` has `shape`: those of every block that it touches."""
+    """Return the index of the scales of `weight[index]`, where `weight` has `shape`: one for every block it touches."""
     at = [*index, *[slice(None)] * (len(shape) - len(index))]
     found: list[int | slice] = list(at[:-2])
     for size, selected in zip(shape[-2:], at[-2:], strict=True):
@@ -102,7 +102,7 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def requantised(values: torch.Tensor) -> torch.Tensor:
-    """What a checkpoint of the quantised values gives when it is loaded, in their own dtype.  Raises as `quantise`."""
+    """Quantise values and return them as a checkpoint of them is loaded, in their own dtype.  Raises as `quantise`."""
     return dequantise(*quantise(values), values.dtype)
 
 

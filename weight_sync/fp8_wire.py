@@ -31,7 +31,7 @@ _Kind = Literal["plain", "weight", "scale"]
 
 
 class Pair(NamedTuple):
-    """As it came: float8_e4m3fn, and scales of its blocks."""
+    """A quantised weight as it came: float8_e4m3fn, and scales of its blocks."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -46,7 +46,7 @@ class WireTensor(NamedTuple):
 
 
 def kind_of(weights: LogicalWeights, meta: TensorMeta) -> _Kind:
-    """What a wire tensor is; one that the model does not take, or keeps nothing of, is plain, and treated as such."""
+    """Return the kind of a wire tensor; one that the model does not take, or keeps nothing of, counts as plain."""
     if meta.name.endswith(SCALE_SUFFIX) and meta.name not in weights.metas():
         return "scale" if _has_blocks(weights, weight_name(meta.name)) else "plain"
     is_pair = meta.dtype == QUANTISED and _value_dtype(weights, meta) is not None
@@ -98,8 +98,8 @@ def whole_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[Te
 class PairedTensors:
     """Quantised weights and scales of one load or one refresh, which may come in any order and in different calls.
 
-    The half of a pair that came first is copied and kept until the other comes.  `num_bytes`: memory of those that
-    wait, never more than the model's.
+    The half of a pair that came first is copied and kept until the other comes.  `num_bytes`: memory of the waiting
+    halves, never more than the model's.
     """
 
     def __init__(self, weights: LogicalWeights) -> None:
@@ -110,7 +110,7 @@ class PairedTensors:
 
     @property
     def num_waiting(self) -> int:
-        """Tensors that came without the other half of their pair."""
+        """The number of tensors that came without the other half of their pair."""
         return len(self._waiting)
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class PairedTensors:
         return sum(meta.nbytes for meta in self._weights.metas().values())
 
     def take(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[WireTensor]:
-        """What is whole after these came: plain tensors, the caller's, and values of pairs.
+        """Take tensors and return what is now whole: plain tensors, still the caller's, and values of pairs.
 
         Raises `CoverageError` for a tensor that came twice, `DtypeMismatchError`, `ShapeMismatchError`, `ContentError`,
         `WeightRequestError` where more would wait than the model has.
@@ -147,7 +147,7 @@ class PairedTensors:
         self.num_bytes = 0
 
     def _kind_of(self, name: str, tensor: torch.Tensor) -> _Kind:
-        """As `kind_of`, and soon for the many that are plain."""
+        """Return `kind_of` the tensor, with a short cut for the many plain ones."""
         if tensor.dtype != QUANTISED and not name.endswith(SCALE_SUFFIX):
             return "plain"
         return kind_of(self._weights, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
@@ -205,7 +205,7 @@ def _require_pairs(quantised: Iterable[str], scales: Iterable[str]) -> None:
 
 
 def _is_other_fp8(meta: TensorMeta) -> bool:
-    """Whether it is a kind of FP8 that has no blocks here."""
+    """Return whether the tensor is a kind of FP8 that has no blocks here."""
     return meta.dtype.itemsize == 1 and meta.dtype.is_floating_point and meta.dtype != QUANTISED
 
 
@@ -231,7 +231,7 @@ def _value_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype | Non
 
 
 def _has_blocks(weights: LogicalWeights, name: str) -> bool:
-    """Whether the model has a weight of this name, and keeps something of it."""
+    """Return whether the model has a weight of this name, and keeps something of it."""
     if name in weights.metas():
         return True
     try:

@@ -24,7 +24,7 @@ _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 def is_fused(name: str) -> bool:
-    """Whether it is the name of a fused expert tensor."""
+    """Return whether `name` is the name of a fused expert tensor."""
     prefix, _, kind = name.rpartition(".")
     return prefix.endswith("experts") and kind in _DIMENSIONS
 

@@ -1,4 +1,4 @@
-"""How some logical tensors are held otherwise than they are sent: quantised when they are written."""
+"""The formats of logical tensors that are not held as they are sent: quantised when they are written."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class HeldMemory:
             self._closing = closing
 
     def end(self) -> None:
-        """No update is open any more."""
+        """Note that no update is open any more."""
         self.shadows.end()
         self.receive.end()
 

@@ -3,7 +3,7 @@
     value = integer * 2^e, |integer| <= 127       e: the largest with which the largest magnitude is below 128
 
 Seven bits are exact in bfloat16, so what is held has exact bfloat16 values; quotients are rounded to nearest even, and
-128 becomes 127.  Values that are quantised again stay as they are.  The blocks are those of the OCP's MXINT8.
+128 becomes 127.  Values that are quantised again stay as they are.  The blocks are the OCP's MXINT8 blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BAND = 1 << 20  # elements worked on at a time: a few float32 temporaries of 4 
 
 
 def held_values(values: torch.Tensor) -> torch.Tensor:
-    """What is held of floating-point values [..., C], blocks along the last dimension; of their shape and dtype.
+    """Return floating-point values [..., C] as they are held, blocks along the last dimension; same shape and dtype.
 
     Raises `ContentError` for a value that is not finite.
     """

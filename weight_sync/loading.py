@@ -39,15 +39,15 @@ class Arrival(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the logical tensor."""
+        """The name of the logical tensor."""
         return self.piece.name
 
 
 @dataclass(frozen=True)
 class ProvenPart:
-    """What this rank will hold of logical tensor `name`; None: nothing.
+    """The part that this rank will hold of logical tensor `name`; None: nothing.
 
-    It was proved together with the other ranks' that the whole will have fingerprint `fingerprint`.
+    Together with the other ranks' parts it was proved that the whole will have fingerprint `fingerprint`.
     """
 
     name: str
@@ -67,7 +67,7 @@ class WeightLedger:
         self._wire_names: dict[str, set[str]] = {}  # logical name -> wire names it came under
 
     def __contains__(self, logical_name: str) -> bool:
-        """Whether it came."""
+        """Return whether the tensor came."""
         return logical_name in self._wire_names
 
     @property
@@ -183,7 +183,7 @@ def load_part(proven: ProvenPart, sink: WeightSink, ledger: WeightLedger) -> Non
 
 
 def _same_bits(part: Part, source: torch.Tensor) -> bool:
-    """Whether storing `source`, a whole tensor, would store the same bits."""
+    """Return whether storing `source`, a whole tensor, would store the same bits."""
     stored = part.content
     mine = source if part.region is None else part.region.of(source)
     cast = mine.to(device=stored.device, dtype=stored.dtype)
@@ -269,7 +269,7 @@ def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _flat(run: Named) -> torch.Tensor:
-    """All elements of a run as one tensor, a view."""
+    """Return all elements of a run as one tensor, a view."""
     first = run[0][1]
     if len(run) == 1:
         return first

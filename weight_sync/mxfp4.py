@@ -27,7 +27,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def is_mxfp4(meta: TensorMeta) -> bool:
-    """Whether it is half of a quantised fused tensor."""
+    """Return whether the tensor is half of a quantised fused tensor."""
     return meta.dtype == torch.uint8 and meta.name.endswith(_HALVES) and is_fused(_whole_name(meta.name))
 
 
@@ -82,14 +82,17 @@ def _value_meta(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> 
 
 
 class Mxfp4Experts:
-    """The tensors of a checkpoint, in any order, to those that `weights` takes.  `value_metas` has checked them."""
+    """A converter of a checkpoint's tensors, in any order, to the tensors that `weights` takes.
+
+    `value_metas` has checked them.
+    """
 
     def __init__(self, weights: LogicalWeights) -> None:
         self._weights = weights
         self._waiting: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensor itself; of a half nothing, or when the other came before, the tensors of each expert.
+        """Yield the tensor itself; for a half nothing, or if the other came before, the tensors of each expert.
 
         The half that came first is kept, as it is.  Raises `ContentError` for values that are not finite.
         """

@@ -19,7 +19,7 @@ _PARTS = 2
 
 
 class NearestName:
-    """Of `names`, whose parts are separated by dots."""
+    """An index of `names`, whose parts are separated by dots, that finds the nearest to a wrong one."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._from_start = sorted(names)
@@ -29,7 +29,7 @@ class NearestName:
             self._alike.setdefault(_numbers_and_end(name), []).append(name)
 
     def of(self, name: str) -> str | None:
-        """The one that agrees with `name` in most parts from the end, then in most characters; None if none does."""
+        """Return the name that agrees in most parts from the end, then in most characters; None if none does."""
         if len(name) > MAX_LENGTH:
             return None
         near = _around(self._from_start, name)
@@ -50,13 +50,13 @@ def _around(ordered: Sequence[str], name: str) -> set[str]:
 
 
 def _numbers_and_end(name: str) -> tuple[str, ...]:
-    """Of layer and expert, and which tensor of theirs it is."""
+    """Return the numbers of layer and expert, and the last parts of the name."""
     parts = name.split(".")
     return (*(part for part in parts if part.isdigit()), *parts[-_PARTS:])
 
 
 def _common_parts(one: str, other: str) -> int:
-    """How many parts from the end are the same."""
+    """Return how many parts from the end are the same."""
     count = 0
     for mine, its in zip(reversed(one.split(".")), reversed(other.split("."))):
         if mine != its:

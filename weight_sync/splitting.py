@@ -37,13 +37,13 @@ _ADVICE = '; send the model\'s dtype, or ask for the cast ("cast": true, or --ca
 def split_wire(
     weights: LogicalWeights, metas: Sequence[TensorMeta], cast: bool, announced: Announced | None = None
 ) -> list[list[Piece]]:
-    """The logical tensors inside each wire tensor; those that were `announced` are not checked again.
+    """Return the logical tensors inside each wire tensor; the tensors `announced` before are not checked again.
 
     A tensor of another dtype than the model's is taken where a cast loses nothing, and with `cast` where both are
     floating-point types.
 
-    Raises one error that says of how many tensors something is wrong, and shows the first: `UnknownTensorError`,
-    `ShapeMismatchError`, `DtypeMismatchError`, or `WeightRequestError` where it is more than one kind.
+    Raises one error that says how many tensors are wrong, and shows the first: `UnknownTensorError`,
+    `ShapeMismatchError`, `DtypeMismatchError`, or `WeightRequestError` for more than one kind.
     """
     expected = weights.metas()
     problems = _Problems(weights)
@@ -66,7 +66,7 @@ def split_wire(
 
 
 class _Problems:
-    """What is wrong with the tensors of a call: all are counted, and the first of each kind are kept."""
+    """The errors of the tensors of a call: all are counted, and the first of each kind are kept."""
 
     def __init__(self, weights: LogicalWeights) -> None:
         self._weights = weights
@@ -98,7 +98,7 @@ class _Problems:
         return f"{count} tensors are refused: {'; '.join(texts)}{more}"
 
     def _hint(self, meta: TensorMeta, error: WeightRequestError) -> str:
-        """What the sender may have meant, or what it can do."""
+        """Return what the sender may have meant, or what it can do."""
         if isinstance(error, DtypeMismatchError):
             return _ADVICE if meta.dtype in CAST_DTYPES else ""
         if not isinstance(error, UnknownTensorError) or error.name is None:
@@ -120,7 +120,7 @@ def _other_dtype(meta: TensorMeta, dtype: torch.dtype) -> str:
 
 
 def is_exact_cast(sent: torch.dtype, held: torch.dtype) -> bool:
-    """Whether every value of `sent` is one of `held`."""
+    """Return whether every value of `sent` is one of `held`."""
     return held in _WIDER.get(sent, ())
 
 

@@ -122,7 +122,7 @@ class Region:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def runs(self) -> list[Run]:
-        """What lies together in the whole, ascending; at least one."""
+        """Return the runs that lie together in the whole, ascending; at least one."""
         total, ends, at = sum(self.sections), 0, 0
         spans = [(self.start, self.length)]
         if self.sections:
@@ -149,16 +149,16 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a place holds, or will hold, of a logical tensor: `content` is its `region`, or all of it."""
+    """The part of a logical tensor that a place holds, or will hold: `content` is its `region`, or all of it."""
 
     region: Region | None
     content: torch.Tensor
 
 
 class Place(Protocol):
-    """Where one logical tensor lives, or a part of it, in a storage of any layout.
+    """The place where one logical tensor lives, or a part of it, in a storage of any layout.
 
-    Stays valid as long as the storage: addresses never change.
+    It stays valid as long as the storage: addresses never change.
     """
 
     @property
@@ -171,7 +171,7 @@ class Place(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of the storage that are this content's."""
+        """The bytes of the storage that are this content's."""
 
     def rebind(self, storage: torch.Tensor) -> Place:
         """The same place in another tensor, of the dtype, sizes and strides of `storage`."""
@@ -180,14 +180,14 @@ class Place(Protocol):
         """Take the content of `source`, the whole logical tensor, cast to the storage's dtype."""
 
     def read(self) -> torch.Tensor:
-        """What lives here, bit for bit; a view where the layout allows, and never to be written to."""
+        """Return the content here, bit for bit; a view where the layout allows, and never to be written to."""
 
     def restore(self, content: torch.Tensor) -> None:
         """Take what `read` gave, here or at another place of the same tensor."""
 
 
 class LogicalWeights(Protocol):
-    """What a model offers to cold load and live refresh; they see nothing else of it."""
+    """The interface of a model to cold load and live refresh; they see nothing else of it."""
 
     def metas(self) -> Mapping[str, TensorMeta]:
         """Every logical tensor of the model by canonical name: the full coverage."""
@@ -224,7 +224,7 @@ class LogicalWeights(Protocol):
 
 
 def parts_of(weights: LogicalWeights, name: str) -> list[Part]:
-    """What every place of logical tensor `name` on this rank holds now; never to be written to."""
+    """Return what every place of logical tensor `name` on this rank holds now; never to be written to."""
     return [Part(place.region, place.read()) for place in weights.places(name)]
 
 
@@ -245,7 +245,7 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 class MetaParser:
-    """Reads announced tensors.  Those of a call have few dtypes and shapes, and each pair of them is checked once."""
+    """A reader of announced tensors.  A call has few dtypes and shapes, and each pair of them is checked once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
