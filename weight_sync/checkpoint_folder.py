@@ -120,7 +120,7 @@ def _files_without_index(path: Path) -> list[str]:
 
 
 def _stamp(path: Path) -> FileStamp | None:
-    """None for a file whose status cannot be read."""
+    """Return the stamp of a file; None if its status cannot be read."""
     try:
         return FileStamp.of(path.stat())
     except OSError:
@@ -176,5 +176,5 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it names a file of a folder and no way out of it."""
+    """Return whether `name` names a file of a folder and no way out of it."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name

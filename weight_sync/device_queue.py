@@ -22,7 +22,7 @@ import torch
 
 
 class DeviceQueue(Protocol):
-    """What one thread gives is done in order.  Threads have orders of their own (`use_own_stream`)."""
+    """A queue that does each thread's work in order.  Threads have orders of their own (`use_own_stream`)."""
 
     def put(self, work: Callable[[], object]) -> None:
         """Give operators to the device.  What they read and write is in use until the next fence."""

@@ -70,14 +70,14 @@ class EngineCalls(Protocol):
 
 
 def refusal(call: Future[Any]) -> BaseException | None:
-    """What a control call raised; None if it went well or still runs."""
+    """Return the exception of a control call; None if it went well or still runs."""
     return call.exception() if call.done() else None
 
 
 def was_refused(error: BaseException) -> bool:
-    """Whether the engine has answered that it did not do what it was asked: a status of 4xx.
+    """Return whether the engine has answered that it did not do what it was asked: a status of 4xx.
 
-    Anything else leaves open whether it does: silence, a broken connection, an error on the way.
+    Anything else leaves open whether it did: silence, a broken connection, an error on the way.
     """
     status = getattr(error, "status_code", getattr(error, "status", None))
     return isinstance(status, int) and 400 <= status < 500

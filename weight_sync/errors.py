@@ -9,7 +9,7 @@ WeightSyncError               500
 |   +-- CoverageError         400  tensors missing or sent twice
 |   +-- UnknownGroupError     404
 +-- TransactionStateError     409  begin while open, end without begin, end of a failed transaction
-|   +-- BaseMismatchError     409  the serving weights are not those that the sender starts from
+|   +-- BaseMismatchError     409  the serving weights are not the ones that the sender starts from
 |   +-- CopiesDifferError     409  places that must hold the same content do not
 +-- TransportError            502  rendezvous or receive failed or ran into its deadline
 +-- LocalCheckpointError      500  a local checkpoint folder could not be written
@@ -71,7 +71,7 @@ class TransactionStateError(WeightSyncError):
 
 
 class BaseMismatchError(TransactionStateError):
-    """The serving weights are not those that the sender starts from."""
+    """The serving weights are not the ones that the sender starts from."""
 
 
 class CopiesDifferError(TransactionStateError):

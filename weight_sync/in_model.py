@@ -21,7 +21,7 @@ from weight_sync.unnamed_file import Entry, UnnamedFile
 
 
 class _InModelStaging(DirectSink):
-    """What both share: a commit has nothing left to do but to wait."""
+    """The base of both stagings: a commit has nothing left to do but to wait."""
 
     def __init__(self, weights: LogicalWeights, queue: DeviceQueue | None = None) -> None:
         super().__init__(weights)

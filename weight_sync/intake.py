@@ -37,9 +37,9 @@ from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 
 class Intake:
-    """Of one refresh.  `stated`: fingerprints that the sender announced, by the names of logical tensors and scales.
+    """The intake of one refresh.  `stated`: fingerprints that the sender announced, by names of tensors and scales.
 
-    `quantised`: logical tensors that are held quantised.  `contents`: of what came.
+    `quantised`: logical tensors that are held quantised.  `contents`: the content of the tensors that came.
     """
 
     def __init__(self, weights: LogicalWeights, stated: Mapping[str, int], quantised: HeldFormats = AS_SENT) -> None:

@@ -86,7 +86,7 @@ class IpcBuffer:
 
 
 class _Payload(TorchPayload):
-    """Torch's names, and those of exceptions: an exception is read as a `SenderFailure`."""
+    """A payload with torch's names and exceptions: an exception is read as a `SenderFailure`."""
 
     def _functions(self) -> dict[tuple[str, str], Callable[..., Any]]:
         failures: dict[tuple[str, str], Callable[..., Any]] = {
@@ -137,7 +137,7 @@ def read_bucket(data: memoryview, buffer: IpcBuffer) -> list[StoredTensor] | Sen
 
 
 def read_end(data: memoryview) -> SenderFailure | bool:
-    """Whether the message is the end; anything that is neither that nor an exception counts as one that is not."""
+    """Return True if the message is the end, a `SenderFailure` if it is an exception, and False for anything else."""
     try:
         value, _ = _decode(data)
     except WeightRequestError:

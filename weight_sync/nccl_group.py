@@ -1,4 +1,4 @@
-"""What NCCL does otherwise than gloo, so that every wait in a weight update group has an end.
+"""Differences of NCCL from gloo, handled so that every wait in a weight update group has an end.
 
 * The first collective of a group connects its members.  The call returns once all have come, and has no deadline: it is
   made on a thread, and left there when its caller gives up.
@@ -60,7 +60,7 @@ def start_broadcast(
 
 
 def is_over(work: dist.Work, seconds: float) -> bool:
-    """Whether it is over within so many seconds; what follows in this thread's stream comes after it then.
+    """Return whether `work` ends within `seconds`; work that follows in this thread's stream then comes after it.
 
     Raises the `RuntimeError` of a collective that failed.
     """

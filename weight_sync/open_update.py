@@ -35,17 +35,17 @@ class OpenUpdate:
 
     @property
     def is_bound(self) -> bool:
-        """Whether every call must carry the open transaction's id."""
+        """True if every call must carry the open transaction's id."""
         return self._transaction is not None and self._transaction.is_bound
 
     @property
     def is_implicit(self) -> bool:
-        """Whether the open transaction was opened by `open_implicit`."""
+        """True if the open transaction was opened by `open_implicit`."""
         return self._transaction is not None and self._transaction.is_implicit
 
     @property
     def is_complete(self) -> bool:
-        """Whether all tensors of the open transaction have come."""
+        """True if all tensors of the open transaction have come."""
         return self._transaction is not None and not self._transaction.missing
 
     @property
@@ -55,7 +55,7 @@ class OpenUpdate:
 
     @property
     def way_out(self) -> str:
-        """As the open transaction's; where none is open yet, how the one that is about to open is settled."""
+        """The open transaction's `way_out`; before one is open, how the one about to open is settled."""
         if self._transaction is None:
             return "(it begins): wait for its answer, or end it with abort_weight_update"
         return self._transaction.way_out
@@ -88,7 +88,7 @@ class OpenUpdate:
         return transaction
 
     def outcome(self, update_id: str) -> Outcome:
-        """What became of an update; on any thread."""
+        """Return what became of an update; callable on any thread."""
         transaction = self._transaction
         if transaction is None or update_id != transaction.update_id:
             return self.book.outcome(update_id)
@@ -99,7 +99,7 @@ class OpenUpdate:
         self._require_transaction("name").weight_version = weight_version
 
     def staged(self, name: str) -> Sequence[Part] | None:
-        """What this rank has staged of a tensor, by its canonical name; None if nothing is open or it has not come."""
+        """Return this rank's staged parts of a tensor by canonical name; None if none is open or it has not come."""
         return self._transaction.read_staged(name) if self._transaction is not None else None
 
     def renew_lease(self, seen_at: float | None = None) -> None:

@@ -108,10 +108,10 @@ class _Mapping:
 
 
 def tradable_spans(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[range]]:
-    """Of each pair of equally long byte tensors, what can be traded: ranges of offsets, ascending.
+    """Return what can be traded of each pair of equally long byte tensors: ranges of offsets, ascending.
 
-    Whole pages of private anonymous memory, of which both have the same offsets.  Nothing where the system cannot move
-    pages, or has several memory nodes: pages would move away from the cores that read them.
+    These are whole pages of private anonymous memory, at the same offsets in both.  There are none where the system
+    cannot move pages, or has several memory nodes: pages would move away from the cores that read them.
     """
     if not pairs or not _can_trade():
         return [[] for _ in pairs]

@@ -360,7 +360,7 @@ def _check_arguments(group: GroupHandle, master_port: int) -> None:
 
 
 def _wait_for_listener(address: str, port: int, deadline: float) -> None:
-    """torch's store client overruns its timeout and prints stack traces while nobody listens; this does neither."""
+    """Wait for a listener: torch's client would overrun its timeout and print stack traces until there is one."""
     while True:
         try:
             socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001)).close()

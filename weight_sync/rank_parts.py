@@ -1,10 +1,10 @@
-"""What the ranks of an engine hold of logical tensors, put together: sums of fingerprints, and tensors.
+"""The parts of logical tensors that an engine's ranks hold, put together: sums of fingerprints, and tensors.
 
     rank 0   rows 0..31    share of F               rank 1   rows 32..63   share of F      their sum is F
              the same again, a replica: the same share, or one of the two is wrong
 
-Every rank reads its own places, and one exchange shares what they found: no tensor moves but those that are asked for,
-and no rank reads what another holds.
+Every rank reads its own places, and one exchange shares what they found: only tensors that are asked for move, and no
+rank reads what another holds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def alone(mine: bytes) -> list[bytes]:
 
 
 class Held(NamedTuple):
-    """What was found at one place: `copy` counts the places that a rank has of the tensor."""
+    """The values found at one place: `copy` counts the places that a rank has of the tensor."""
 
     rank: int
     copy: int
@@ -44,7 +44,7 @@ class Held(NamedTuple):
 
 
 def share_of(meta: TensorMeta, part: Part) -> int:
-    """What a part contributes to the fingerprint of its tensor."""
+    """Return what a part contributes to the fingerprint of its tensor."""
     if part.region is None:
         return fingerprint(part.content)
     runs = part.region.runs()
@@ -54,9 +54,9 @@ def share_of(meta: TensorMeta, part: Part) -> int:
 def gather_places(
     mine: Iterable[Sequence[tuple[Region | None, Sequence[Any]]]], exchange: Exchange
 ) -> list[list[Held]]:
-    """What all ranks found at their places of each of some tensors, in the order of the tensors.
+    """Return what all ranks found at their places of each of some tensors, in the order of the tensors.
 
-    `mine`: of each tensor, for every place of this rank its region and JSON values.  One exchange.
+    `mine`: of each tensor, for every place of this rank its region and JSON values.  It takes one exchange.
     """
     rows = [[(_numbers(region), list(values)) for region, values in places] for places in mine]
     held: list[list[Held]] = [[] for _ in rows]
@@ -112,7 +112,7 @@ def first_rows(meta: TensorMeta, parts: Sequence[Part], count: int, exchange: Ex
 
 
 def _first_runs(region: Region | None, count: int) -> list[Run]:
-    """What a region has of the first `count` rows."""
+    """Return the runs of a region within the first `count` rows."""
     if region is None:
         return [Run((slice(0, count),), (slice(0, count),))]
     if region.dim:

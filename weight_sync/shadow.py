@@ -166,7 +166,7 @@ class ShadowStaging:
         return _Shadow(live, self._memory.take(live.data_ptr(), live.numel(), device, like=live), copy=has_gaps)
 
     def _homes_of(self, name: str) -> list[tuple[int, Place]]:
-        """Where the tensor lives, found once for all tensors, as nothing moves while an update is open."""
+        """Return where the tensor lives, found once for all tensors, as nothing moves while an update is open."""
         if not self._homes:
             for other in self._weights.metas():
                 homes = [(_address_of(place.storage), place) for place in self._weights.places(other)]
@@ -198,29 +198,29 @@ class _Shadow:
             self.staged.copy_(self.live)
 
     def divide(self, tradable: list[range]) -> None:
-        """Which offsets will be traded, ascending; `parts` are the rest."""
+        """Set which offsets will be traded, ascending; `parts` are the rest."""
         self._tradable = tradable
 
     def live_sum(self) -> int:
-        """Of the live words of what is not traded; read from the device once."""
+        """Return the sum of the live words outside the traded spans; read from the device once."""
         sums = [live.sum() for live, _ in self.parts()]
         return int(torch.stack(sums).sum()) if sums else 0
 
     def new_content(self) -> torch.Tensor:
-        """What the storage will hold, uint8, once the rest is folded: a copy."""
+        """Return a copy of what the storage will hold, uint8, once the rest is folded."""
         content = self.staged.clone()
         for at in self._rest():
             content[at.start : at.stop] ^= self.live[at.start : at.stop].to(content.device)
         return content
 
     def traded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Both sides of what is traded, uint8."""
+        """Yield both sides of each traded span, uint8."""
         for at in self._tradable:
             yield self.live[at.start : at.stop], self.staged[at.start : at.stop]
 
     def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Both sides of the rest, int64 and, for what is left at the end, uint8; in parts only if a copy of each is
-        needed."""
+        """Yield both sides of the rest, int64, and uint8 for the bytes left at the end; in parts only if a copy of each
+        is needed."""
         for at in self._rest():
             end = at.start + len(at) // 8 * 8
             step = max(len(at), 1) if self.live.device == self.staged.device else _PART_BYTES
@@ -231,7 +231,7 @@ class _Shadow:
                 yield self.live[end : at.stop], self.staged[end : at.stop]
 
     def _rest(self) -> Iterator[range]:
-        """The offsets between those that are traded."""
+        """Yield the offsets between the traded spans."""
         start = 0
         for span in (*self._tradable, range(self.live.numel(), self.live.numel())):
             if start < span.start:
@@ -248,7 +248,7 @@ def _fold(live: torch.Tensor, staged: torch.Tensor) -> None:
 
 
 def _address_of(storage: torch.Tensor) -> int:
-    """Of the whole storage behind a tensor."""
+    """Return the address of the whole storage behind a tensor."""
     return storage.untyped_storage().data_ptr()
 
 

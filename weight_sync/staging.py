@@ -1,4 +1,4 @@
-"""Where logical tensors are written: straight into the model, or where a transaction keeps them until its commit.
+"""The sinks of logical tensors: straight into the model, or kept by a transaction until its commit.
 
 DirectSink    into the model: cold load
 Staging       `shadow` and `in_model` have them: a live refresh
@@ -21,17 +21,17 @@ Content = torch.Tensor | Part
 
 
 class WeightSink(Protocol):
-    """Where logical tensors land."""
+    """The place where logical tensors land."""
 
     def write(self, name: str, content: Content) -> None:
         """Take the content of logical tensor `name`, which is the caller's; a `Staging` may read it until `settle`."""
 
     def read(self, name: str) -> Sequence[Part]:
-        """What was written under `name` as this rank's places hold it, or will; never to be written to."""
+        """Return what was written under `name` as this rank's places hold it, or will; never to be written to."""
 
 
 class Staging(WeightSink, Protocol):
-    """Where a transaction keeps its tensors, and how it is rolled back.  Used once.
+    """The store of a transaction's tensors, and its rollback.  Used once.
 
         (write*  settle)*  ->  prepare  ->  commit  ->  close
                  |                |           |
@@ -42,17 +42,17 @@ class Staging(WeightSink, Protocol):
 
     @property
     def dirty(self) -> bool:
-        """Whether the model holds anything of this transaction, or may."""
+        """True if the model holds anything of this transaction, or may."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory, or disk, that is taken now."""
+        """The memory, or disk, that is taken now."""
 
     def settle(self) -> None:
         """Wait until what was written is no longer read from the caller's memory."""
 
     def prepare(self) -> None:
-        """All of `commit` that can be done ahead.  The model stays as it is."""
+        """Do all of `commit` that can be done ahead.  The model stays as it is."""
 
     def commit(self) -> None:
         """Put everything written into the model: it is there when this returns.  Steps in flight read the old."""

@@ -155,7 +155,7 @@ def name_tensor(name: object, place: TensorPlace) -> StoredTensor:
 
 
 def require_apart(tensors: Sequence[StoredTensor], where: str) -> None:
-    """Raises `WeightRequestError` if two tensors of one storage share bytes; those of no bytes share none."""
+    """Raise `WeightRequestError` if two tensors of one storage share bytes; empty tensors share none."""
     spans = sorted((*tensor.place.span, tensor.meta.name) for tensor in tensors if tensor.meta.nbytes)
     for (_, end, name), (start, _, other) in itertools.pairwise(spans):
         if start < end:
@@ -200,7 +200,7 @@ def _is_size(number: object) -> bool:
 
 
 def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of sizes that are not checked yet: garbage in gives garbage that `place_tensor` refuses."""
+    """Return the stride of sizes that are not checked yet: garbage in gives garbage that `place_tensor` refuses."""
     if len(shape) > MAX_DIMENSIONS or not all(_is_size(size) for size in shape):
         return (-1,) * len(shape)
     stride: list[int] = []

@@ -140,23 +140,23 @@ class WeightTransaction:
 
     @property
     def target(self) -> LogicalWeights:
-        """Where the tensors go."""
+        """The weights that the tensors go to."""
         return self._weights
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that came."""
+        """The bytes of the tensors that came."""
         metas = self._weights.metas()
         return sum(metas[name].nbytes for name in self.received)
 
     @property
     def dirty(self) -> bool:
-        """Whether the model holds anything of this transaction."""
+        """True if the model holds anything of this transaction."""
         return self._state is not TransactionState.COMMITTED and self._staging.dirty
 
     @property
     def contents(self) -> Mapping[str, Content]:
-        """Of the tensors that came, by logical name."""
+        """The contents of the tensors that came, by logical name."""
         return self._intake.contents
 
     def status(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class WeightTransaction:
 
     @property
     def way_out(self) -> str:
-        """How a caller whom this one keeps out gets on: the end of the message that refuses its call."""
+        """The advice to a caller that this transaction keeps out: the end of the message that refuses its call."""
         end = "settle it with continue_generation" if self.is_implicit else "end it"
         with_id = f" with update_id {self.update_id!r}" if self.is_bound else ""
         return f"({self.lease}): {end}, or drop it with abort_weight_update{with_id}"
@@ -283,8 +283,8 @@ class WeightTransaction:
         self._staging.close()
 
     def read_staged(self, name: str) -> Sequence[Part] | None:
-        """What this rank's places will hold of the tensor, never to be written to; None if it has not come, or was
-        released."""
+        """Return what this rank's places will hold of the tensor, never to be written to; None if it has not come or
+        was released."""
         open_states = (TransactionState.OPEN, TransactionState.VERIFIED)
         return self._staging.read(name) if self._state in open_states and name in self._ledger else None
 

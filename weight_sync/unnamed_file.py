@@ -10,7 +10,7 @@ _CALL_BYTES = 64 << 20  # written or read in one call
 
 
 class Entry(NamedTuple):
-    """Where some bytes lie in the file; `checksum` is their CRC-32."""
+    """The position of some bytes in the file; `checksum` is their CRC-32."""
 
     start: int
     num_bytes: int
@@ -35,7 +35,7 @@ class UnnamedFile:
         return entry
 
     def read(self, entry: Entry, target: memoryview) -> None:
-        """Fill `target`, of the entry's size.  Raises `OSError` also where the bytes are not those of `append`."""
+        """Fill `target`, of the entry's size.  Raises `OSError` also if the bytes are not as `append` wrote them."""
         checksum, left = 0, target
         self._file.seek(entry.start)
         while left:

@@ -24,7 +24,7 @@ _ENDS_REMEMBERED = 16
 
 @dataclass(frozen=True)
 class CommitResult:
-    """What one commit published."""
+    """The version that one commit published."""
 
     weight_version: str | None  # None: the sender named none
     names: list[str]  # logical tensors written
@@ -37,10 +37,10 @@ class CommitResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EndedUpdate:
-    """How one update ended; times in seconds.  `weight_epoch`: the one that it published, `reason`: why it did not.
+    """The end of one update; times in seconds.  `weight_epoch`: the one that it published, `reason`: why it did not.
 
     `prepared_s`: before its opening, as the sender says.  `staging_s`: from its opening until its commit began, or it
-    was dropped; of those `receiving_s` in calls that bring tensors, and in the rest it waited for the sender.
+    was dropped; `receiving_s` of them in calls that bring tensors, and in the rest it waited for the sender.
     `steps_held`: no step ran while its tensors came.  `stall_s`: of the step thread in the commit.  `ended_at`: since
     1970.
     """
@@ -71,7 +71,7 @@ class UpdateFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an update ended; `reason`: why it failed.  `answer`: the reply that the sender of a committed one got.
+    """The state of an update; `reason`: why it failed.  `answer`: the reply that the sender of a committed one got.
 
     `lost`: dropped, and not in answer to a call.
     """
@@ -82,11 +82,11 @@ class Outcome:
 
 
 class UpdateBook:
-    """`loss`: why the last update was lost, until a sender starts anew.
+    """The record of updates.  `loss`: why the last update was lost, until a sender starts anew.
 
     `last_failure`: of the last update that failed, until one is committed.  `ended`: the last that ended, oldest first.
-    `prepared_s`, `receiving_s`: of the open update, see `EndedUpdate`.  `counts_tensors`: nobody said of it that a part
-    of the tensors would come: if not all did, its label says how many.
+    `prepared_s`, `receiving_s`: of the open update, see `EndedUpdate`.  `counts_tensors`: the open update was not
+    announced as a part of the tensors: if not all came, its label says how many.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class UpdateBook:
         )
 
     def outcome(self, update_id: str) -> Outcome:
-        """Of an update that is over; `unknown` for an id that was never used, or too long ago."""
+        """Return the outcome of an update that is over; `unknown` for an id that was never used, or too long ago."""
         return self._outcomes.get(update_id, Outcome("unknown"))
 
     def note_failure(self, reason: str, weight_version: str | None) -> None:

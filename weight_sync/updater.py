@@ -275,24 +275,24 @@ class WeightUpdater(OpenUpdate):
 
     @property
     def receiver(self) -> Receiver:
-        """What the source of the next call is made with."""
+        """The receiver that the source of the next call is made with."""
         memory = self._held.receive if self.is_open else None
         # Whole: what is wrong with a bucket is found before any of it is written.
         return Receiver(self._device, self._timeout_s, self.groups, self.patience, memory, whole=self.holds_steps)
 
     @property
     def target(self) -> LogicalWeights:
-        """Where the open transaction is staged; `weights` unless it adopts a placement."""
+        """The weights that the open transaction is staged for; `weights` unless it adopts a placement."""
         return self.weights if self._transaction is None else self._transaction.target
 
     @property
     def holds_steps(self) -> bool:
-        """Whether receiving writes into the model, so that no step may run from the first bucket to the end."""
+        """True if receiving writes into the model, so that no step may run from the first bucket to the end."""
         return self._staging in HOLDING_MODES
 
     @property
     def is_dirty(self) -> bool:
-        """Whether the model holds anything of the open transaction, on this rank or another: nothing may be sampled."""
+        """True if the model holds anything of the open transaction, on this rank or another: nothing may be sampled."""
         transaction = self._transaction
         if transaction is None:
             return False
