@@ -7,9 +7,9 @@ CaptureError                  500
 +-- RouteValueError           400  ids, shapes or spans that no model can have produced
 +-- MissingRowsError          500  rows that were asked for were never recorded
 +-- UnsupportedRouterError    400  a model whose routers replay cannot drive
-+-- MaskFormatError           400  bytes or text that are no sampling mask
++-- MaskFormatError           400  bytes or text that are not a sampling mask
 +-- MaskValueError            400  a sampling mask that no sampler can have produced, or of other tokens
-+-- LogprobFormatError       400  bytes or text that are no undamaged record of log-probabilities
++-- LogprobFormatError       400  bytes or text that are not an undamaged record of log-probabilities
 +-- LogprobValueError        400  arrays that do not fit, ids outside the vocabulary, or of other tokens
 """
 
@@ -45,7 +45,7 @@ class UnsupportedRouterError(CaptureError):
 
 
 class MaskFormatError(CaptureError):
-    """Bytes or text that are no sampling mask."""
+    """Bytes or text that are not a sampling mask."""
 
     status_code = 400
 
@@ -57,7 +57,7 @@ class MaskValueError(CaptureError):
 
 
 class LogprobFormatError(CaptureError):
-    """Bytes or text that are no undamaged record of log-probabilities."""
+    """Bytes or text that are not an undamaged record of log-probabilities."""
 
     status_code = 400
 

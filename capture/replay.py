@@ -67,7 +67,7 @@ def pad_routes(sequences: Sequence[Routes], num_experts: int, seq_len: int | Non
 
 
 class ForcedRoutes:
-    """What `force_routes` yields: how many of the batch's positions are forced, how many route by themselves.
+    """The yield of `force_routes`: how many of the batch's positions are forced, and how many route by themselves.
 
     The counts are of positions [B, S], the same for every layer; zero until the first forward, when S is known.
     """
@@ -134,7 +134,7 @@ class ForcedRoutes:
 
 
 class RecordedRoutes:
-    """What `record_routes` yields: the choices of every forward since, in order."""
+    """The yield of `record_routes`: the choices of every forward since, in order."""
 
     def __init__(self, num_layers: int) -> None:
         self._calls: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
@@ -192,7 +192,7 @@ def record_routes(model: nn.Module) -> Iterator[RecordedRoutes]:
 def masked_logprobs(
     logits_TV: torch.Tensor, token_ids_T: torch.Tensor, mask: SamplingMask, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Log-probabilities [T] of sampled tokens among those of their masks: of what the sampler drew from.
+    """Return the log-probabilities [T] of sampled tokens among the ids of their masks, which the sampler drew from.
 
     `logits_TV` of the positions that predict the tokens `token_ids_T`, of any floating-point dtype; the result is
     float32, or float64 for float64.  Gradients reach the logits of the masks' ids.  Raises `MaskValueError` unless the

@@ -1,4 +1,4 @@
-"""How the routers of Hugging Face models weigh chosen experts: the formula of each kind, with gradients.
+"""The formulas by which routers of Hugging Face models weigh chosen experts, for each kind, with gradients.
 
     e_score_correction_bias    sigmoids of the logits, without the bias, which is for the choice alone; renormalised
                                where norm_topk_prob says so; times routed_scaling_factor: DeepSeek-V3, GLM

@@ -25,9 +25,10 @@ from capture.errors import MaskFormatError, MaskValueError
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """`token_ids` [M] int32 and `offsets` [T + 1] int64; those of token t are `token_ids[offsets[t] : offsets[t + 1]]`.
+    """The ids of T tokens' masks: `token_ids` [M] int32, and `offsets` [T + 1] int64.
 
-    Every token has at least one id.  Raises `MaskValueError` for what no sampler can have produced.
+    Token t has `token_ids[offsets[t] : offsets[t + 1]]`, at least one id.  Raises `MaskValueError` if no sampler can
+    have produced them.
     """
 
     token_ids: np.ndarray
@@ -98,7 +99,7 @@ class SamplingMask:
 
     @classmethod
     def decode_csr(cls, token_ids: Any, offsets: Any) -> SamplingMask:
-        """The inverse of `encode_csr`.  Raises `MaskFormatError` for text that is no such column."""
+        """Invert `encode_csr`.  Raises `MaskFormatError` for text that is not such a column."""
         return cls(_column(token_ids), _column(offsets).astype(np.int64))
 
     @classmethod
@@ -120,7 +121,7 @@ class SamplingMask:
 
 
 def _has_repeats(ids: np.ndarray, offsets: np.ndarray) -> bool:
-    """Whether a token has an id twice; sorting is needed only where ids do not ascend."""
+    """Return whether a token has an id twice; sorting is needed only where ids do not ascend."""
     inside = np.ones(max(len(ids) - 1, 0), dtype=bool)
     inside[offsets[1:-1] - 1] = False  # pairs of neighbours that belong to one token
     if (np.diff(ids.astype(np.int64))[inside] > 0).all():

@@ -37,7 +37,7 @@ _ID_DTYPES: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<i4")}
 
 @dataclass(frozen=True, eq=False)
 class TokenLogprobs:
-    """Of the tokens `token_ids` [T] at positions `start ..` of their sequence.
+    """The log-probabilities of the tokens `token_ids` [T] at positions `start ..` of their sequence.
 
     `logprobs` [T]; `top_ids` and `top_logprobs` [T, K], best first; `chosen_logprobs` [T, C] of `chosen_ids` [C].
     Log-probabilities are float32, or float64 from an engine that computes in it; ids are uint16 up to a vocabulary of
@@ -165,7 +165,7 @@ class TokenLogprobs:
 
 
 def token_id_dtype(vocab_size: int) -> np.dtype:
-    """Of ids in the compact form: the narrowest of uint16 and int32."""
+    """Return the dtype of ids in the compact form: the narrower of uint16 and int32 that fits."""
     return _ID_DTYPES[2 if vocab_size <= 1 << 16 else 4]
 
 
@@ -177,7 +177,7 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
 
 
 def _checksum(data: bytes) -> int:
-    """Over all bytes, those of the checksum taken as zeros."""
+    """Return the checksum over all bytes, with its own bytes taken as zeros."""
     view = memoryview(data)
     head = bytearray(view[: _HEADER.size])
     head[_CRC] = bytes(4)
