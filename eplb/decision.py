@@ -32,7 +32,7 @@ LEAST_GAIN = 1e-3  # in mean balancedness: less is not measurable, and a new spl
 class RebalancePolicy:
     """`threshold`: mean balancedness from which on nothing is done; 1 to plan every time.
 
-    `layers_per_chunk`, `most_stall_s`: bounds of what is moved between two steps.  `expert_share`: part of a step's
+    `layers_per_chunk`, `most_stall_s`: bounds of the moves between two steps.  `expert_share`: part of a step's
     time that waits for the busiest rank's experts; not measured, half is a guess that favours staying put on engines
     where attention is the smaller part.  `deadline_s`: for every stage of an operation.  Raises `EplbRequestError`.
     """
@@ -87,10 +87,10 @@ class Balance:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was decided and why; `reason` is one line.  `plan` and `migration` where there is something to move.
+    """A decision and its `reason`, one line.  `plan` and `migration` are set if there is something to move.
 
-    `predicted_seconds`: of all moves; `longest_chunk_s`: of the longest stall; `predicted_gain_s`: what is saved until
-    the next evaluation.
+    `predicted_seconds`: of all moves; `longest_chunk_s`: of the longest stall; `predicted_gain_s`: saved until the next
+    evaluation.
     """
 
     rebalances: bool

@@ -1,4 +1,4 @@
-"""Where each logical expert lives, layer by layer: `ExpertLocationMetadata`; and to which of its replicas a token goes:
+"""The slots of each logical expert, layer by layer: `ExpertLocationMetadata`; and the replica that a token goes to:
 `SplitTable`.
 
 A token's pick is a number below 65,536 that follows from its row in the batch alone (a Weyl sequence: rows in a row are
@@ -54,7 +54,7 @@ class ExpertLocationMetadata:
         return list(self._slots_LE[layer][logical_expert])
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Whether slots can be spread over `num_ranks` ranks, P / ranks on each.
+        """Check that slots can be spread over `num_ranks` ranks, P / ranks on each.
 
         Raises `LayoutError` where they do not divide, `MapError` for an expert that is twice on one rank; with one rank
         that is allowed.
@@ -99,7 +99,7 @@ class SplitTable:
     def of(
         cls, metadata: ExpertLocationMetadata, weights_LP: torch.Tensor | None, width: int | None = None
     ) -> SplitTable:
-        """On the host.  `weights_LP`: of each slot among those of its expert; None for all alike.
+        """Build the table on the host.  `weights_LP`: of each slot among the slots of its expert; None for all alike.
 
         `width`: replicas that there is room for, at least as many as an expert has.  Raises `MapError` for weights that
         are negative, not finite or of another shape.
@@ -198,7 +198,7 @@ class SplitTable:
 
 
 def picks(first_row: int, num_rows: int, device: torch.device | str) -> torch.Tensor:
-    """Of rows `first_row ..` of a batch: int64 [num_rows] in 0 .. 65,535."""
+    """Return the picks of rows `first_row ..` of a batch: int64 [num_rows] in 0 .. 65,535."""
     rows_T = torch.arange(first_row, first_row + num_rows, device=device)
     return rows_T.mul_(_STEP).bitwise_and_(PICKS - 1)
 

@@ -19,7 +19,7 @@ import torch
 
 from eplb.errors import LoadsError
 
-KEPT = 0.5  # of what was known, when a window comes
+KEPT = 0.5  # share of the past that is kept when a window comes
 MOST_DRIFT = 0.05  # share of the choices that a refresh may move, chance aside, without the past being forgotten
 _MOST_PASSES_NOTED = 32
 _MOST_TOKENS_NOTED = 4096
@@ -179,7 +179,7 @@ def total_variation(before_LE: torch.Tensor, after_LE: torch.Tensor) -> torch.Te
 
 
 def expected_by_chance(before_LE: torch.Tensor, after_LE: torch.Tensor) -> torch.Tensor:
-    """What `total_variation` would be on average if both counts were samples of one distribution: [L] float64.
+    """Return the mean `total_variation` [L] float64 that both counts would have as samples of one distribution.
 
     The difference of two sampled shares is taken as normal, and the choices of a token as independent.
     """

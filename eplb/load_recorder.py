@@ -41,7 +41,7 @@ class ServingFacts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """Of a pass that is not counted yet.  `tokens`: ids and positions [T] in mode per_token."""
+    """The facts of a pass that is not counted yet.  `tokens`: ids and positions [T] in mode per_token."""
 
     facts: ServingFacts
     placement_epoch: int
@@ -86,10 +86,10 @@ class _Placed:
 
 
 class LoadRecorder(PassCounter[_Noted]):
-    """Counts since it was made or `reset`.
+    """The counts since it was made or `reset`.
 
-    `stat` keeps counts by weight version and placement and those of the last passes together, `per_pass` also those of
-    each of the last 1000 passes, `per_token` also the choices of the last 65,536 tokens, in the type they came in.
+    `stat` keeps counts by weight version and placement, and of the last passes together; `per_pass` also the counts of
+    each of the last 1000 passes; `per_token` also the choices of the last 65,536 tokens, in the type they came in.
     """
 
     def __init__(

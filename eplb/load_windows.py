@@ -43,12 +43,12 @@ class LoadWindows:
         return self._rank_loads[self._last(window)].sum(dim=0)
 
     def rank_balancedness(self, window: int) -> torch.Tensor:
-        """Of the ranks [L] float64 in 0 .. 1, where 1 is even; NaN without tokens."""
+        """Return the balancedness of the ranks [L] float64 in 0 .. 1, where 1 is even; NaN without tokens."""
         loads_SLG = self._rank_loads[self._last(window)].double()
         return loads_SLG.mean(dim=2).sum(dim=0) / loads_SLG.amax(dim=2).sum(dim=0)
 
     def slot_balancedness(self, window: int) -> torch.Tensor:
-        """Of the slots [L] float64 in 0 .. 1, where 1 is even; NaN without tokens."""
+        """Return the balancedness of the slots [L] float64 in 0 .. 1, where 1 is even; NaN without tokens."""
         places = self._last(window)
         mean_SL = self._rank_loads[places].sum(dim=2).double() / self._num_slots[places, None]
         return mean_SL.sum(dim=0) / self._slot_max[places].double().sum(dim=0)

@@ -6,7 +6,7 @@
                                                       '--refresh, failure: the rest is dropped
 
 After every chunk a complete map is in force, so there is always something to stop at.  A chunk is only given out while
-weights and placement are those that it was planned for.
+weights and placement are the ones that it was planned for.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the last rebalance ended.  `dropped`: why not all of its chunks were moved."""
+    """The end of the last rebalance.  `dropped`: why not all of its chunks were moved."""
 
     num_chunks: int
     chunks_done: int
@@ -84,7 +84,7 @@ class RebalanceManager:
 
     @property
     def num_chunks_done(self) -> int:
-        """Of the rebalance under way."""
+        """The number of chunks done in the rebalance under way."""
         return len(self._seconds)
 
     @property
@@ -93,7 +93,7 @@ class RebalanceManager:
         return self.history.counts_LE.shape[0]
 
     def is_due(self, num_passes: int) -> bool:
-        """Whether an evaluation is due, `num_passes` after the last one."""
+        """Return whether an evaluation is due, `num_passes` after the last one."""
         return self.stage is Stage.IDLE and num_passes >= self.policy.every_steps
 
     @property

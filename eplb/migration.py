@@ -49,7 +49,7 @@ class Move:
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank does in a chunk, all in the chunk's order: so two ranks agree on the order of what they exchange.
+    """The work of one rank in a chunk, all in the chunk's order: so two ranks agree on the order of their exchanges.
 
     Every local move and every receive takes a spare slot, in the order `local`, then `receives`.
     """
@@ -128,7 +128,7 @@ class Migration:
 
     @property
     def num_bytes(self) -> int:
-        """That go between ranks."""
+        """The bytes that go between ranks."""
         return self.num_received * self.slot_bytes
 
     @property
@@ -136,7 +136,7 @@ class Migration:
         return int((self.before_LP != self.after_LP).sum())
 
     def handled_bytes(self, chunk: MigrationChunk) -> int:
-        """Sent, received or copied in a chunk by the rank that has most of it: what the chunk's time follows."""
+        """Return the bytes sent, received or copied in a chunk by its busiest rank, which the chunk's time follows."""
         return chunk.num_handled_by_busiest * self.slot_bytes
 
     def digest(self) -> str:

@@ -124,7 +124,7 @@ class ExpertPlacement:
 
     @property
     def form(self) -> Hashable:
-        """What the calls of `logical_to_physical` depend on beside the tables, whose contents may change under them."""
+        """The facts that `logical_to_physical` depends on beside the tables, whose contents may change under it."""
         return self.is_identity, tuple(self._widths)
 
     @property

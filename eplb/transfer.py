@@ -47,7 +47,7 @@ class ExpertSlots(Protocol):
 
     @property
     def form(self) -> str:
-        """What two ranks must agree on beside sizes for the same bytes to be the same expert: dtype, packing."""
+        """The dtype and packing: beside sizes, two ranks must agree on them for equal bytes to be the same expert."""
 
     def read(self, layer: int, slot: int) -> Content:
         """The slot's own memory, contiguous; not to be written to."""
@@ -196,7 +196,7 @@ class _Buffers:
 
 
 class _ChunkOnRank:
-    """What one rank does in one chunk, step by step.  Nothing but `exchange` waits for others.
+    """The work of one rank in one chunk, step by step.  Only `exchange` waits for others.
 
     A staged expert goes with a header of int64: placement epoch, layer, logical expert, fingerprints of its tensors.
     """
@@ -214,10 +214,10 @@ class _ChunkOnRank:
         self._fingerprint, self._placement_epoch = fingerprint, placement_epoch
         self._changed = [(move.layer, slot) for move in work.staged for slot in move.target_slots]
         self._outgoing: list[tuple[Content, torch.Tensor]] = []
-        self._headers: list[list[int]] = []  # of what is staged
+        self._headers: list[list[int]] = []  # of the staged experts
 
     def stage_local(self) -> None:
-        """Copies within the rank, and what is to be sent."""
+        """Stage copies within the rank, and what is to be sent."""
         for index, move in enumerate(self._work.local):
             source = self._read(move.layer, move.source_slot)
             self._headers.append(self._header(move, source))

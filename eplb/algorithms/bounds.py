@@ -1,4 +1,4 @@
-"""How even a placement is, how even one could be, and what it costs to get there.
+"""The balancedness of a placement, a bound on it, and the copies that it costs to get there.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots), G ranks.
 """
@@ -24,7 +24,7 @@ def balancedness(counts_LE: np.ndarray, plan: Plan) -> np.ndarray:
 
 
 def even_split_bound(counts_LE: np.ndarray, layout: ExpertLayout) -> np.ndarray:
-    """No placement without duplicates that divides tokens evenly over replicas is better balanced: [L] float64.
+    """Return an upper bound [L] float64 of balancedness, without duplicates and with tokens split evenly over replicas.
 
     A rank holds a slot of the expert with the most tokens a slot, which the greedy counts make as small as any counts
     can (an exchange argument: taking a replica from one expert for another never lowers the larger of the two), and

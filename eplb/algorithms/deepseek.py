@@ -53,7 +53,7 @@ def _plan(algorithm: str, reason: str, layout: ExpertLayout, physical_to_logical
 
 
 def _copy_and_pack(loads_RE: np.ndarray, num_slots: int, num_packs: int) -> np.ndarray:
-    """What every slot holds, [R, num_slots] int64, packs one after the other."""
+    """Return the expert of every slot, [R, num_slots] int64, packs one after the other."""
     rows, experts = loads_RE.shape
     extra = greedy_replica_order(loads_RE, num_slots - experts)
     copies = np.concatenate((np.broadcast_to(np.arange(experts), (rows, experts)), extra), axis=1)

@@ -14,7 +14,7 @@ from itertools import combinations, product
 import numpy as np
 
 ENOUGH = 0.9997  # a layer this balanced is not refined further
-ROUNDS = {1: 40, 2: 60}  # most rounds of exchanges of so many items
+ROUNDS = {1: 40, 2: 60}  # the most rounds, by the number of items exchanged
 PATIENCE = 12  # rounds without progress, each with other pairs, after which a layer takes larger exchanges
 PROGRESS = 1e-6  # by which the largest load of a rank falls in a round that counts
 MOST_SUBSETS = 200  # of a rank; larger exchanges are not searched
@@ -57,7 +57,7 @@ def _exchange(
     """One round: every pair of a heavy and a light rank exchanges the subsets that leave the two most equal, in place.
 
     `shift_L` turns the light ranks of a layer against its heavy ones, so that other ranks meet.  Items whose expert the
-    other rank holds stay, and with `single` those of replicated experts.
+    other rank holds stay; with `single`, items of replicated experts stay too.
     """
     rank_loads_LG = loads_LGS.sum(axis=2)
     order = np.argsort(-rank_loads_LG, axis=1, kind="stable")

@@ -26,7 +26,7 @@ from eplb.errors import EplbRequestError
 ENOUGH_GAIN = 1e-3  # load under which a move is not worth its copy
 EFFORTS = ((1, 12), (4, 40))  # placements kept after each copy, moves judged from each; the next if that gets nowhere
 SLOTS_KEPT, SLOTS_TRIED = 100, 2000  # divided by the number of slots, what small layers add to both
-SMALL, SMALL_COPIES = 16, 4  # slots up to which all moves are tried first, worse ones too, and so many copies at most
+SMALL, SMALL_COPIES = 16, 4  # slots up to which all moves are tried first, worse ones too, and the most copies then
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _search(
 
 
 def _expand(node: _Node, cap: float, tried: int, thorough: bool) -> Iterator[tuple[Candidate, _Node]]:
-    """Better placements one move away; exchanges only where no copy does half of what is to be done."""
+    """Yield better placements one move away; exchanges only if no copy takes away half of the excess."""
     if thorough:
         yield from ((move, _after(node, move, cap)) for move in all_moves(node.state))
         return

@@ -5,8 +5,8 @@
 
 A copy takes an expert of the stuck ranks to another rank, in place of a replica there.  What it brings away is
 estimated: no more than the stuck group is over the cap, than the expert has, than the rank can hold or pass on, than
-its group has room; and less what the replica given up took and nobody else has room for.  An exchange costs two copies
-and needs no replica to give up.
+its group has room; and less what the replica given up took and no other rank has room for.  An exchange costs two
+copies and needs no replica to give up.
 
 E logical experts, G ranks.  Loads are multiples of the mean load of a rank.
 """

@@ -18,10 +18,10 @@ NEGLIGIBLE = 1e-5  # load over the cap, or flow of a replica, that counts as non
 
 
 class LayerSplit:
-    """Who holds what in one layer, and who takes which load.
+    """The experts and the load of each rank in one layer.
 
-    `loads[g]` load of rank g; `held[g]` experts in the slots of rank g, and `shared[g]` those of them with several
-    slots; `flows[e]`, only for experts with several slots: load that each rank which holds e takes of it, by rank.
+    `loads[g]` load of rank g; `held[g]` experts in the slots of rank g, and `shared[g]` its experts with several slots;
+    `flows[e]`, only for experts with several slots: load that each rank which holds e takes of it, by rank.
     """
 
     __slots__ = ("flows", "held", "loads", "shared", "shares")
@@ -116,9 +116,9 @@ class LayerSplit:
         return excess, stuck
 
     def _way_out(self, rank: int, cap: float, stuck: list[bool]) -> tuple[dict[int, tuple[int, int]], int]:
-        """Where load came from, (rank, expert) by rank, on the way to the nearest rank with room: that, or -1.
+        """Search for the nearest rank with room; ranks that are known to be stuck lead nowhere.
 
-        Ranks that are known to be stuck lead nowhere.
+        Return for each rank reached the (rank, expert) that load would come from, and the rank found or -1.
         """
         loads, flows, shared = self.loads, self.flows, self.shared
         came = {rank: (-1, -1)}

@@ -1,4 +1,4 @@
-"""What planners take and give: `ExpertLayout`, checked loads and maps, `Plan` and its bytes; numbers of replicas.
+"""The input and output of planners: `ExpertLayout`, checked loads and maps, `Plan` and its bytes; numbers of replicas.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), G ranks.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """How many of everything.  Slot p is on rank `p // slots_per_rank`, rank g on node `g // (num_ranks / num_nodes)`.
+    """The sizes of a layout.  Slot p is on rank `p // slots_per_rank`, rank g on node `g // (num_ranks / num_nodes)`.
 
     `num_groups` is the number of expert groups of a group-limited router; 1 where there are none.
     Raises `LayoutError`.
@@ -59,7 +59,7 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What every slot holds, and how the tokens of an expert are divided over its slots.
+    """The expert in every slot, and the division of an expert's tokens over its slots.
 
     `split_LP[l, p]` is the share of the tokens of its expert that slot p takes: at least 0, and 1 in all over the slots
     of an expert.  `reason` says why this algorithm, in one sentence.
@@ -161,7 +161,7 @@ def count_duplicates(physical_to_logical_LP: np.ndarray, layout: ExpertLayout) -
 
 
 def to_bytes(value: Any) -> bytes:
-    """What one rank planned, for the others: dataclasses with arrays.  Reading it executes nothing."""
+    """Encode one rank's plan for the others: dataclasses with arrays.  Reading it executes nothing."""
     return msgspec.msgpack.encode(value, enc_hook=_encoded)
 
 
