@@ -1,4 +1,4 @@
-"""What the demo asserts of a trainer's report: one row per fact, with its bound where it has one."""
+"""The facts that the demo asserts of a trainer's report: one row each, with its bound where it has one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Row:
 
 
 def rows_of(report: TrainerReport) -> list[Row]:
-    """All rows, in the order in which things happened."""
+    """Return all rows, in the order in which things happened."""
     rows = rollout_rows(report.rollouts[0])
     fingerprints = report.trainer_start
     for step, rollout in zip(report.steps, report.rollouts[1:]):
@@ -82,7 +82,7 @@ def rollout_rows(report: RolloutReport) -> list[Row]:
 
 
 def step_rows(step: StepReport, *, forced: bool) -> list[Row]:
-    """That the policy gradient is real and was followed."""
+    """Return rows which show that the policy gradient is real and was followed."""
     section = f"Policy-gradient step {step.version}" + (", routes forced" if forced else "")
     norm = step.gradient_norm
     return [
@@ -98,7 +98,7 @@ def step_rows(step: StepReport, *, forced: bool) -> list[Row]:
 
 
 def refresh_rows(step: StepReport, trainer_before: dict[str, str]) -> list[Row]:
-    """That the engine served the trainer's old tensors, took its new ones, all of them, and that they are new."""
+    """Return rows which show that the engine served the trainer's old tensors, and then all new ones, which differ."""
     section = f"Refresh to version {step.version}"
     changed = [name for name, value in step.engine_after.items() if step.engine_before.get(name) != value]
     megabytes = step.refresh_bytes / 1e6

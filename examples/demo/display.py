@@ -1,4 +1,4 @@
-"""What the demo prints: progress of its phases, and the table at the end.
+"""The output of the demo: progress of its phases, and the table at the end.
 
 Without a terminal, progress is a line where a phase begins and one where it ends.
 """

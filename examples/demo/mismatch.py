@@ -1,4 +1,4 @@
-"""How far a trainer's view of sampled tokens is from the engine's: log-probabilities and routes.
+"""The mismatch of trainer and engine on sampled tokens: log-probabilities and routes.
 
 Pure functions over tensors of output tokens.
 
@@ -28,8 +28,11 @@ class RouteMismatch(msgspec.Struct, frozen=True):
 
 
 def logprob_mismatch(engine_T: torch.Tensor, trainer_T: torch.Tensor) -> LogprobMismatch:
-    """Of tokens that the engine sampled.  The KL is the "k3" estimator exp(d) - 1 - d, d = trainer - engine (Schulman,
-    "Approximating KL divergence", 2020): unbiased, never negative, of low variance."""
+    """Compare log-probabilities of tokens that the engine sampled.
+
+    The KL is the "k3" estimator exp(d) - 1 - d, d = trainer - engine (Schulman, "Approximating KL divergence", 2020):
+    unbiased, never negative, of low variance.
+    """
     difference = trainer_T.double() - engine_T.double()
     return LogprobMismatch(
         num_tokens=difference.numel(),
@@ -40,7 +43,7 @@ def logprob_mismatch(engine_T: torch.Tensor, trainer_T: torch.Tensor) -> Logprob
 
 
 def route_mismatch(engine_TLK: torch.Tensor, trainer_TLK: torch.Tensor) -> RouteMismatch:
-    """Logical expert ids of both sides, compared as sets: the order within K carries no meaning for the output."""
+    """Compare logical expert ids of both sides as sets: the order within K carries no meaning for the output."""
     differs_TL = (engine_TLK.sort(dim=-1).values != trainer_TLK.sort(dim=-1).values).any(dim=-1)
     return RouteMismatch(
         token_share=differs_TL.any(dim=-1).double().mean().item(),

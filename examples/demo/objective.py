@@ -1,4 +1,4 @@
-"""What the demo trains for: rewards of answers, advantages, and the policy-gradient loss.
+"""The objective of the demo: rewards of answers, advantages, and the policy-gradient loss.
 
 Pure functions.  The model starts from random weights, so almost no answer is right; a second term, the share of digits
 in the answer, distinguishes samples from the first step on.  It shows that learning moves weights, not that a

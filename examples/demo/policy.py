@@ -30,7 +30,7 @@ def load_model(path: str | Path) -> torch.nn.Module:
 
 
 def has_experts(model: torch.nn.Module) -> bool:
-    """Whether there are routes to follow."""
+    """Return whether there are routes to follow."""
     try:
         return bool(find_routers(model))
     except UnsupportedRouterError:
@@ -72,7 +72,7 @@ def mismatch_forced(model: torch.nn.Module, groups: Iterable[SampleGroup]) -> Lo
 
 @torch.no_grad()
 def mismatch_own(model: torch.nn.Module, groups: Iterable[SampleGroup]) -> tuple[LogprobMismatch, RouteMismatch]:
-    """Engine against trainer, the trainer routing by itself; routes are those of the rows that predict an output."""
+    """Compare the engine with the trainer routing by itself; routes are taken at the rows that predict an output."""
     parts: list[list[torch.Tensor]] = [[], [], [], []]
     for group in groups:
         num_samples, seq_len = group.input_ids_NS.shape

@@ -43,7 +43,7 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """What to sample: `samples` answers of at most `max_new_tokens` tokens to each question (with its answer).
+    """The samples to take: `samples` answers of at most `max_new_tokens` tokens to each question (with its answer).
 
     `with_routes` is false for a dense model.
     """
@@ -111,7 +111,7 @@ def sample_group(prompt_ids: Sequence[int], outputs: list[GenerationOutput], ans
 
 
 def version_problem(output: GenerationOutput, version: str) -> str | None:
-    """What is wrong with the weight versions that a sample reports, if `version` alone made it; None if nothing.
+    """Return what is wrong with a sample's reported weight versions, if `version` alone made it; None if nothing.
 
     Checks the output tokens, the prompt's KV, the oldest KV and the rows of routed experts.
     """

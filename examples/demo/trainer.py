@@ -136,7 +136,7 @@ class Trainer:
         )
 
     def _fingerprints(self) -> dict[str, str]:
-        """Of every logical tensor that a refresh would send now."""
+        """Return the fingerprint of every logical tensor that a refresh would send now."""
         named: NamedTensors = split_fused_experts(named_tensors_of(self._model, torch.bfloat16))
         return {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in named}
 

@@ -1,4 +1,4 @@
-"""What must hold of the samples and events of a run.  Pure functions; each problem is a line that says what and where.
+"""The checks of samples and events of a run.  Pure functions; each problem is a line that says what and where.
 
 Shapes: P prompt tokens, O output tokens.
 """
@@ -29,7 +29,7 @@ from examples.fleet.sample import Sample
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """What weights of one version make of a sample's first tokens.
+    """The scores of a sample's first tokens under weights of one version.
 
     `logprobs` of output tokens, as many as were scored; `rows_TLK`: experts of every token but the last of them.
     """
@@ -63,7 +63,7 @@ class Rescoring:
 
 
 def lost(asked: Sequence[int], samples: Iterable[Sample]) -> list[str]:
-    """Samples that were asked for and are not there exactly once, and those that nobody asked for."""
+    """Return a line for each sample that was asked for and is not there exactly once, or was never asked for."""
     counts = Counter(sample.prompt.index for sample in samples)
     wrong = sorted({index for index in {*asked, *counts} if counts[index] != 1 or index not in set(asked)})
     return [f"sample {index}: {counts[index]} answers" for index in wrong]
@@ -87,7 +87,7 @@ def malformed(sample: Sample) -> Iterator[str]:
 
 
 def outdated(sample: Sample, committed: Collection[int]) -> Iterator[str]:
-    """Versions that never were in force, that go back, or that were over when the sample was sent."""
+    """Yield versions that never were in force, that go back, or that were over when the sample was sent."""
     versions = [sample.asked_at_version, *(span.version for span in sample.spans)]
     where = f"sample {sample.prompt.index} of {sample.engine}"
     if unknown := sorted(set(versions) - set(committed)):
@@ -127,7 +127,7 @@ def _difference(sample: Sample, number: int, score: Score) -> str | None:
 
 
 def unreplaced(events: Sequence[Event], samples: Iterable[Sample]) -> list[str]:
-    """What is wrong with the replacement of an engine that was killed."""
+    """Return what is wrong with the replacement of an engine that was killed."""
     killed = next((event for event in events if event.what == KILLED), None)
     if killed is None:
         return ["no engine was killed"]

@@ -1,4 +1,4 @@
-"""What the example prints: a live view, or without a terminal a line for each event, and the tables at the end."""
+"""The output of the example: a live view, or without a terminal a line for each event, and the tables at the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class View:
         self._live.stop()
 
     def phase(self, name: str, done: float = 0, total: float | None = None, said: str = "") -> None:
-        """What goes on, and how far it is."""
+        """Show what goes on, and how far it is."""
         if not self._console.is_terminal and name != self._progress.tasks[0].description:
             self._say(f"{name} ...")
         self._progress.update(self._task, description=name, completed=done, total=total, said=said)
@@ -77,7 +77,7 @@ def events_table(events: Iterable[Event]) -> Table:
 
 
 def engines_table(samples: Sequence[Sample]) -> Table:
-    """Of each engine its samples and the versions that made their tokens."""
+    """Return a table of each engine's samples and the versions that made their tokens."""
     tokens: dict[str, Counter[int]] = defaultdict(Counter)
     for sample in samples:
         for span in sample.spans:

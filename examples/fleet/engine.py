@@ -15,7 +15,7 @@ WATCH_EVERY_S = 0.05
 
 
 class EngineActor:
-    """Starts its engine at once; both end together.  `settings`: those of the server, but the port."""
+    """An actor that starts its engine at once; both end together.  `settings`: of the server, without the port."""
 
     def __init__(self, name: str, settings: dict[str, Any], log_path: str) -> None:
         self._url = f"http://127.0.0.1:{(port := free_port())}"
@@ -23,15 +23,15 @@ class EngineActor:
         self._process = ChildProcess(name, tethered("rollout.entrypoints.cli", "serve", *words), Path(log_path))
 
     async def address(self) -> tuple[str, int]:
-        """The engine's URL and process id."""
+        """Return the engine's URL and process id."""
         return self._url, self._process.pid
 
     async def ended(self) -> str:
-        """Wait for the end of the engine; its exit status and last words."""
+        """Wait for the end of the engine; return its exit status and last words."""
         while self._process.exit_status() is None:
             await asyncio.sleep(WATCH_EVERY_S)
         return f"exit status {self._process.exit_status()}\n{self._process.last_words()}"
 
     async def stop(self) -> int:
-        """End the engine in order; its exit status."""
+        """End the engine in order; return its exit status."""
         return await asyncio.to_thread(self._process.stop)

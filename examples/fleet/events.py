@@ -1,4 +1,4 @@
-"""What happened when: kept in order, shown, and written to a file."""
+"""The events of a run: kept in order, shown, and written to a file."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ class EventLog:
 
 
 def write_events(path: Path, events: Sequence[Event], facts: dict[str, Any]) -> None:
-    """As JSON: `events`, and `facts` beside them."""
+    """Write JSON: `events`, and `facts` beside them."""
     path.write_text(json.dumps({"events": [asdict(event) for event in events], **facts}, indent=1) + "\n")

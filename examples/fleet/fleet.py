@@ -51,7 +51,7 @@ class FleetEngine:
 
 
 class Fleet:
-    """`folder` holds a log and a local checkpoint of every engine.  `settings`: those of each server.
+    """The fleet.  `folder` holds a log and a local checkpoint of every engine.  `settings`: of each server.
 
     Leaving it ends all engines at once: what waits for one of them then ends, too.
     """

@@ -60,7 +60,7 @@ def _score(wanted: Sequence[tuple[Sample, int]], version: int, weights: Path) ->
 
 
 def _scores(engine: Engine, batch: Sequence[tuple[Sample, int]]) -> Iterator[Score]:
-    """Of each sample's tokens up to the end of the span."""
+    """Yield the score of each sample's tokens up to the end of the span."""
     sequences = [[*sample.prompt.token_ids, *sample.output_ids[: sample.spans[number].end]] for sample, number in batch]
     answers = engine.generate(
         input_ids=sequences,

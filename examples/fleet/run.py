@@ -253,7 +253,7 @@ def _ray(engines: int, view: View) -> Iterator[None]:
 
 
 def _unwrapped(run: Any) -> Any:
-    """Of the errors of a group of tasks the first one; a run that was cancelled was interrupted."""
+    """Return `run()`; raise the first error of a group of tasks, and `KeyboardInterrupt` for a cancelled run."""
     try:
         return run()
     except asyncio.CancelledError:

@@ -27,14 +27,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked.  `index` tells samples apart, and is the seed."""
+    """The question of a sample.  `index` tells samples apart, and is the seed."""
 
     index: int
     token_ids: tuple[int, ...]
     max_tokens: int
 
     def body(self) -> dict[str, Any]:
-        """Of `/inference/v1/generate`; the same each time it is sent."""
+        """Return the body of `/inference/v1/generate`; the same each time it is sent."""
         sampling = {"temperature": 1.0, "max_tokens": self.max_tokens, "logprobs": 0, "seed": self.index}
         return {"token_ids": list(self.token_ids), "sampling_params": sampling}
 
@@ -59,7 +59,7 @@ class Sample:
 def parse_sample(
     answer: Mapping[str, Any], prompt: Prompt, layout: RouteLayout, asked_at_version: int, attempts: int
 ) -> Sample | None:
-    """The sample of an answer; None of one that the engine gave up.  Raises `FleetError` for what is no sample."""
+    """Return the sample of an answer; None if the engine gave it up.  Raises `FleetError` if it is no sample."""
     try:
         choice = answer["choices"][0]
         if choice["finish_reason"] not in ("stop", "length"):

@@ -1,6 +1,6 @@
 """`python -m examples.fleet.tether PID MODULE word ...`: `python -m MODULE word ...` that ends with the process PID.
 
-PID is the parent.  However it ends, by SIGKILL too, nothing of what it started is left (on Linux).
+PID is the parent.  However it ends, by SIGKILL too, nothing that it started is left (on Linux).
 """
 
 from __future__ import annotations

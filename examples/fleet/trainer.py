@@ -1,6 +1,6 @@
 """The policy: learns from samples, publishes each version in a folder, and sends it to all engines.
 
-What is published is for engines that come later; those that run get the weights by broadcast, in one transaction.
+Published versions are for engines that come later; running engines get the weights by broadcast, in one transaction.
 
 Shapes: N samples.
 """
@@ -76,7 +76,7 @@ class Trainer:
             return version, sorted(self._members)
 
     def bring(self, client: RolloutClient, local: Path) -> int:
-        """Bring an engine to the newest version, by what is published, and prove it; the version.
+        """Bring an engine to the newest version from the published folder, prove it, and return the version.
 
         `local`: a folder of this engine.  Raises `FleetError`.
         """
@@ -113,7 +113,7 @@ class Trainer:
 
 
 def route_layout(checkpoint: Path) -> RouteLayout:
-    """What routed experts of this model look like."""
+    """Return the layout of this model's routed experts."""
     config = load_model_config(str(checkpoint))
     return RouteLayout(config.num_hidden_layers, config.num_experts_per_tok, config.moe_layer_ids, config.num_experts)
 
