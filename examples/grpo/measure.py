@@ -1,4 +1,4 @@
-"""What engine and trainer do not agree on, on samples of the very weights that the trainer has.
+"""The mismatch of engine and trainer, on samples of the very weights that the trainer has.
 
 Shapes: N samples, S positions, T output tokens, L MoE layers, K top-k.
 """

@@ -118,19 +118,19 @@ def output_logits(model: Any, batch: Batch, variant: Variant) -> torch.Tensor:
 
 
 def trainer_logprobs(logits_TV: torch.Tensor, batch: Batch, variant: Variant) -> torch.Tensor:
-    """What the loss takes for the log-probability of every output token [T]."""
+    """Return what the loss takes for the log-probability of every output token [T]."""
     if variant == "plain":
         return full_logprobs(logits_TV, batch)
     return masked_logprobs(logits_TV, batch.target_ids_NO[batch.mask_NO], batch.masks)
 
 
 def full_logprobs(logits_TV: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Of every output token [T] among all tokens, by the engine's operator."""
+    """Return the log-probability of every output token [T] among all tokens, by the engine's operator."""
     return engine_logprobs(logits_TV, batch.target_ids_NO[batch.mask_NO])
 
 
 def behaviour_logprobs(batch: Batch, variant: Variant) -> torch.Tensor:
-    """What the loss takes for the log-probability that a token was sampled with [T], of the same distribution."""
+    """Return what the loss takes for the log-probabilities of sampling [T], of the same distribution."""
     return (batch.logprobs_NO if variant == "plain" else batch.masked_logprobs_NO)[batch.mask_NO]
 
 

@@ -1,6 +1,6 @@
 """Samples from a live server: a stream of groups for training that never waits for the trainer, and held-out ones.
 
-    workers: always so many groups at the server ---> the freshest finished groups ---> a batch a step
+    workers: always in_flight groups at the server -> the freshest finished groups -> a batch a step
                       ^                                  (older ones are dropped, and counted)      |
                       '---- weights change under what is in flight: every token says which ---------'
                             version sampled it
@@ -28,7 +28,7 @@ MAX_NEW_TOKENS = DIGITS + 3
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are sampled, in training and when they are judged."""
+    """The sampling of answers, in training and when they are judged."""
 
     temperature: float = 1.0
     top_p: float = 0.95
@@ -59,7 +59,7 @@ class Batch:
 
     `input_ids_NS`; of the output positions [N, O]: `mask_NO` whether there is a token, `versions_NO` the number of the
     weight version that sampled it, `logprobs_NO` the engine's log-probability among all tokens, and
-    `masked_logprobs_NO` among those of its sampling mask.  `masks` has the output tokens of all samples in order.
+    `masked_logprobs_NO` among the tokens of its sampling mask.  `masks` has the output tokens of all samples in order.
     """
 
     prompt_len: int
@@ -130,7 +130,7 @@ class FreshGroups:
         self._changed.set()
 
     async def take(self) -> list[Group]:
-        """All, once there are as many as it holds."""
+        """Take all groups, once there are as many as it holds."""
         while len(self._groups) < (self._groups.maxlen or 0):
             self._changed.clear()
             await self._changed.wait()

@@ -150,14 +150,14 @@ def _interruptible() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Of a group of errors the first."""
+    """Return the type and text of an error; for a group, of its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
 
 
 def load_results(folder: Path) -> list[Result]:
-    """All results in the folder, by seed and variant."""
+    """Load all results in the folder, sorted by variant, then seed."""
     results = [msgspec.json.decode(path.read_bytes(), type=Result) for path in folder.glob("*-*.json")]
     return sorted(results, key=lambda result: (VARIANTS.index(result.variant), result.seed))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 DIGITS = 3
-HELD_OUT_SHARE = 16  # one problem in so many
+HELD_OUT_SHARE = 16  # one problem in this many
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ GROUP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast.  Supervised steps end where right answers have the probability `supervised_until`."""
+    """The length and rates of a run.  Supervision ends where right answers have the probability `supervised_until`."""
 
     supervised_until: float = 0.15
     supervised_steps: int = 2000
@@ -63,7 +63,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step of GRPO saw.  `lags`: share of its tokens by how many versions ago they were sampled."""
+    """The record of a step of GRPO.  `lags`: share of its tokens by how many versions ago they were sampled."""
 
     step: int
     seconds: float
@@ -92,7 +92,7 @@ class Result:
     variant: Variant
     judgements: list[Judgement] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    num_groups_dropped: int = 0  # finished, and older than those that a step took
+    num_groups_dropped: int = 0  # finished, and older than the groups that a step took
 
 
 def supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, report: Report) -> float:
@@ -129,7 +129,7 @@ class Grpo:
         self._started = time.monotonic()
 
     async def run(self) -> None:
-        """All steps.  Raises what the server or a refresh raises."""
+        """Run all steps.  Raises what the server or a refresh raises."""
         plan = self._plan
         async with AsyncRolloutClient(self._url) as client:
             rollouts = Rollouts(client, lambda text: encode(self._tokenizer, text), plan.sampling)
