@@ -69,7 +69,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _install(peers: tuple[str, ...], console: Console) -> dict[str, str]:
-    """Reasons of those that could not be installed."""
+    """Install the peers; return a reason for each that could not be installed."""
     missing = {}
     for peer in peers:
         try:

@@ -1,4 +1,4 @@
-"""Whether two systems compute the same model: their likeliest next tokens, and what they generate greedily.
+"""The check that two systems compute one model: their likeliest next tokens, and what they generate greedily.
 
 With random weights the leading log-probabilities lie close together, so bfloat16 picks another first token now and
 then.  The overlap of the 20 likeliest distinguishes rounding (most are shared) from other weights (hardly any is).
@@ -18,7 +18,7 @@ Top = Sequence[Sequence[Any]]  # pairs of token id and log-probability, likelies
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of one system with the reference, over some prompts."""
+    """The agreement of one system with the reference, over some prompts."""
 
     prompts: int
     same_first: int

@@ -38,7 +38,7 @@ AGREEMENT_PROMPTS, AGREEMENT_PROMPT_TOKENS, AGREEMENT_NEW_TOKENS = 16, 32, 16
 
 @dataclass
 class ShapeRun:
-    """What one shape's run found.  Per round, `seconds` holds the times of the cell's requests, `machines` what the
+    """The results of one shape's run.  Per round, `seconds` holds the times of the cell's requests, `machines` what the
     machine could do right before."""
 
     shape: str
@@ -195,7 +195,7 @@ class Fleet:
 
 
 def _check_agreement(fleet: Fleet, run: ShapeRun, prompts: _Prompts, console: Console) -> None:
-    """Compares every system with ours, and drops those that compute something else."""
+    """Compare every system with ours, and drop the ones that compute something else."""
     sample = prompts.random(AGREEMENT_PROMPTS, AGREEMENT_PROMPT_TOKENS)
     answers: dict[str, tuple[Any, Any]] = {}
     for name in list(fleet.workers):

@@ -41,7 +41,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the worker, and the number of its process group."""
+        """The process id of the worker, which is also the number of its process group."""
         return self._process.pid
 
     def receive(self, timeout_s: float) -> dict[str, Any]:

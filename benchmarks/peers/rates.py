@@ -42,7 +42,7 @@ def tokens_per_s(cell: Cell, seconds: list[tuple[float, ...]]) -> float | None:
 
 
 def counted_s(seconds: list[tuple[float, ...]]) -> list[float]:
-    """Of each round the time that counts: of the prompt, or in decoding without it, which noise can make negative."""
+    """Return each round's time that counts: of the prompt, or in decoding without it, which noise can make negative."""
     return [times[0] if len(times) == 1 else times[1] - times[0] for times in seconds]
 
 
@@ -55,7 +55,7 @@ def floor_tokens_per_s(spec: CheckpointSpec, cell: Cell, machine: Machine) -> fl
 
 
 def _prefill_floor_s(spec: CheckpointSpec, cell: Cell, machine: Machine) -> float:
-    """All products of a causal forward over T tokens, the head for the last one only; every weight read once."""
+    """Return the floor of a causal forward: products over T tokens, the head for the last only; weights read once."""
     num_tokens = cell.prompt_tokens
     dense = spec.hidden_size * (spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads) + spec.experts)
     expert = 3 * spec.hidden_size * spec.moe_intermediate_size

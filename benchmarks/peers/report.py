@@ -17,13 +17,13 @@ from benchmarks.shapes import SHAPES
 
 
 def speeds(run: ShapeRun) -> dict[tuple[str, str], float]:
-    """Tokens a second of what was measured, by (system, column)."""
+    """Return the measured tokens a second, by (system, column)."""
     rates = {(name, cell.name): tokens_per_s(cell, seconds) for (name, cell), seconds in run.seconds.items()}
     return {key: rate for key, rate in rates.items() if rate is not None}
 
 
 def verdicts(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[Verdict]:
-    """Of the targets whose column was asked for."""
+    """Return the verdicts on the targets whose column was asked for."""
     columns = {cell.name for cell in cells}
     targets = TARGETS if BEFORE not in peers else AGAINST_BEFORE
     measured = speeds(run)

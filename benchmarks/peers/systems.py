@@ -1,4 +1,4 @@
-"""What is measured: for each system the Python, the worker, its settings and its environment.
+"""The systems that are measured: for each the Python, the worker, its settings and its environment.
 
 One system needs its checkpoint converted; that is done here too.
 """

@@ -56,9 +56,9 @@ AGAINST_BEFORE = tuple(
 
 
 def judge(target: Target, rounds: Rounds, peers: tuple[str, ...]) -> Verdict:
-    """Against the best of `peers` that was measured; those that were not are named in the note.
+    """Judge against the best of `peers` that was measured; peers that were not are named in the note.
 
-    The ratio is the median of those of the rounds.  A machine whose memory is twice as fast in some rounds as in others
+    The ratio is the median of the rounds' ratios.  A machine whose memory is twice as fast in some rounds as in others
     has two heaps of times, and the medians of two systems may lie in different ones.
     """
     missing = [peer for peer in peers if (peer, target.column) not in rounds]

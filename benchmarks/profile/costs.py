@@ -1,8 +1,7 @@
-"""What one call of an operator has to move and to compute, from its arguments: a table by operator name.
+"""The bytes and flops that one call of an operator needs, from its arguments: a table by operator name.
 
-Bytes are the least there is: what is read is counted once, what is written once, of gathered rows and of experts only
-those that this call uses.  Flops are those of matrix products (a product and a sum are two); operators without one are
-bound by bytes.
+Bytes are the least there is: each read and each write counts once, of gathered rows and of experts only the ones that
+this call uses.  Flops count matrix products (a product and a sum are two); operators without one are bound by bytes.
 
 Shapes: T tokens, D hidden, P physical experts, K top-k, H query heads, hd head size, N requests.
 """
@@ -49,7 +48,7 @@ def operator_cost(operator: OpOverload, args: tuple, kwargs: Mapping[str, Any], 
 
 
 def nbytes(*values: object) -> int:
-    """Of every tensor among `values`, lists included, once."""
+    """Return the bytes of every tensor among `values`, lists included, once."""
     return sum(tensor.nbytes for tensor in _tensors(values))
 
 
@@ -67,12 +66,12 @@ def _route_flops(arguments: Arguments, result: object) -> int:
 
 
 def _token_rows(arguments: Arguments) -> torch.Tensor:
-    """With a norm before it, the rows are those of the residual."""
+    """Return the rows; with a norm before the operator, the residual has them."""
     return arguments["residual"] if "residual" in arguments else arguments["hidden"]
 
 
 def _experts_bytes(arguments: Arguments, result: object) -> int:
-    """Of `w13`, `w2` and their biases [P, ...], the experts that occur in `ids`."""
+    """Count the experts in `ids`, of `w13`, `w2` and their biases [P, ...], and the activations."""
     held = [arguments.get(name) for name in ("w13", "w2", "w13_bias", "w2_bias")]
     used = arguments["ids"].unique().numel()
     activations = nbytes(arguments["hidden"], arguments["ids"], arguments["weights"], result)
@@ -117,12 +116,12 @@ def _store_bytes(arguments: Arguments, result: object) -> int:
 
 
 def _latent_store_bytes(arguments: Arguments, result: object) -> int:
-    """As many rows of the pool are written as there are latents."""
+    """Count as many written rows of the pool as there are latents."""
     return nbytes(*(value for name, value in arguments.items() if name != "pool"), arguments["latent"], result)
 
 
 def _latent_query_flops(arguments: Arguments, result: object) -> int:
-    """Of each head of [T, H (nope + rd)], its first part times [nope, R]."""
+    """Count the first part of each head of [T, H (nope + rd)] times [nope, R]."""
     query, rank = arguments["query"], arguments["norm_weight"].shape[0]
     rotated = arguments["num_heads"] * arguments["angles"].shape[-1]
     return 2 * query.shape[0] * (query.shape[1] - rotated) * rank
@@ -147,17 +146,17 @@ def _delta_flops(arguments: Arguments, result: object) -> int:
     return 7 * arguments["projected"].shape[0] * heads * key_dim * value_dim
 
 
-# --- operators that touch a part of what they are given -----------------------------------------------------------
+# --- operators that touch a part of their arguments ---------------------------------------------------------------
 
 
 def _gather_bytes(arguments: Arguments, result: object) -> int:
-    """As much is read of the first argument as is written to the result."""
+    """Count as much read of the first argument as is written to the result."""
     _, *others = arguments.values()
     return nbytes(*others) + 2 * nbytes(result)
 
 
 def _scatter_bytes(arguments: Arguments, result: object) -> int:
-    """What is put is read and written; the rest of the target is left alone."""
+    """Count the source as read and written; the rest of the target is left alone."""
     _, *others = arguments.values()
     source = next(arguments[name] for name in ("values", "source", "src") if name in arguments)
     return nbytes(*others, source)
@@ -234,7 +233,7 @@ def _torch_flops(operator: OpOverload, args: tuple, kwargs: Mapping[str, Any], r
 
 
 def _float_dtype(arguments: Arguments) -> torch.dtype:
-    """Of the first floating-point tensor; float32 where there is none."""
+    """Return the dtype of the first floating-point tensor; float32 if there is none."""
     floats = (tensor.dtype for tensor in _tensors(arguments.values()) if tensor.is_floating_point())
     return next(floats, torch.float32)
 

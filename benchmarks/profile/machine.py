@@ -1,4 +1,4 @@
-"""What the machine allows: memory bandwidth and matrix arithmetic, measured with the threads that torch uses now."""
+"""The limits of the machine: memory bandwidth and matrix arithmetic, measured with the threads that torch uses now."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Machine:
 
 
 def measure_machine() -> Machine:
-    """A sum over 1 GiB, and a matmul of 2048^3 in bfloat16 and in float32.
+    """Measure a sum over 1 GiB, and a matmul of 2048^3 in bfloat16 and in float32.
 
     A processor without instructions for bfloat16 has float32's peak for it, as operators widen what they read.  Torch's
-    own products of it take minutes there, those that oneDNN does not compute.
+    own bfloat16 products, which oneDNN does not compute, take minutes there.
     """
     fp32 = _product_flops_per_s(MATMUL_SIZE, torch.float32)
     by_onednn = torch.ops.mkldnn._is_mkldnn_bf16_supported()

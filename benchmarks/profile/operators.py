@@ -63,12 +63,12 @@ class OperatorTimer(TorchDispatchMode):
         return result
 
     def take(self) -> dict[str, OperatorUse]:
-        """What was timed since the last call, by operator name."""
+        """Return what was timed since the last call, by operator name."""
         uses, self._uses = self._uses, defaultdict(OperatorUse)
         return dict(uses)
 
     def put_back(self, uses: dict[str, OperatorUse]) -> None:
-        """As if they had not been taken."""
+        """Put uses back, as if they had not been taken."""
         for name, use in uses.items():
             self._uses[name].add(use)
 

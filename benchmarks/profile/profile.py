@@ -2,7 +2,7 @@
 
 Steps run undisturbed, but for some whose operators are watched by Python.  A forward that is played from its tape says
 itself what its operators took, in undisturbed steps; watched ones tell what was moved and computed, and the times of
-all other operators.  All times are medians; those of operators are added up, so that sums are the sums of their parts.
+all other operators.  All times are medians; operators' times are added up, so that sums are the sums of their parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """A phase of a step: its seconds undisturbed, and those that its operators take."""
+    """A phase of a step: its undisturbed seconds, and the seconds that its operators take."""
 
     name: str
     seconds: float
@@ -43,7 +43,7 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """One kind of work.  `tokens` and all numbers below are those of one unit: a decode step, or a whole prompt."""
+    """One kind of work.  `tokens` and all numbers below are of one unit: a decode step, or a whole prompt."""
 
     kind: str  # "decode" or "prefill"
     batch_size: int
@@ -68,7 +68,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Workload:
-    """What the requests look like."""
+    """The shape of the requests."""
 
     input_len: int
     output_len: int
@@ -147,7 +147,7 @@ class Profiler:
 
 
 def runs_of(num_batches: int, prefill: bool) -> int:
-    """How often a `Profiler` calls `advance` for so many batch sizes, and a prefill."""
+    """Return how often a `Profiler` calls `advance` for `num_batches` batch sizes, and a prefill."""
     return 2 * num_batches + (PREFILL_PASSES + 1) * prefill
 
 
@@ -194,7 +194,7 @@ def summarise(kind: str, batch_size: int, tokens: int, units: list[Step], readin
 
 
 def section_of(phase: str) -> str:
-    """Of a key of `Step.uses`."""
+    """Return the section of a key of `Step.uses`."""
     return FORWARD if phase == PLAYED else phase
 
 

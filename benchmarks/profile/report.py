@@ -87,7 +87,7 @@ def operator_table(profile: Profile) -> Table:
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
-    """All that was measured, in seconds, bytes and floating-point operations."""
+    """Return all that was measured, in seconds, bytes and floating-point operations."""
     return asdict(profile) | {"tokens_per_s": profile.tokens_per_s, "operator_seconds": profile.operator_seconds}
 
 

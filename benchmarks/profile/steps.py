@@ -64,7 +64,7 @@ class Step:
 
 
 def num_decoding(queues: RequestQueues) -> int:
-    """How many requests decode in the next step; 0 if there will be prompts in it."""
+    """Return how many requests decode in the next step; 0 if there will be prompts in it."""
     return 0 if queues.waiting or queues.partial else len(queues.running)
 
 

@@ -1,7 +1,7 @@
 """`transformers.generate`, with the experts implementations that are fastest here for each form of request.
 
-`tune` times those that run on a CPU on prompts of the form (batch size, prompt length), separately for the forward
-that reads the prompts and for those that decode, and keeps the fastest of each.
+`tune` times the implementations that run on a CPU on prompts of the form (batch size, prompt length), separately for
+the forward that reads the prompts and for the forwards that decode, and keeps the fastest of each.
 """
 
 from __future__ import annotations
