@@ -1,4 +1,4 @@
-"""What the compiler makes of every Triton kernel, on a machine without a GPU: `python -m benchmarks.gpu_kernels_table`.
+"""The compiled form of every Triton kernel, on a machine without a GPU: `python -m benchmarks.gpu_kernels_table`.
 
 Compiles each `CompileCase` of `rollout.kernels.gpu` for compute capability 9.0 (H100, H200) and prints the registers
 of a thread, bytes that it spills to memory, shared memory of a block, and which instructions multiply matrices: `wgmma`
@@ -48,7 +48,7 @@ class Compiled:
 
 
 def cases(only: str = "") -> list[CompileCase]:
-    """Of every module of `rollout.kernels.gpu` that has kernels; `only`: those whose names hold these words."""
+    """Return the cases of every module of `rollout.kernels.gpu` that has kernels; `only`: words in their names."""
     found: list[CompileCase] = []
     for module in pkgutil.iter_modules(rollout.kernels.gpu.__path__, f"{rollout.kernels.gpu.__name__}."):
         of_module = getattr(import_module(module.name), "compile_cases", None)

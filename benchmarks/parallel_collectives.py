@@ -1,6 +1,6 @@
-"""What one step of a layout has to communicate, by formula: which collective, how often, how many bytes.
+"""The communication of one step of a layout, by formula: which collective, how often, how many bytes.
 
-The formulas are those of docs/parallelism.md.  They know the layout, the model's sizes and the step's tokens, and no
+docs/parallelism.md has the formulas.  They know the layout, the model's sizes and the step's tokens, and no
 code of the engine; `Communicator.counts` is what the engine did.
 
 Shapes: T tokens of an attention-DP rank, D hidden, V vocabulary, K top-k, L MoE layers, N ranks of an engine, G ranks
@@ -26,7 +26,7 @@ Tally = dict[tuple[str, str], tuple[int, int]]  # (group, collective) -> calls, 
 
 @dataclass(frozen=True)
 class Need:
-    """Of one rank in one step."""
+    """The calls of one collective that one rank needs in one step."""
 
     purpose: str
     group: str
@@ -47,7 +47,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Engine:
-    """What the formulas know of an engine.  `itemsize`: bytes of an element of its dtype."""
+    """The facts that the formulas know of an engine.  `itemsize`: bytes of an element of its dtype."""
 
     layout: ParallelLayout
     config: ModelConfig
@@ -65,7 +65,7 @@ class Engine:
 
 
 def step_needs(engine: Engine, rank: int, step: StepShape, *, routes: bool = False) -> list[Need]:
-    """Of `rank` in a turn without messages.  `routes`: whether they are recorded."""
+    """Return the needs of `rank` in a turn without messages.  `routes`: whether they are recorded."""
     return [] if engine.layout.tp_size == 1 else list(_needs(engine, rank, step, routes))
 
 
@@ -112,7 +112,7 @@ def _experts(engine: Engine, rank: int, step: StepShape, sparse: int) -> Iterato
         sent, received = sum(step.pairs[rank]), sum(counts[rank] for counts in step.pairs)
         yield Need("pairs: counts", "tp", "all_gather", sparse, sparse * COUNT_BYTES * size * (size - 1))
         away, arrived = sent - step.pairs[rank][rank], received - step.pairs[rank][rank]
-        # Called by all ranks, also by those that send nothing.
+        # Called by all ranks, also by ranks that send nothing.
         there, back = away * (row + PACKED_ID_BYTES), arrived * row
         yield Need("pairs: there and back", "tp", "all_to_all", 2 * sparse, there + back)
         return

@@ -71,7 +71,7 @@ class StepTaken(msgspec.Struct):
 
 
 class GatherPerLayer:
-    """What `RoutedExpertsCapturer` and `SliceRoutes` do, the other way: every layer's slices gathered at once.
+    """The other way to do the work of `RoutedExpertsCapturer` and `SliceRoutes`: every layer's slices gathered at once.
 
     `batch()`: the step that is computed.
     """
@@ -167,7 +167,7 @@ class RankDriver:
             )
 
     def _turn(self, counts: bool) -> StepTaken | None:
-        """None when no rank had anything to do."""
+        """Take a turn; return the step taken, None when no rank had anything to do."""
         self._batch, self._pairs = None, [0] * self.parallel.tp.size
         if counts:
             for group in self.parallel.communicators:
@@ -214,7 +214,7 @@ class RankDriver:
         dispatcher.dispatch = noted
 
     def _check_outputs(self, work: Work) -> None:
-        """What is timed must have been done: every request of this rank gave all of its tokens."""
+        """Check that the timed work was done: every request of this rank gave all of its tokens."""
         reasons = [
             output.finished.reason
             for message in self.channel.outbox
@@ -231,7 +231,7 @@ class RankDriver:
 
 
 class RankProcesses:
-    """All ranks of a server of `settings` (fields of `ServerArgs`).  Leaving the context ends them."""
+    """The processes of all ranks of a server of `settings` (fields of `ServerArgs`).  Leaving the context ends them."""
 
     def __init__(self, **settings: Any) -> None:
         self.args = ServerArgs(**settings)

@@ -1,9 +1,9 @@
-"""How long steps stand still while experts are moved between two ranks, and while a refresh takes a placement over.
+"""The stalls of steps while experts are moved between two ranks, and while a refresh takes a placement over.
 
     rebalance   every expert to the other rank and back, all layers at once or one layer between two steps
     refresh     from disk, the placement kept (before a token was counted) or a new one adopted with the weights
 
-One server over HTTP, requests running; stalls are those that the server states in its replies.
+One server over HTTP, requests running; the server states the stalls in its replies.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def rebalance_rows(http: httpx.Client, rounds: int) -> list[dict]:
 
 @contextmanager
 def busy(http: httpx.Client) -> Iterator[None]:
-    """So many requests are always under way."""
+    """Keep `REQUESTS` requests under way."""
     over = threading.Event()
     vocab_size = http.get("/model_info").raise_for_status().json()["vocab_size"]
 

@@ -13,7 +13,7 @@ Steps = Sequence[Sequence[StepTaken]]  # by rank
 
 
 def decode_seconds(steps: Sequence[StepTaken], num_tokens: int) -> list[float]:
-    """Of the steps in which a rank decoded so many requests and did nothing else."""
+    """Return the seconds of the steps in which a rank decoded `num_tokens` requests and did nothing else."""
     return [step.seconds for step in steps if step.num_extend_tokens == 0 and step.num_tokens == num_tokens]
 
 
@@ -44,13 +44,13 @@ def shape_of(layout: ParallelLayout, steps: Sequence[StepTaken]) -> StepShape:
 
 
 def counted(step: StepTaken) -> Tally:
-    """What the rank's communicators counted."""
+    """Return what the rank's communicators counted."""
     words = {key: key.split() for key in step.sent}
     return {(group, collective): step.sent[key] for key, (group, collective) in words.items()}
 
 
 def differences(engine: Engine, steps: Sequence[StepTaken], *, routes: bool = False) -> list[str]:
-    """Where a rank's collectives in one step are not those of the formula; empty if they all are."""
+    """Return the differences between a rank's collectives in one step and the formula."""
     shape = shape_of(engine.layout, steps)
     found = []
     for rank, step in enumerate(steps):

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _in_a_process(part: str, args: argparse.Namespace) -> bool:
-    """Whether it came to its end."""
+    """Run a part in a process; return whether it ended well."""
     words = [sys.executable, "-m", "benchmarks.gpu", "--here", "--parts", part, "--num-layers", str(args.num_layers)]
     words += ["--device", args.device, "--out", str(args.out)] + (["--dry-run"] if args.dry_run else [])
     variables = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}

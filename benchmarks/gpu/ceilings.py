@@ -1,4 +1,4 @@
-"""What the device allows: bandwidth of a copy and of a read, and matrix arithmetic, measured when asked."""
+"""The limits of the device: bandwidth of a copy and of a read, and matrix arithmetic, measured when asked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def _memory(count: int, device: torch.device) -> tuple[float, float]:
-    """Bytes a second of a copy, read and written, and of a sum, over so many float32."""
+    """Return the bytes a second of a copy, read and written, and of a sum, over `count` float32."""
     source = torch.ones(count, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copied = best_seconds(lambda: target.copy_(source), device)

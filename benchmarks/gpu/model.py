@@ -52,14 +52,14 @@ _TINY = CheckpointSpec(
 
 
 def shape(settings: Settings) -> CheckpointSpec:
-    """Of the model that is measured: `--num-layers` of them, or in a dry run next to nothing."""
+    """Return the shape of the measured model: `--num-layers` layers, or in a dry run next to nothing."""
     if settings.dry_run:
         return _TINY
     return dataclasses.replace(QWEN3_30B_A3B, layers=settings.num_layers)
 
 
 def num_parameters(spec: CheckpointSpec) -> int:
-    """Of all tensors but norms."""
+    """Return the number of parameters in all tensors but norms."""
     attention = spec.hidden_size * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     experts = spec.experts * (3 * spec.hidden_size * spec.moe_intermediate_size + spec.hidden_size)
     return spec.layers * (attention + experts) + 2 * spec.vocab_size * spec.hidden_size

@@ -42,7 +42,10 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def prefill_flops(spec: CheckpointSpec, count: int, length: int) -> float:
-    """Of products alone: projections, chosen experts, attention below the diagonal, the output head of last tokens."""
+    """Return the flops of products alone.
+
+    They are projections, chosen experts, attention below the diagonal, and the output head of last tokens.
+    """
     heads = spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     layer = spec.hidden_size * (heads + spec.experts) + spec.top_k * 3 * spec.hidden_size * spec.moe_intermediate_size
     attention = 2 * spec.heads * spec.head_dim * length**2  # scores and values, half of each

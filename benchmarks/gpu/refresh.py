@@ -118,8 +118,10 @@ def _measured(
 
 
 def _that_fits(whole: CheckpointSpec, copies: int, settings: Settings) -> CheckpointSpec | None:
-    """The same with as many layers as leave room for a bucket and 6 GiB, and, of a share of what is free beside the
-    weights, for what an engine keeps: the next ones where `copies` is 2."""
+    """Return the model with as many layers as fit into memory beside a bucket and 6 GiB; None if none does.
+
+    With `copies` of 2 the next weights, too, fit into the engine's share of the memory that the weights leave.
+    """
     if settings.device.type != "cuda":
         return whole
     torch.cuda.empty_cache()
@@ -154,7 +156,7 @@ def _trainer(words: str, device: str) -> None:
 
 
 def _buckets(spec: CheckpointSpec, device: torch.device) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Tensors of about `BUCKET_BYTES`, those of a bucket in one allocation, as they are in a trainer's bucket."""
+    """Yield buckets of about `BUCKET_BYTES`, each in one allocation, as in a trainer."""
     bucket: list[tuple[str, torch.Tensor]] = []
     nbytes = 0
     for name, tensor in random_weights(spec, device):

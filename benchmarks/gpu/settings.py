@@ -1,4 +1,4 @@
-"""What the parts of the benchmark are told."""
+"""The settings of the parts of the benchmark."""
 
 from __future__ import annotations
 
