@@ -45,7 +45,7 @@ class BareBroadcast:
         self._end_peer()
 
     def seconds(self) -> float:
-        """Of one broadcast of everything, until the peer has it."""
+        """Return the seconds of one broadcast of everything, until the peer has it."""
         start = time.perf_counter()
         _broadcast(self._group, self._buckets)
         return time.perf_counter() - start

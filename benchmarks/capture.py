@@ -1,4 +1,4 @@
-"""What recording routes costs: one engine, its recorder taken out or put back, in one interleaved run.
+"""The cost of recording routes: one engine, its recorder taken out or put back, in one interleaved run.
 
 One engine, because two copies of the same weights differ in speed by more than what is measured here.
 

@@ -42,7 +42,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Of one step; sizes in bytes, `entropy` the bits that a code of the changes could not fall short of by itself."""
+    """The sizes of one step in bytes; `entropy`: the least that a code of the changes by itself could take."""
 
     full: int
     elements: int
@@ -122,7 +122,7 @@ def measure(shape: str, steps: int) -> Iterator[StepSizes]:
 
 
 def applied(frame: DeltaFrame, base: Tensors) -> Tensors:
-    """What a frame makes of whole tensors."""
+    """Return the tensors that a frame makes of whole ones."""
     return {name: delta.apply(base[name]) for name, delta in frame.open().items()}
 
 
@@ -170,7 +170,7 @@ def sizes_of(
 
 
 def entropy_bytes(steps: np.ndarray, num_elements: int) -> int:
-    """Of independent elements that each change with one probability, by steps of one distribution."""
+    """Return the entropy of independent elements that change with one probability, by steps of one distribution."""
     share = steps.size / num_elements
     positions = -num_elements * (share * math.log2(share) + (1 - share) * math.log2(1 - share))
     _, counts = np.unique(steps, return_counts=True)

@@ -56,7 +56,7 @@ def _panel(panel: Panel, left: float, row: float) -> str:
 
 
 def _labelled(count: int) -> range:
-    """Which of so many rows or columns have their number at the axis."""
+    """Return which of `count` rows or columns have their number at the axis."""
     return range(0, count, -(-count // MOST_LABELS))
 
 

@@ -1,4 +1,4 @@
-"""What engine numerics cost a trainer, and what they agree on: `python -m benchmarks.exact_numerics SHAPE`.
+"""The cost of engine numerics to a trainer, and their agreement: `python -m benchmarks.exact_numerics SHAPE`.
 
 Forward, and forward with backward, of one batch: transformers in float32 and bfloat16, the same following given routes,
 and under engine numerics over float32 and bfloat16 parameters.  All take turns, so that a noisy machine is noisy for
@@ -125,7 +125,7 @@ def errors(found: Gradients, wanted: Gradients) -> str:
 
 
 def gradients(ways: list[Way]) -> Iterator[str]:
-    """How far each way's gradient is from float32, where all follow the routes of the engine numerics."""
+    """Yield each way's distance from the float32 gradient, where all follow the routes of the engine numerics."""
     by_way = dict(zip(WAYS, ways))
     engine = by_way["engine numerics", "float32"]
     found = engine.train()

@@ -46,7 +46,7 @@ Key = tuple[str, int, int, int]  # system, batch, prompt tokens, new tokens
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a decode step reads and writes: `always`, an expert of one layer, and for each token and each sequence."""
+    """The bytes that a decode step moves: `always`, an expert of one layer, and for each token and each sequence."""
 
     always: int
     expert: int
@@ -54,7 +54,7 @@ class StepBytes:
     sequence: int
 
     def of_step(self, batch: int, context: int, num_experts: float) -> float:
-        """`num_experts`: that were read, summed over layers."""
+        """Return the bytes of a step.  `num_experts`: the experts read, summed over layers."""
         kv = sum(size * min(context, window or context) for size, window in self.tokens)
         return self.always + num_experts * self.expert + batch * (kv + self.sequence)
 
@@ -215,7 +215,7 @@ def _prefill_cells(row: Mapping) -> list[str]:
 
 
 def table_rows(rows: list[dict]) -> list[list[str]]:
-    """Of each family the decode rates of each batch size, and then its prefill."""
+    """Return each family's decode rates of each batch size, and then its prefill."""
     cells = []
     for row, following in zip(rows, [*rows[1:], None]):
         cells.append(_cells(row))

@@ -24,7 +24,7 @@ from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprint_
 
 GOAL = 4.0  # reads of the same bytes that a bf16 fingerprint may take
 MATRIX_ROWS = 2048  # a tensor [rows, columns] for the shards
-DELTA_SHARE = 64  # one element in so many changes
+DELTA_SHARE = 64  # one element in this many changes
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8)
 
 

@@ -11,7 +11,7 @@ __all__ = ["Machine", "decode_step_floor_s", "measure_machine"]
 def decode_step_floor_s(spec: CheckpointSpec, batch: int, context: int, machine: Machine) -> float:
     """Seconds that one decode step needs at least: every used weight and all KV read once, all products computed.
 
-    Experts used are those that uniform routing is expected to hit: E * (1 - (1 - K/E)^batch).
+    Experts used are the number that uniform routing is expected to hit: E * (1 - (1 - K/E)^batch).
     """
     heads = spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     expert = 3 * spec.hidden_size * spec.moe_intermediate_size

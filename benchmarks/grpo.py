@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.peers.process import Worker
 from benchmarks.shapes import SHAPES, checkpoint
 
-PROMPTS = {"S": 32, "M": 4}  # M takes minutes for so many
+PROMPTS = {"S": 32, "M": 4}  # M takes minutes for this many
 SAMPLES = 16
 PROMPT_TOKENS = 256
 ANSWER_TOKENS = (128, 512)

@@ -73,7 +73,7 @@ def _chart(chart: Chart, offset: int) -> str:
 
 
 def _position(value: float, low: float, high: float) -> float:
-    """Where `value` lies between the two, 0 to 1, on a logarithmic scale."""
+    """Return where `value` lies between the two, 0 to 1, on a logarithmic scale."""
     return math.log(value / low) / math.log(high / low) if high > low else 0.5
 
 

@@ -40,7 +40,7 @@ WORKER = "rollout.engine.worker"
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one process, in bytes; `peak` is the largest resident size so far."""
+    """The memory of one process, in bytes; `peak` is the largest resident size so far."""
 
     resident: int
     proportional: int
@@ -117,7 +117,7 @@ def worker_pid(parent: int) -> int:
 
 
 def _serve(http: httpx.Client, vocab_size: int) -> None:
-    """All requests at once, sampled, with log-probabilities: together they fill the pool."""
+    """Send all requests at once, sampled, with log-probabilities: together they fill the pool."""
     rng = random.Random(0)
     bodies = [
         {

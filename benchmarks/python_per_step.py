@@ -1,5 +1,5 @@
-"""What a step that only decodes costs outside the operators: the time of a turn of the scheduler's loop, less the time
-inside the compiled operators, turn by turn.
+"""The cost outside the operators of a step that only decodes: the time of a turn of the scheduler's loop, less the
+time inside the compiled operators, turn by turn.
 
     turn = messages in, plan, build, forward, process, messages out
     operators = from the call of an operator of layers, attention or sampling to its return

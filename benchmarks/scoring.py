@@ -1,4 +1,4 @@
-"""What log-probabilities of given sequences cost in each process, by how many likely tokens and in which form.
+"""The cost of log-probabilities of given sequences in each process, by how many likely tokens and in which form.
 
 The CPU time of the engine, of the HTTP process and of this one, as a client, for each scored token.
 """
@@ -91,7 +91,7 @@ def _scheduler(pid: int) -> int:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of all threads of a process."""
+    """Return the CPU seconds of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_A_SECOND
 

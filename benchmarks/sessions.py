@@ -1,10 +1,10 @@
-"""What sessions, pins and KV events cost over HTTP: three servers by turns, the same conversations for each.
+"""The cost of sessions, pins and KV events over HTTP: three servers by turns, the same conversations for each.
 
 off        no session is named, nothing is published
 off again  the same once more: two servers differ by where their memory lies
 on         every request names its session, whose prefix is pinned; a subscriber reads every event
 
-A round is so many conversations at once, of some turns each: a turn sends the conversation so far and some more tokens.
+A round is several conversations at once, of some turns each: a turn sends the conversation so far and some more tokens.
 """
 
 from __future__ import annotations

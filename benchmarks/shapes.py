@@ -27,7 +27,7 @@ def checkpoint(name: str) -> Path:
 
 
 def shallow_checkpoint(name: str, layers: int) -> Path:
-    """Shape `name` with at most so many layers: what happens in each layer is the same, in less time and memory."""
+    """Return shape `name` with at most `layers` layers: each layer does the same, in less time and memory in all."""
     spec = SHAPES[name]
     if spec.layers <= layers:
         return checkpoint(name)

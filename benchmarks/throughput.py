@@ -76,7 +76,7 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
 
 
 def by_engine(engine: Engine) -> Generate:
-    """Greedy generation of so many tokens by ours."""
+    """Return greedy generation by our engine, of a given number of tokens."""
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
         params = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""What a weight refresh costs a server, mode by mode, beside what the machine allows.
+"""The cost of a weight refresh to a server, mode by mode, beside what the machine allows.
 
     tokens       a second, while buckets come and undisturbed, with the same requests running
     stall        of the step that commits, beside a memory copy of as many bytes
@@ -63,7 +63,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent: buckets of named tensors, and their bytes; `source`: the same as a trainer has it."""
+    """The tensors sent: buckets of named tensors, and their bytes; `source`: the same as a trainer has it."""
 
     source: Named
     buckets: list[Named]
@@ -133,7 +133,7 @@ def run(
 
 
 def copy_seconds(num_bytes: int, rounds: int) -> float:
-    """Median time of copying so many bytes in memory, on all threads."""
+    """Return the median time of copying `num_bytes` in memory, on all threads."""
     source, target = (torch.zeros(num_bytes // 8 + 1, dtype=torch.int64) for _ in range(2))
     target.copy_(source)
     return statistics.median(_timed(lambda: target.copy_(source)) for _ in range(rounds))
@@ -157,7 +157,7 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int, bu
             worker = worker_pid(server.pid)
             trainer.send_one()  # first use of everything; its memory is not worth mentioning
             time.sleep(SETTLE_S)
-            memory = _peak_memory(worker, lambda: trainer.refresh(stated=False))  # kept for those that follow
+            memory = _peak_memory(worker, lambda: trainer.refresh(stated=False))  # kept for the refreshes that follow
             quiet, stated, bare_s = _idle(trainer, plan, rounds)
             with _requests(http, requests):
                 time.sleep(0.5)
@@ -268,7 +268,7 @@ class _Trainer:
 
 @contextmanager
 def _requests(http: httpx.Client, count: int) -> Iterator[None]:
-    """So many requests are always under way."""
+    """Keep `count` requests under way."""
     over = threading.Event()
     info = http.get("/model_info").raise_for_status().json()
 
