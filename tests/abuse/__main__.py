@@ -1,6 +1,6 @@
 """python -m tests.abuse [--attack WORDS] [--server NAME] [--list]
 
-Plays every attack, or those that are chosen, and prints the table; exit status 1 if one did harm.
+Plays every attack, or the chosen ones, and prints the table; exit status 1 if one did harm.
 """
 
 from __future__ import annotations

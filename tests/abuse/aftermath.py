@@ -1,4 +1,4 @@
-"""What must hold after an attack.  Each check is a function of its own and says what is wrong, or None.
+"""The checks after an attack.  Each is a function of its own that returns what is wrong, or None.
 
 rest        it can be brought back to rest: nothing open, nothing paused, nothing released
 idle        no request is left, every KV slot is free, the cache can be flushed
@@ -42,7 +42,7 @@ QUESTION = {
 
 @dataclass
 class Before:
-    """What an attack finds."""
+    """The state that an attack finds."""
 
     answer: Any
     checksum: str
@@ -77,7 +77,7 @@ def restore(victim: Victim) -> None:
 
 
 def check(victim: Victim, attack: Attack, before: Before) -> list[str]:
-    """What is wrong after the attack."""
+    """Return everything that is wrong after the attack."""
     if health(victim) is not None and victim.ends_within(END_S):
         return [f"the server ended: {victim.last_words()}"]
     wrong = []
@@ -175,7 +175,7 @@ def log(victim: Victim, attack: Attack, before: Before) -> str | None:
 
 
 def _settled(measure: Callable[[], float], limit: float) -> float:
-    """What is measured, as soon as it is within the limit or has been watched for long enough."""
+    """Return the measure as soon as it is within the limit or has been watched for long enough."""
     deadline = time.monotonic() + SETTLE_S
     found = measure()
     while found > limit and time.monotonic() < deadline:

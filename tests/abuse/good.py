@@ -69,7 +69,7 @@ def good_bodies(victim: Victim) -> dict[str, Body]:
 
 
 def good_body(bodies: dict[str, Body], one: Operation) -> Any:
-    """None for an operation that takes no body."""
+    """Return a body that the operation takes, or None if it takes none."""
     if not one.schema:
         return None
     return bodies.get(one.path) or plain(one.schema)

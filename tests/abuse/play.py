@@ -47,7 +47,7 @@ class Siege:
         self._close()
 
     def play(self, attack: Attack) -> Played:
-        """What came of one attack."""
+        """Play one attack and return its result."""
         victim, prober = self.server()
         started = time.monotonic()
         try:

@@ -18,7 +18,7 @@ GIVE_UP_S = 10.0
 
 @dataclass(frozen=True)
 class Sample:
-    """When it was due to be asked (CLOCK_MONOTONIC), how much later the answer came, and what was wrong with it."""
+    """One probe: when it was due (CLOCK_MONOTONIC), how much later the answer came, and what was wrong with it."""
 
     due: float
     seconds: float

@@ -39,7 +39,7 @@ class Operation:
 
     @property
     def is_control(self) -> bool:
-        """Whether it may change the server: all but those known to carry data or facts."""
+        """True if the operation may change the server: it is not known to carry data or facts."""
         return not self.tags & DATA_TAGS
 
     @property

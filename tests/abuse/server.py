@@ -1,6 +1,6 @@
 """The server under attack: `lockstep serve` as a process, under limits, with its log in a file.
 
-Notes every answer that an attack gets, and complains of those that the protocol does not name.
+Notes every answer that an attack gets, and complains of answers that the protocol does not name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Harmed(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """How a server is started."""
+    """The settings and limits that a server is started with."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the processes of a server use: memory, descriptors, sockets.  Read from /proc."""
+"""The memory, descriptors and sockets that the processes of a server use.  Read from /proc."""
 
 from __future__ import annotations
 

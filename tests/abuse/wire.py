@@ -15,7 +15,7 @@ from tests.abuse.server import Victim
 
 @contextlib.contextmanager
 def connections(victim: Victim, number: int, receive_bytes: int | None = None) -> Iterator[list[socket.socket]]:
-    """As many open sockets as the server's kernel takes; closed at the end."""
+    """Open `number` connections, and close them at the end."""
     sockets: list[socket.socket] = []
     try:
         for _ in range(number):
@@ -47,7 +47,7 @@ def request(victim: Victim, path: str, body: Any, headers: Iterable[str] = ()) -
 
 
 def send(one: socket.socket, data: bytes) -> bool:
-    """Whether all went out; a peer that has closed is no error."""
+    """Return whether all was sent; a peer that has closed is no error."""
     try:
         one.sendall(data)
         return True
@@ -69,7 +69,7 @@ def status_of(one: socket.socket, timeout: float) -> int | None:
 
 
 def closed_within(sockets: list[socket.socket], seconds: float) -> int:
-    """How many the server has closed, within the time; what it says before is read and forgotten."""
+    """Return how many the server has closed within the time; what it says before is read and discarded."""
     poller = select.poll()
     left = {one.fileno(): one for one in sockets}
     for one in sockets:

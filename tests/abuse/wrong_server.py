@@ -204,7 +204,7 @@ async def lets_no_browser_in(app: App, scope: Message, receive: Receive, send: S
 
 @wrong
 async def forgets_update_ids(app: App, scope: Message, receive: Receive, send: Send) -> None:
-    """As if no call carried one."""
+    """Remove the update id from every call."""
     data = await _body(receive)
     if b"update_id" in data:
         data = json.dumps({name: value for name, value in json.loads(data).items() if name != "update_id"}).encode()

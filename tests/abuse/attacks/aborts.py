@@ -60,7 +60,7 @@ def aborts_in_every_phase(victim: Victim) -> str:
 
 @attack(OPEN, seconds=60.0, quick=True)
 def aborts_of_waiting_requests(victim: Victim) -> str:
-    """More requests than run together: those that wait are aborted by repeated and mixed names, then all."""
+    """More requests than run together: the waiting ones are aborted by repeated and mixed names, then all."""
     answers: list[Any] = []
     rids = [f"wait-{uuid.uuid4().hex[:8]}" for _ in range(40)]
     threads = [_started(victim, REQUESTS["decode"] | {"rid": rid}, 2, answers) for rid in rids]

@@ -8,7 +8,7 @@ from tests.abuse.server import Victim
 
 @attack(KEYED, seconds=60.0)
 def wrong_keys(victim: Victim) -> str:
-    """Whatever is not the right key for the path is a 401 before the body is looked at."""
+    """Any value but the right key for the path gets a 401 before the body is looked at."""
     user, admin = victim.setup.settings["api_key"], victim.setup.settings["admin_api_key"]
     near = [f"Basic {admin}", f"Bearer {admin[:-1]}", f"Bearer {admin}x", admin]
     wrong = ["", "Bearer", *near]

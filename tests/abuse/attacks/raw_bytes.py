@@ -1,4 +1,4 @@
-"""What is no HTTP, or almost."""
+"""Bytes that are not HTTP, or almost HTTP."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bytes_that_are_no_http(victim: Victim) -> str:
 
 @attack(OPEN, seconds=60.0)
 def a_thousand_requests_in_one_packet(victim: Victim) -> str:
-    """Pipelined requests whose answers nobody reads, then the connection is cut."""
+    """Pipelined requests whose answers are never read, then the connection is cut."""
     for path in ("health", "server_info", "openapi.json"):
         one = connect(victim)
         send(one, (b"GET /" + path.encode() + b" HTTP/1.1\r\n" + HOST + b"\r\n") * 1000)

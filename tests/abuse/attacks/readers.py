@@ -19,7 +19,7 @@ GONE_S = 5.0
 
 @attack(OPEN, KEYED, seconds=120.0, keeps_mb=150, peak_mb=900)
 def clients_that_never_read(victim: Victim) -> str:
-    """Forty streams and forty whole answers that nobody takes; others are served, memory stays within bounds."""
+    """Forty streams and forty whole answers that no client reads; others are served, memory stays within bounds."""
     number = 80
     with connections(victim, number, receive_bytes=4096) as sockets:
         for index, one in enumerate(sockets):

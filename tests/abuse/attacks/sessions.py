@@ -1,4 +1,4 @@
-"""Sessions without end, ids that are no names, and chats whose text looks like calls that never close."""
+"""Sessions without end, ids that are not names, and chats whose text looks like calls that never close."""
 
 from __future__ import annotations
 

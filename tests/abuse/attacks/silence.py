@@ -60,7 +60,7 @@ def a_parameter_server_that_says_nothing(victim: Victim) -> str:
 
 @attack(OPEN, RANKS, seconds=60.0)
 def an_abort_ends_the_wait_for_a_silent_peer(victim: Victim) -> str:
-    """Who aborts the update need not wait for the deadline of a call that nobody will finish."""
+    """An abort of the update ends a call to a silent peer, long before the deadline of the call."""
     with _zmq_peer(victim.folder / "peer", None) as address, _call_for(victim, address) as thread:
         started = time.monotonic()
         victim.post("/abort_weight_update")

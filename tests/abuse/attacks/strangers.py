@@ -18,7 +18,7 @@ STRANGE = [
 
 @attack(OPEN, seconds=60.0, restores=True, quick=True)
 def foreign_origins_and_hosts(victim: Victim) -> str:
-    """No control endpoint acts for a web page of another origin, nor under another name of the host."""
+    """Control endpoints act neither for a web page of another origin nor under another name of the host."""
     found = [one for one in victim.operations if one.is_control]
     for one in found:
         for headers in STRANGE:

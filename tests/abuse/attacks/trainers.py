@@ -47,7 +47,7 @@ def a_second_trainer(victim: Victim) -> str:
 
 @attack(OPEN, RANKS, seconds=60.0, restores=True, quick=True)
 def late_buckets_of_a_lost_update(victim: Victim) -> str:
-    """What comes after the lease has run out, or after an abort, never comes into force on its own."""
+    """Buckets that come after the lease has expired, or after an abort, never come into force on their own."""
     import time
 
     digest = aftermath.checksum(victim)

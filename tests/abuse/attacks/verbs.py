@@ -52,7 +52,7 @@ def verbs_twice_and_out_of_order(victim: Victim) -> str:
 
 @attack(OPEN, RANKS, seconds=100.0, keeps_mb=96, peak_mb=900, log_kb=512, restores=True)
 def verbs_all_at_once(victim: Victim) -> str:
-    """All control verbs from sixteen clients at once, several times over."""
+    """Every control verb but the slow ones, several times over, from sixteen clients at once."""
     bodies = good_bodies(victim)
     verbs = [one for one in victim.operations if one.is_control and one.path not in SLOW]
     with ThreadPoolExecutor(16) as pool:
