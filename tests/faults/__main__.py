@@ -1,6 +1,6 @@
 """python -m tests.faults [--transport NAME] [--staging MODE] [--fault WORDS]
 
-Plays every cell of the fault matrix, or those that are chosen, and prints the tables; exit status 1 if one is wrong.
+Plays every cell of the fault matrix, or the chosen ones, and prints the tables; exit status 1 if one is wrong.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _other_pulls(engine: Engine, point: str) -> AbstractContextManager[None]:
 
 
 def _content(title: str, **what: object) -> Fault:
-    """Of one bucket: the update is spoilt, unless everything was verified before."""
+    """Return a fault in one bucket: the update is spoilt, unless everything was verified before."""
     sabotage = Sabotage("first", **what)  # type: ignore[arg-type]
     on_pull = Fault(title, BUCKETS, "KEPT", sabotage)
     return Fault(title, LATE, "KEPT", sabotage, late="TAKEN", on_pull=on_pull)
@@ -242,7 +242,7 @@ FAULTS: tuple[Fault, ...] = tuple(_faults())
 
 
 def cells(staging: StagingMode, transport: str) -> Iterator[Cell]:
-    """Those that can occur."""
+    """Yield the cells that can occur."""
     for fault in FAULTS:
         if transport not in fault.transports or staging not in fault.stagings:
             continue

@@ -1,4 +1,4 @@
-"""What can be wrong with the tensors of a bucket before a transport takes them: of the first one, unless noted."""
+"""Faults in the tensors of a bucket before a transport takes them: in the first one, unless noted."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Zoo(Contents):
 
 
 def harness_settings() -> dict[str, Any]:
-    """Of the matrix's engines."""
+    """Return the settings of the matrix's engines."""
     return {
         "dtype": DTYPE,
         "max_total_tokens": 512,

@@ -105,7 +105,7 @@ class Engine(RefreshHarness):
     # --- what is served -------------------------------------------------------------------------------------------
 
     def outcome(self, old: Version, new: Version) -> Outcome:
-        """Which of the two versions serves, bit for bit.  Raises `Wrong` when it is neither, or not one."""
+        """Return which of the two versions serves, bit for bit.  Raises `Wrong` if neither does, or a mixture."""
         probe = self.start_request(NEW_TOKENS)
         self.finish(probe)
         state = self.call(GetStateReqInput).data

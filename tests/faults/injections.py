@@ -1,7 +1,7 @@
-"""What goes wrong inside the engine while it carries out a call: writes that fail, votes that are lost, full disks.
+"""Faults inside the engine while it carries out a call: writes that fail, votes that are lost, full disks.
 
 Each is a context, after which the engine is as it was.  The matrix puts each at one point of a refresh; histories
-(`FAILURES`) around a whole one, in which it happens once and is noted in `RefreshHarness.failed`.
+(`FAILURES`) put it around a whole one, in which it happens once and is noted in `RefreshHarness.failed`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ FAILURES: dict[str, Callable[[RefreshHarness], AbstractContextManager[Any]]] = {
 
 
 def disk_full(engine: Engine, point: str) -> AbstractContextManager[Any]:
-    """No file of the engine can grow any further: the journal; for a pull, the files of the next version."""
+    """Keep the files of the engine from growing further: the journal; for a pull, the files of the next version."""
     receive, pull = WeightUpdater.receive, weight_disk.pull
     checkpoint = engine.zoo.checkpoints[0] / "model.safetensors"
     limit = int(checkpoint.stat().st_size * BUCKETS.index(point) / len(BUCKETS))
@@ -217,7 +217,7 @@ def _raises_at(place: Place) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _file_limit(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond `num_bytes`."""
+    """Keep every file of this process from growing beyond `num_bytes`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -103,7 +103,7 @@ class LiveRanks:
         self._folder.cleanup()
 
     def arm(self, victim: int, point: str, how: How) -> None:
-        """What the rank does at the point, once."""
+        """Set what the rank does at the point, once."""
         self._armed[victim].value = f"{point}|{how}".encode()
 
     def go_on_when_stopped(self, victim: int, how: How) -> None:
@@ -204,7 +204,7 @@ class LiveRanks:
         for push in pushes:
             try:
                 push.send(encode(message), zmq.NOBLOCK)
-            except zmq.Again:  # nobody is there to take it
+            except zmq.Again:  # no rank is there to take it
                 self.wait(lambda: False)
 
     def _socket(self, kind: int, name: str) -> zmq.Socket[bytes]:

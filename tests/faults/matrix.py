@@ -86,7 +86,7 @@ def play(engine: Engine, trainer: Trainer, cell: Cell) -> Outcome:
         raise Wrong(f"{outcome} serves, and not {' or '.join(sorted(cell.allowed))}")
     engine.in_force = new if outcome == "new" else old
     if outcome == "POISONED" and cell.transport == "delta":
-        good_refresh(engine, Trainer(engine, "flattened"))  # a delta of weights that are no version cannot be
+        good_refresh(engine, Trainer(engine, "flattened"))  # weights that are not a version have no delta
     good_refresh(engine, trainer, 1 if outcome == "new" else 2)
     return outcome
 

@@ -22,9 +22,9 @@ _FRAME_BYTES = 16 << 10  # of small models several frames, so several files
 
 
 class Publisher:
-    """What one trainer publishes in `folder/source`, and an engine pulls to `folder/local`.
+    """A trainer that publishes versions in `folder/source`, which an engine pulls to `folder/local`.
 
-    `tensors`: of version `last`; version 0 is the engine's own checkpoint.
+    `tensors`: the content of version `last`; version 0 is the engine's own checkpoint.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, torch.Tensor], frame_bytes: int = _FRAME_BYTES) -> None:
@@ -50,7 +50,7 @@ class Publisher:
         return folder
 
     def retract(self) -> None:
-        """What was published last was never accepted: the next one takes its number."""
+        """Remove the last published version, which was never accepted: the next one takes its number."""
         folder = version_path(self.source, self.last)
         shutil.rmtree(folder, ignore_errors=True)
         self._whole.pop(folder, None)
@@ -87,7 +87,7 @@ class Publisher:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of the call that pulls the last version."""
+        """Return the fields of the call that pulls the last version."""
         return {
             "local_checkpoint_dir": str(self.local),
             "source_dir": str(self.source),

@@ -149,7 +149,7 @@ class RankedEngine:
         return refused + self.ask_all("commit")
 
     def outcome(self) -> Outcome | None:
-        """What the ranks that are alive hold; None where there are none.  Raises `Wrong` unless they all agree."""
+        """Return what the living ranks hold; None where there are none.  Raises `Wrong` unless they all agree."""
         found = {
             "POISONED" if torn is not None else {_OLD: "old", _NEW: "new"}.get(seed, "a mixture")  # type: ignore[arg-type]
             for seed, label, torn in self.contents()

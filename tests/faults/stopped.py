@@ -63,7 +63,7 @@ class StopCell:
 
 
 def cells(layout: str) -> Iterator[StopCell]:
-    """All points; the victim by turns."""
+    """Yield a cell for every point and way to stop; the ranks are the victim by turns."""
     ranks = layout_of(ServerArgs(model_path="", **LAYOUTS[layout])).world_size
     for turn, (verb, point) in enumerate((verb, point) for verb, points in _POINTS.items() for point in points):
         for number, how in enumerate(HOWS):
@@ -73,7 +73,7 @@ def cells(layout: str) -> Iterator[StopCell]:
 class Player:
     """Plays the cells of one layout, on one server as long as it lives.
 
-    The expected answers are those of a server of this layout without a fault.
+    The expected answers come from a server of this layout without a fault.
     """
 
     def __init__(self, zoo: Zoo, layout: str, wrong: str | None = None) -> None:
@@ -159,7 +159,7 @@ class Player:
         return EndWeightUpdateReqInput, {"phase": verb}
 
     def _outcome(self, ranks: LiveRanks, old: Version, new: Version) -> Outcome:
-        """Which of the two all ranks serve, by label and by content.  Raises `Wrong` for anything else."""
+        """Return which of the two all ranks serve, by label and by content.  Raises `Wrong` for anything else."""
         answers = ranks.ask()
         for outcome, label, contents in (("old", old.label, {old.content}), ("new", new.label, {0, 1})):
             for content in contents:

@@ -2,7 +2,7 @@
 
     begin (manifest, fingerprints)  ->  first, middle, last bucket  ->  end: verify  ->  end: commit
 
-All its calls carry the id of its update; those of a second trainer none.
+All its calls carry the id of its update; a second trainer's calls carry none.
 A trainer whose calls are refused goes on regardless: an engine must not rely on its manners.  Only one that was killed
 sends nothing more.
 """
@@ -39,7 +39,7 @@ TRANSPORTS = (*SENDS, PULL)
 
 @dataclass(frozen=True)
 class Sabotage:
-    """What goes wrong at `point`.
+    """The fault at `point`.
 
     `change`: the tensors that are sent; `announced`: the manifest has them too.  `damage`: their bytes.  `twice`: the
     bucket comes once more.  `inject`: in the engine, while it carries out the call.  `event`: after the call, or, for a

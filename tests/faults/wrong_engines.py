@@ -72,7 +72,7 @@ def noticed_by(*suites: Suite) -> Callable[[Wrong], Wrong]:
 
 
 def wrong_engines(suite: Suite) -> dict[str, Wrong]:
-    """Those that a suite must notice."""
+    """Return the wrong engines that a suite must notice."""
     return {name: entry.wrong for name, entry in WRONG_ENGINES.items() if suite in entry.noticed_by}
 
 
@@ -100,7 +100,7 @@ def publishes_before_the_vote() -> Context:
 
 @noticed_by("histories")
 def first_bucket_bumps_the_version() -> Context:
-    """As engines do that take `weight_version` from the first call that carries it."""
+    """Take `weight_version` from the first call that carries it, as some engines do."""
     plan = WeightControl._receive
 
     def wrong(self: WeightControl, verb: Any) -> Any:
@@ -131,7 +131,7 @@ def compares_no_fingerprints() -> Context:
 
 @noticed_by("matrix", "histories")
 def writes_buckets_in_place() -> Context:
-    """As engines do that have no transaction: what came serves at once, under the old label."""
+    """Serve what came at once, under the old label, as engines without a transaction do."""
     receive = WeightTransaction.receive
 
     def wrong(self: WeightTransaction, named_tensors: Any, cast: bool = False) -> None:
@@ -145,7 +145,7 @@ def writes_buckets_in_place() -> Context:
 
 @noticed_by("matrix")
 def ignores_the_last_vote() -> Context:
-    """What another rank could not write is in force here."""
+    """Put in force here what another rank could not write."""
     commit = WeightTransaction.commit
     return _replaced((WeightTransaction, "commit", lambda self, vote: commit(self, lambda mine: mine)))
 
@@ -189,7 +189,7 @@ def takes_every_call() -> Context:
 
 @noticed_by("histories")
 def forgets_what_was_lost() -> Context:
-    """What comes after an update was dropped is taken for updates of its own."""
+    """Take the calls after a dropped update for updates of their own."""
     return _replaced((UpdateBook, "loss_error", lambda self: None), (UpdateBook, "report_loss", lambda self: None))
 
 
@@ -227,7 +227,7 @@ def shares_kv_across_versions() -> Context:
 
 @noticed_by("histories")
 def recomputes_routes_after_a_retraction() -> Context:
-    """The rows returned are those of the last forward over a token, not of the one that it was sampled by."""
+    """Return the rows of the last forward over a token, not of the one that it was sampled by."""
     save_rows = RecordReader.save_rows
 
     def wrong(self: RecordReader, req: Req) -> None:
@@ -271,13 +271,13 @@ def shifts_spans_by_one() -> Context:
 
 @noticed_by("histories")
 def kv_claims_to_be_new() -> Context:
-    """All KV is labelled with the version in force."""
+    """Label all KV with the version in force."""
     return _replaced((ModelState, "version_of", lambda self, epoch: self.epoch.weight_version))
 
 
 @noticed_by("stopped")
 def a_vote_that_raises_is_a_no() -> Context:
-    """The old weights are put back, and the rank serves on; nobody compares versions."""
+    """Roll back to the old weights and let the rank serve on; versions are not compared."""
     vote = RankConsensus.commit_vote
 
     def wrong(self: RankConsensus, mine: bool) -> bool:
