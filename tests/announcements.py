@@ -1,4 +1,4 @@
-"""What a sender says of tensors before it sends them: in the call of a broadcast bucket, and in a manifest."""
+"""A sender's announcements of tensors before it sends them: in the call of a broadcast bucket, and in a manifest."""
 
 from __future__ import annotations
 

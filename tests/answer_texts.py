@@ -112,7 +112,7 @@ def kimi_call(rng: random.Random) -> Call:
 
 
 def tagged_values(rng: random.Random, text_of: Callable[[random.Random], str]) -> dict[str, tuple[str, Any]]:
-    """Values as they are written and as they are read: the schema of `PARAMETERS` says what is no text."""
+    """Return values as they are written and as they are read: the schema of `PARAMETERS` says which are not text."""
     numbers = [("7", 7), ("-2.5", -2.5), (str(10**25), 10**25)]
     flags = [("true", True), ("True", True), ("false", False)]
     objects = [('{"a": [1, "</tool_call>"]}', {"a": [1, "</tool_call>"]}), ("word", "word"), ("null", None)]

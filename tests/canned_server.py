@@ -1,4 +1,4 @@
-"""A server for client tests: real HTTP, canned answers, and a record of what was asked."""
+"""A server for client tests: real HTTP, canned answers, and a record of the requests."""
 
 from __future__ import annotations
 

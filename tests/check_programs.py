@@ -29,7 +29,7 @@ def run_check(
 
 
 def usual_flags() -> tuple[str, ...]:
-    """Those of the operators that this machine loads, beside what all are compiled with."""
+    """Return the flags of the operators that this machine loads, beside the flags common to all."""
     return COMPILER_FLAGS[load_kernels().isa] if X86 else ()
 
 
@@ -44,7 +44,7 @@ def headers_with(mistake: tuple[str, str, str], folder: Path) -> Path:
 
 
 def _compiled(program: Path, headers: Path, flags: tuple[str, ...]) -> Path:
-    torch_root = Path(torch.__file__).parent  # the binary finds torch's library there: part of what it is
+    torch_root = Path(torch.__file__).parent  # the binary finds torch's library there: part of its key
     words = (*find_compiler(), *flags, str(torch_root), program.read_text())
     folder = cache_folder() / f"check-{cache_key(headers, words)}"
     binary = folder / program.stem

@@ -91,7 +91,7 @@ class Browser:
         return answer["result"].get("value")
 
     def text(self, selector: str = "body") -> str:
-        """What a person reads in the first element that matches."""
+        """Return the text that a person reads in the first element that matches."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
 
     def wait_for(self, expression: str, timeout_s: float = WAIT_S) -> None:

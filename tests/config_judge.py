@@ -1,4 +1,4 @@
-"""What transformers makes of a `config.json`: the judge of the engine's reading of it.
+"""The reading of a `config.json` by transformers: the judge of the engine's reading.
 
 transformers resolves a file to one value for each setting, and writes them back under one name each.  The engine must
 read the file as it reads that, or refuse it; and its rotation must have transformers' frequencies.
@@ -52,7 +52,7 @@ def theirs(raw: Mapping[str, Any]) -> Resolved | None:
 
 
 def difference(raw: Mapping[str, Any]) -> str | None:
-    """How the engine's reading differs from transformers'; None where it does not, or where the engine refuses."""
+    """Return how the engine's reading differs from transformers'; None if it does not, or if the engine refuses."""
     mine = ours(raw)
     if isinstance(mine, str):
         return None
@@ -73,6 +73,6 @@ def difference(raw: Mapping[str, Any]) -> str | None:
 
 
 def rotation_of(config: ModelConfig) -> RotarySpec:
-    """Of the layers that have one, which is the same in all of them."""
+    """Return the rotation of the layers that have one, which is the same in all of them."""
     (spec,) = {layer.attention.rotary for layer in config.layers if layer.attention.rotary is not None}
     return spec

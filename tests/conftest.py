@@ -1,4 +1,4 @@
-"""What all tests share, and which of them run: `tests/tiers.py`."""
+"""The setup that all tests share, and the choice of tests that run: `tests/tiers.py`."""
 
 from __future__ import annotations
 

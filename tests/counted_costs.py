@@ -10,7 +10,7 @@ from typing import Any
 
 
 def instructions(call: Callable[[], object]) -> int:
-    """How many instructions of this project's Python run in `call`."""
+    """Return how many instructions of this project's Python run in `call`."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

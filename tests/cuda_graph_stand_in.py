@@ -28,7 +28,7 @@ class Stream:
 
 
 class CudaStandIn:
-    """What the pool uses of `torch.cuda`.  `launch` is what a run does."""
+    """The part of `torch.cuda` that the pool uses.  `launch` is the work of a run."""
 
     def __init__(self) -> None:
         self.default = Stream()

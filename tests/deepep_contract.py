@@ -1,4 +1,4 @@
-"""What any DeepEP dispatcher must give: batches with every awkward shape, distinguishable experts, and the sum
+"""The contract of any DeepEP dispatcher: batches with every awkward shape, distinguishable experts, and the sum
 that one rank alone would compute.
 
 All numbers are small multiples of 1/4, which bfloat16 holds exactly at every step, so that results are compared bit for
@@ -35,7 +35,7 @@ RAGGED = (5, 0, 17, 1)
 
 @dataclass
 class Batch:
-    """Of one rank."""
+    """The batch of one rank."""
 
     hidden_TD: torch.Tensor
     ids_TK: torch.Tensor

@@ -35,7 +35,7 @@ GENERATIONS: dict[str, dict[str, type]] = {
 
 
 def stand_in(communicator: Communicator, generation: str = "2.1", seed: int = 0) -> Any:
-    """What `import deep_ep` gives on one rank: a build without low-latency kernels, release 1.2 or 2.1."""
+    """Return what `import deep_ep` gives on one rank: a build without low-latency kernels, release 1.2 or 2.1."""
     wire = Wire(communicator, seed)
     library = SimpleNamespace(
         **{name: type(name, (buffer,), {"wire": wire}) for name, buffer in GENERATIONS[generation].items()}

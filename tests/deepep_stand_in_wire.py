@@ -1,4 +1,4 @@
-"""What the stand-in's buffers share: rows between ranks over gloo, refusals, and the arithmetic of destinations.
+"""The base of the stand-in's buffers: rows between ranks over gloo, refusals, and the arithmetic of destinations.
 
 Shapes: T tokens, H hidden, K top-k, G ranks, N rows.
 """
@@ -57,7 +57,7 @@ def check_choices(topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num
 
 
 def ranks_of_tokens(topk_idx: torch.Tensor, num_experts: int, size: int) -> torch.Tensor:
-    """Whether a token goes to a rank [T, G]."""
+    """Return a mask [T, G], true where a token goes to a rank."""
     ranks_TK = topk_idx.div(num_experts // size, rounding_mode="floor")
     return (ranks_TK.unsqueeze(2) == torch.arange(size)).any(dim=1)
 

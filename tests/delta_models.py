@@ -27,7 +27,7 @@ class DriftingMasters:
 
 
 def applied(frame: DeltaFrame, base: Mapping[str, torch.Tensor]) -> Tensors:
-    """What a frame makes of whole tensors."""
+    """Return the tensors of a frame, applied to those in `base`."""
     return {name: delta.apply(base[name]) for name, delta in frame.open().items()}
 
 

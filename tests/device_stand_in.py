@@ -203,7 +203,7 @@ def _on_device(value: Any) -> Any:
 
 
 def _wrapped(value: Any, held: list[Any]) -> Any:
-    """Of an operator on the device: a result that is one of its arguments stays that argument."""
+    """Wrap the result of an operator on the device; a result that is one of its arguments stays that argument."""
     same = next((tensor for tensor in held if tensor.content is value), None)
     if same is not None:
         return same

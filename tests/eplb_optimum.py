@@ -38,7 +38,7 @@ def placements(num_experts: int, num_ranks: int, slots: int) -> Iterator[Placeme
 
 
 def placements_after(current: Placement, num_experts: int, copies: int) -> Iterator[Placement]:
-    """Every placement without duplicates that covers every expert and takes exactly so many copies."""
+    """Yield every placement without duplicates that covers every expert and takes exactly `copies` copies."""
 
     def changed(rank: int, left: int) -> Iterator[list[frozenset[int]]]:
         if rank == len(current):
@@ -59,7 +59,7 @@ def placements_after(current: Placement, num_experts: int, copies: int) -> Itera
 
 
 def can_reach(shares: list[float], current: Placement, cap: float, copies: int) -> bool:
-    """Whether at most so many copies lead to a placement whose weighted split is under the cap."""
+    """Return whether at most `copies` copies lead to a placement whose weighted split is within the cap."""
     return any(
         weighted_maximum(shares, placement) <= cap
         for count in range(copies + 1)

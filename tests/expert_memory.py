@@ -42,19 +42,19 @@ class Fault:
 
 @dataclass
 class Calls:
-    """How often everything was called, and what goes wrong."""
+    """The number of calls of everything, and the planted fault."""
 
     rank: int
     fault: Fault = field(default_factory=Fault)
     counts: dict[str, int] = field(default_factory=dict)
 
     def number(self, name: str) -> int:
-        """Of this call of `name`, from 0."""
+        """Count a call of `name` and return its number, from 0."""
         self.counts[name] = self.counts.get(name, 0) + 1
         return self.counts[name] - 1
 
     def is_due(self, kind: str, number: int) -> bool:
-        """Whether the fault is of this kind and at this call."""
+        """Return whether the fault is of this kind and at this call."""
         return (self.fault.kind, self.fault.rank, self.fault.at) == (kind, self.rank, number)
 
     def may_fail(self, name: str) -> None:
@@ -63,13 +63,13 @@ class Calls:
 
 
 def content_of(layer: int, logical_expert: int) -> list[torch.Tensor]:
-    """What every slot with this expert must hold."""
+    """Return the content that every slot with this expert must hold."""
     generator = torch.Generator().manual_seed(1000 * layer + logical_expert)
     return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in PART_BYTES]
 
 
 class MemorySlots:
-    """Of one rank, filled as the map says."""
+    """The slots of one rank, filled as the map says."""
 
     form = "bytes"
     part_bytes: Sequence[int] = PART_BYTES
@@ -133,7 +133,7 @@ class FaultyGroup:
 
 @dataclass
 class Moved:
-    """How a migration ended on one rank."""
+    """The result of a migration on one rank."""
 
     error: EplbError | None
     map_LP: np.ndarray
@@ -151,7 +151,7 @@ def move_experts(
     peers: Sequence[int] | None = None,
     ep_rank: int | None = None,
 ) -> Moved:
-    """All chunks of a migration on this rank, the map published after each as an engine does."""
+    """Run all chunks of a migration on this rank, and publish the map after each as an engine does."""
     peers = range(migration.layout.num_ranks) if peers is None else peers
     ep_rank = group.rank if ep_rank is None else ep_rank
     calls = Calls(group.rank, fault)

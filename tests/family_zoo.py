@@ -38,7 +38,7 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 16,
 }
 
-# An inner size that is no multiple of a vector, as the published 2880 is none of 128.
+# An inner size that is not a multiple of a vector, as the published 2880 is not a multiple of 128.
 _GPT_OSS: dict[str, Any] = {
     **_SIZES,
     "num_hidden_layers": 2,
@@ -216,7 +216,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 SEEING = {name for name, settings in FAMILIES.items() if "vision_config" in settings}
 
-# Of the suites over families, the gate plays those that have a kind of layer of their own.
+# In the suites over families, the gate plays the families that have a kind of layer of their own.
 _IN_THE_GATE: tuple[str, ...] = ()
 
 
@@ -227,7 +227,7 @@ def also_for(names: Iterable[str], otherwise: str) -> pytest.MarkDecorator:
 
 
 def family_config(name: str) -> ModelConfig:
-    """As the engine reads it."""
+    """Return the config as the engine reads it."""
     return model_config_from_dict({**_transformers_config(name).to_dict(), "architectures": [_architecture(name)]})
 
 
@@ -237,9 +237,9 @@ def published_config(name: str) -> dict[str, Any]:
 
 
 def with_experts(*, layers: int | None = None, experts: int | None = None) -> list[str]:
-    """Families with MoE layers, so many of them and of so many experts each.
+    """Return the families with MoE layers; `layers` and `experts` are the numbers that they must have.
 
-    Without those that see: their text is that of another family, under other names.
+    Families that see are left out: their text is that of another family, under other names.
     """
     found = []
     for name in (name for name in FAMILIES if name not in SEEING):
@@ -261,7 +261,7 @@ def family_checkpoint(folder: Path, name: str, seed: int, dtype: torch.dtype = t
 
 
 def in_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """As a trainer of this dtype sends them: a correction bias stays in float32."""
+    """Return the tensors as a trainer of this dtype sends them: a correction bias stays in float32."""
     return {
         name: tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)
         for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""Compares the stand-in's signatures with those of an installed flashinfer: names, kinds and defaults of parameters."""
+"""The stand-in's signatures compared with an installed flashinfer's: names, kinds and defaults of parameters."""
 
 from __future__ import annotations
 

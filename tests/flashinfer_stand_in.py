@@ -1,15 +1,15 @@
-"""A stand-in for the package `flashinfer` on CPU tensors: what 0.7.2.post1 promises of the calls in use and its traps.
+"""A stand-in for the package `flashinfer` on CPU tensors: the promises of 0.7.2.post1 for the calls in use, and traps.
 
     stream       copies and kernels run in order, later if the stream is `late`: what they read may have changed by then
     plan         writes page-locked memory that the wrapper keeps, and enqueues the copy of it; not in a capture
     run          reads lengths of the plan, indptr and indices where they lie when it runs; not before plan
-    dtypes       indices int32; queries and KV those of the plan, which are float16 unless said otherwise
+    dtypes       indices int32; queries and KV have the plan's, float16 unless said otherwise
     workspace    zero before its first use
     capture      only with fixed buffers; every replay must find all it read at the same addresses
     defaults     not causal, no window
     sinks        `run` takes them and ignores them
 
-Signatures are those of the package (`tests/flashinfer_signatures.py`).  Kernels compute in float64.
+Signatures are the package's (`tests/flashinfer_signatures.py`).  Kernels compute in float64.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Stream:
 
 
 class Event:
-    """`synchronize` waits for what was enqueued before the last `record`."""
+    """A CUDA event: `synchronize` waits for all work enqueued before the last `record`."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream, self._at = stream, 0
@@ -83,7 +83,7 @@ class Event:
 
 
 class Graph:
-    """A captured call: `replay` is the same kernels again, whose arguments are those of the capture."""
+    """A captured call: `replay` runs the same kernels again, with the arguments of the capture."""
 
     def __init__(self, stream: Stream, call: Callable[[], torch.Tensor]) -> None:
         self._stream, self._call = stream, call
@@ -100,7 +100,7 @@ class Graph:
 
 
 class Planned:
-    """What the wrappers share: workspaces, and what `plan` leaves for `run`."""
+    """The state that wrappers share: workspaces, and what `plan` leaves for `run`."""
 
     stream: Stream
 
@@ -158,7 +158,7 @@ class Planned:
 
 
 class PagedWrapper(Planned):
-    """What decoding and extending share: attention over pages of grouped key/value heads."""
+    """The base of decoding and extending: attention over pages of grouped key/value heads."""
 
     _qo_indptr_buf: torch.Tensor | None
     _paged_kv_indptr_buf: torch.Tensor | None
@@ -251,7 +251,7 @@ class PagedWrapper(Planned):
 
 
 def stand_in(dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> Any:
-    """What `import flashinfer` gives, with a stream of its own: `stream`, `Event()` and `Graph(call)` beside it."""
+    """Return what `import flashinfer` gives, and a stream of its own: `stream`, `Event()`, `Graph(call)`."""
     from tests.flashinfer_stand_in_wrappers import BatchDecode, BatchMLA, BatchPrefill, MLAPlanMetadata
 
     stream = Stream(dtypes)

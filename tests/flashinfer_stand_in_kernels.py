@@ -1,4 +1,4 @@
-"""What the stand-in's kernels compute, from what lies on the device when they run.
+"""The arithmetic of the stand-in's kernels, from what lies on the device when they run.
 
 plan in the int workspace, int32    | n | query rows of each of n sequences | KV read of each |
 """

@@ -21,7 +21,7 @@ _CAUSAL = 1  # flashinfer.utils.MaskMode
 
 
 class _GroupedHeads:
-    """What `get_batch_prefill_module` gives for FlashAttention 2, as `plan` and `run` of the wrappers call it."""
+    """The result of `get_batch_prefill_module` for FlashAttention 2, as `plan` and `run` of the wrappers call it."""
 
     workspace_size = None
 
@@ -42,7 +42,7 @@ class _GroupedHeads:
 
 
 class _Latents:
-    """What `get_batch_mla_module` gives."""
+    """The result of `get_batch_mla_module`."""
 
     def plan(self, float_workspace: torch.Tensor, int_workspace: torch.Tensor, pinned: torch.Tensor, *rest: Any) -> Any:
         qo_indptr, _, kv_lens, *_ = rest
@@ -62,7 +62,7 @@ class _Latents:
 
 @contextmanager
 def without_kernels() -> Iterator[Any]:
-    """What `import flashinfer` gives, for use within; raises `ImportError` where it is not installed."""
+    """Yield what `import flashinfer` gives, for use within; raises `ImportError` where it is not installed."""
     import flashinfer
     from flashinfer.mla._batch_mla import _auto_policy
     from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend

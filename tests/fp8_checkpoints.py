@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 
 
 class Fp8Case:
-    """`plain`: bfloat16, as a trainer has it; `fp8`: the same, quantised.  `values`: what is served of `fp8`."""
+    """`plain`: bfloat16, as a trainer has it; `fp8`: the same, quantised.  `values`: the values served of `fp8`."""
 
     def __init__(self, folder: Path, family: str, seed: int = 3) -> None:
         self.family = family
@@ -32,7 +32,7 @@ class Fp8Case:
         self.values = values_of(self.tensors, DTYPE)
 
     def newer(self, seed: int) -> tuple[Named, Named, Named]:
-        """Of other weights: as a trainer has them, in FP8, and what is served of that."""
+        """Return other weights: as a trainer has them, in FP8, and the values served of the FP8."""
         generator = torch.Generator().manual_seed(seed)
         sent = {
             name: (tensor + 0.05 * torch.randn(tensor.shape, generator=generator)).to(

@@ -36,7 +36,7 @@ _NUMBERS = np.array([decoded(code) for code in range(256)])
 
 
 def quantise(values: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a matrix, or a stack: codes as float8_e4m3fn [R, C], scales float32 [rows of blocks, columns of blocks]."""
+    """Quantise a matrix or stack: codes as float8_e4m3fn [R, C], scales float32 [rows of blocks, columns of blocks]."""
     if values.ndim > 2:
         weights, scales_of_each = zip(*(quantise(matrix, block) for matrix in values), strict=True)
         return torch.stack(weights), torch.stack(scales_of_each)
@@ -66,7 +66,7 @@ def _nearest(numbers: np.ndarray) -> np.ndarray:
 
 
 def dequantise(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, block: int = 128) -> torch.Tensor:
-    """Of a matrix, or of a stack of them."""
+    """Return the values of a matrix, or of a stack of them."""
     if weight.ndim > 2:
         return torch.stack([dequantise(*pair, dtype, block) for pair in zip(weight, scales, strict=True)])
     numbers = _NUMBERS[weight.contiguous().view(torch.uint8).numpy()].astype(np.float32)
@@ -79,7 +79,7 @@ def dequantise(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, b
 
 
 def is_quantised(name: str, tensor: torch.Tensor) -> bool:
-    """What DeepSeek quantises: matrices of layers, and stacks of them, but no router."""
+    """Return whether DeepSeek quantises a tensor: matrices of layers, and stacks of them, but no router."""
     return tensor.ndim >= 2 and ".layers." in name and not name.endswith("mlp.gate.weight")
 
 
@@ -95,7 +95,7 @@ def quantised(tensors: Mapping[str, torch.Tensor], which: Callable[[str, torch.T
 
 
 def values_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Named:
-    """What is served of the tensors of an FP8 checkpoint."""
+    """Return the values that are served of the tensors of an FP8 checkpoint."""
     found: Named = {}
     for name, tensor in tensors.items():
         if f"{name}_scale_inv" in tensors:

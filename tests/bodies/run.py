@@ -45,7 +45,7 @@ GROWTH_MB = 48
 
 @dataclass
 class Found:
-    """What came of a run: answers by status, memory after each slice in MB, and all that was wrong.
+    """The results of a run: answers by status, memory after each slice in MB, and all that was wrong.
 
     Status 0 counts requests for tokens whose client went away.
     """
