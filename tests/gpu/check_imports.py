@@ -4,7 +4,7 @@
                         everything else from .venv
 
 Checks that every module imports there, that every name of torch and triton that the sources use exists there, that
-FlashInfer's signatures are those that its stand-in has, and that every kernel compiles for sm_90.  Prints a line for
+FlashInfer's signatures match its stand-in's, and that every kernel compiles for sm_90.  Prints a line for
 each check, and for each finding; the exit status is 1 if there was one.
 """
 
@@ -141,7 +141,7 @@ def _split(name: str) -> list[str]:
 
 
 def version_findings() -> list[str]:
-    """Builds other than those that `VERSIONS` names."""
+    """Return the builds that differ from the ones that `VERSIONS` names."""
     found = []
     for name, wanted in VERSIONS.items():
         try:
@@ -156,7 +156,7 @@ def version_findings() -> list[str]:
 
 
 def flashinfer_findings() -> list[str]:
-    """Signatures that are others than those of the stand-in with which the backend is tested here."""
+    """Return the signatures that differ from those in the stand-in with which the backend is tested here."""
     import flashinfer
 
     from tests.flashinfer_signatures import differences

@@ -110,7 +110,7 @@ def on_cuda(device: torch.device) -> bool:
 
 @pytest.fixture
 def facts(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What a test puts here is in its line, and in the report."""
+    """Facts that a test puts here are in its line, and in the report."""
     return request.node.stash.setdefault(_FACTS, {})
 
 

@@ -44,7 +44,7 @@ def checkpoint(folder: Path, device: torch.device, kind: str = "moe_dense_first"
 
 
 def engine(folder: Path, device: torch.device, **settings: Any) -> Harness:
-    """A real scheduler on `device`, driven step by step; `settings` are those of `ServerArgs`."""
+    """Return a real scheduler on `device`, driven step by step; `settings` are fields of `ServerArgs`."""
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     defaults = {"device": str(device), "dtype": dtype, "cuda_graph_max_bs": CAPTURED_MAX}
     return Harness(folder, **defaults | settings)
@@ -83,7 +83,7 @@ def called_instead_of_captured() -> Iterator[None]:
 
 
 def disagreement(ours: Sequence[Result], theirs: Sequence[Result], slack: float) -> str | None:
-    """How the answers to the same requests differ by more than rounding; None where they do not.
+    """Return how the answers to the same requests differ by more than rounding; None where they do not.
 
     Log-probabilities may differ by `slack`.  Where another token is sampled, both must be as likely, give or take that,
     and what follows is not compared.

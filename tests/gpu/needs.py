@@ -1,4 +1,4 @@
-"""What a test needs of the machine; where it is not there, the test is listed as NOT RUN with the reason."""
+"""The needs of a test; where the machine lacks one, the test is listed as NOT RUN with the reason."""
 
 from __future__ import annotations
 

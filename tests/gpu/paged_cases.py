@@ -22,7 +22,7 @@ MAX_CONTEXT = 512
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of a step: (cached, computed) tokens of prompts, and lengths of what decodes, with this step's token."""
+    """The lengths of a step: (cached, computed) tokens of prompts, and lengths of decodes, with this step's token."""
 
     extends: Sequence[tuple[int, int]] = ()
     decodes: Sequence[int] = ()
@@ -113,7 +113,7 @@ class PagedCase:
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; NaN counts as infinite."""
+    """Return the norm of the difference over the norm of `want`; NaN counts as infinite."""
     error = (got.cpu().double() - want).norm() / want.norm()
     return float("inf") if error.isnan() else error.item()
 

@@ -29,7 +29,7 @@ EXIT_OF_FAILURES = 1  # pytest's for tests that failed
 
 @dataclass
 class Outcome:
-    """What became of one step; `failures` and `not_run` are (test, why)."""
+    """The outcome of one step; `failures` and `not_run` are (test, why)."""
 
     step: str
     seconds: float
@@ -114,7 +114,7 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """All that the step started, and left running."""
+    """Kill all that the step started and left running."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -67,7 +67,7 @@ def said(harness: Harness, count: int, **params: Any) -> list[tuple[list[int], l
 
 
 class Replays:
-    """Counts the steps that were replayed, and those that were not."""
+    """The number of steps that were replayed, and of others."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.replayed = self.other = 0

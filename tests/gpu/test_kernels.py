@@ -1,7 +1,7 @@
 """Each operator on the device against plain torch in float64 on the CPU, for published sizes and odd ones.
 
-On CUDA the operators are those of torch's registry, so that a test also shows that the Triton kernel is what a model
-gets.  A dry run calls the same kernels in Triton's interpreter, in float32 and at small sizes.
+On CUDA the operators come from torch's registry, so that a test also shows that a model gets the Triton kernel.
+A dry run calls the same kernels in Triton's interpreter, in float32 and at small sizes.
 
 float32 within a relative error of 2e-6 (1e-5 for long sums), bfloat16 within 1e-2.  Shapes: as in `schemas`.
 """
@@ -133,7 +133,7 @@ def copies(arguments: list[Any]) -> list[Any]:
 
 
 def choices_of(arguments: list[Any], settings: dict[str, Any]) -> torch.Tensor:
-    """What the experts are chosen by [T, E] in float64, those of groups that lose -inf."""
+    """Return the values that experts are chosen by [T, E] in float64; -inf for the experts of groups that lose."""
     normed = plain.add_rms_norm(exact(arguments[0]), None, exact(arguments[2]), EPS)
     logits = normed @ exact(arguments[4]).T  # type: ignore[union-attr]
     if settings.get("scoring") != "sigmoid":

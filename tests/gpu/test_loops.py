@@ -69,7 +69,7 @@ PAIRS += [(loop, case) for loop in ("overlap", "graphs") for case in list(CASES)
 
 @pytest.fixture(scope="module")
 def plain_answers() -> dict[str, list[Result]]:
-    """Of the plainest loop, by case; filled as they are needed."""
+    """Hold the answers of the plainest loop, by case; filled as they are needed."""
     return {}
 
 
@@ -96,7 +96,7 @@ def until(result: Result, count: int) -> Result:
 
 @pytest.mark.parametrize("loop", LOOPS, ids=IDS)
 def test_what_interrupts_requests(loop: dict, folders: list[Path], device: torch.device) -> None:
-    """Abort, pause in place, refresh: tokens until then are those of an undisturbed run, versions say the rest."""
+    """Tokens before an abort, a pause in place or a refresh match an undisturbed run; versions say the rest."""
     harness, calm = (engine(folders[0], device, weight_version="v1", **loop) for _ in range(2))
     undisturbed = results(calm, submitted(calm))
     rids = submitted(harness)

@@ -1,4 +1,4 @@
-"""Which machine this is: versions, memory, ceilings; the kernels that a model would get are there."""
+"""The facts of this machine: versions, memory, ceilings; the kernels that a model would get are there."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_waking_with_new_weights(folders: list[Path], device: torch.device) -> N
 
 
 def test_the_pool_is_what_memory_allows(folders: list[Path], device: torch.device, facts: dict[str, Any]) -> None:
-    """A share of two GiB of what is free: the pool takes most of it, and no more than that beside the weights."""
+    """The pool takes most of a share of two GiB of the free memory, and no more than that beside the weights."""
     need_cuda(device, "memory of a device")
     torch.cuda.empty_cache()
     free = free_bytes(device)

@@ -77,7 +77,7 @@ def fresh(folder: Path, device: torch.device) -> tuple[list[int], list[float]]:
 def test_tensors_by_their_handles(
     form: str, staging: str, folders: list[Path], device: torch.device, tmp_path: Path
 ) -> None:
-    """As slime and verl send them; the sender's memory goes back afterwards."""
+    """Tensors come by handle, as slime and verl send them; the sender's memory goes back afterwards."""
     new, harness = logical_tensors(folders[1]), engine(folders[0], device, weight_staging=staging)
     sender = TensorSender(new, tmp_path, device=str(device))
     try:

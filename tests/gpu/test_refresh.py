@@ -127,7 +127,7 @@ def test_a_refused_refresh_changes_no_bit(
 def test_running_requests_say_which_weights_made_each_token(
     folders: list[Path], new: Tensors, device: torch.device
 ) -> None:
-    """The tokens before the commit are those of an engine that is never refreshed."""
+    """The tokens before the commit match an engine that is never refreshed."""
     harness, undisturbed = started(folders, device), started(folders, device)
     params = {"max_new_tokens": 80}
     rids = [harness.submit(prompt, params=params) for prompt in PROMPTS]

@@ -45,7 +45,7 @@ def random_logits(count: int, dtype: torch.dtype, seed: int = 0, vocab: int = VO
 
 
 def distinct_logits(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """No two of a row are equal, also in bfloat16: which of them counts as better is a kernel's own choice."""
+    """Return rows without equal logits, also in bfloat16: which of two counts as better is a kernel's own choice."""
     generator = torch.Generator().manual_seed(1)
     return torch.stack([torch.randperm(97, generator=generator) / 8 for _ in range(count)]).to(dtype)
 

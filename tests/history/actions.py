@@ -1,4 +1,4 @@
-"""What can happen in a history.
+"""The actions of a history.
 
 An action is plain data without references to engine objects: numbers pick among what there is at that moment.  So any
 list of actions can be played, a failing one shrinks well, and its JSON can be played again.

@@ -32,7 +32,7 @@ CLOSEST = {"float64": 1e-13, "float32": 1e-5}
 
 @dataclass(frozen=True)
 class Sampled:
-    """When a token was sampled: in which life, under which version and label."""
+    """The origin of a token: in which life, under which version and label it was sampled."""
 
     life: int
     version: int
@@ -71,7 +71,7 @@ class Trace:
             self.tokens.append(Sampled(len(self.lives) - 1, expected.current, expected.label))
 
     def abort_below(self, version: int) -> None:
-        """What `abort_below_weight_version` asks for: no more tokens if anything of it is older."""
+        """Apply `abort_below_weight_version`: no more tokens if anything of the request is older."""
         used = [token.version for token in self.tokens] + [version for life in self.lives for version in life]
         self.is_over |= min(used, default=version) < version
 
@@ -87,7 +87,7 @@ class Trace:
 
 @dataclass
 class Tally:
-    """What was checked, and what the histories were made of: a checker that sees nothing finds nothing."""
+    """The numbers of checks, and of events in the histories: a checker that sees nothing finds nothing."""
 
     histories: int = 0
     tokens: int = 0
@@ -172,7 +172,7 @@ class Checker:
                 raise Violation(f"token {index} is not the most probable one")
 
     def _explanation(self, result: Result, index: int, temperature: float, claimed: float) -> str:
-        """Which single version, if any, would give this log-probability."""
+        """Return which single version, if any, would give this log-probability."""
         sequence = result.prompt_ids + result.token_ids[:index]
         for version, content in enumerate(self._expected.versions):
             if content is not None:

@@ -110,7 +110,7 @@ class Driver(RefreshHarness):
         self._script.close()
 
     def tally(self) -> Tally:
-        """Of this history, now that it is over."""
+        """Return the tally of this history, now that it is over."""
         tally, expected = self.checker.tally, self.expected
         tally.histories, tally.commits = 1, expected.current
         tally.refusals, tally.poisonings = expected.num_refusals, expected.num_poisonings
@@ -151,7 +151,7 @@ class Driver(RefreshHarness):
 
     @property
     def is_refreshing(self) -> bool:
-        """Whether a weight verb is not answered yet."""
+        """True while a weight verb is not answered yet."""
         return bool(self._posted or self._taken)
 
     def post_weights(self, sent: Sent, verb: type[ControlReqInput], **fields: Any) -> None:

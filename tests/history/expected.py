@@ -1,4 +1,4 @@
-"""What each weight verb must answer, and which version is in force: the contract of a refresh, in a page.
+"""The contract of a refresh, in a page: what each weight verb must answer, and which version is in force.
 
 It follows from what was really sent and what was made to fail; the engine is never asked.
 """
@@ -99,7 +99,7 @@ class Draft:
 
 
 class Expected:
-    """`versions[i]`: the tensors of commit i, None where nobody can know them (written over poisoned weights).
+    """`versions[i]`: the tensors of commit i, None where they cannot be known (written over poisoned weights).
 
     `labels`: every label that was ever in force, with its last version; `current`: the version in force.
     `staging`: the engine's mode; "journal" and "in_place" write into the model as tensors come.
@@ -119,19 +119,19 @@ class Expected:
         self._staging = staging
         self.draft: Draft | None = None
         self._all = frozenset(content)
-        self._is_lost = False  # an update was dropped by no call of its sender, and nobody has started anew
+        self._is_lost = False  # an update was dropped by no call of its sender, and no sender has started anew
         self._unreported = False  # and no answer has reported it
         self._part: tuple[str, int, frozenset[str]] = ("", -1, frozenset())  # label, version, what came by itself
         self._started: tuple[Sent, bool, str | None, int] | None = None  # settles a transaction; refused; pauses
 
     @property
     def is_torn(self) -> bool:
-        """Whether the model may hold a part of a refresh: nothing may be sampled."""
+        """True while the model may hold a part of a refresh: nothing may be sampled."""
         writes_through = self._staging in ("journal", "in_place")
         return self.poisoned or (writes_through and self.draft is not None and bool(self.draft.staged))
 
     def is_name(self, label: str, version: int) -> bool:
-        """Whether the version was ever in force under this label; a sender may give one label to several."""
+        """Return whether the version was ever in force under this label; a sender may give one label to several."""
         return (label, version) in self._names
 
     def pause(self) -> None:
@@ -158,12 +158,12 @@ class Expected:
         self._started = (sent, settles, refused, self.num_pauses)
 
     def _is_stale(self, sent: SentTensors) -> bool:
-        """Whether it drops a draft whose sender never came to its end."""
+        """Return whether the call drops a draft whose sender never came to its end."""
         draft = self.draft
         return draft is not None and draft.implicit and draft.pause != self.num_pauses and not sent.is_refresh
 
     def _foreign(self, sent: SentTensors | SentEnd | SentAbort | SentRelabel) -> str | None:
-        """Why a call is not of the draft, and changes nothing."""
+        """Return why a call is not of the draft, and changes nothing."""
         draft = self.draft
         if sent.update_id is not None:
             return None if draft is not None and draft.update_id == sent.update_id else "its refresh is not open"
@@ -344,7 +344,7 @@ class Expected:
         self._name(label)
 
     def _names_so_far(self, draft: Draft) -> frozenset[str]:
-        """What came under the draft's label by calls of their own, right after each other."""
+        """Return the names that came under the draft's label by calls of their own, right after each other."""
         label, version, names = self._part
         goes_on = (label, version) == (draft.label, self.current) and names.isdisjoint(draft.staged)
         return (names if goes_on else frozenset()) | draft.staged.keys()

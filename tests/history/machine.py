@@ -84,7 +84,7 @@ _CHANGES: dict[Fault | None, changes.Change] = {
 
 
 class HistoryFailed(AssertionError):
-    """What went wrong, and the history in which it did."""
+    """A failure, and the history in which it occurred."""
 
 
 class Zoo:
@@ -206,8 +206,8 @@ class Machine:
                 self._in_seam = False
 
     def _resume(self) -> None:
-        """As a client that insists: the first continue may be refused with what it should have settled, and a pause
-        may come amid any."""
+        """Continue as a client that insists: the first call may be refused with what it should have settled, and a
+        pause may come amid any."""
         for _ in range(2 + len(self._meanwhile)):
             if self.driver.expected.paused:
                 self.play(Continue())
@@ -281,7 +281,7 @@ class Machine:
         self._num_calls += 1
         is_left_out = faulty is not None and (
             (transport.is_pull and faulty.fault in _NOT_IN_A_VERSION)
-            or (transport.is_delta and faulty.fault == "halved")  # a delta is of what is held
+            or (transport.is_delta and faulty.fault == "halved")  # a delta builds on the held content
         )
         if faulty is not None and not is_left_out:
             named, refused = _with_fault(named, faulty.fault, first)

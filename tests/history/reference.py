@@ -1,4 +1,4 @@
-"""One sequence in float64 in which every token has weights of its own: the judge of what was sampled across a refresh.
+"""One sequence in float64 in which every token has weights of its own: the judge of tokens sampled across a refresh.
 
 Token t is computed with the weights of the version that wrote its KV; its query meets the keys and values that the
 earlier tokens got under theirs.  With one version throughout this is the plain forward of `tests.reference`, to which

@@ -1,4 +1,4 @@
-"""The transports of histories: those of `tests.faults.transports`, in each of their forms by turns."""
+"""The transports of histories: `tests.faults.transports`, in each of their forms by turns."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _any_form = _by_turns(
 
 
 def _is_plain(call: Call) -> bool:
-    """Whether it is what a file or a delta can hold: some tensors, each name once."""
+    """Return whether a file or a delta can hold the call: some tensors, each name once."""
     return 0 < len(call.named) == len(dict(call.named))
 
 
 def _delta(driver: Driver, call: Call) -> Verb | None:
-    """Where no version is known to be in force, a broadcast."""
+    """Make a delta, or a broadcast where no version is known to be in force."""
     return (transports.delta if call.base and _is_plain(call) else _broadcast)(driver, call)
 
 
