@@ -52,14 +52,14 @@ def shared_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def one_second(shared_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `make abuse`."""
+    """Set the limits of `make abuse`."""
     monkeypatch.setattr(aftermath, "HEALTH_S", 1.0)
     monkeypatch.setattr("tests.abuse.play.HEALTH_P99_S", 1.0)
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What will not come is waited for only shortly."""
+    """Wait only shortly for what will not come."""
     monkeypatch.setattr(aftermath, "SETTLE_S", 0.5)
     monkeypatch.setattr("tests.abuse.server.CALL_S", 3.0)
 
@@ -130,7 +130,7 @@ def made(play: Callable[[Victim], str], **granted: Any) -> Attack:
 
 
 def played_on(broken: Siege, wrong: str, play: Callable[[Victim], str], **granted: Any) -> Played:
-    """What is found of an attack on a server that is broken from the attack's beginning on."""
+    """Play an attack on a server that is broken from the attack's beginning on."""
 
     def attack(victim: Victim) -> str:
         victim.right("POST", f"/wrong/{wrong}", {})
@@ -184,7 +184,7 @@ def test_late_health_is_found_by_the_prober(broken: Siege) -> None:
 
 @pytest.mark.mutant
 def test_other_weights_are_found(broken: Siege) -> None:
-    """No part of the server is broken: the attack has succeeded."""
+    """The attack has succeeded although no part of the server is broken."""
 
     def commits_noise(victim: Victim) -> str:
         name, tensor = sorted(tensors_of(victim.model).items())[0]

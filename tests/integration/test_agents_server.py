@@ -63,7 +63,7 @@ def flood(server: ServerProcess) -> None:
 
 
 def test_turns_of_a_session_make_one_sequence(server: ServerProcess) -> None:
-    """Prefix, routes and log-probabilities over four turns are those of the sequence scored at once."""
+    """Prefix, routes and log-probabilities over four turns match the sequence scored at once."""
     ids, parts, logprobs = list(range(5, 65)), [], []
     for turn in range(4):
         start = sum(map(len, parts))

@@ -215,7 +215,7 @@ def enter(browser: Browser, key: str) -> None:
 
 
 def hide(page: Browser, hidden: bool) -> None:
-    """As a browser does with a tab behind another."""
+    """Hide or show the page, as a browser does with a tab behind another."""
     page.evaluate(
         f"Object.defineProperty(document, 'hidden', {{value: {str(hidden).lower()}, configurable: true}});"
         "document.dispatchEvent(new Event('visibilitychange'))"
@@ -280,7 +280,7 @@ def crafted(browser: Browser, server: ServerProcess) -> Browser:
 
 
 def test_charts_can_be_read_under_frequent_rebalances_n29(crafted: Browser) -> None:
-    """N29: each was a line over the whole height, also those that moved no expert."""
+    """N29: each rebalance was a line over the whole height, also if it moved no expert."""
     assert crafted.evaluate("document.querySelectorAll('#chart-throughput line.mark.c-two').length") == 1
     assert crafted.evaluate("document.querySelectorAll('#chart-throughput rect.strip.c-two').length") == 1
     assert "80 experts moved" in crafted.evaluate(

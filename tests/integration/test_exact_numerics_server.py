@@ -1,6 +1,6 @@
 """200 samples of a real server, and a trainer under engine numerics: the same bits, also after a step and a refresh.
 
-Samples of a question share its prefix and decode in one batch with those of the others.  Shapes: N samples of a
+Samples of a question share its prefix and decode in one batch with samples of others.  Shapes: N samples of a
 question, S positions, O output positions, T output tokens, L MoE layers, K top-k.
 """
 
@@ -71,7 +71,7 @@ def output_logprobs(model: Any, group: SampleGroup, logprobs_of: Logprobs) -> to
 
 
 def compared(model: Any, groups: list[SampleGroup]) -> tuple[LogprobMismatch, RouteMismatch]:
-    """Engine against trainer, which routes by itself; routes are those of all rows that the engine has."""
+    """Compare engine and trainer, which routes by itself; routes are compared for all rows that the engine has."""
     sides: list[list[torch.Tensor]] = [[], [], [], []]
     with use_engine_numerics(model) as numerics, torch.no_grad():
         for group in groups:
@@ -104,7 +104,7 @@ def step(model: Any, groups: list[SampleGroup]) -> None:
 def policy_gradients(
     model: Any, groups: list[SampleGroup], terms_of: Callable[[SampleGroup], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Of a loss of terms [N, O] times advantages."""
+    """Return the gradients of a loss of terms [N, O] times advantages."""
     model.zero_grad()
     num_tokens = sum(group.num_tokens for group in groups)
     for group in groups:
@@ -115,7 +115,7 @@ def policy_gradients(
 
 @pytest.mark.full
 def test_gradients_of_float32_at_the_engines_values(deal: Deal) -> None:
-    """An engine in bfloat16: importance ratios of exactly one, whose gradients are those of transformers in float32."""
+    """An engine in bfloat16: importance ratios of exactly one, with gradients as of transformers in float32."""
     groups, model = deal.groups(0), deal.model
 
     def plain(group: SampleGroup) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whose call it is, over HTTP and real groups: strangers, repeated calls, what became of an update, refused bodies."""
+"""The owner of a call, over HTTP and real groups: strangers, repeated calls, outcomes of updates, refused bodies."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Call(threading.Thread):
 
 
 def rendezvous(server: ServerProcess) -> Call:
-    """A weight verb that takes as long as it may: nobody listens where it is to go."""
+    """Start a weight verb that takes as long as it may: nothing listens at its address."""
     body = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
     call = Call(server, "/init_weights_update_group", body)
     time.sleep(0.7)
@@ -61,7 +61,7 @@ def two_ranks(folder: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def stuck(two_ranks: ServerProcess) -> Iterator[Callable[[], Call]]:
-    """Starts a bucket that nobody will ever send."""
+    """Yield a function that starts a bucket which is never sent."""
     groups = []
 
     def start() -> Call:

@@ -1,4 +1,4 @@
-"""What a trainer's mistakes do to those who receive: every wait ends, and no mistake ends a process."""
+"""The effect of a trainer's mistakes on receivers: every wait ends, and no mistake ends a process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_w05_a_listener_that_accepts_and_says_nothing() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("members", [1, 4])
 def test_w24_a_trainer_killed_amid_a_message_is_noticed(members: int) -> None:
-    """By all of them, also those that other members pass the message on to; and leaving the group takes no time."""
+    """Every member notices, also one that gets the message from other members; and leaving the group takes no time."""
     spawn, port = multiprocessing.get_context("spawn"), free_port()
     trainer = spawn.Process(target=_broadcast_much, args=(port, 1 + members), daemon=True)
     trainer.start()

@@ -54,7 +54,7 @@ def old(server: ServerProcess) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def expected(newer_folder: Path, case: Fp8Case, newer: tuple[Named, Named, Named], old: list[Any]) -> list[Any]:
-    """What a server makes of the newer weights that starts from their FP8 checkpoint, and from its values."""
+    """Return the facts of a server that starts from the newer FP8 checkpoint; from its values they are the same."""
     values = fp8_checkpoint(newer_folder.parent / "values", case.plain, lambda _: newer[2])
     set_config(values, None)
     found = []
@@ -151,7 +151,7 @@ def test_fp8_by_every_transport(
     transport: str,
     tmp_path: Path,
 ) -> None:
-    """A bucket of weights, then one of scales and of what is plain: all pairs are cut apart."""
+    """Every pair is cut apart: a bucket of weights, then one of scales and plain tensors."""
     _, fp8, values = newer
     send, close = TRANSPORTS[transport], lambda: None
     if not callable(send):
@@ -214,7 +214,7 @@ def test_bf16_is_quantised_at_the_write(
     expected: list[Any],
     ranks: int,
 ) -> None:
-    """What serves is what the FP8 checkpoint of the trainer's weights gives; both digests are told."""
+    """The server serves what the FP8 checkpoint of the trainer's weights gives, and tells both digests."""
     sent, _, values = newer
     names = sorted(sent)
     with ServerProcess(case.fp8, quantize_weight_updates=True, tp_size=ranks, **SETTINGS) as server:

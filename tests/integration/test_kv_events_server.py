@@ -104,7 +104,7 @@ class Traffic:
         return reply.json()["meta_info"]["cached_tokens"]
 
     def noise(self) -> None:
-        """What nobody predicts: samples side by side that are put back and aborted, renamed weights."""
+        """Make noise that is not predicted: samples side by side, requests aborted or retracted."""
         kind = self.rng.integers(4)
         if kind == 0:
             prompts = [self.prompt() for _ in range(6)]

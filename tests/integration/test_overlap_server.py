@@ -40,7 +40,7 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[tuple[Any, ...]]:
-    """Of an engine in this process, which takes turns."""
+    """Return the facts of an engine in this process, which takes turns."""
     engine = Engine(model_path=str(folder), num_threads=1, **SETTINGS)
     try:
         return [facts(answer) for answer in engine.generate(**wanted())]

@@ -1,4 +1,4 @@
-"""What several ranks cannot do, at the command line and over HTTP: one clear line each, and nothing left running."""
+"""Refusals of several ranks, at the command line and over HTTP: one clear line each, and nothing left running."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_sizes_that_cannot_be(
 def test_unknown_names_are_answered_with_the_known_ones(
     folders: dict[str, str], capsys: pytest.CaptureFixture[str], words: list[str], choices: tuple[str, ...]
 ) -> None:
-    """As argparse says it: the usage, and one line."""
+    """The answer is argparse's: the usage, and one line."""
     with pytest.raises(SystemExit) as caught:
         launch.main(["--model-path", folders["moe"], *words])
     assert caught.value.code == 2

@@ -50,7 +50,7 @@ def facts(reply: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[Any]]:
-    """Of one rank, before and after a refresh with weights twice as large in one matrix."""
+    """Return the facts of one rank before a refresh, under "old"."""
     with serve(folder) as server:
         return {"old": [facts(reply) for reply in generate(server)]}
 
@@ -186,7 +186,7 @@ def test_a_rank_that_dies_takes_the_server_down_with_the_reason(folder: Path, vi
 @pytest.mark.full
 @pytest.mark.parametrize("ready", [True, False])
 def test_ranks_end_with_their_server(folder: Path, ready: bool) -> None:
-    """Also while they still wait for each other."""
+    """Ranks end with a killed server, also while they still wait for each other."""
     server = serve(folder, **TP2)
     try:
         if ready:
@@ -245,7 +245,7 @@ def _check_session_on_both_ranks(server: ServerProcess) -> None:
         headers = {"X-Session-ID": "agent", "X-data-parallel-rank": str(rank)}
         meta = server.http.post("/generate", json=body, headers=headers).json()["meta_info"]
         assert (meta["dp_rank"], meta["session_id"]) == (rank, "agent")
-        for _ in range(10):  # whoever answers first: each rank's numbers are its own
+        for _ in range(10):  # any rank may answer first: each rank's numbers are its own
             loads = server.http.get("/v1/loads").json()["loads"]
             assert [load["num_used_tokens"] for load in loads] == ([0, kept] if rank else [kept, kept])
     report = server.http.get("/sessions/agent").json()

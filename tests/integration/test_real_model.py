@@ -77,7 +77,7 @@ def greedy(model: Any, ids: list[int], count: int) -> list[int]:
 
 
 def test_greedy_text_is_transformers(server: ServerProcess, model: Any, tokenizer: Any) -> None:
-    """All prompts at once, in one batch of the server."""
+    """The prompts come all at once, in one batch of the server."""
     body = {"prompt": PROMPTS, "max_tokens": NEW_TOKENS, "temperature": 0}
     answers = [choice["text"] for choice in posted(server, "/v1/completions", **body)["choices"]]
     wanted = [greedy(model, tokenizer(prompt).input_ids, NEW_TOKENS) for prompt in PROMPTS]

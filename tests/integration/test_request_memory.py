@@ -1,6 +1,6 @@
-"""The largest request of each kind that a server takes, and what its processes come to hold meanwhile.
+"""The largest request of each kind that a server takes, and the memory of its processes meanwhile.
 
-`python -m tests.integration.test_request_memory 2048` measures it for a limit of so many megabytes.
+`python -m tests.integration.test_request_memory 2048` measures it for a limit of 2048 megabytes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A request that grows by the tokens of its samples, or by those of its `grows_prompt`.
+    """A request that grows by the tokens of its samples, or of its prompt (`grows_prompt`).
 
-    `status`: of the largest one that is not refused before it begins.
+    `status`: the answer to the largest one that is not refused before it begins.
     """
 
     name: str
@@ -108,7 +108,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the largest request: tokens a sample; bytes by which each process grew at most; seconds."""
+    """The largest request: tokens a sample; bytes by which each process grew at most; seconds."""
 
     size: int
     main: int
@@ -121,7 +121,7 @@ class Measured:
 
 
 class Refuses:
-    """Whether a server with these limits refuses a size of a case, without asking it."""
+    """The limits of a server: they say whether it refuses a size of a case, without asking it."""
 
     def __init__(self, folder: Path, limit_mb: int, pool: int) -> None:
         args = ServerArgs(

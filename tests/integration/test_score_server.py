@@ -164,7 +164,7 @@ def test_the_compact_form_may_hold_eight_times_as_much(tmp_path: Path) -> None:
 
 
 def test_a_large_answer_does_not_hold_up_others(server: ServerProcess) -> None:
-    """Of 8 x 1500 x 300 entries: other calls are answered meanwhile."""
+    """Other calls are answered while an answer of 8 x 1500 x 300 entries is made."""
     ids = sequences(*[1500] * 8, seed=7)
     done = threading.Event()
 

@@ -158,7 +158,7 @@ def test_old_kv_is_no_explanation_where_a_retraction_is_one(model: Path) -> None
 
 
 def test_a_life_that_fits_by_chance_is_given_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the lives from position 7 the first fits one position, and only a later one fits all."""
+    """The first of the lives from position 7 fits one position, and only a later one fits all."""
     reading = _recomputed(model, retractions=1)
     lives = list(reading._lives_from(7))
     chance, right = lives[0], lives[-3]

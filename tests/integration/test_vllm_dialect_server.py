@@ -187,7 +187,7 @@ def test_half_a_refresh_is_not_in_force_under_the_whole_label(server: ServerProc
 def test_a_bad_tensor_amid_the_buffers_changes_nothing(
     server: ServerProcess, trainer: Trainer, tensors: Tensors
 ) -> None:
-    """All buffers are taken all the same, so the group serves the next update."""
+    """Every buffer is taken all the same, so the group serves the next update."""
     before, version = checksums(server), server.client.weight_version()
     names = sorted(tensors)
     bad = scaled(tensors, 2.0) | {names[3]: torch.full_like(tensors[names[3]], torch.nan)}

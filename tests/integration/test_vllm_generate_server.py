@@ -69,7 +69,7 @@ def test_both_dialects_say_the_same(server: ServerProcess, params: dict[str, Any
 
 
 def test_a_second_turn_continues_the_routes_of_the_first(server: ServerProcess) -> None:
-    """Token ids kept to the letter, a new turn behind them, rows from where those of the first turn end."""
+    """A new turn follows the exact token ids of the first; its rows start where the first turn's end."""
     [first] = ask(server, PROMPT)["choices"]
     known = PROMPT + first["token_ids"]
     prompt = [*known, 77, 12, 5]
@@ -121,7 +121,7 @@ def test_a_sample_ends_with_the_context(server: ServerProcess) -> None:
 
 
 def test_a_stream_and_an_abort(server: ServerProcess) -> None:
-    """What arrived before the abort is the beginning of what the whole sample would have been."""
+    """The tokens that arrived before the abort are a prefix of the whole sample."""
     params = {"max_tokens": 2000, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
     body = {"token_ids": PROMPT, "sampling_params": params, "request_id": "mine", "stream": True}
     aborted = threading.Event()

@@ -18,7 +18,7 @@ from tests.faults.wrong_engines import wrong_engines
 from weight_sync.staging import StagingMode
 
 WRONG_ENGINES = wrong_engines("matrix")
-STRIDE = 7  # of cells that differ in transport and staging mode only, one of so many
+STRIDE = 7  # of cells that differ in transport and staging mode only, one of this many
 
 
 @pytest.fixture(scope="module")

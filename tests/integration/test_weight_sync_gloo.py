@@ -223,7 +223,7 @@ def test_what_was_broadcast_for_a_refused_call_is_never_taken_for_the_next(
 
 
 def test_a_sender_of_a_refused_call_does_not_wait(engine: Engine, group: GroupHandle) -> None:
-    """Of one that was never received, too: its broadcast is larger than what the system buffers."""
+    """The call was never received, and its broadcast is larger than what the system buffers."""
     engine.begin_weight_update(coverage="partial")
     refused = announce(engine, group, [(NORM, torch.ones(4))], load_format="zip")
     start = time.monotonic()

@@ -174,7 +174,7 @@ def test_sender_is_told_at_once_when_the_engine_will_not_join(engine: Engine) ->
 
 
 def test_sender_is_told_at_once_when_the_engine_refuses_before_receiving(engine: Engine) -> None:
-    """The broadcast is under way and nobody takes it; the sender leaves, aborts, and can connect again."""
+    """The broadcast is under way and no rank takes it; the sender leaves, aborts, and can connect again."""
     control = Meddling(engine, "update_weights_from_distributed", lambda sent: {**sent, "dtypes": ["int4"] * 11})
     sender = WeightSender(control, timeout_s=TIMEOUT_S)
     sender.connect(group_name="meddled")

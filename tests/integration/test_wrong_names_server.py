@@ -58,7 +58,7 @@ class Probe:
 
 
 def cpu_seconds(server: ServerProcess) -> float:
-    """Of all processes of the server."""
+    """Return the CPU seconds of all processes of the server."""
     total = 0.0
     for pid in (server.process.pid, *server.children()):
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

@@ -1,4 +1,4 @@
-"""What a test file drives, and its row of docs/integrations.md.
+"""The framework that a test file drives, and its row of docs/integrations.md.
 
 A file says `FRAMEWORK = Framework(...)`; each of its tests is a step, named by the test.
 """

@@ -32,7 +32,7 @@ RETRY_S = 0.25
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client keeps.  `routes`: [rows, layers, k] or None; `cached`: prompt tokens from the prefix cache."""
+    """An answer as a client keeps it.  `routes`: [rows, layers, k] or None; `cached`: prompt tokens from the cache."""
 
     token_ids: list[int]
     routes: np.ndarray[Any, Any] | None

@@ -15,7 +15,7 @@ from typing import Any
 
 
 def install(*packages: str) -> None:
-    """Stub packages that nobody else can import, and modules, with a dot in their names, in any case."""
+    """Stub packages that cannot be imported otherwise, and modules, with a dot in their names, in any case."""
     sys.meta_path.append(_Finder([name for name in packages if "." not in name]))
     sys.meta_path.insert(0, _Finder([name for name in packages if "." in name]))
 
@@ -28,7 +28,7 @@ class _AnythingType(type):
 
 
 class Anything(metaclass=_AnythingType):
-    """Whatever a stubbed name may be: a base class, a decorator, a function, a constant."""
+    """A stand-in for any stubbed name: a base class, a decorator, a function, a constant."""
 
     def __new__(cls, *args: Any, **_: Any) -> Any:
         if cls is Anything and len(args) == 1 and callable(args[0]):

@@ -80,7 +80,7 @@ class Trial:
         told.result()
 
     def send(self, tensors: dict[str, torch.Tensor]) -> None:
-        """As the trainer: paused, a bucket a call."""
+        """Send tensors as the trainer does: paused, a bucket a call."""
         named = list(tensors.items())
         self.engine.pause_generation()
         for bucket in (named[: len(named) // BUCKETS], named[len(named) // BUCKETS :]):

@@ -32,7 +32,7 @@ FRAMEWORK = Framework(
 
 
 class _Cpu:
-    """What the package asks of a device."""
+    """The CPU, as what the package asks of a device."""
 
     device_type = "cpu"
     backend = "gloo"

@@ -172,7 +172,7 @@ def test_release_and_resume_by_tags(engine: Any) -> None:
 
 @pytest.fixture
 def redirected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As a user has it: the redirect on PYTHONPATH, for this process's children."""
+    """Put the redirect on PYTHONPATH, as a user has it, for this process's children."""
     folder = Path(rollout.integrations.__file__).parent / "sglang_redirect"
     (tmp_path / "IPython").mkdir()
     (tmp_path / "IPython" / "display.py").write_text("HTML = display = None\n")  # which `import sglang` wants

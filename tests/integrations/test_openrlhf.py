@@ -76,7 +76,7 @@ class Trial:
         await joining
 
     async def send(self) -> None:
-        """As the trainer's loop: one call and one broadcast a parameter."""
+        """Send parameters as the trainer's loop does: one call and one broadcast a parameter."""
         named = list(self.model.named_parameters())
         for number, (name, parameter) in enumerate(named, 1):
             told = self.actor.update_weight.remote(

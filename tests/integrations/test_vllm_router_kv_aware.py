@@ -69,7 +69,7 @@ def prompt(number: int) -> list[int]:
 
 
 def follows(fleet: Fleet, number: int) -> bool:
-    """Whether the next turn of the prompt goes to the server that has it."""
+    """Return whether the next turn of the prompt goes to the server that has it."""
     return vllm_generate(fleet.router, [*prompt(number), 7], 2, routes=False).cached >= len(prompt(number))
 
 
