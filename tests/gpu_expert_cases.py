@@ -65,7 +65,7 @@ class Case:
         return gate / (1 + (-self.alpha * gate).exp()) * up
 
     def error(self, out: torch.Tensor) -> float:
-        """Of the largest exact result, the largest difference; infinite where one is not a number."""
+        """Return the largest difference over the largest exact result; infinite where one is not a number."""
         exact = self.exact()
         assert out.shape == exact.shape and out.dtype == self.hidden.dtype, (out.shape, out.dtype)
         if exact.numel() == 0:

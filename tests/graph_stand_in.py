@@ -36,7 +36,7 @@ _under_way: list[_Capture] = []
 
 
 def is_capturing() -> bool:
-    """As `torch.cuda.is_current_stream_capturing`."""
+    """Return whether a capture is under way, as `torch.cuda.is_current_stream_capturing` does."""
     return bool(_under_way)
 
 
@@ -52,7 +52,7 @@ def forbid_in_capture(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launch(kernel: Callable[[], None]) -> None:
-    """Run a kernel that is no operator of torch; one that is launched in a capture runs at every replay, too."""
+    """Run a kernel that is not an operator of torch; one that is launched in a capture runs at every replay, too."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         kernel()
     if _under_way:
@@ -61,7 +61,7 @@ def launch(kernel: Callable[[], None]) -> None:
 
 @dataclass
 class _Call:
-    """`args` are the memory that it was given; `fresh`: those of its results that lie in memory of the pool."""
+    """A captured call.  `args`: the memory that it was given; `fresh`: its results that lie in memory of the pool."""
 
     operator: Any
     args: Any

@@ -11,7 +11,7 @@ class InTurn:
     """Stands in for the executor of a `WeightQueue`: a call is done when it is submitted."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Whatever an executor is made with."""
+        """Ignore all that an executor is made with."""
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()

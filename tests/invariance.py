@@ -39,7 +39,7 @@ class Ask:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What an engine says of one request."""
+    """The answer of an engine to one request."""
 
     token_ids: list[int]
     logprobs: np.ndarray  # [n] of the sampled tokens
@@ -72,7 +72,7 @@ def differences(got: Facts, want: Facts) -> list[str]:
 
 
 class Server:
-    """One engine on the compiled operators; `settings` are those of `ServerArgs`."""
+    """One engine on the compiled operators; `settings` are fields of `ServerArgs`."""
 
     def __init__(self, folder: Path, dtype: str, **settings: Any) -> None:
         is_moe = load_model_config(folder).is_moe
@@ -83,7 +83,7 @@ class Server:
         self.vocab_size = self.harness.scheduler.runner.state.model.config.vocab_size
 
     def hit(self, num_tokens: int) -> int:
-        """The longest prefix of so many computed tokens that the cache can give."""
+        """Return the longest prefix of `num_tokens` computed tokens that the cache can give."""
         states = self.harness.scheduler.cache.states
         return num_tokens if states is None else states.shareable(num_tokens)
 
@@ -104,7 +104,7 @@ class Server:
         return [facts_of(self.harness.results[rid], self.has_routes) for rid in rids]
 
     def together(self, asks: Sequence[Ask], gaps: Sequence[int] = (), every_token: bool = True) -> list[Facts]:
-        """All in one engine; after the i-th arrival `gaps[i]` steps run before the next."""
+        """Run all in one engine; after the i-th arrival `gaps[i]` steps run before the next."""
         rids = []
         for i, ask in enumerate(asks):
             rids.append(self.submit(ask, every_token))

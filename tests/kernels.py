@@ -1,4 +1,4 @@
-"""The compiled operators for tests, and two checks of what they promise."""
+"""The compiled operators for tests, and two checks of their promises."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def rows_are_independent(compute: Rows, num_rows: int) -> bool:
-    """Whether each row has the same bits alone, among a few, among all, in another order, and with 1 or 2 threads."""
+    """Return whether rows have the same bits alone, among a few or all, in another order, and with 1 or 2 threads."""
     threads = torch.get_num_threads()
     every = torch.arange(num_rows)
     whole = compute(every)

@@ -30,7 +30,7 @@ def _cases(*names: str) -> list[Any]:
 
 @pytest.fixture(params=_cases("late"), autouse=True)
 def loop(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which of the loops the engines have that a test builds."""
+    """Set the loop of the engines that a test builds, and yield its name."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "late":
             overlap(patch)
@@ -39,7 +39,7 @@ def loop(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=_cases("late", "graphs"), autouse=True, name="loop")
 def captured_loop(request: pytest.FixtureRequest) -> Iterator[str]:
-    """As `loop`; "graphs": the late one, over captured steps."""
+    """Set the loop as `loop` does; "graphs": the late one, over captured steps."""
     captured = captured_engines() if request.param == "graphs" else pytest.MonkeyPatch.context()
     with captured as patch:
         if request.param != "sequential":

@@ -34,7 +34,7 @@ def stored_experts(
 
 
 def stored_latent(ops: Ops, weight: torch.Tensor, heads: int, sizes: LatentSizes) -> torch.Tensor:
-    """What makes keys and values of latents [H (nope + v), R], for `latent_query_store` and `latent_values`."""
+    """Store what makes keys and values of latents [H (nope + v), R], for `latent_query_store` and `latent_values`."""
     stored = ops.storage.empty_latent(heads, sizes, weight.dtype, "cpu")
     ops.storage.latent_place(stored, sizes).write(weight)
     return stored

@@ -114,7 +114,7 @@ class FakeWeights:
 
 
 def version(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """All logical tensors of one weight version, by canonical name."""
+    """Return all logical tensors of one weight version, by canonical name."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {EMBED: torch.randn(V, D, generator=generator).to(dtype), NORM: torch.randn(D, generator=generator)}
     for expert in range(E):

@@ -69,7 +69,7 @@ class LoopbackUpdater(WeightUpdater):
 
 
 def new_updater(weights: LogicalWeights) -> LoopbackUpdater:
-    """Of one rank, on the CPU."""
+    """Return an updater of one rank, on the CPU."""
     return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine)
 
 

@@ -1,4 +1,4 @@
-"""What programs read from an engine's /metrics, as data: expressions of dashboards, and names with their labels.
+"""The metrics that programs read from an engine's /metrics: expressions of dashboards, and names with their labels.
 
 Left out are panels that show a router's own metrics (`vllm:current_qps`, `vllm:healthy_pods_total`, `router_*`), and
 what a server without a swap space has no number for (`vllm:num_requests_swapped`, `vllm:cpu_cache_usage_perc`).
