@@ -1,8 +1,8 @@
 """Each finished request against itself alone: the same bits, whatever else happened.
 
 A request under one content must be what an engine of that content answers to it alone.  One that lived through a commit
-has whole spans and rows; of each token whose KV was all of one content, log-probability and routes are those that this
-content gives the same tokens in one piece.
+has whole spans and rows; for each token whose KV was all of one content, log-probability and routes are as this content
+gives them for the same tokens in one piece.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BEGAN = "Aborted: it began under"
 
 @dataclass
 class Tally:
-    """What was checked, and what schedules were made of: a checker that sees nothing finds nothing."""
+    """The numbers of checks, and of events in the schedules: a checker that sees nothing finds nothing."""
 
     schedules: int = 0
     requests: int = 0
@@ -91,7 +91,7 @@ class Checker:
         self._count(result, watch, record)
 
     def _is_refused(self, result: Result, watch: Watch, record: FinishedRecord) -> bool:
-        """Whether it never ran, as memory was released when it came."""
+        """Return whether the request never ran, as memory was released when it came."""
         if record.reason.status_code != 503:
             if watch.must_be_refused and not watch.may_end:
                 raise Violation("it ran, and memory was released when it came")
@@ -164,7 +164,7 @@ class Checker:
         return self.engine.of_epoch
 
     def _check_beginning(self, result: Result, watch: Watch) -> None:
-        """The tokens before the first commit or retraction that it lived through are those that it gets alone."""
+        """Require that tokens before the first commit or retraction of the request are the same as it gets alone."""
         life, first = watch.lives[0], len(watch.ask.prompt) - 1
         if not life:
             return
@@ -181,7 +181,7 @@ class Checker:
         _same("first masks", result.mask.counts[:count], want.mask.counts[:count])
 
     def _check_pure(self, result: Result, watch: Watch, content: int) -> None:
-        """What was computed from KV of `content` alone, against the same tokens in one piece."""
+        """Compare what was computed from KV of `content` alone with the same tokens in one piece."""
         record, ask, first = result.finished, watch.ask, len(watch.ask.prompt) - 1
         assert record is not None
         pure = [_pure_length(life, self._of_epoch, content) for life in watch.lives]
@@ -253,7 +253,7 @@ def _check_messages(result: Result, watch: Watch) -> None:
 
 
 def _check_versions(result: Result, watch: Watch, record: FinishedRecord) -> None:
-    """Which weights made which token, and the oldest KV."""
+    """Check which weights made which token, and the oldest KV."""
     claimed = _spread(record.weight_versions)
     seen = [(made.by.label, made.by.epoch) for made in watch.tokens]
     if claimed != seen:
@@ -286,7 +286,7 @@ def _spread(spans: Sequence[VersionSpan], first: int = 0) -> list[tuple[str, int
 
 
 def _check_lengths(result: Result, ask: Ask) -> None:
-    """All that was asked for of each token is there, and nothing else."""
+    """Require all that was asked for of each token, and nothing else."""
     count = len(result.token_ids)
     lengths = {
         "logprobs": (len(result.logprobs), ask.logprobs),
@@ -342,7 +342,7 @@ def _check_masks(result: Result, want: Result, count: int) -> None:
 
 
 def _check_prompt(result: Result, want: Result) -> None:
-    """Log-probabilities of the prompt; of an aborted request those that there are."""
+    """Check log-probabilities of the prompt; for an aborted request, the ones that there are."""
     got, whole = result.finished.prompt_logprobs, want.finished.prompt_logprobs  # type: ignore[union-attr]
     if got is None or whole is None:
         _same("prompt log-probabilities", got, whole)
@@ -374,7 +374,7 @@ def _check_rows(result: Result, watch: Watch) -> None:
 
 
 def _pure_length(life: Sequence[int], of_epoch: Sequence[int], content: int) -> int:
-    """How many leading positions of `life` are of `content`."""
+    """Return how many leading positions of `life` are of `content`."""
     return next((p for p, epoch in enumerate(life) if of_epoch[epoch] != content), len(life))
 
 

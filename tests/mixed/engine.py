@@ -56,7 +56,7 @@ class ScriptedChannel(LocalChannel):
 
 
 class Engine(Harness):
-    """`of_epoch[e]`: the content that was committed in weight epoch e; `labels`: those that were in force, in order.
+    """`of_epoch[e]`: the content that was committed in weight epoch e; `labels`: all that were in force, in order.
 
     `finished` is called with each request that has ended, once.
     """
@@ -151,7 +151,7 @@ class Engine(Harness):
             raise Violation(f"{left} began before {below} and go on")
 
     def began_too_early(self, watch: Watch) -> bool:
-        """Whether the continue that is under way aborts it."""
+        """Return whether the continue that is under way aborts the request."""
         oldest = watch.oldest()
         return self._below is not None and oldest is not None and oldest < self._below
 

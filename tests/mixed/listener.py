@@ -36,7 +36,7 @@ class Tap:
             raise Violation(f"KV events describe {len(self.tree.blocks)} tokens, {num_found} of them are cached")
 
     def _find(self, cache: RadixCache, namespace: tuple[str | None, int]) -> int:
-        """How many tokens of the tree of `namespace` there are."""
+        """Return how many tokens the tree of `namespace` has.  Raises `Violation` if no KV event named one."""
         salt = None if namespace[0] is None else namespace[0].removesuffix(_NO_EXTRA_KEY)
         found = 0
         below: list[tuple[RadixNode, Parent]] = [(cache._roots[namespace], ("root", salt))]
@@ -53,7 +53,7 @@ class Tap:
 
 
 def _num_findable(cache: RadixCache, node: RadixNode) -> int:
-    """How many of its tokens can be gone on from, or lie before one that can."""
+    """Return how many tokens of the node can be continued from, or lie before one that can."""
     if cache._snapshots is None or any(_num_findable(cache, child) for child in node.children.values()):
         return len(node)
     return max(node.states, default=0)

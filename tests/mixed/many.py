@@ -49,7 +49,7 @@ class Played:
 
 @dataclass
 class Report:
-    """What a run came to.  `memory`: by process, MB each time that it was looked at."""
+    """The result of a run.  `memory`: by process, MB each time that it was looked at."""
 
     tally: Tally = field(default_factory=Tally)
     failures: list[str] = field(default_factory=list)
@@ -116,7 +116,7 @@ def play_seed(seed: int, zoo: Zoo) -> Played:
 
 
 def _resident_mb() -> float:
-    """What this process keeps: engines that are over are garbage, and not always collected yet."""
+    """Return the memory that this process keeps: garbage of engines that are over is collected first."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6

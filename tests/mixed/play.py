@@ -53,7 +53,7 @@ _NOBODY = "nobody"
 
 
 class MixedFailed(AssertionError):
-    """What went wrong, and the schedule in which it did."""
+    """A failure, and the schedule in which it occurred."""
 
     def __init__(self, schedule: Schedule, number: int, error: BaseException) -> None:
         self.schedule, self.number = schedule, number
@@ -146,7 +146,7 @@ class Player:
                 engine.ask_for(GetSessionsReqInput)
 
     def _ask(self, action: Submit) -> Ask:
-        """What is asked, now that the request is known which it goes on from."""
+        """Return what is asked, now that the request which it continues is known."""
         ask, results = action.ask, self.engine.results
         ended = [result for rid, result in results.items() if rid not in self.engine.open_rids and result.token_ids]
         if action.after < 0 or not ended:

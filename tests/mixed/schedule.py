@@ -1,4 +1,4 @@
-"""What can happen in a schedule, and schedules drawn from a seed.
+"""The actions of a schedule, and schedules drawn from a seed.
 
 An action is plain data without references to engine objects: numbers pick among what there is at that moment.  So any
 part of a schedule can be played, and a failing one can be made smaller.
@@ -33,7 +33,7 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Samples of one prompt, one for each of `seeds`.  `params`: those of `SamplingParams` beside the seed."""
+    """Samples of one prompt, one for each of `seeds`.  `params`: fields of `SamplingParams` beside the seed."""
 
     prompt: list[int]
     params: dict[str, Any]
@@ -59,7 +59,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def edits_logits(self) -> bool:
-        """Whether log-probabilities are of other logits than those of the model."""
+        """True if log-probabilities are of other logits than the model's."""
         edits = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "min_new_tokens")
         return any(name in self.params for name in edits)
 
@@ -156,8 +156,8 @@ Loop = Literal["sequential", "late", "captured"]
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Those of the engine.  `loop`: late launches a step before the one before it is finished; so does captured, which
-    replays steps that only decode.
+    """The settings of the engine.  `loop`: late launches a step before the previous one is finished; so does captured,
+    which replays steps that only decode.
     """
 
     family: str
@@ -362,7 +362,7 @@ class _Drawn:
         return (base[:length] + tail)[: self.longest_prompt]
 
     def _replay(self, computed: int) -> Replay | None:
-        """Of some of the `computed` tokens of a request; those of a schedule are often the same."""
+        """Return routes of some of the `computed` tokens of a request; they are often the same within a schedule."""
         rng = self.rng
         start = rng.choice([0, 0, 3, rng.randrange(computed)])
         rows = computed - start
@@ -413,7 +413,7 @@ _FEATURES = (
 
 
 class _Usual(NamedTuple):
-    """How most requests of a schedule are sampled, as a trainer's are, and a limit that few masks are over."""
+    """The sampling of most requests of a schedule, as of a trainer's, and a limit that few masks exceed."""
 
     temperature: float
     filters: dict[str, Any]
@@ -438,5 +438,5 @@ _ALL_PENALTIES = {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "presenc
 
 
 def _filters(params: dict[str, Any]) -> bool:
-    """Whether there can be a mask: a token is chosen from fewer than all."""
+    """Return whether there can be a mask: a token is chosen from fewer than all."""
     return params["temperature"] == 0.0 or "top_p" in params or "top_k" in params or "min_p" in params

@@ -1,4 +1,4 @@
-"""What every check of the fuzz raises."""
+"""The exception that every check of the fuzz raises."""
 
 
 class Violation(AssertionError):

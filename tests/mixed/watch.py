@@ -23,7 +23,7 @@ The token was computed, and is not returned.
 
 @dataclass(frozen=True)
 class InForce:
-    """What serves: the weight epoch, and its label."""
+    """The weights that serve: their epoch, and its label."""
 
     epoch: int
     label: str

@@ -72,7 +72,7 @@ def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def schedules_until_noticed(name: str, zoo: Zoo, most: int) -> tuple[int, str | None]:
-    """How many schedules it takes, and what is noticed; None: nothing, in the first `most`."""
+    """Return how many schedules it takes, and what is noticed; None: nothing, in the first `most`."""
     wrong, prefixes = WRONG_ENGINES[name], _PREFIXES.get(name)
     shapes = [shape for shape in zoo.shapes if prefixes in (None, shape.prefixes)]
     for seed in range(most):
@@ -98,7 +98,10 @@ def notices(wrong: Wrong, schedule: Schedule, zoo: Zoo) -> str | None:
 
 @_enter
 def frees_a_slot_of_the_tree() -> Context:
-    """Where a mask over the limit ends a request at its first token after a retraction; nothing is asserted."""
+    """Free a slot that the tree owns when a mask over the limit ends a request at its first token after a retraction.
+
+    The assertions that would notice are replaced.
+    """
 
     def recorded_len(self: Req) -> int:
         return min(self.device_len, self.num_tokens - bool(self.output.token_ids))
@@ -240,7 +243,7 @@ def returns_the_score_of_another_row() -> Context:
 
 @_enter
 def goes_on_after_the_end() -> Context:
-    """What a step in flight sampled for a request that has ended is appended."""
+    """Append what a step in flight sampled for a request that has ended."""
     enter = SampledRows.enter
     return _replaced(
         (SampledRows, "enter", lambda self, tokens, epoch, last, ended: enter(self, tokens, epoch, last, ()))
@@ -370,7 +373,7 @@ def misses_stop_strings() -> Context:
 
 @_enter
 def follows_routes_from_the_first_token() -> Context:
-    """As if no prefix had been found."""
+    """Follow routes as if no prefix had been found."""
     spans = step_module._spans
     return _replaced((step_module, "_spans", lambda plan: ((req, 0, count) for req, _, count in spans(plan))))
 
@@ -452,7 +455,7 @@ def never_says_what_was_removed() -> Context:
 
 @_enter
 def loses_an_event() -> Context:
-    """One of those that a prompt which is shared early has."""
+    """Lose one of the events of a prompt which is shared early."""
     stored = KVEvents.stored
 
     def wrong(self: KVEvents, node: Any, *arguments: Any) -> None:

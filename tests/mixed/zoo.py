@@ -47,7 +47,7 @@ Prefixes = Literal["tokens", "snapshots", "pages"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a schedule has to know of a model."""
+    """The facts of a model that a schedule has to know."""
 
     family: str
     dtype: str
@@ -63,7 +63,7 @@ class Shape:
         return self.num_layers > 0
 
     def routes(self, replay: Replay) -> ReplayedRoutes:
-        """As a request brings them along."""
+        """Return routes as a request brings them along."""
         generator = np.random.default_rng(replay.seed)
         order_RLE = generator.random((replay.start + replay.rows, self.num_layers, self.num_experts)).argsort(-1)
         rows_RLK = order_RLE[replay.start :, :, : self.top_k].astype("<u2")
@@ -71,7 +71,7 @@ class Shape:
 
 
 def all_shapes() -> list[Shape]:
-    """Every family in each dtype, but for those that see: their text is another family's."""
+    """Return the shapes of every family in each dtype, but for families that see: their text is another family's."""
     families = [family for family in FAMILIES if family not in SEEING]
     return [_shape(family, dtype) for family in families for dtype in DTYPES] + [
         _tiny_shape(kind, dtype) for kind in KINDS for dtype in DTYPES
@@ -79,7 +79,7 @@ def all_shapes() -> list[Shape]:
 
 
 def _tiny_shape(kind: str, dtype: str) -> Shape:
-    """Of a checkpoint of `tests.model_zoo`."""
+    """Return the shape of a checkpoint of `tests.model_zoo`."""
     spec = tiny_spec(kind)
     return Shape(
         family=kind,
@@ -151,7 +151,7 @@ class Zoo:
 
 
 class Model:
-    """`contents[c]`: every tensor by name; `changed`: the names of those that are not the same in all contents."""
+    """`contents[c]`: every tensor by name; `changed`: the names of tensors that are not the same in all contents."""
 
     def __init__(self, folder: Path, shape: Shape, remember: Callable[[Any, Callable[[], Result]], Result]) -> None:
         self.folder = folder
@@ -175,7 +175,7 @@ class Model:
             self._engine(content)
 
     def alone(self, ask: Ask, seed: int, content: int, most: int | None = None) -> Result:
-        """What a sample of `ask` gets from an engine of this content that has nothing else to do.
+        """Return what a sample of `ask` gets from an engine of this content that has nothing else to do.
 
         Its prompt is computed in one piece, without a prefix; no mask has too many ids.  `most`: tokens to compare.
         """
@@ -228,7 +228,7 @@ class Model:
 
 
 def request_fields(ask: Ask, shape: Shape) -> dict[str, Any]:
-    """What decides the result of a request, beside its prompt and `sampling_params`."""
+    """Return the fields that decide the result of a request, beside its prompt and `sampling_params`."""
     return {
         "return_logprob": ask.logprobs,
         "logprob_start_len": ask.scored,
@@ -271,7 +271,7 @@ def _changes(name: str) -> bool:
 
 
 def _changed(base: Mapping[str, torch.Tensor], content: int) -> dict[str, torch.Tensor]:
-    """Those of `base` that another content has changed."""
+    """Return the tensors of `base` that another content has changed."""
     generator = torch.Generator().manual_seed(content)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in base.items() if content else ():
