@@ -1,4 +1,4 @@
-"""HTTP calls to one server, every answer counted: a status that nobody expects and a broken connection are wrong."""
+"""HTTP calls to one server, every answer counted: an unexpected status and a broken connection are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights explain a sample: what its answer names, taken from what was really sent, recomputed in float64.
+"""The weights that explain a sample: its answer names them, and it is recomputed in float64 from what was really sent.
 
 Samples of one prompt are computed together: the prompt once, their tokens as branches behind it.
 """
@@ -27,7 +27,7 @@ class Explainer:
         self._reference = MixedReference(config, known.contents)
 
     def explain(self, samples: Sequence[Sample]) -> list[Explanation | Violation]:
-        """Of samples of one prompt."""
+        """Explain samples of one prompt."""
         found: list[Explanation | Violation] = [Violation("nothing explains it")] * len(samples)
         readings: list[list[Reading]] = []
         for number, sample in enumerate(samples):
@@ -44,11 +44,11 @@ class Explainer:
         return found
 
     def explain_as(self, sample: Sample, epoch: Epoch) -> Explanation:
-        """As if all of it were of one epoch, whatever it says.  Raises `Violation`."""
+        """Explain the sample as if all of it were of one epoch, whatever it says.  Raises `Violation`."""
         return Reading(self._reference, self._known, sample, [epoch] * len(sample.rows), says_whose=False).explain()
 
     def _epochs(self, sample: Sample) -> Iterator[list[Epoch]]:
-        """Of each position with a row: what the spans of rows say, which must agree with those of the tokens.
+        """Yield the epochs of positions with a row, as the spans of rows say; they must agree with the spans of tokens.
 
         More than one reading where a label was given to several contents.  Raises `Violation`.
         """
@@ -68,7 +68,7 @@ class Explainer:
             yield [of_span[span] for span in rows[:num_prompt]] + tokens[1:]
 
     def _token_epochs(self, sample: Sample) -> list[Epoch]:
-        """Of the tokens; the newest content where a label was given to several and the answer does not say which."""
+        """Return the epoch of each token: the newest, where a label was given to several and the answer names none."""
         spans = places(sample.token_spans, len(sample.output_ids), "tokens")
         epochs = [self._known.epochs_of(span, "tokens")[-1] for span in spans]
         if epochs != sorted(epochs):
@@ -88,7 +88,7 @@ def _first_right(readings: Sequence[Reading], output: MixedOutput) -> Explanatio
 
 
 def _packs(readings: Sequence[Reading]) -> Iterator[list[Reading]]:
-    """Those whose prompts were computed alike, a few at a time."""
+    """Yield readings whose prompts were computed alike, a few at a time."""
     alike: dict[object, list[Reading]] = {}
     for reading in readings:
         alike.setdefault(reading.prompt_facts, []).append(reading)

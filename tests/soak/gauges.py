@@ -1,4 +1,4 @@
-"""What the server's processes take over time: memory, descriptors, log, step time; and whether it grew.
+"""The usage of the server's processes over time: memory, descriptors, log, step time; and whether it grew.
 
 Curves are for the picture.  Judged are the moments of rest between rounds, when no request, connection, group or update
 is left: what is taken then is kept for good.

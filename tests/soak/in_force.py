@@ -1,4 +1,4 @@
-"""What is in force: the tensors of every epoch, as they were sent, and as the engine proves that it holds them.
+"""The content in force: the tensors of every epoch, as they were sent, and as the engine proves that it holds them.
 
 Nothing is believed of a label: after every commit each tensor's fingerprint is read from the engine's memory, and all
 of them together must be one of the contents that can have been committed.
@@ -60,7 +60,7 @@ class InForce:
         self._announce()
 
     def look(self, possible: Sequence[Possible] = ()) -> bool:
-        """Whether a commit came into force since the last look.  Raises `Violation` unless it is a possible one."""
+        """Return whether a commit came into force since the last look.  Raises `Violation` for an impossible one."""
         now = time.monotonic()
         state = self._state()
         changed = state["weight_epoch"] != self.epoch
@@ -85,7 +85,7 @@ class InForce:
         self._check_content()
 
     def forget(self) -> None:
-        """No answer will come that used an earlier epoch."""
+        """Tell that no answer will come that used an earlier epoch."""
         self._tell("forget", self.epoch)
 
     # --- helpers -----------------------------------------------------------------------------------------------------

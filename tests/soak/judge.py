@@ -33,7 +33,7 @@ OTHERS_TOKENS = 4  # fewer may fit by chance
 
 @dataclass
 class Tally:
-    """What was judged.  `complaints` are the first few things that were wrong."""
+    """The numbers of things judged.  `complaints` are the first few things that were wrong."""
 
     samples: int = 0
     tokens: int = 0
@@ -58,9 +58,9 @@ class Tally:
 
 
 class Judge:
-    """Told what is in force with `content`, `label` and `forget`; `answer` judges.
+    """The judge of answers: `content`, `label` and `forget` tell it what is in force; `answer` judges.
 
-    `keep`: a folder for what is found wrong: question, answer, and the weights that the answer names.
+    `keep`: a folder for samples found wrong: question, answer, and the weights that the answer names.
     """
 
     def __init__(self, model: Path, keep: Path | None = None) -> None:
@@ -82,7 +82,7 @@ class Judge:
         self.known.labels[epoch].add(label)
 
     def forget(self, before: Epoch) -> None:
-        """No answer will come that used an epoch before this one."""
+        """Forget the epochs before this one: no answer will come that used them."""
         for epoch in [epoch for epoch in self.known.contents if epoch < before]:
             del self.known.contents[epoch], self.known.labels[epoch]
         self._firsts = {key: first for key, first in self._firsts.items() if key[1] >= before}
@@ -107,7 +107,7 @@ class Judge:
                 self.tally.complain(f"request {sample.rid}: {violation}{self._kept(sample, body, answer)}")
 
     def _kept(self, sample: Sample, body: dict[str, Any], answer: bytes) -> str:
-        """Where everything is kept with which the sample can be judged again; said of the first few."""
+        """Keep everything with which the sample can be judged again, and say where; of the first few only."""
         if self._keep is None or self.tally.wrong >= MOST_COMPLAINTS:
             return ""
         folder = self._keep / sample.rid
@@ -190,7 +190,7 @@ class JudgeProcess:
 
     @property
     def behind(self) -> bool:
-        """Whether so much waits to be judged that clients had better pause."""
+        """True while so much waits to be judged that clients had better pause."""
         return self._tasks.qsize() > MOST_BEHIND
 
     def tell(self, what: str, *args: Any) -> None:
@@ -219,7 +219,7 @@ class JudgeProcess:
     def close(self) -> None:
         self._process.kill()
         self._process.join(10)
-        self._tasks.cancel_join_thread()  # what nobody will read is not waited for
+        self._tasks.cancel_join_thread()  # unread tasks are not waited for
 
 
 def _judge_all(model: Path, keep: Path | None, tasks: Any, tallies: Any) -> None:

@@ -1,4 +1,4 @@
-"""What was in force, for those who judge: contents and names by epoch."""
+"""The contents and names that were in force, by epoch, for the judges."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from tests.abuse.usage import MB
 from tests.soak.play import Played
 
-FAMILIES = {  # of transports: so many points need few colours
+FAMILIES = {  # of transports: many points need few colours
     "broadcast": ("broadcast", "our sender", "trainer killed"),
     "in the body or shared memory": ("pickle", "safetensors", "parameter server"),
     "folders": ("disk", "xor", "overwrite", "ulp-gap"),

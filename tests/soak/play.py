@@ -59,7 +59,7 @@ LAYOUTS = {
 
 @dataclass
 class Played:
-    """What came of one layout.  `wrong`: everything that is not the judge's, nor of a call."""
+    """The result of one layout.  `wrong`: everything that is not the judge's, nor of a call."""
 
     layout: Layout
     seconds: float = 0.0
@@ -132,12 +132,12 @@ class Soak:
         self.traffic.forget()
 
     def stop(self) -> None:
-        """Nobody asks for anything any more."""
+        """Stop everything that asks the server: gauges, strangers, traffic."""
         for one in (self.gauges, self.strangers, self.traffic):
             one.stop()
 
     def _release(self, before: float) -> None:
-        """Answers that came before this time are explained by what is known now."""
+        """Release the answers that came before this time to the judge: what is known now explains them."""
         while self._waiting and self._waiting[0].came < before:
             delivery = self._waiting.popleft()
             self.judge.tell("answer", delivery.body, delivery.answer, self.traffic.may_abort(delivery))
@@ -178,7 +178,7 @@ def play(
     new_judge: Callable[[Path], JudgeProcess] = JudgeProcess,
     first: Callable[[Soak], None] = lambda _: None,
 ) -> Played:
-    """Soak one layout for some time.  `first`: what is done while nobody else does anything yet."""
+    """Soak one layout for some time.  `first`: what is done before any other client does anything."""
     played = Played(layout, started=time.monotonic())
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, (Path(folder) / "log").open("w+") as log:
         with _server(model, layout, log) as server:

@@ -96,8 +96,8 @@ class Reading:
     def _lives(
         self, start: int, lives: Iterator[list[Epoch]], retractions: int, first: MixedOutput | None = None
     ) -> list[list[Epoch]] | None:
-        """The lives from position `start` to the end, each up to where the next begins: one of `lives`, and what may
-        follow it with at most so many `retractions`.
+        """Return the lives from position `start` to the end, each up to where the next begins: one of `lives`, and what
+        may follow it with at most `retractions` retractions.
 
         A life may fit some positions by chance, so others are tried where nothing follows it.  None: nothing fits.
         """
@@ -118,9 +118,9 @@ class Reading:
         return None
 
     def _lives_from(self, start: int) -> Iterator[list[Epoch]]:
-        """What KV may have been computed again before position `start`: all of it by the weights of its own forward;
-        the prompt by those that the answer names, and some tokens by the last of them; a first part by others that were
-        in force on the way there."""
+        """Yield the ways KV may have been computed again before position `start`: all of it by the weights of its own
+        forward; the prompt by the weights that the answer names, and some tokens by the last of them; a first part by
+        others that were in force on the way there."""
         mine, before, rest = self.epochs[start], self.epochs[start - 1], self.epochs[start:]
         yield [mine] * start + rest
         prompt = [self._known.epochs_of(span, "the prompt's KV")[-1] for span in self._prompt_places()]
@@ -182,7 +182,7 @@ class Reading:
         return found
 
     def _can_be_drawn(self, scaled_NV: torch.Tensor, next_N: torch.Tensor, first: int) -> list[bool]:
-        """Whether the noise of each place draws the token there, give or take rounding."""
+        """Return whether the noise of each place draws the token there, give or take rounding."""
         params = self._sample.params
         places_N = np.arange(first, first + len(next_N)) + 1 - self._num_prompt
         noise = uniform(np.full(len(next_N), self._sample.seed, dtype=np.uint64), np.maximum(places_N, 0))
@@ -195,14 +195,14 @@ class Reading:
         return ((begin_N - ROUNDING <= at_N) & (at_N <= end_N + ROUNDING)).tolist()
 
     def _check_scored(self) -> None:
-        """Whose the log-probabilities of the prompt are said to be: entry p is of the forward over position p - 1."""
+        """Check the weights named for the prompt's log-probabilities: entry p is of the forward over position p - 1."""
         for span in self._sample.scored_spans:
             named = self._known.epochs_of(span, "prompt log-probabilities")
             if not set(self.epochs[span.start - 1 : span.end - 1]) <= set(named):
                 raise Violation(f"prompt log-probabilities are said to be of {span}")
 
     def _check_kv(self, used: Sequence[Sequence[Epoch]]) -> None:
-        """What is said of the age of KV."""
+        """Check what the answer says of the age of KV."""
         sample, epochs = self._sample, [epoch for life in used for epoch in life]
         if sample.oldest is not None:
             named = self._known.epochs_of(sample.oldest, "the oldest KV")
@@ -215,7 +215,7 @@ class Reading:
                 raise Violation(f"KV of position {position} is said to be of {span}, not {self.epochs[position]}")
 
     def _prompt_places(self) -> list[Span]:
-        """Of each position of the prompt, whose its KV is said to be at the end.  Raises `Violation`."""
+        """Return, for each position of the prompt, the weights named for its KV at the end.  Raises `Violation`."""
         sample = self._sample
         count = self._num_prompt if sample.output_ids else sum(span.end - span.start for span in sample.prompt_spans)
         return places(sample.prompt_spans, count, "the prompt's KV")

@@ -1,4 +1,4 @@
-"""What one sample claims: its tokens, their log-probabilities, their experts, and the weights behind each of them.
+"""The claims of one sample: its tokens, their log-probabilities, their experts, and the weights behind each of them.
 
 Read out of an answer of /generate, checked for its form by the client's own reader.
 
@@ -22,7 +22,7 @@ Epoch = int
 
 
 class Violation(AssertionError):
-    """What came back is not what was promised."""
+    """An answer that is not as promised."""
 
 
 @dataclass(frozen=True)

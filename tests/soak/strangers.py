@@ -1,4 +1,4 @@
-"""Strangers: whoever else can reach the server, and pauses, continues, flushes, begins, ends and aborts as he likes.
+"""Strangers: other clients that reach the server, and pause, continue, flush, begin, end and abort as they like.
 
 Everything that they do is right by the protocol, and nothing of it may change what is in force but through the answer
 that the trainer gets.
@@ -50,7 +50,7 @@ class Strangers:
         self._thread.join(60)
 
     def meddled(self, since: float) -> bool:
-        """Whether one of them did something since then (`time.monotonic()`), or is at it."""
+        """Return whether one of them did something since then (`time.monotonic()`), or is at it."""
         return self._last >= since or self._busy.locked()
 
     def _meddle(self) -> None:
@@ -93,7 +93,7 @@ class Strangers:
         self._pause(2)
 
     def _begin(self) -> None:
-        """Of an update of his own, which he gives up."""
+        """Begin an update of its own, and give it up."""
         name = f"stranger-{self._rng.random()}"
         if (
             self._calls.post("/begin_weight_update", {"weight_version": "stranger", "update_id": name}).status_code
@@ -103,7 +103,7 @@ class Strangers:
             self._calls.post("/abort_weight_update", {"update_id": name})
 
     def _bucket(self) -> None:
-        """Of an update that was never begun: refused, whatever is open."""
+        """Send a bucket of an update that was never begun: refused, whatever is open."""
         body = {
             "update_id": f"never-{self._rng.random()}",
             "format": "safetensors",
@@ -118,7 +118,7 @@ class Strangers:
 
 
 def resume(calls: Calls) -> None:
-    """End a pause, whoever began it.  A refusal says that something was lost, once, or that it comes too early."""
+    """End a pause of any client.  A refusal says that something was lost, once, or that it comes too early."""
     for _ in range(MOST_CONTINUES):
         if calls.post("/continue_generation").status_code == 200:
             return

@@ -79,7 +79,7 @@ class Traffic:
         self._go.set()
 
     def hold(self, timeout_s: float) -> bool:
-        """Whether all clients have their answers within the time."""
+        """Hold the clients, and return whether all have their answers within the time."""
         self._go.clear()
         with self._changed:
             return self._changed.wait_for(lambda: self._busy == 0, timeout_s)
@@ -106,7 +106,7 @@ class Traffic:
         return None if everything else delivery.may_abort
 
     def forget(self) -> None:
-        """Of what is over, when no answer is under way."""
+        """Forget the aborts that are over, when no answer is under way."""
         self._all_aborted.clear()
 
     # --- clients ---------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Traffic:
             body = self._body(rng, 1) | {"input_ids": prompt[: CONTEXT - 100]}
 
     def _repeat(self, rng: random.Random) -> None:
-        """What somebody asked before, some times in a row."""
+        """Ask what some client asked before, some times in a row."""
         if self._repeatable:
             body = rng.choice(self._repeatable)
             for _ in range(rng.randint(1, 4)):
@@ -296,7 +296,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def _abort_ids(form: str, rid: str, samples: int, rng: random.Random) -> tuple[str | list[str], set[str]]:
-    """What an abort names, and which samples it may hit."""
+    """Return what an abort names, and which samples it may hit."""
     everyone = [f"{rid}_{number}" for number in range(samples)] if samples > 1 else [rid]
     some = rng.sample(everyone, (len(everyone) + 1) // 2)
     unknown = [f"{rid}x", "", "r", f"{rid}_{samples}", f"{rid}_0_0"]

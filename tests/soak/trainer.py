@@ -103,7 +103,7 @@ class Trainer:
             raise Violation(f"{name}: {violation}") from violation
 
     def rest(self) -> None:
-        """With nobody else about: a good refresh comes into force, and nothing is left of it but what it brought.
+        """Require that with no other client a good refresh comes into force, and that nothing else is left of it.
 
         Raises `Violation`.
         """
@@ -139,7 +139,7 @@ class Trainer:
     # --- episodes ----------------------------------------------------------------------------------------------------
 
     def _begun(self, transport: str, fault: str | None = None, part: bool = False, label: str | None = None) -> None:
-        """begin, calls, end.  With an id nobody can meddle once it is begun; without one somebody may."""
+        """Play begin, calls, end.  With an id no other client can meddle once it is begun; without one, one may."""
         rng, label = self._rng, label or self._label()
         new = self._new_content(part)
         bound = fault is not None or part or rng.random() < 0.6
@@ -254,7 +254,7 @@ class Trainer:
             trainer.close()
 
     def _rename(self) -> None:
-        """A new name for what is in force, and the end of all that is older."""
+        """Give the weights in force a new name, and end all that is older."""
         label = self._label()
         body = {"new_version": label, "abort_all_requests": False}
         self._in_force.look()
@@ -268,7 +268,7 @@ class Trainer:
     # --- what they have in common ------------------------------------------------------------------------------------
 
     def _ask_after(self, identity: dict[str, Any], label: str, came: bool) -> None:
-        """What became of an update, by its id.  Raises `Violation` for another word than the truth."""
+        """Ask for the outcome of an update by its id.  Raises `Violation` for another word than the truth."""
         said = self._calls.get("/weight_update", **identity).json()
         right = (said["outcome"] == "committed") == came and said["outcome"] in OUTCOMES
         if not right or (came and said["weight_version"] != label):
@@ -332,7 +332,7 @@ class Trainer:
 
 
 class _Attempt:
-    """A refresh that is tried.  `safe`: once it was begun nobody else can end it; `refusals`: what the server said."""
+    """An attempt at a refresh.  `safe`: once begun no other client can end it; `refusals`: what the server said."""
 
     def __init__(self, in_force: InForce, label: str, new: Content, right: bool) -> None:
         self._in_force = in_force
@@ -343,13 +343,13 @@ class _Attempt:
         self.refusals: list[str] = []
 
     def note(self, answer: httpx.Response) -> bool:
-        """Whether it was taken."""
+        """Return whether the call was taken, and keep a refusal."""
         if answer.status_code != 200:
             self.refusals.append(f"{answer.request.url.path}: {answer.status_code} {answer.text[:200]}")
         return answer.status_code == 200
 
     def possible(self, bucket: Named = ()) -> list[Possible]:
-        """What may be in force now: all of it, or, where a call may have been taken on its own, what that brought."""
+        """Return what may be in force now: all of it, or what a call brought that may have been taken on its own."""
         found = [exactly(self.new, self._label)] if self._right else []
         if bucket:
             label = re.escape(self._label) + r"~\d+of\d+"

@@ -83,7 +83,7 @@ class Group:
         return self._handle
 
     def _join(self) -> GroupHandle | None:
-        """None: the engine did not come; somebody's abort may have kept it from that."""
+        """Join a group with the engine; None if it did not come: another client's abort may have kept it from that."""
         port, name, world_size = free_port(), f"soak-{next(_NUMBERS)}", 1 + self._ranks
         body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world_size}
         body |= {"group_name": name, "backend": "gloo"}

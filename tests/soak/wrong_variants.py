@@ -1,4 +1,4 @@
-"""Answers, and books of what was in force, that are wrong in one way each.  The judge must catch every one.
+"""Answers, and records of the weights in force, that are wrong in one way each.  The judge must catch every one.
 
 A variant takes a right sample and what is known, and returns them with its fault, or None where it does not apply.
 """
@@ -36,7 +36,7 @@ def a_mixture(sample: Sample, known: Known) -> Faulty:
 
 
 def another_version(sample: Sample, known: Known) -> Faulty:
-    """All spans name a version that was in force, but not for this sample."""
+    """Make all spans name a version that was in force, but not for this sample."""
     _, other = _two_epochs(sample, known)
     if other is None or len({span.label for span in sample.row_spans}) > 1:
         return None
