@@ -83,7 +83,7 @@ class Server:
         self.vocab_size = self.harness.scheduler.runner.state.model.config.vocab_size
 
     def hit(self, num_tokens: int) -> int:
-        """Return the longest prefix of `num_tokens` computed tokens that the cache can give."""
+        """Return the length of the longest prefix of `num_tokens` computed tokens that the cache can give."""
         states = self.harness.scheduler.cache.states
         return num_tokens if states is None else states.shareable(num_tokens)
 

@@ -63,7 +63,7 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def logical_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of `stored_tensors`, with those for experts apart."""
+    """Return the tensors of `stored_tensors`, with the experts' tensors apart."""
     return dict(split_fused_experts(stored_tensors(folder).items()))
 
 

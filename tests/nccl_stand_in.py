@@ -54,7 +54,7 @@ class Work:
 
 
 class Stream:
-    """Of one device.  After `error`, the first failure, it never comes to an end."""
+    """The stream of one device.  After `error`, the first failure, it never comes to an end."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -80,7 +80,7 @@ class Stream:
 
 
 class Event:
-    """As `torch.cuda.Event`, recorded where it is made."""
+    """An event like `torch.cuda.Event`, recorded where it is made."""
 
     def __init__(self, stream: Stream) -> None:
         self._reached = threading.Event()
@@ -124,7 +124,7 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What is in memory now, as the host sees it without waiting for the device."""
+    """Return what is in memory now, as the host sees it without waiting for the device."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)
 
@@ -227,7 +227,7 @@ class Backend:
 
 
 def stand_in_transport(store: dist.Store, rank: int, size: int, timeout_s: float) -> NcclTransport:
-    """What `nccl_transport` makes, over the stand-in."""
+    """Return the transport that `nccl_transport` makes, over the stand-in."""
     backend = Backend(store, rank, size, timeout_s)
     connect(backend, torch.device("cuda", rank), timeout_s)
     return NcclTransport(backend)

@@ -33,7 +33,7 @@ def trainer_model(folder: Path, dtype: torch.dtype, name: str = "qwen3_moe") -> 
 def sampled(
     folder: Path, count: int, dtype: str = "bfloat16", temperature: float = 1.0
 ) -> tuple[list[Ask], list[Facts]]:
-    """Of prompts that share prefixes, then of what these became and more; requests arrive while others decode.
+    """Sample prompts that share prefixes, then their continuations; requests arrive while others decode.
 
     Prompts are computed in chunks of 16 tokens.
     """
@@ -82,7 +82,7 @@ class Batch:
 def disagreements(
     model: Any, numerics: EngineNumerics, asks: Sequence[Ask], facts: Sequence[Facts], temperature: float = 1.0
 ) -> list[str]:
-    """Which log-probabilities and routes of the trainer are not those of the engine, bit for bit."""
+    """Return the log-probabilities and routes of the trainer that differ from the engine's, bit for bit."""
     batch = Batch.of(asks, facts)
     with torch.no_grad():
         logits = model(input_ids=batch.input_ids, attention_mask=batch.mask).logits
@@ -102,7 +102,7 @@ def disagreements(
 def gradients(
     model: Any, batch: Batch, routes: torch.Tensor | None = None, *, by_engine: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Of a loss of random weights over the log-probabilities of all tokens, with the routes forced where given."""
+    """Return gradients of a loss of random weights over all log-probabilities, with the routes forced where given."""
     model.zero_grad()
     is_pair = (batch.mask[:, 1:] * batch.mask[:, :-1]).bool()
     weights = torch.randn(is_pair.shape, generator=torch.Generator().manual_seed(0))

@@ -258,7 +258,7 @@ OPERATORS = (matrices, routers, activations, delta_rules, experts, heads, latent
 
 
 def digest() -> str:
-    """Of every result with one thread; with two they must be the same."""
+    """Return the digest of every result with one thread; with two it must be the same."""
     ops, found = compiled_ops(), []
     for threads in (1, 2):
         torch.set_num_threads(threads)

@@ -48,7 +48,7 @@ class Step:
 
 @dataclass
 class Rows:
-    """Of one request in one step."""
+    """The results of one request in one step."""
 
     hidden_TD: torch.Tensor
     logits_TV: torch.Tensor
@@ -130,7 +130,7 @@ class RankEngine:
 
 @torch.inference_mode()
 def one_rank(folder: Path, script: Sequence[Step], batches_of: int = 1, **settings: object) -> Results:
-    """The engine of one rank.  `batches_of`: a step's requests in as many batches as so many DP ranks make of them."""
+    """Run the engine of one rank, a step's requests in as many batches as `batches_of` DP ranks make of them."""
     engine, results = RankEngine(folder, **settings), {}  # type: ignore[arg-type,var-annotated]
     for number, step in enumerate(script):
         for part in (step.part(dp_rank, batches_of) for dp_rank in range(batches_of)):
@@ -154,7 +154,10 @@ def several_ranks(
 
 
 def largest_difference(found: Sequence[Results], expected: Results) -> float:
-    """Of hidden states and logits, over all ranks.  Raises `AssertionError` for other routes, or rows that lack."""
+    """Return the largest difference of hidden states and logits, over all ranks.
+
+    Raises `AssertionError` for other routes, or missing rows.
+    """
     assert set().union(*found) == expected.keys()
     largest = 0.0
     for results in found:

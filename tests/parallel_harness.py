@@ -30,7 +30,7 @@ COLLECTIVE_S = 30.0
 
 
 class ParallelHarness(Harness):
-    """`channel` and `scheduler` are those of rank 0, `schedulers` all by rank.  Close it."""
+    """A harness of several ranks: `channel` and `scheduler` are rank 0's, `schedulers` all by rank.  Close it."""
 
     def __init__(self, model_path: Path | str, **settings: Any) -> None:
         defaults: dict[str, Any] = {
@@ -129,7 +129,7 @@ class ParallelHarness(Harness):
         return self._on_all(lambda rank: look(self.schedulers[rank]))
 
     def shorten_deadlines(self, seconds: float) -> None:
-        """Of collectives, from now on."""
+        """Shorten the deadlines of collectives, from now on."""
         for scheduler in self.schedulers:
             for communicator in scheduler.parallel.communicators:
                 communicator.timeout_s = seconds
@@ -153,7 +153,7 @@ class ParallelHarness(Harness):
             self.answers[message.request_id] = plain(merge_answers(self._partial.pop(message.request_id)))
 
     def _on_all_until_all_rest(self, turn: Callable[[int], bool]) -> list[bool]:
-        """A turn on every rank, and further ones on those that are done while another is not."""
+        """Run a turn on every rank, and further ones on ranks that are done while another is not."""
         ran = [False] * len(self._threads)
         turns = {rank: thread.submit(turn, rank) for rank, thread in enumerate(self._threads)}
         while True:

@@ -82,7 +82,7 @@ class World:
         ]
 
     def end(self, tensors: Tensors) -> ControlReqOutput:
-        """If it succeeds, `tensors` are in force from now on."""
+        """End the update; if it succeeds, `tensors` are in force from now on."""
         ended = self.engine.control(EndWeightUpdateReqInput, update_id=self.update_id)
         if ended.success:
             self.committed(tensors, ended.data["weight_version"])
@@ -135,7 +135,7 @@ class World:
             scheduler.cache.check()
 
     def compare(self) -> None:
-        """What the ranks generate is what one rank generates with the same content."""
+        """Require that the ranks generate what one rank generates with the same content."""
         ours, theirs = self.engine.generate(PROMPTS, PARAMS), self.alone.generate(PROMPTS, PARAMS)
         for got, want in zip(ours, theirs, strict=True):
             assert got.token_ids == want.token_ids, "other tokens"

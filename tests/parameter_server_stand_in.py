@@ -56,7 +56,7 @@ def plan(named: Named, bucket_bytes: int) -> list[list[tuple[str, torch.Tensor]]
 
 
 def bucket_bytes_for(named: Named) -> int:
-    """Of the program: small, so that a checkpoint takes some buckets, but as large as its largest tensor."""
+    """Return the program's bucket size: small, for several buckets a checkpoint, but as large as the largest tensor."""
     return max(1 << 17, *(aligned(tensor.nbytes) for _, tensor in named))
 
 

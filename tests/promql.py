@@ -28,7 +28,7 @@ class Scrapes:
         self.before, self.after = _samples(before, target), _samples(after, target)
 
     def evaluate(self, expression: str) -> Vector:
-        """Value by labels; empty if no series matches.  Raises `ValueError` for what it cannot read."""
+        """Return the value by labels; empty if no series matches.  Raises `ValueError` for an unreadable expression."""
         parser = _Parser(expression, self)
         result = parser.quotient()
         if parser.peek() is not None:
@@ -143,7 +143,7 @@ def _divide(above: Vector, below: Vector) -> Vector:
 
 
 def _histogram_quantile(quantile: float, buckets: Vector) -> Vector:
-    """Of one histogram, linear within a bucket."""
+    """Return the quantile of one histogram, linear within a bucket."""
     counts = sorted((float(dict(labels)["le"]), value) for labels, value in buckets.items())
     if not counts:
         return {}

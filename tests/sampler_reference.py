@@ -40,7 +40,7 @@ def order_of(scaled: np.ndarray) -> list[int]:
 
 
 def kept_tokens(scaled: np.ndarray, row: SamplingRow, top_p: float, min_p: float) -> set[int]:
-    """What top-k, top-p and min-p leave."""
+    """Return the tokens that top-k, top-p and min-p leave."""
     weights, order = np.exp(scaled - scaled.max()), order_of(scaled)
     if row.params.top_k > 0:
         order = order[: row.params.top_k]
@@ -66,7 +66,7 @@ def can_be_drawn(scaled: np.ndarray, kept: set[int], noise: float) -> set[int]:
 
 
 def complaints(logits_NV: torch.Tensor, rows: Sequence[SamplingRow], tokens: SampledTokens) -> list[str]:
-    """What is wrong with `tokens`, sampled from these logits; empty if nothing is."""
+    """Return what is wrong with `tokens`, sampled from these logits; empty if nothing is."""
     found: list[str] = []
     chosen_at = kept_at = 0
     for i, row in enumerate(rows):
@@ -113,7 +113,7 @@ def complaints(logits_NV: torch.Tensor, rows: Sequence[SamplingRow], tokens: Sam
 def mask_complaints(
     scaled: np.ndarray, row: SamplingRow, token: int, ids: list[int], logprobs: torch.Tensor
 ) -> list[str]:
-    """What is wrong with the mask of a row."""
+    """Return what is wrong with the mask of a row."""
     params = row.params
     if params.is_greedy:
         return [] if ids == [token] and logprobs.tolist() == [0.0] else [f"mask {ids[:5]} of a greedy row"]

@@ -53,7 +53,7 @@ CLASSES = (FlattenedTensorMetadata, LocalSerializedTensor, FlattenedTensorBucket
 
 @contextlib.contextmanager
 def classes_in(module_name: str) -> Iterator[None]:
-    """`CLASSES` are those of the module `module_name`, which can be imported."""
+    """Make `CLASSES` belong to the module `module_name`, which can be imported."""
     parts = module_name.split(".")
     names = [".".join(parts[: count + 1]) for count in range(len(parts))]
     assert not set(names) & sys.modules.keys()
@@ -72,7 +72,7 @@ def classes_in(module_name: str) -> Iterator[None]:
 
 
 def forking_pickle(value: Any) -> bytes:
-    """What SGLang's `MultiprocessingSerializer.serialize` returns: tensors go by torch's shared-memory reductions."""
+    """Pickle as SGLang's `MultiprocessingSerializer.serialize` does: tensors go by torch's shared-memory reductions."""
     buffer = io.BytesIO()
     ForkingPickler(buffer).dump(value)
     return buffer.getvalue()

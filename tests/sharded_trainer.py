@@ -104,7 +104,7 @@ def fsdp_model(seed: int, mesh: DeviceMesh, shard_dim: int = 0) -> torch.nn.Modu
 
 
 def sharded(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> DTensor:
-    """As `distribute_tensor`, without collectives: gloo knows not every dtype."""
+    """Shard as `distribute_tensor` does, without collectives: gloo does not know every dtype."""
     local = whole
     for placement, at, parts in zip(placements, mesh.get_coordinate() or (), mesh.mesh.shape):
         if isinstance(placement, Shard):
@@ -187,7 +187,7 @@ def random_gathers(rank: int) -> None:
 
 
 def refusals(rank: int) -> None:
-    """What cannot be sent is refused on both ranks, and neither waits for the other."""
+    """Require that both ranks refuse what cannot be sent, and that neither waits for the other."""
     mesh = init_device_mesh("cpu", (2,))
     rows = sharded(torch.randn(4, 4), mesh, [Shard(0)])
     start = time.monotonic()

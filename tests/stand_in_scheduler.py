@@ -291,7 +291,7 @@ class StandInScheduler:
 
 
 def _blank(verb: ControlReqInput) -> dict[str, Any]:
-    """What a reply to the verb must have: the verb's own values of the same names, else nothing of the right type."""
+    """Return a blank reply to the verb: the verb's own values of the same names, else nothing of the right type."""
     blank: dict[str, Any] = {}
     for item in msgspec.structs.fields(reply_type(type(verb))):
         if item.required:

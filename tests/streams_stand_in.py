@@ -3,7 +3,7 @@
     stream A   work  work  event x  work         x.synchronize() does the first two; what is read before is what was
     stream B   wait for x, work                  there before them
 
-One thread, and always the same order: a race shows as a stale value, every time.  The traps are those of CUDA: work of
+One thread, and always the same order: a race shows as a stale value, every time.  The traps are CUDA's: work of
 different streams has no order but by events; to wait for an event that was never recorded is to wait for nothing; an
 event that is recorded again stands for the later record.
 """
@@ -33,7 +33,7 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        """What is enqueued from now on comes after the event as it stands now."""
+        """Run what is enqueued from now on after the event as it stands now."""
         stream, end = event.place
         if stream is not None:
             self.enqueue(lambda: stream.run(end))

@@ -1,4 +1,4 @@
-"""Which tests every change must pass, and which run with everything else: docs/testing.md.
+"""The tests that every change must pass, and the ones that run with everything else: docs/testing.md.
 
     gate    no marker, or `@pytest.mark.gate` in a module of another tier: what `make test` runs
     full    `@pytest.mark.full`: for `make test-full` alone, except the cases of `full(but="tp2")`
@@ -24,12 +24,12 @@ settings.register_profile("gate", max_examples=GATE_EXAMPLES, derandomize=True, 
 
 
 def examples(everything: int, gate: int = GATE_EXAMPLES) -> int:
-    """How many examples hypothesis plays: `everything`, or in the gate at most `gate`."""
+    """Return how many examples hypothesis plays: `everything`, or in the gate at most `gate`."""
     return min(everything, gate) if in_the_gate() else everything
 
 
 def in_the_gate() -> bool:
-    """Whether tests play as few examples as the gate does."""
+    """Return whether tests play as few examples as the gate does."""
     return settings.get_current_profile_name() == "gate"
 
 
@@ -41,7 +41,7 @@ def tier_of(item: pytest.Item) -> str:
 
 
 def unknown_cases(items: list[pytest.Item]) -> list[str]:
-    """What `full(but=...)` names although no test has such an id: after a renaming the gate would miss it."""
+    """Return what `full(but=...)` names although no test has such an id: after a renaming the gate would miss it."""
     unknown: dict[tuple[str, int], set[str]] = {}
     for item in items:
         for marker in item.iter_markers("full"):
@@ -56,15 +56,15 @@ def _cases(marker: pytest.Mark) -> tuple[str, ...]:
 
 
 def _is_case(item: pytest.Item, name: str) -> bool:
-    """Whether the id of a parametrized test is `name`, or starts with it."""
+    """Return whether the id of a parametrized test is `name`, or starts with it."""
     case = item.name.partition("[")[2].removesuffix("]")
     return case == name or case.startswith(f"{name}-")
 
 
 class Turns:
-    """Lets the processes of a run play tests side by side, and a serial test alone.
+    """The lock that lets the processes of a run play tests side by side, and a serial test alone.
 
-    Who waits to be alone holds the door, so that nobody goes in meanwhile.
+    A process that waits to be alone holds the door, so that no other goes in meanwhile.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -41,7 +41,7 @@ class Endpoint:
 
 
 def weight_endpoints(openapi: dict[str, Any]) -> list[Endpoint]:
-    """Those with a body that are tagged, or named, after weights."""
+    """Return the endpoints with a body that are tagged, or named, after weights."""
     endpoints = []
     for path, operations in openapi["paths"].items():
         for method, operation in operations.items():

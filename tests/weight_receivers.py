@@ -47,7 +47,7 @@ def start(receivers: int, num_elements: int, groups: Sequence[tuple[int, str | N
 
 
 def answers(processes: Sequence[subprocess.Popen]) -> list[list[Answer]]:
-    """What each wrote, bucket by bucket; every process must have ended well."""
+    """Return what each process wrote, bucket by bucket; every process must have ended well."""
     result = []
     for process in processes:
         out, err = process.communicate(timeout=4 * TIMEOUT_S)

@@ -78,7 +78,7 @@ def test_wrong_variants_are_caught(zoo: Zoo, variant: str) -> None:
 @pytest.mark.parametrize("pause", [None, "retract", "in_place"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_plain_refresh_over_every_transport(zoo: Zoo, transport: str, pause: str | None, dtype: Dtype) -> None:
-    """The base of random histories: without a fault each transport brings new weights in the midst of requests."""
+    """Random histories rely on this: without a fault each transport brings new weights in the midst of requests."""
     refresh = Refresh(transport, content=2, pause=pause, meanwhile=[Steps(2), Steps(2)])  # type: ignore[arg-type]
     history = History(
         [Submit([5, 6, 7, 8], new=24, stream=True, temperature=1.0), Steps(4), refresh, Steps(4)], pool=200
@@ -90,7 +90,7 @@ def test_a_plain_refresh_over_every_transport(zoo: Zoo, transport: str, pause: s
 @pytest.mark.parametrize("staging", STAGINGS)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_every_failure_is_injected(zoo: Zoo, failure: str, staging: StagingMode) -> None:
-    """The base of random histories: in every staging mode the refresh is refused, and poisons where it must."""
+    """Random histories rely on this: in every staging mode the refresh is refused, and poisons where it must."""
     refresh = Refresh("distributed", content=1, fault=failure, pause="retract")  # type: ignore[arg-type]
     tally = play(History([Submit([1, 2, 3], new=8), refresh, Steps(3)], staging=staging), zoo)
     assert tally.refusals and tally.commits == 1  # of the refresh with which every history ends

@@ -223,7 +223,7 @@ def test_what_was_broadcast_for_a_refused_call_is_never_taken_for_the_next(
 
 
 def test_a_sender_of_a_refused_call_does_not_wait(engine: Engine, group: GroupHandle) -> None:
-    """The call was never received, and its broadcast is larger than what the system buffers."""
+    """The sender of a call that was never received does not wait either: its broadcast exceeds the system's buffers."""
     engine.begin_weight_update(coverage="partial")
     refused = announce(engine, group, [(NORM, torch.ones(4))], load_format="zip")
     start = time.monotonic()

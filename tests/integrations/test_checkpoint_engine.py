@@ -32,7 +32,7 @@ FRAMEWORK = Framework(
 
 
 class _Cpu:
-    """The CPU, as what the package asks of a device."""
+    """The attributes that the package asks of a device, for the CPU."""
 
     device_type = "cpu"
     backend = "gloo"
