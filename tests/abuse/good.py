@@ -31,7 +31,7 @@ def payload(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def good_bodies(victim: Victim) -> dict[str, Body]:
-    """By path.  A path that is not here gets what its schema demands."""
+    """Return good bodies by path.  A path that is not here gets what its schema demands."""
     name, tensor = sorted(tensors_of(victim.model).items())[0]
     shape = list(tensor.shape)
     nowhere = str(victim.folder / "nowhere")

@@ -82,7 +82,7 @@ class Siege:
         return wrong
 
     def _attack(self, victim: Victim, attack: Attack) -> tuple[str, list[str]]:
-        """Its word, and what is wrong.  The server is killed under an attack that does not end, which ends it."""
+        """Return the attack's word, and what is wrong.  An attack that does not end is ended by killing the server."""
         overdue = threading.Event()
 
         def end() -> None:

@@ -38,7 +38,7 @@ AT_REST = (
     *("/finish_weight_update", "/abort_weight_update", "/stop_profile", "/resume_memory_occupation"),
     *("/continue_generation", "/continue_generation"),
 )
-"""What brings a server to rest, whatever was begun; refused where nothing was."""
+"""Calls that bring a server to rest, whatever was begun; refused where nothing was."""
 
 
 class Harmed(Exception):

@@ -166,7 +166,7 @@ def _event(title: str, event: Callable[[Trainer], None], verdict: Verdict = "TAK
 
 
 def _meanwhile(title: str, event: Callable[[Trainer], None], aborts: bool = False) -> Fault:
-    """It must not disturb a refresh, nor a pull that is under way."""
+    """Return a fault for an event that must not disturb a refresh, nor a pull that is under way."""
     fault = _event(title, event, aborts=aborts)
     return replace(fault, on_pull=replace(fault, points=("middle",)))
 

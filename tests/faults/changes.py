@@ -12,7 +12,7 @@ Change = Callable[[Named], Named]
 
 
 def renamed(named: Named) -> Named:
-    """Under a name that the model does not have."""
+    """Give the first tensor a name that the model does not have."""
     (name, tensor), *rest = named
     return [(f"{name}.other", tensor), *rest]
 

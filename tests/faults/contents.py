@@ -38,7 +38,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Answer:
-    """To the fixed request: the tokens sampled greedily, and the log-probabilities of prompt and tokens."""
+    """The answer to the fixed request: the tokens sampled greedily, and the log-probabilities of prompt and tokens."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

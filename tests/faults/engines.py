@@ -88,7 +88,7 @@ class Engine(RefreshHarness):
         return self.results[rid]
 
     def settle(self) -> None:
-        """After a fault: abort the update that is still open, and continue generation."""
+        """Abort the update that is still open after a fault, and continue generation."""
         update = self.call(GetStateReqInput).data["weight_update"]
         if update["open"]:
             self.call(AbortWeightUpdateReqInput, update_id=update["update_id"])

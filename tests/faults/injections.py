@@ -74,13 +74,13 @@ def hook(
 
 
 def raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
-    """In the middle of a bucket; while the commit is prepared; half-way through the commit."""
+    """Raise in the middle of a bucket, while the commit is prepared, or half-way through the commit."""
     place = place_of(point, engine.staging)
     return _raises_at(replace(place, call=_nth_write(engine, point)) if point in BUCKETS else place)
 
 
 def derived_raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
-    """After all tensors are written, once."""
+    """Raise after all tensors are written, once."""
     return _raises_at(Place(engine.weights, "recompute_derived"))
 
 

@@ -163,7 +163,7 @@ class IpcSender(Sender):
         return UpdateWeightsFromIPCReqInput, {"zmq_handles": handles}
 
     def kill(self) -> None:
-        """Its shared memory outlives it."""
+        """Kill the sender, then remove its shared memory, which outlives it."""
         super().kill()
         for name in self._buffers:
             with suppress(FileNotFoundError):

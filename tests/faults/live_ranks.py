@@ -47,7 +47,7 @@ from tests.faults.wrong_engines import wrong_engines
 How = Literal["stops for a moment", "stops for long", "dies"]
 HOWS: tuple[How, ...] = ("stops for a moment", "stops for long", "dies")
 DEADLINE_S = 4.0
-"""Of every collective; 120 s in a server."""
+"""The deadline of every collective; 120 s in a server."""
 _MOMENT_S, _LONG_S = 0.5, DEADLINE_S + 1.5
 LIMIT_S = 60.0  # of anything; the machine may be busy
 LAYOUTS: dict[str, dict[str, Any]] = {

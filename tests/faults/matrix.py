@@ -92,7 +92,7 @@ def play(engine: Engine, trainer: Trainer, cell: Cell) -> Outcome:
 
 
 def good_refresh(engine: Engine, trainer: Trainer, offset: int = 1) -> None:
-    """To the content `offset` further.  Raises `Wrong` unless it comes into force."""
+    """Refresh to the content `offset` further.  Raises `Wrong` unless it comes into force."""
     good = engine.next_version(offset)
     trainer.refresh(good)
     engine.outcome(good, good)

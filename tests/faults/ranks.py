@@ -306,7 +306,7 @@ class _Rank:
         return init_process_group("127.0.0.1", port, self._number, self._ranks, f"votes-{port}", "gloo", _DEADLINE_S)
 
     def _set_traps(self, staging: StagingMode) -> None:
-        """For the life of the process."""
+        """Set the traps for the life of the process."""
         hook(WeightTransaction, "__init__", lambda _: self.trap.at("begin")).start()
         for step, now in (("first", lambda: self.bucket), ("verify", lambda: "verify"), ("commit", lambda: "commit")):
             self._trap(place_of(step, staging), now)

@@ -77,7 +77,7 @@ class Trainer:
     # --- a good one -----------------------------------------------------------------------------------------------
 
     def refresh(self, target: Version) -> None:
-        """Without a fault.  Raises `Wrong` when it is refused."""
+        """Refresh without a fault.  Raises `Wrong` when it is refused."""
         self.is_dead, self.request = False, None
         self._base = self.engine.zoo.contents[self.engine.in_force.content]
         if self.transport == PULL:
@@ -95,7 +95,7 @@ class Trainer:
     # --- a bad one ------------------------------------------------------------------------------------------------
 
     def fail(self, target: Version, sabotage: Sabotage) -> list[ControlReqOutput]:
-        """With a fault; the engine's answers."""
+        """Refresh with a fault, and return the engine's answers."""
         self.is_dead, self.request = False, None
         self._base = self.engine.zoo.contents[self.engine.in_force.content]
         if self.transport == PULL:

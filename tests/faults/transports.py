@@ -154,7 +154,7 @@ def _payload(call: Call, content: bytes, **fields: Any) -> Verb | None:
 
 
 def tensor_safetensors(engine: RefreshHarness, call: Call) -> Verb:
-    """In shared memory, which a sender that is killed takes with it."""
+    """Send tensors in shared memory, which a sender that is killed takes with it."""
     content = _damaged_bytes(save(dict(call.named)), call.damage)
     segment = SharedMemory(create=True, size=len(content))
     assert segment.buf is not None

@@ -195,7 +195,7 @@ def forgets_what_was_lost() -> Context:
 
 @noticed_by("matrix")
 def hangs_when_a_bucket_is_refused() -> Context:
-    """For longer than the deadline, which is shortened here."""
+    """Hang for longer than the deadline, which is shortened here."""
     receive = WeightUpdater.receive
 
     def wrong(self: WeightUpdater, *arguments: Any) -> None:
@@ -239,7 +239,7 @@ def recomputes_routes_after_a_retraction() -> Context:
 
 @noticed_by("histories")
 def commits_in_the_middle_of_a_step() -> Context:
-    """Between the layers and the output head."""
+    """Commit between the layers and the output head."""
     boundary: list[Callable[[], None]] = []
     logits, connect = ModelRunner.logits, Scheduler.connect
 
@@ -292,7 +292,7 @@ def a_vote_that_raises_is_a_no() -> Context:
 
 @noticed_by("stopped")
 def serves_on_after_a_lost_exchange() -> Context:
-    """It is answered as a failure of the verb, and the engine can never be refreshed again."""
+    """Answer a lost exchange as a failure of the verb; the engine can never be refreshed again."""
     run = RankConsensus.run
 
     def wrong(self: RankConsensus, *arguments: Any) -> Any:

@@ -57,7 +57,7 @@ def sampling_parameters_at_their_extremes(victim: Victim) -> str:
 
 
 def _all_of(victim: Victim, found: list[Operation], most_s: float) -> str:
-    """In another order in every run; what does not fit into the time of an endpoint is left out and counted."""
+    """Send all calls, in another order in every run; calls beyond the time of an endpoint are left out and counted."""
     bodies = good_bodies(victim)
     seed = time.time_ns() % 100_000
     calls = left_out = 0

@@ -14,7 +14,7 @@ BODY = {"input_ids": [6] * 30, "sampling_params": PARAMS, "return_logprob": True
 HELD_S = 10.0
 NUM_LEAVING = 300
 GONE_S = 5.0
-"""Until nothing of them runs any more."""
+"""Seconds until nothing of the leaving clients' requests runs any more."""
 
 
 @attack(OPEN, KEYED, seconds=120.0, keeps_mb=150, peak_mb=900)

@@ -30,7 +30,7 @@ def sessions_without_end(victim: Victim) -> str:
 
 @attack(OPEN, seconds=60.0, log_kb=128)
 def session_headers_of_junk(victim: Victim) -> str:
-    """In every header: a refusal, or a session with an odd name."""
+    """Junk in every session header: a refusal, or a session with an odd name."""
     values = ["", "x" * 512, "x" * 513, "x" * 30_000, "-1", "1e9", "9" * 400, "../..", "%00", "é", '"}\\', "²"]
     body = {"input_ids": [1, 2, 3], "sampling_params": PARAMS}
     for name in HEADERS:

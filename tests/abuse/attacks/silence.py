@@ -17,9 +17,9 @@ from tests.abuse.server import Victim
 MARGIN_S = 6.0
 """Beyond `--weight-update-timeout`."""
 TOLD_S = 10.0
-"""What a peer is given beyond that to be told that it is over."""
+"""Seconds that a peer is given beyond that to be told that it is over."""
 ANSWERS = (b"", b"\x00" * 4096, None)
-"""What a rendezvous master says to each that comes; None: it closes the connection."""
+"""Answers of a rendezvous master to each that comes; None: it closes the connection."""
 
 
 @attack(OPEN, KEYED, RANKS, seconds=90.0, quick=True)
