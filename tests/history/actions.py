@@ -88,7 +88,7 @@ class Relabel(Action, frozen=True):
 
 
 class Begin(Action, frozen=True):
-    """Out of the blue: a second trainer."""
+    """A second trainer's begin, out of the blue."""
 
 
 class End(Action, frozen=True):
@@ -146,7 +146,7 @@ class History(msgspec.Struct, frozen=True):
     dtype: Dtype = "float64"
 
     def text(self) -> str:
-        """For people: one action a line."""
+        """Return the history for people to read: one action a line."""
         lines = [f"{number:3} {msgspec.json.encode(action).decode()}" for number, action in enumerate(self.actions)]
         return (
             f"pool={self.pool} chunk={self.chunk} radix={self.radix} staging={self.staging} dtype={self.dtype}\n"

@@ -50,7 +50,7 @@ class Trace:
     streamed: list[tuple[int, str]] = field(default_factory=list)  # tokens so far, label of the last
 
     def advance(self, expected: Expected, retractions: int, computed: int, tokens: int) -> None:
-        """After a step.  `computed`: positions with KV; `tokens`: tokens sampled so far."""
+        """Take in a step.  `computed`: positions with KV; `tokens`: tokens sampled so far."""
         while len(self.lives) <= retractions:
             self.lives.append([])
         life = self.lives[-1]

@@ -62,7 +62,7 @@ class ScriptedExecutor:
             self.running = False
 
     def shutdown(self, *_: Any, **__: Any) -> None:
-        """Nothing runs here."""
+        """Do nothing: nothing runs here."""
 
 
 class Driver(RefreshHarness):

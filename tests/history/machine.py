@@ -88,7 +88,7 @@ class HistoryFailed(AssertionError):
 
 
 class Zoo:
-    """By dtype: `NUM_CONTENTS` contents of one shape."""
+    """The contents by dtype: `NUM_CONTENTS` of one shape."""
 
     def __init__(self, folder: Path) -> None:
         self.by_dtype = {dtype: Contents(folder / dtype, HISTORY_SHAPE, dtype, NUM_CONTENTS) for dtype in DTYPES}
@@ -149,7 +149,7 @@ class Machine:
                 self._finish()
 
     def conclude(self) -> None:
-        """After any history: the engine goes on, answers everything, and takes a good refresh."""
+        """Require that after any history the engine goes on, answers everything, and takes a good refresh."""
         driver = self.driver
         self._resume()
         self._clear()

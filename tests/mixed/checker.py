@@ -129,7 +129,7 @@ class Checker:
         _check_prompt(result, want)
 
     def _require_abort(self, watch: Watch, record: FinishedRecord) -> None:
-        """It ended early, and somebody wanted that."""
+        """Require that some client wanted the early end of the request."""
         assert self.engine is not None
         message = record.reason.message or ""
         if watch.may_end or (message.startswith(_BEGAN) and self.engine.began_too_early(watch)):

@@ -37,14 +37,14 @@ from tests.mixed.zoo import Model, in_turn, request_fields
 from tests.scheduler_harness import Harness, Result
 
 REFUSALS = (400, 409, 503)
-"""What a verb may be answered with that comes at the wrong time."""
+"""Statuses with which a verb that comes at the wrong time may be answered."""
 _MOST_TURNS = 4000
 _TURN_S = 0.001
 _EVENTS = '{"endpoint": "ipc:///nowhere", "weight_versions": true}'
 
 
 class ScriptedChannel(LocalChannel):
-    """Its clock goes on by a millisecond a turn, and by what the script adds."""
+    """A channel whose clock goes on by a millisecond a turn, and by what the script adds."""
 
     def __init__(self) -> None:
         super().__init__()

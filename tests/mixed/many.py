@@ -28,12 +28,12 @@ MOST_FAILURES = 10
 _REPORT_EVERY_S = 60.0
 _LOOK_EVERY_S = 5.0
 _MANY = 300
-"""So many schedules of a process say whether its memory grows: all engines that stay are built before them."""
+"""The number of schedules of a process that say whether its memory grows: engines that stay are built before."""
 _WARM = 100
-"""After so many of them the answers that are remembered are as many as ever."""
+"""The number of them after which the remembered answers do not become more."""
 _MEMORY_EVERY = 20
 _GROWTH = 0.06
-"""What allocators may keep, as a share; the soak grants servers as much."""
+"""The share that allocators may keep; the soak grants servers as much."""
 
 
 @dataclass
@@ -175,7 +175,7 @@ def _play_apart(
     results: multiprocessing.Queue[Played],
     builds_all: bool,
 ) -> None:
-    """In a process of its own, until it is ended."""
+    """Play in a process of its own, until it is ended."""
     torch.set_num_threads(1)
     for played in _play_all(Zoo(folder), iter(waiting.get, None), builds_all):
         results.put(played)

@@ -95,7 +95,7 @@ class Player:
         self.engine.check_events()
 
     def conclude(self) -> Tally:
-        """After any schedule: the engine has its memory, goes on, answers everything, and holds nothing."""
+        """Require that after any schedule the engine has its memory, goes on, answers everything, and holds nothing."""
         engine, tally = self.engine, self.checker.tally
         engine.ask_for(ResumeMemoryOccupationReqInput)
         if engine.scheduler.serving.withheld is not None:

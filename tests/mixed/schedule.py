@@ -182,7 +182,7 @@ class Schedule(msgspec.Struct, frozen=True):
     actions: list[AnyAction]
 
     def text(self) -> str:
-        """For people: one action a line."""
+        """Return the schedule for people to read: one action a line."""
         lines = [f"{number:3} {msgspec.json.encode(action).decode()}" for number, action in enumerate(self.actions)]
         return "\n".join([f"seed {self.seed}: {msgspec.json.encode(self.settings).decode()}", *lines])
 

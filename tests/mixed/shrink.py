@@ -20,7 +20,7 @@ def shrink(failure: MixedFailed, zoo: Zoo) -> MixedFailed:
 
 
 def _without_any(failure: MixedFailed, size: int, zoo: Zoo) -> MixedFailed | None:
-    """Without `size` actions in a row, the last ones that can go."""
+    """Return a failure without `size` actions in a row, the last ones that can go."""
     actions = failure.schedule.actions
     for start in range(len(actions) - size, -1, -size):
         smaller = _fails(failure.schedule, [*actions[:start], *actions[start + size :]], zoo)

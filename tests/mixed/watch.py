@@ -15,7 +15,7 @@ from tests.mixed.schedule import Ask
 from tests.scheduler_harness import Result
 
 OVER_MASK_LIMIT = (400, 413)
-"""What a request ends with at a token whose mask has too many ids, by itself and with all before it.
+"""Statuses of a request that ends at a token whose mask has too many ids, by itself and with all before it.
 
 The token was computed, and is not returned.
 """
@@ -66,7 +66,7 @@ class Watch:
     must_be_refused: bool = False
 
     def advance(self, retractions: int, computed: int, tokens: int, turn: Turn) -> None:
-        """After a turn.  `computed`: positions with KV; `tokens`: those so far."""
+        """Take in a turn.  `computed`: positions with KV; `tokens`: tokens so far."""
         if turn.is_late:
             self._count(tokens, turn.sampled_by)
         while len(self.lives) <= retractions:

@@ -45,7 +45,7 @@ Context = AbstractContextManager[Any]
 Wrong = Callable[[], Context]
 WRONG_ENGINES: dict[str, Wrong] = {}
 _PREFIXES: dict[str, Prefixes] = {}
-"""Those that are wrong only with models which find prefixes in one way."""
+"""The engines that are wrong only with models which find prefixes in one way."""
 
 
 def _enter(wrong: Wrong) -> Wrong:
@@ -159,7 +159,7 @@ def finds_prefixes_of_other_salts() -> Context:
 
 
 def _nothing(*_: Any) -> None:
-    """In place of the events of a tree without namespaces, and of their check."""
+    """Stand in for the events of a tree without namespaces, and for their check."""
 
 
 _NO_EVENTS = ((build, "KVEvents", _nothing), (Engine, "check_events", _nothing))
@@ -207,7 +207,7 @@ def drops_a_row_of_routes() -> Context:
 
 @_enter
 def computes_rows_of_routes_again() -> Context:
-    """After a retraction, under the weights in force then."""
+    """Compute rows again after a retraction, under the weights in force then."""
     save = RecordReader.save_rows
 
     def wrong(self: RecordReader, req: Req) -> None:
@@ -252,7 +252,7 @@ def goes_on_after_the_end() -> Context:
 
 @_enter
 def labels_tokens_when_they_are_finished() -> Context:
-    """And not by the weights that their step was launched with."""
+    """Label tokens when their step is finished, not by the weights that it was launched with."""
     finish = StepRunner.finish
 
     def wrong(self: StepRunner, step: Any, phase: Any) -> Any:

@@ -42,7 +42,7 @@ _CHANGES: dict[str, dict[str, Any]] = {  # so that requests go beyond two pages 
 
 
 Prefixes = Literal["tokens", "snapshots", "pages"]
-"""Which prefixes are found: any, those up to a snapshot, those of whole pages."""
+"""The prefixes that are found: any, prefixes up to a snapshot, or whole pages."""
 
 
 @dataclass(frozen=True)

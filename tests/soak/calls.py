@@ -19,7 +19,7 @@ class Ended(Exception):
 
 
 RECEIVE_FAILED = (502,)
-"""What the protocol says of a rendezvous or a receive whose sender is gone, or that an abort did not wait for."""
+"""Statuses of a rendezvous or receive whose sender is gone, or for which an abort did not wait, by the protocol."""
 
 
 class Calls:
@@ -80,7 +80,7 @@ class Calls:
 
 
 class Noted(httpx.BaseTransport):
-    """For clients that are not ours: their answers are counted too."""
+    """A transport for clients that are not ours: their answers are counted too."""
 
     def __init__(self, calls: Calls, may: Collection[int]) -> None:
         self._calls = calls

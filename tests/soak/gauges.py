@@ -20,7 +20,7 @@ SPARE_MEMORY = 0.06
 SPARE_BYTES = 24 * MB
 SPARE_DESCRIPTORS = 2
 DESCRIPTORS_OF_GROUP = 5
-"""Of each rank: a process group that failed lives until Python's garbage collection comes by."""
+"""Descriptors of each rank: a process group that failed lives until Python's garbage collection comes by."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Gauges:
 
 @dataclass(frozen=True)
 class Growth:
-    """Between an early and a late moment of rest; `most`: what is allowed."""
+    """The growth between an early and a late moment of rest; `most`: the allowed growth."""
 
     early: float
     late: float

@@ -142,7 +142,7 @@ class Judge:
             self._offer_others(sample, epoch)
 
     def _compare(self, sample: Sample, epoch: Epoch) -> None:
-        """With the first answer to the same question under the same weights, as far as both came."""
+        """Compare with the first answer to the same question under the same weights, as far as both came."""
         key = sample.question(), epoch
         first = self._firsts.setdefault(key, sample)
         if first is sample:
@@ -198,7 +198,7 @@ class JudgeProcess:
         self._tasks.put((what, args))
 
     def look(self) -> Tally:
-        """Its score at present."""
+        """Return the judge's score at present."""
         while not self._tallies.empty():
             _, self.tally = self._tallies.get()
         return self.tally

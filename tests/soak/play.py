@@ -143,7 +143,7 @@ class Soak:
             self.judge.tell("answer", delivery.body, delivery.answer, self.traffic.may_abort(delivery))
 
     def _rest(self) -> None:
-        """Nothing is in use.  Raises `Violation`."""
+        """Require that nothing is in use.  Raises `Violation`."""
         if self._waiting:
             raise Violation(f"{len(self._waiting)} answers use weights of which nothing is known")
         deadline = time.monotonic() + 10.0  # clients that went away are noticed a little later

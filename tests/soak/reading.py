@@ -30,9 +30,9 @@ TOLERANCE = 2e-4
 """Nats: the engine computes in float32, the reference in float64.  Of 1,100,000 tokens 700 are further off than 1e-5
 and one than 3e-5; another version's are off by tenths, one key too few or too many by thousandths."""
 TIE = 1e-4
-"""Where two experts' probabilities are closer than this, the engine may have taken either."""
+"""The distance of two experts' probabilities below which the engine may have taken either."""
 LIKELY_TIE = 1e-5
-"""Where they are closer than this, the engine may well have taken either without saying so."""
+"""The distance below which the engine may well have taken either without saying so."""
 ROUNDING = 1e-5  # of the cumulative distribution
 MOST_TRIED = 6
 MOST_FORWARDS = 1500  # in search of lives
@@ -156,7 +156,7 @@ class Reading:
         return len(self.ids), ""
 
     def _wrong_tokens(self, logits_TV: torch.Tensor, start: int) -> dict[int, str]:
-        """By position, what is wrong with the token after it: its log-probability, or that it was chosen at all."""
+        """Return, by position, the fault of the token after it: its log-probability, or that it was chosen at all."""
         sample, found = self._sample, dict[int, str]()
         first = max(start, 0 if sample.prompt_logprobs else self._num_prompt - 1)
         temperature = sample.params.get("temperature", 1.0)
@@ -221,7 +221,7 @@ class Reading:
         return places(sample.prompt_spans, count, "the prompt's KV")
 
     def _who_explains(self, position: int) -> str:
-        """For the message: which single version, of the last few, would explain the position."""
+        """Return, for the message, which single version of the last few would explain the position."""
         for epoch in list(self._known.contents)[-MOST_TRIED:]:
             output = self._forward([epoch] * len(self.ids), 0)
             if self._first_wrong(output, position, [epoch] * len(self.ids))[0] > position:

@@ -36,7 +36,7 @@ class Fact:
 
 
 def facts(played: Played) -> Iterator[Fact]:
-    """In the order of the table; every layout has the same names."""
+    """Yield the facts in the order of the table; every layout has the same names."""
     yield Fact("minutes", f"{played.seconds / 60:.1f}")
     yield from _load(played)
     yield from _explained(played)

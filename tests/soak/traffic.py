@@ -179,7 +179,7 @@ class Traffic:
         self.ask(self._body(rng, rng.choice((1, 4))) | {"extra_key": f"{self._name()}-{rng.random()}" * 8})
 
     def _stream(self, rng: random.Random) -> None:
-        """To the end.  Each event must continue the one before."""
+        """Read a stream to the end.  Each event must continue the one before."""
         body = self._body(rng, 1) | {"stream": True}
         asked, said, last = time.monotonic(), [], b""
         for event in self._events(body):

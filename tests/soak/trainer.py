@@ -38,11 +38,11 @@ from weight_sync.sender import WeightSender
 Content = dict[str, torch.Tensor]
 
 NOISE = 0.15
-"""Of a new content: relative to each element of the first one."""
+"""The noise of a new content, relative to each element of the first one."""
 SENDER_TIMEOUT_S = 20.0
 LEASE_S = 0.2
 QUIET_SHARE, QUIET_S = 0.1, 2.0
-"""How often, and for how long, one version is left in force: repeated requests meet it then."""
+"""The share and the length of the times one version is left in force: repeated requests meet it then."""
 OUTCOMES = ("committed", "aborted", "lost")
 FAULTS = ("not a number", "a tensor missing", "wrong fingerprint", "lease runs out", "given up", "wrong base")
 
@@ -213,7 +213,7 @@ class Trainer:
                     sender.close()
 
     def _folder(self, how: str, damaged: bool = False) -> None:
-        """From a checkpoint folder, or by a delta that was published."""
+        """Refresh from a checkpoint folder, or by a delta that was published."""
         label = self._label()
         if how == "disk":
             new = self._new_content()
