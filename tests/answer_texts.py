@@ -248,4 +248,4 @@ ANSWERS: dict[str, Callable[[random.Random], Answer]] = {
     "llama3": llama_answer,
     "gpt-oss": harmony_answer,
 }
-"""By the name of the parser."""
+"""Makers of answers, by the name of the parser."""

@@ -95,7 +95,7 @@ class Browser:
         return self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
 
     def wait_for(self, expression: str, timeout_s: float = WAIT_S) -> None:
-        """Until the expression is true."""
+        """Wait until the expression is true."""
         until = time.monotonic() + timeout_s
         while self.evaluate(expression) is not True:
             assert time.monotonic() < until, f"{expression} did not come true; the page:\n{self.text()}"

@@ -61,12 +61,12 @@ def experts_of_rank(work: DispatchOutput, first_expert: int) -> torch.Tensor:
 
 
 def expected(batch: Batch) -> torch.Tensor:
-    """On one rank that has all experts."""
+    """Return the sum on one rank that has all experts."""
     return experts_of_rank(DispatchOutput(batch.hidden_TD, batch.ids_TK, batch.weights_TK, None, has_holes=True), 0)
 
 
 def batches(case: str, num_ranks: int, hidden_size: int) -> list[Batch]:
-    """By rank."""
+    """Return the batches by rank."""
     generator = torch.Generator().manual_seed(len(case) + num_ranks)
     counts = {
         "one token in all": [0] * (num_ranks - 1) + [1],

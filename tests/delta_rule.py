@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Results:
-    """By sequence: what was read [T, H dv]; states and inputs of the convolution after the last token."""
+    """Results by sequence: what was read [T, H dv]; states and inputs of the convolution after the last token."""
 
     read: list[torch.Tensor]
     state: list[torch.Tensor]

@@ -190,7 +190,7 @@ class Device(TorchDispatchMode):
 
 @cache
 def _register() -> None:
-    """Once a process, and not before it is needed: torch then has an accelerator."""
+    """Register once a process, and not before it is needed: torch then has an accelerator."""
     _setup_privateuseone_for_python_backend()
 
 

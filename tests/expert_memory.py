@@ -27,7 +27,7 @@ class PlantedError(Exception):
 
 @dataclass
 class Fault:
-    """On `rank`, call number `at` of `kind`.
+    """A fault on `rank`, at call number `at` of `kind`.
 
     read, write, empty, fingerprint    raises
     flip_write, flip_receive           one bit comes out wrong, in silence

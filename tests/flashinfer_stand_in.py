@@ -139,7 +139,7 @@ class Planned:
         self._planned = SimpleNamespace(**facts)
 
     def _stage(self, fixed: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
-        """On the device: copied into `fixed`, or into new memory."""
+        """Copy on the device into `fixed`, or into new memory."""
         if not self._use_cuda_graph:
             fixed = torch.empty_like(source)
         assert fixed is not None

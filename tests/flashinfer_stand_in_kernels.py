@@ -11,7 +11,7 @@ import torch
 
 
 def write_plan(pinned: torch.Tensor, qo_indptr: torch.Tensor, kv_lens: torch.Tensor) -> None:
-    """Into page-locked memory, a uint8 tensor."""
+    """Write the plan into page-locked memory, a uint8 tensor."""
     numbers = torch.cat([torch.tensor([len(kv_lens)]), qo_indptr[1:] - qo_indptr[:-1], kv_lens]).to(torch.int32)
     pinned.view(torch.int32)[: len(numbers)].copy_(numbers)
 

@@ -83,7 +83,7 @@ class ForwardHarness:
         return ForwardContext(batch, self.attention, hooks, states=states)
 
     def _states(self, extends: Mapping[int, Sequence[int]], decodes: Mapping[int, int]) -> StateOperands | None:
-        """Before `lengths` are those after the step."""
+        """Return the states of a step; called before `lengths` are updated to after the step."""
         if self.state_pool is None:
             return None
         rows = [*extends, *decodes]

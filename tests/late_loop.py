@@ -20,7 +20,7 @@ from tests.graph_loop import captured_engines
 
 
 def overlap(patch: pytest.MonkeyPatch) -> None:
-    """From now on engines are built with the loop that overlaps, whatever their settings."""
+    """Make engines that are built from now on use the loop that overlaps, whatever their settings."""
     patch.setattr(ServerArgs, "overlaps", True)
 
 

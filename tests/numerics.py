@@ -119,5 +119,5 @@ def gradients(
 
 
 def gradient_errors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> dict[str, float]:
-    """By parameter, relative, in the 2-norm."""
+    """Return relative errors by parameter, in the 2-norm."""
     return {name: ((found[name] - wanted[name]).norm() / wanted[name].norm()).item() for name in wanted}

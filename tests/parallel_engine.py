@@ -145,7 +145,7 @@ def several_ranks(
     device_transport: MakeTransport | None = None,
     **settings: object,
 ) -> list[Results]:
-    """By rank."""
+    """Return the results by rank."""
 
     def run(parallel: Parallel) -> Results:
         return RankEngine(folder, parallel, **settings).run(script)  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ class Replay:
         assert held == {name: fingerprint_hex(fingerprint(tensor * factor)) for name, tensor in self.tensors.items()}
 
     def _filled(self, value: Any) -> Any:
-        """With the stand-ins replaced."""
+        """Return the value with the stand-ins replaced."""
         if isinstance(value, dict):
             return {key: self._filled(item) for key, item in value.items()}
         if isinstance(value, list):

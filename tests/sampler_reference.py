@@ -20,7 +20,7 @@ LOGPROB_ERROR = 4e-6
 
 
 def scaled_logits(logits_V: torch.Tensor, row: SamplingRow) -> np.ndarray:
-    """After bias, penalties, minimum length and temperature."""
+    """Return logits after bias, penalties, minimum length and temperature."""
     params, scaled = row.params, logits_V.double().numpy().copy()
     for token, bias in params.logit_bias.items():
         scaled[token] += bias

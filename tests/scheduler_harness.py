@@ -26,7 +26,7 @@ from tests.alternatives import chosen_rows, top_rows
 
 
 def plain(answer: ControlReqOutput) -> ControlReqOutput:
-    """With the reply as it travels; an answer without one has an empty reply."""
+    """Return the answer with the reply as it travels; an answer without one has an empty reply."""
     answer.data = {} if answer.data is None else msgspec.to_builtins(answer.data, builtin_types=(bytes,))
     return answer
 
@@ -113,7 +113,7 @@ class Harness:
         return ran
 
     def run(self, max_ticks: int = 100_000) -> None:
-        """Until nothing is left to do."""
+        """Run until nothing is left to do."""
         for _ in range(max_ticks):
             self.tick()
             if not self.scheduler.has_work and not self.channel.inbox:
@@ -140,7 +140,7 @@ class Harness:
         return self.wait(self.post(verb, **fields))
 
     def check_idle(self) -> None:
-        """Nothing in flight, and every KV slot in exactly one place."""
+        """Require that nothing is in flight, and every KV slot is in exactly one place."""
         scheduler = self.scheduler
         assert not scheduler.queues.all() and not scheduler._by_rid
         assert scheduler.cache.num_private == 0

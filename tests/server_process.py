@@ -88,7 +88,7 @@ class ServerProcess:
         return self.process.wait(timeout_s)
 
     def stderr(self) -> str:
-        """Everything the server said; only after it has ended."""
+        """Return everything the server said; only after it has ended."""
         assert self.process.stderr is not None
         return self.process.stderr.read()
 

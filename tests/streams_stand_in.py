@@ -73,7 +73,7 @@ class Event:
 
 
 class Streams:
-    """In the place of `torch.cuda`'s functions while `installed`."""
+    """Streams in the place of `torch.cuda`'s functions while `installed`."""
 
     def __init__(self) -> None:
         self.all = [Stream()]

@@ -76,7 +76,7 @@ class TrainerProcess:
         }
 
     def wait_ready(self) -> None:
-        """Until it can be joined: a process takes some seconds to start on a busy machine."""
+        """Wait until it can be joined: a process takes some seconds to start on a busy machine."""
         for _ in range(600):
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1.0).close()

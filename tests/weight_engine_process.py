@@ -52,7 +52,7 @@ class Engine:
         self._process.wait(10)
 
     def freeze(self) -> None:
-        """It neither answers nor goes away."""
+        """Stop the process, so that it neither answers nor goes away."""
         self._process.send_signal(signal.SIGSTOP)
 
     def close(self) -> None:

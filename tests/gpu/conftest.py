@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """With workers, theirs: what each of them would run is the same."""
+    """Write the collected tests; of workers only the first does, as each of them would run the same."""
     tests = [item.nodeid for item in getattr(session, "items", ())]
     if tests and getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"] == "gw0":
         _write(session.config, {"kind": "collected", "tests": tests})

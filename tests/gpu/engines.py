@@ -24,7 +24,7 @@ from tests.scheduler_harness import Harness, Result
 
 CAPTURED_MAX = 8
 LOGPROB_SLACK = {"cuda": 0.06, "cpu": 1e-4}
-"""What another order of sums does to a log-probability: bfloat16 rounds logits of about 8 to multiples of 0.03."""
+"""The effect of another order of sums on a log-probability: bfloat16 rounds logits of about 8 to multiples of 0.03."""
 _WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "heads": 8,

@@ -73,7 +73,7 @@ def judge(
 
 
 def run_step(step: Step, out: Path, *, device: str, budget_factor: float = 1.0) -> Outcome:
-    """Its output goes to `out`/STEP.log, its results to `out`/STEP.jsonl."""
+    """Run a step; its output goes to `out`/STEP.log, its results to `out`/STEP.jsonl."""
     results, log = out / f"{step.name}.jsonl", out / f"{step.name}.log"
     results.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", f"tests/gpu/{step.file}", "--tb=short", "-rs"]
@@ -139,7 +139,7 @@ def report(outcomes: Sequence[Outcome], heading: str) -> str:
 
 
 def _name(test: str) -> str:
-    """Without the file, which is the step's."""
+    """Return the test's name without the file, which is the step's."""
     return test.rpartition("::")[2]
 
 

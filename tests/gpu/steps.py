@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 LIMIT_S = 480
 NOT_RUN = "NOT RUN: "
-"""How the reason of a test begins that cannot run on this machine; a skip without it counts as a failure."""
+"""The start of the reason of a test that cannot run on this machine; a skip without it counts as a failure."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ LATENT = LatentKV(rank=512, rope=64)
 
 @pytest.fixture(params=["flashinfer", "torch_native"])
 def name(request: pytest.FixtureRequest, on_cuda: bool) -> str:
-    """In a dry run the package is its stand-in."""
+    """Return the backend's name; in a dry run the package is its stand-in."""
     if request.param == "flashinfer" and on_cuda:
         need_module("flashinfer", FLASHINFER_HOW)
     return request.param

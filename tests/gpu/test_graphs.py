@@ -187,7 +187,7 @@ def test_a_stale_buffer_would_be_seen(
 
 
 def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], device: torch.device) -> None:
-    """Without one nothing is launched, so that the device is not lost to indices that were freed."""
+    """A replay without one launches nothing, so that the device is not lost to indices that were freed."""
     harness = engine(folders[0], device)
     graphs = graphs_of(harness)
     said(harness, 2)

@@ -234,7 +234,7 @@ def test_experts(tokens: int, form: str, op: Any, dtype: torch.dtype, device: to
 
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_experts_in_fp8_blocks(tokens: int, device: torch.device, on_cuda: bool) -> None:
-    """Against float64 products of the values that the blocks stand for; half precision in a dry run."""
+    """The reference is float64 products of the values that the blocks stand for; half precision in a dry run."""
     dtype, (experts, top_k, hidden, inner) = torch.bfloat16 if on_cuda else torch.float16, (6, 2, 256, 128)
     rand = Numbers(torch.float32, device)
     (gate, gate_scale), (up, up_scale) = (quantise(rand(experts, inner, hidden, scale=0.1)) for _ in range(2))

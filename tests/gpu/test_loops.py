@@ -90,7 +90,7 @@ def test_answers_are_those_of_the_plainest_loop(
 
 
 def until(result: Result, count: int) -> Result:
-    """Its first tokens."""
+    """Return a result with its first tokens only."""
     return replace(result, token_ids=result.token_ids[:count], logprobs=result.logprobs[:count])
 
 

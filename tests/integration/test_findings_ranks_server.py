@@ -115,7 +115,7 @@ def test_w24_a_continue_does_not_wait_for_a_trainer_that_is_gone(
 
 @pytest.mark.full
 def test_w24_an_abort_ends_other_waits_too(folder: Path, tmp_path: Path) -> None:
-    """For a peer on a socket that says nothing, and for one who never comes."""
+    """An abort ends the wait for a peer on a socket that says nothing, and for one that never comes."""
     silent = zmq.Context().socket(zmq.REQ)
     silent.bind(f"ipc://{tmp_path}/silent")
     with ServerProcess(folder) as server:
@@ -158,7 +158,7 @@ def test_w25_health_says_soon_that_a_rank_is_stopped(two_ranks: ServerProcess) -
 def test_w22_a_weight_verb_under_way_is_answered_before_the_server_stops(
     folder: Path, timeout_s: float, drain_s: float, status: int
 ) -> None:
-    """By its own outcome if that comes in time, else by 503; on a server that has nothing else to do."""
+    """Its own outcome is the answer if that comes in time, else 503; on a server that has nothing else to do."""
     with ServerProcess(folder, weight_update_timeout=timeout_s, drain_timeout=drain_s) as server:
         call = rendezvous(server)
         server.process.send_signal(signal.SIGTERM)

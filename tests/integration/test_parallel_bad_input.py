@@ -190,7 +190,7 @@ def test_what_ranks_refuse(folders: dict[str, str], name: str) -> None:
 
 @pytest.mark.parametrize("name", AS_PROCESSES)
 def test_what_ranks_refuse_is_one_line_and_leaves_nothing(folders: dict[str, str], name: str) -> None:
-    """From all of them together: status 1, no traceback, no process, no file."""
+    """The ranks together leave status 1, no traceback, no process, no file."""
     folder, given, message = case(folders, name)
     server = ServerProcess(folder, **given | {"max_total_tokens": 512, "num_threads": 1})
     try:

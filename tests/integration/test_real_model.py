@@ -152,7 +152,7 @@ def test_the_template_is_the_tokenizer_s(server: ServerProcess, model: Any, toke
 
 
 def test_a_trainer_under_engine_numerics_has_the_same_bits(tokenizer: Any) -> None:
-    """In bfloat16: 96 sampled tokens, and the prompts that they follow."""
+    """The bits are compared in bfloat16, of 96 sampled tokens and the prompts that they follow."""
     trainer = transformers.AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.bfloat16).eval()
     with ServerProcess(CHECKPOINT, dtype="bfloat16", max_total_tokens=8192, context_length=2048) as server:
         assert server.http.get("/server_info").json()["batch_invariant"]

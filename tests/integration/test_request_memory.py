@@ -35,7 +35,7 @@ pytestmark = pytest.mark.full
 MB = 1 << 20
 LIMIT_MB = 48
 KEPT_MB = 16
-"""What the allocator keeps beside it, in pieces."""
+"""Memory that the allocator keeps beside it, in pieces."""
 VOCAB = 8192
 CONTEXT = 8192
 POOLS = {"wide": 32_768, "deep": 16_384}
@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "wide": {"kind": "moe", "layers": 1, "experts": 2, "top_k": 1},
     "deep": {"kind": "moe", "layers": 16, "experts": 32, "top_k": 32},
 }
-"""For large masks and many tokens, and for large routes."""
+"""Models for large masks and many tokens, and for large routes."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Case:
     status: int = 200
 
     def body(self, size: int) -> dict[str, Any]:
-        """With `size` tokens."""
+        """Return a body with `size` tokens."""
         prompt, new = ([index % VOCAB for index in range(size)], 1) if self.grows_prompt else (PROMPT, size)
         ids = prompt if self.prompts == 1 else [prompt] * self.prompts
         if self.path == "/generate":

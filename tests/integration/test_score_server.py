@@ -77,7 +77,7 @@ def test_a_later_start_gives_the_same_rows(server: ServerProcess) -> None:
 
 
 def test_sampled_tokens_have_the_same_scores(server: ServerProcess) -> None:
-    """In both forms, at once and in a stream, and scored afterwards: the same bits."""
+    """Scores have the same bits in both forms, at once and in a stream, and scored afterwards."""
     (prompt,) = sequences(40, seed=5)
     body = {
         "input_ids": prompt, "top_logprobs_num": 256, "token_ids_logprob": [7],

@@ -73,13 +73,13 @@ class Engine:
         return response
 
     def rest(self) -> None:
-        """Nothing open, nothing paused."""
+        """Bring the engine to rest: nothing open, nothing paused."""
         self.http.post("/abort_weight_update", json={"update_id": self.http.get("/weight_update").json()["update_id"]})
         assert self.http.post("/continue_generation").status_code == 200
         assert self.thread.error is None
 
     def settle(self) -> None:
-        """At rest, and the weights are what they were."""
+        """Bring the engine to rest, and require that the weights are what they were."""
         self.rest()
         assert self.logprobs() == self.expected
         grown_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.peak_kb) / 1024
@@ -114,7 +114,7 @@ def fuzz(
     max_examples: int,
     begin: bytes | None = None,
 ) -> None:
-    """With `begin`: within a weight update that this body opens, and that is ended afterwards."""
+    """Fuzz an endpoint; with `begin`, within a weight update that this body opens, and that is ended afterwards."""
 
     @settings(
         max_examples=max_examples,
@@ -247,7 +247,7 @@ def mutated(draw: st.DrawFn, content: bytes) -> bytes:
 
 @pytest.mark.full
 def test_right_bodies_with_wrong_bytes(engine: Engine) -> None:
-    """Under a manifest with a fingerprint: whatever a mutation makes of a body, no other content is committed."""
+    """Mutated bodies commit no other content under a manifest with a fingerprint, whatever the mutation."""
     entry = norm_of(engine)[2]
     begin = as_json({"coverage": "partial", "manifest": [entry]})
     for path, body in valid_calls(engine):

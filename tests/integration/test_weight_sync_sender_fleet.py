@@ -265,7 +265,7 @@ def test_one_engine_is_killed_or_hangs(at: str, fault: str, policy: Any) -> None
 
 
 def with_deadline(sender: WeightSender, timeout_s: float) -> WeightSender:
-    """From here on: a rendezvous may be slow for reasons of its own."""
+    """Set a deadline from here on: a rendezvous may be slow for reasons of its own."""
     for link in sender._links.values():
         link.timeout_s = timeout_s
     return sender

@@ -125,7 +125,7 @@ class TestModel(torch.nn.Module):
 
 
 def test_refresh_casts_on_the_way(engine: Engine, sender: WeightSender) -> None:
-    """From a model, with tensors in another dtype than the engine's; the norm is float32 there and sent on its own."""
+    """Tensors come in another dtype than the engine's, also from a model; the norm is float32 and sent on its own."""
     seed = next(seeds)
     model = TestModel(seed)
     norm = dict(model.state_dict())[NORM].float()

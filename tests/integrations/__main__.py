@@ -47,7 +47,7 @@ def _named(file: Path, names: list[str]) -> bool:
 
 
 def _run(file: Path) -> tuple[Row | None, int]:
-    """Its row, if it came so far, and its exit status."""
+    """Run a test file; return its row, if it came so far, and its exit status."""
     with tempfile.TemporaryDirectory(prefix="lockstep-row-") as folder:
         path = Path(folder) / "row.json"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.integrations.rows", "--row", str(path), str(file)]

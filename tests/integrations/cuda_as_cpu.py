@@ -11,7 +11,7 @@ SHIM = "gloo for NCCL, CPU tensors for CUDA's"
 
 
 def install() -> None:
-    """For the rest of the process."""
+    """Put the CPU in the place of CUDA for the rest of the process."""
     real_to, real_helper = torch.Tensor.to, distributed_c10d._new_process_group_helper
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

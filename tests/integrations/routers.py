@@ -75,7 +75,7 @@ def fleet(
 def sglang_generate(
     client: httpx.Client, input_ids: list[int], tokens: int, session: str | None = None, routes: bool = True
 ) -> Answer:
-    """By `/generate`; the session is in the header that SGLang's routers read."""
+    """Generate by `/generate`; the session is in the header that SGLang's routers read."""
     body = {
         "input_ids": input_ids,
         "sampling_params": {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True},
@@ -93,7 +93,7 @@ def sglang_generate(
 def vllm_generate(
     client: httpx.Client, input_ids: list[int], tokens: int, session: str | None = None, routes: bool = True
 ) -> Answer:
-    """By `/inference/v1/generate`; the session is in the header that vLLM's router reads."""
+    """Generate by `/inference/v1/generate`; the session is in the header that vLLM's router reads."""
     sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
     body = {"token_ids": input_ids, "sampling_params": sampling}
     headers = {"X-Session-ID": session} if session else {}
