@@ -102,7 +102,7 @@ class CommitError(WeightSyncError):
 
 MAX_NAME_SHOWN = 200
 SHOWN = 3
-"""Of many that are wrong in the same way, as many are shown: a message is read, and who sent all knows the others."""
+"""Tensors that a message names where more are wrong in the same way: a message is read, and its sender knows all."""
 
 
 def shown(name: str) -> str:

@@ -21,7 +21,7 @@ from weight_sync.fingerprint import NO_MASK, fingerprint
 from weight_sync.tensor_meta import DTYPES, dtype_name
 
 _BATCH_BLOCKS = 1024
-"""Of one product: 8 MiB of bfloat16."""
+"""Blocks of one product: 8 MiB of bfloat16."""
 _ALONE_BLOCKS = 256
 """From this size on a tensor is not copied."""
 _MASK = (1 << 64) - 1

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 MAX_LENGTH = 512
-"""Of a wrong name that is looked for, in characters."""
+"""Characters of a wrong name; a longer one gets no hint."""
 _NEIGHBOURS = 8
 _LEAST_RATIO = 0.6
 _PARTS = 2

@@ -35,7 +35,7 @@ _UNUSED_TAG = 2  # no message is sent under it
 _JOIN_GRACE_S = 1.0
 """Over a rendezvous' deadline, for torch's own errors, which say more."""
 _LOST_GRACE_S = 5.0
-"""After rank 0 has disconnected, for what it had sent and other members pass on."""
+"""Seconds after rank 0 has disconnected in which data that it had sent may still arrive from other members."""
 _CLOSE_S = 1.0
 _EVER = datetime.timedelta(days=365)
 

@@ -192,7 +192,7 @@ class _Shadow:
         self.live, self.staged = live, staged
         self.is_copy = copy
         self.old_sum = 0
-        """Of the live words of what is not traded, before the commit."""
+        """The sum of the live words that are not traded, before the commit."""
         self._tradable: list[range] = []
         if copy:
             self.staged.copy_(self.live)

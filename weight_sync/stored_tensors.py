@@ -30,7 +30,7 @@ from weight_sync.tensor_meta import (
 )
 
 PART_BYTES = 16 << 20
-"""Of a storage, read at once: few enough to stay in a processor's cache from one pass to the next."""
+"""Bytes of a storage that are read at once: few enough to stay in a processor's cache between two passes."""
 
 
 class Storage(Protocol):

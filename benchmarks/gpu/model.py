@@ -37,7 +37,7 @@ from weight_sync.loading import WeightLedger, load_weights
 from weight_sync.staging import DirectSink
 
 MEANWHILE = 64
-"""Tokens of a request beyond those of the measured steps: the first decode while prompts of others are computed."""
+"""Tokens of a request beyond the measured steps: the first requests decode while later prompts are computed."""
 _IDLE_S = 5e-4  # of a turn without a step: an I/O thread that receives weights needs the interpreter
 
 # huggingface.co/Qwen/Qwen3-30B-A3B, config.json

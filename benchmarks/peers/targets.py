@@ -52,7 +52,7 @@ AGAINST_BEFORE = tuple(
     for column in COLUMNS
     for system, against in ((OURS, BEFORE), (OURS_HTTP, BEFORE_HTTP))
 )
-"""No cell slower than in another checkout (`--before`) by more than noise of a quiet machine."""
+"""Targets that keep each cell as fast as in another checkout (`--before`), but for the noise of a quiet machine."""
 
 
 def judge(target: Target, rounds: Rounds, peers: tuple[str, ...]) -> Verdict:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rollout.core.server_args import DTYPES
 
 WATCHED_EVERY = 6
-"""Of the decode steps, one in so many is watched."""
+"""Decode steps from one that is watched to the next."""
 MIN_OUTPUT_LEN = 4 * WATCHED_EVERY
 
 

@@ -231,7 +231,7 @@ class _FramePatch:
 
 
 TensorPatch = BytePatch | _FramePatch
-"""How one tensor of a version is made from the same tensor of the base version."""
+"""The way from a tensor of the base version to the same tensor of a version."""
 
 
 def _number(path: Path, metadata: dict[str, Any], key: str) -> int:

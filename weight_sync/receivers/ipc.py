@@ -38,7 +38,7 @@ _LINGER_MS = 1000
 _HANDSHAKE = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _LOST = zmq.EVENT_DISCONNECTED
 AFTER_ERROR_S = 60.0
-"""How long a sender that got an error may take for its next message."""
+"""Seconds that a sender which got an error may take for its next message."""
 GRACE_S = 10.0
 """Time past the call's deadline in which a sender can still get the error."""
 

@@ -24,7 +24,7 @@ from weight_sync.stored_tensors import (
 
 MAX_HEADER_BYTES = 16 << 20
 UNLINK_PREFIX = "lockstep_"
-"""Of names that a call may have removed: other shared memory of this machine is left alone."""
+"""The beginning of names that a call may have removed.  Other shared memory of this machine is left alone."""
 
 
 class SafetensorsSource(StoredSource):

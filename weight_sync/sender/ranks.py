@@ -27,7 +27,7 @@ _MASK = (1 << 64) - 1
 _MOST_SAID = 512
 """Bytes of a rank's own words on a failure, as the others get them."""
 _OTHERS_DEADLINES = 4
-"""How many of the sender's own deadlines another rank waits for it: it asks the engines up to three things in a row."""
+"""Deadlines of the sender that another rank waits for it: the sender asks the engines up to three things in a row."""
 
 
 class TrainerRanks:
