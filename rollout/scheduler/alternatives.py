@@ -25,13 +25,13 @@ class AlternativesRecord:
     chosen_logprobs: list[bytes] = field(default_factory=list)
 
     def append_top(self, logprobs: np.ndarray, ids: np.ndarray) -> None:
-        """The likeliest tokens, best first: [n, K] or [K] of `host_floats` and of `host_ids`."""
+        """Append the likeliest tokens, best first: [n, K] or [K] of `host_floats` and of `host_ids`."""
         self.is_wide = logprobs.dtype.itemsize == 8
         self.top_logprobs.append(logprobs.tobytes())
         self.top_ids.append(ids.tobytes())
 
     def append_chosen(self, logprobs: np.ndarray) -> None:
-        """[n, C] or [C] of `host_floats`."""
+        """Append [n, C] or [C] of `host_floats`."""
         self.is_wide = logprobs.dtype.itemsize == 8
         self.chosen_logprobs.append(logprobs.tobytes())
 
@@ -48,11 +48,11 @@ class AlternativesRecord:
 
 
 def host_floats(logprobs: torch.Tensor) -> np.ndarray:
-    """On the host, little-endian float32 or float64."""
+    """Copy log-probabilities to the host, as little-endian float32 or float64."""
     array = logprobs.cpu().numpy()
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
 def host_ids(token_ids: torch.Tensor) -> np.ndarray:
-    """On the host, little-endian int32."""
+    """Copy ids to the host, as little-endian int32."""
     return token_ids.cpu().numpy().astype("<i4")

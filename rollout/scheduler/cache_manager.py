@@ -52,19 +52,19 @@ class SequenceMemory(Protocol):
         """The spacing of snapshots: they lie at multiples of this number of tokens."""
 
     def shareable(self, length: int) -> int:
-        """The longest prefix of `length` tokens that can have a snapshot."""
+        """Return the longest prefix of `length` tokens that can have a snapshot."""
 
     def begin(self, req: Req, row: int) -> None:
-        """`req` goes on from the snapshot in `row`, or from nothing: -1.  It has its row in the slot table."""
+        """Let `req` go on from the snapshot in `row`, or from nothing: -1.  It has its row in the slot table."""
 
     def prepare(self, batch: ForwardBatch, extends: Sequence[Extend], decodes: DecodeBatch) -> None:
         """Add to `batch` what its layers need.  Called once a step, before it is launched."""
 
     def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
-        """The first `num_tokens` of `req` are in `cache` now, and end at `node`: it gets the snapshots of them."""
+        """Give `node` the snapshots of the first `num_tokens` of `req`, which are in `cache` now and end at `node`."""
 
     def end(self, req: Req) -> None:
-        """`req` gives up all it has."""
+        """Take back all that `req` has."""
 
     def check(self) -> None:
         """Assert that every row is in exactly one place."""
@@ -128,17 +128,19 @@ class CacheManager:
             req.cached_tokens = slots.shape[0]
 
     def shareable_len(self, req: Req) -> int:
-        """Prompt tokens that `req` can take over from a request with the same prompt: each computes the last one."""
+        """Return the number of prompt tokens that `req` can take over from a request with the same prompt: each
+        computes the last one.
+        """
         length = min(req.prompt_len - 1, req.matchable_len())
         return length if self.states is None else self.states.shareable(length)
 
     def extend(self, req: Req, count: int) -> None:
-        """Slots for the next `count` tokens of `req`.  The caller has checked `num_available`."""
+        """Take slots for the next `count` tokens of `req`.  The caller has checked `num_available`."""
         self.pool.enter_span(req.pool_index, req.device_len, self._alloc(count))
 
     def extend_each(self, generation: int, pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A slot for one position of each row: `pool_indices`, `positions` and the slots returned are int64 [B], on the
-        host.
+        """Take a slot for one position of each row: `pool_indices`, `positions` and the slots returned are int64 [B],
+        on the host.
 
         Calls of one `generation` have the same rows, and positions that grow by one from call to call.  The caller has
         checked `num_available`.
@@ -152,7 +154,7 @@ class CacheManager:
         return slots
 
     def slots(self, req: Req, start: int, end: int) -> torch.Tensor:
-        """View of the slots of positions `start .. end - 1`, in the host's table."""
+        """Return a view of the slots of positions `start .. end - 1`, in the host's table."""
         return self.pool.host_table[req.pool_index, start:end]
 
     def share_prompt(self, req: Req, weight_epoch: int) -> None:
@@ -217,7 +219,7 @@ class CacheManager:
         self.require_accounted()
 
     def flush(self) -> None:
-        """Every slot becomes free.  The caller has checked that no request holds one."""
+        """Free every slot.  The caller has checked that no request holds one."""
         assert self.num_private == 0
         self._free_ahead()
         self.pins.clear()
@@ -257,7 +259,7 @@ class CacheManager:
         return self.allocator.alloc(count)
 
     def _enter_ahead(self, generation: int, pool_indices: torch.Tensor, positions: torch.Tensor) -> None:
-        """Slots for the next steps: one of a new batch, then twice as many each time while free ones suffice."""
+        """Take slots for the next steps: one of a new batch, then twice as many each time while free ones suffice."""
         self._free_ahead()
         count = pool_indices.shape[0]
         steps = 1 if generation != self._ahead_generation else min(2 * self._steps_ahead, MAX_STEPS_AHEAD)

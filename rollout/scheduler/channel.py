@@ -44,7 +44,7 @@ _INLINE_BYTES = 4096  # messages up to this size go with the header
 
 
 def _beginning(message: Message) -> bytes:
-    """The bytes that messages of this kind begin with: the number of fields and the name are the same for all."""
+    """Return the bytes that messages of this kind begin with: all have the same number of fields and the same name."""
     data, name = encode(message), type(message).__name__.encode()
     return data[: data.index(name) + len(name)]
 
@@ -64,7 +64,8 @@ class Channel(Protocol):
         """Seconds on a monotonic clock; the same on all ranks that share an inbox, until the next `receive`."""
 
     def receive(self, timeout_ms: int) -> list[SchedulerInput | Unreadable]:
-        """Messages that are there, in order; waits up to `timeout_ms` for the first, less if `wake` is called.
+        """Return the messages that are there, in order; wait up to `timeout_ms` for the first, less if `wake` is
+        called.
 
         One that does not decode is an `Unreadable` in its place.
         """
@@ -93,7 +94,9 @@ class ZmqChannel(RawChannel):
     """PULL from and PUSH to the main process.  The addresses are `ipc://` paths that the main process bound."""
 
     def __init__(self, input_addr: str | None, output_addr: str, secret: str | None = None) -> None:
-        """`input_addr` None: a rank that gets its messages from another one.  `secret` is sent before every message."""
+        """Connect to the main process.  `input_addr` None: a rank that gets its messages from another one.  `secret` is
+        sent before every message.
+        """
         self._secret = None if secret is None else secret.encode()
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.PULL)
@@ -127,7 +130,7 @@ class ZmqChannel(RawChannel):
         return messages
 
     def send(self, message: SchedulerOutput) -> None:
-        """Never blocks: the queue to the main process has no limit."""
+        """Send without blocking: the queue to the main process has no limit."""
         data = encode_output(message)
         if self._secret is not None:
             self._output.send(self._secret, zmq.NOBLOCK | zmq.SNDMORE)
@@ -164,7 +167,7 @@ class LocalChannel(RawChannel):
         self.outbox.append(message)
 
     def wake(self) -> None:
-        """Does nothing: the owner drives the scheduler step by step, so that no `receive` waits."""
+        """Do nothing: the owner drives the scheduler step by step, so that no `receive` waits."""
 
 
 class SharedChannel:
@@ -192,7 +195,7 @@ class SharedChannel:
         return self._now
 
     def receive(self, timeout_ms: int) -> list[SchedulerInput | Unreadable]:
-        """Waits on rank 0 for a message, on the others for rank 0.
+        """Wait on rank 0 for a message, on the others for rank 0.
 
         Raises `RankLostError`, and `FatalError` where this rank and rank 0 serve different epochs.
         """

@@ -60,7 +60,7 @@ class DecodeBatch:
         self._keep([row for row, req in enumerate(self.reqs) if req not in removed])
 
     def advance(self) -> Sequence[int]:
-        """A step is launched that computes the newest token of every request and samples another.
+        """Count the launch of a step that computes the newest token of every request and samples another.
 
         Returns the rows of the requests that have all their tokens with it.
         """
@@ -99,7 +99,7 @@ class DecodeBatch:
         return self._columns_4B.index_select(1, torch.tensor(rows, dtype=torch.int64))
 
     def _set_members(self, reqs: list[Req], columns_4B: torch.Tensor) -> None:
-        """A column as `_column` gives it for each request."""
+        """Set the requests, and for each of them a column as `_column` gives it."""
         self.reqs = reqs
         self.generation += 1
         self._columns_4B = columns_4B

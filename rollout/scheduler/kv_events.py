@@ -91,7 +91,7 @@ class KVEvents(CacheListener):
     """Collects what happens in the prefix cache, and publishes it once a turn of the scheduler's loop."""
 
     def __init__(self, config: KVEventsConfig, dp_rank: int, serving: Callable[[], tuple[str, int]]) -> None:
-        """`serving()`: the published weight version and weight epoch.  Raises `StartupError`."""
+        """Open the sockets.  `serving()`: the published weight version and weight epoch.  Raises `StartupError`."""
         self.num_batches = 0  # also the sequence number of the next one
         self._config = config
         self._dp_rank = dp_rank
@@ -192,7 +192,7 @@ class KVEvents(CacheListener):
             self._sent_bytes -= len(self._sent.popleft()[1])
 
     def _take_request(self, socket: zmq.Socket) -> None:
-        """A request is [identity, empty, first sequence number]; it waits in the socket while many are answered."""
+        """Take a request [identity, empty, first sequence number]; it waits in the socket while many are answered."""
         if len(self._asked) == _MOST_ASKED or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -233,7 +233,7 @@ class KVEvents(CacheListener):
 
 
 def block_names(above: int, depth: int, tokens: np.ndarray) -> np.ndarray:
-    """Names int64 [n] of the blocks of `tokens` [n], of which the first has `depth` tokens before it.
+    """Return the names int64 [n] of the blocks of `tokens` [n], of which the first has `depth` tokens before it.
 
     `above` is the name of the block before, or of the root.  A name is the root's plus a hash (splitmix64) of each
     (position, token) up to it, modulo 2^63: the same wherever an edge of the tree begins.  Not collision-resistant:
@@ -261,7 +261,7 @@ def _root_name(extra_key: str | None, weight_version: str) -> int:
 
 
 def _depth(node: RadixNode | None) -> int:
-    """Tokens from the root to the end of `node`."""
+    """Return the number of tokens from the root to the end of `node`."""
     depth = 0
     while node is not None:
         depth += len(node)

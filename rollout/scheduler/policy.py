@@ -69,14 +69,16 @@ class RequestQueues:
         return [*self.running, *([self.partial] if self.partial else []), *self.ending]
 
     def enter_launch(self, completed: Iterable[Req], ending: Sequence[Req]) -> None:
-        """A step was launched: the requests `completed` have their known tokens computed, and `ending` get no other."""
+        """Enter the launch of a step: the requests `completed` have their known tokens computed, and `ending` get no
+        other.
+        """
         if ending:
             self.running.remove(*ending)
             self.ending += ending
         self.running.join(req for req in completed if req not in ending)
 
     def drop_finished(self) -> None:
-        """After a step."""
+        """Drop the requests that have finished, after a step."""
         self.running.drop_finished()
         self.ending = [req for req in self.ending if not req.finished]
 
@@ -148,7 +150,7 @@ class Policy:
             plan.retracted.append(victim)
 
     def _continue_partial(self, plan: StepPlan, budget: int, reserved: int) -> int:
-        """One more chunk of the request that is partly prefilled; returns what is left of the budget."""
+        """Plan one more chunk of the request that is partly prefilled; return the budget that is left."""
         req = self._queues.partial
         if req is None:
             return budget

@@ -56,7 +56,7 @@ class SampledRows:
         device: torch.device | str = "cpu",
         lists: RowLists | None = None,
     ) -> None:
-        """`lists`: where requests have theirs, each by its row in the table of slots."""
+        """Prepare the rows.  `lists`: where requests have theirs, each by its row in the table of slots."""
         wants = [req.sampling_row for req in reqs]
         self.info = SamplingBatchInfo(wants, vocab_size, device, lists, [req.pool_index for req in reqs])
         self.reqs = reqs
@@ -102,7 +102,7 @@ class SampledRows:
         return [req for req in running if req.finished or req.source.stream]
 
     def _check_finished(self, token_ids_N: list[int], last: Sequence[int], ended: Sequence[int]) -> list[Req]:
-        """Checks only rows that can have finished: by an end token, a stop string or the length."""
+        """Check only rows that can have finished: by an end token, a stop string or the length."""
         rows: Sequence[int] = self._stop_string_rows
         if last or ended or self._end_ids is None or not self._end_ids.isdisjoint(token_ids_N):
             at_end = [row for row, token_id in enumerate(token_ids_N) if token_id in self.reqs[row].end_ids]
@@ -117,7 +117,7 @@ class SampledRows:
         return finished
 
     def _append_masks(self, tokens: SampledTokens, ended: Sequence[int]) -> tuple[list[Req], list[int]]:
-        """Returns the requests that end as their mask is over the limit, and the rows whose token is dropped."""
+        """Return the requests that end as their mask is over the limit, and the rows whose token is dropped."""
         counts_N = tokens.kept_counts.tolist()
         ends_N = np.cumsum(counts_N).tolist()
         ids_M, logprobs_M = tokens.kept_ids.cpu().numpy(), tokens.kept_logprobs.float().cpu().numpy()
@@ -187,7 +187,7 @@ class RecordReader:
         self._route_store = routes
 
     def save_rows(self, req: Req) -> None:
-        """Before its slots are given up: keep what the record needs of them."""
+        """Keep the rows of `req` that the record needs, before its slots are given up."""
         slots = self._slots(req)
         epochs = self._kv_pool.epochs(slots)
         if len(epochs):
@@ -201,17 +201,19 @@ class RecordReader:
             req.saved_rows = SavedRows(*self._rows(req, slots, epochs, len(slots)))
 
     def oldest_epoch_held(self, req: Req) -> int | None:
-        """Oldest weight epoch of the KV that `req` holds now; None if it holds none."""
+        """Return the oldest weight epoch of the KV that `req` holds now; None if it holds none."""
         epochs = self._kv_pool.epochs(self._slots(req))
         return int(epochs.min()) if len(epochs) else None
 
     def oldest_epoch_used(self, req: Req) -> int | None:
-        """Oldest weight epoch of the KV that `req` holds or gave up in retractions; None if it never held any."""
+        """Return the oldest weight epoch of the KV that `req` holds or gave up in retractions; None if it never held
+        any.
+        """
         known = [epoch for epoch in (self.oldest_epoch_held(req), req.oldest_epoch) if epoch is not None]
         return min(known, default=None)
 
     def output(self, req: Req) -> ReqOutput:
-        """Tokens since the last call, and the finished record once `req.finished` is set."""
+        """Return the tokens since the last call, and the finished record once `req.finished` is set."""
         record, first = req.output, req.num_sent
         req.num_sent = len(record.token_ids)
         version = record.versions.last_version
@@ -247,7 +249,7 @@ class RecordReader:
         )
 
     def _routes(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray) -> RoutedExpertsPayload | None:
-        """Rows `start .. num_tokens - 2`; fewer only where an abort came before the forward."""
+        """Return rows `start .. num_tokens - 2`; fewer only where an abort came before the forward."""
         if self._route_store is None or not req.source.return_routed_experts:
             return None
         saved = len(req.saved_rows.epochs) if req.saved_rows else 0
@@ -279,13 +281,13 @@ class RecordReader:
         )
 
     def _slots(self, req: Req) -> np.ndarray:
-        """Slots of the tokens whose KV is there, and part of the record [recorded_len]."""
+        """Return the slots of the tokens whose KV is there, and part of the record [recorded_len]."""
         if req.recorded_len == 0:
             return np.empty(0, dtype=np.int64)
         return self._cache.slots(req, 0, req.recorded_len).numpy()
 
     def _epoch_spans(self, epochs: np.ndarray) -> list[VersionSpan]:
-        """Runs of equal epochs as half-open spans over the rows given."""
+        """Return runs of equal epochs as half-open spans over the rows given."""
         if not len(epochs):
             return []
         ends = [*(np.flatnonzero(epochs[1:] != epochs[:-1]) + 1).tolist(), len(epochs)]
@@ -331,4 +333,4 @@ def _prompt_logprobs(record: PromptRecord) -> PromptLogprobs:
 
 
 def _drop(_: int) -> None:
-    """In place of the append of a row that has ended."""
+    """Drop a token, in place of the append of a row that has ended."""

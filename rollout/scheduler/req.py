@@ -44,7 +44,7 @@ class VersionMarks:
         self._marks: list[tuple[str, int, int]] = []  # label, weight epoch, index of the first entry
 
     def note(self, epoch: ServingEpoch, length: int) -> None:
-        """The entries from index `length` on come from `epoch`."""
+        """Note that the entries from index `length` on come from `epoch`."""
         if not self._marks or self._marks[-1][:2] != (epoch.weight_version, epoch.weight_epoch):
             self._marks.append((epoch.weight_version, epoch.weight_epoch, length))
 
@@ -154,7 +154,7 @@ class Req:
         stop_text: IncrementalDetokenizer | None = None,
         sibling: Req | None = None,
     ) -> None:
-        """`sibling`: another sample of the same message, whose lists are the same."""
+        """Begin with an empty record.  `sibling`: another sample of the same message, whose lists are the same."""
         self.source = source
         self.arrival = arrival
         self.end_ids = end_ids  # token ids that finish the request
@@ -199,7 +199,7 @@ class Req:
         self._device_len = value
 
     def begin_decoding(self, num_steps: StepCount) -> None:
-        """From now on every step that `num_steps` counts computes one more token."""
+        """Let every step that `num_steps` counts from now on compute one more token."""
         self.device_len -= num_steps.value
         self._num_steps = num_steps
 
@@ -251,7 +251,7 @@ class Req:
         return self.sampling_params.max_new_tokens > 0
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Known token ids of positions `start .. end - 1`."""
+        """Return the known token ids of positions `start .. end - 1`."""
         prompt = self.prompt_len
         if end <= prompt:
             return self.prompt_ids[start:end]
@@ -260,7 +260,7 @@ class Req:
         return self.prompt_ids[start:] + self.output.token_ids[: end - prompt]
 
     def token_array(self, start: int, end: int) -> np.ndarray:
-        """Known token ids of positions `start .. end - 1`, int64; not to be changed."""
+        """Return the known token ids of positions `start .. end - 1`, int64; not to be changed."""
         prompt = self.prompt.array
         if end <= len(prompt):
             return prompt[start:end]
@@ -268,7 +268,9 @@ class Req:
         return np.concatenate([prompt[start:], np.fromiter(output, np.int64, len(output))])
 
     def matchable_len(self) -> int:
-        """Longest prefix that a cache hit may skip: the last token, and those whose logits are wanted, are computed."""
+        """Return the longest prefix that a cache hit may skip: the last token, and those whose logits are wanted, are
+        computed.
+        """
         limit = self.num_tokens - 1
         if self.prompt_record is not None:
             limit = min(limit, self.prompt_record.next_position)
@@ -291,7 +293,7 @@ class Extend:
 def _sampling_row(
     source: TokenizedGenerateReqInput, seed: int, end_ids: frozenset[int], output: OutputRecord
 ) -> SamplingRow:
-    """The request's settings for the sampler, the same in every batch."""
+    """Return the request's settings for the sampler, the same in every batch."""
     wants_logprobs = source.return_logprob
     return SamplingRow(
         source.sampling_params,

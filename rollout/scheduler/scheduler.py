@@ -142,7 +142,7 @@ class Scheduler:
         return sum(running for running, _ in counts), sum(queued for _, queued in counts)
 
     def num_begun(self) -> int:
-        """Requests that hold KV or did once, on all data-parallel ranks of this engine.
+        """Return the number of requests that hold KV or did once, on all data-parallel ranks of this engine.
 
         Called on all of them in the same turn.
         """
@@ -195,7 +195,7 @@ class Scheduler:
         return step is not None
 
     def _launch(self) -> InFlight | None:
-        """The first half of a step: afterwards the queues are ready for the next one."""
+        """Run the first half of a step: afterwards the queues are ready for the next one."""
         stats = self.stats
         stats.start_step()
         if self.queues.running.needs_history:
@@ -216,13 +216,15 @@ class Scheduler:
         return step
 
     def _token_counts(self, mine: int) -> list[int]:
-        """Tokens of each data-parallel rank; if one has any, all take part, as experts are spread over all of them."""
+        """Return the tokens of each data-parallel rank; if one has any, all take part, as experts are spread over all
+        of them.
+        """
         counts = [count for (count,) in self.parallel.attn_dp.gather_ints([mine])]
         self._engine_busy = any(counts)
         return counts
 
     def _finish(self, step: InFlight) -> None:
-        """The second half: records, finished requests, messages."""
+        """Run the second half: records, finished requests, messages."""
         stats = self.stats
         outgoing, num_sampled = self._steps.finish(step, stats.phase)
         if step.is_idle:
@@ -272,7 +274,7 @@ class Scheduler:
             self._control(message)
 
     def _refuse_unreadable(self, message: Unreadable) -> None:
-        """A message that does not decode is an error of those whom it names, never the end of the loop."""
+        """Refuse the requests that an undecodable message names; it never ends the loop."""
         say(f"a message of the main process cannot be read: {message.error}")
         error = BadRequest(f"the scheduler cannot read the request: {message.error}")
         if self._is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
@@ -302,7 +304,7 @@ class Scheduler:
         return req
 
     def _check(self, source: TokenizedGenerateReqInput) -> None:
-        """Checks of the scheduler's own state; the request itself was checked before it was sent."""
+        """Check the scheduler's own state; the request itself was checked before it was sent."""
         self.serving.require_admission()
         if source.rid in self._by_rid:
             raise BadRequest(f"rid {source.rid!r} is already in flight")
@@ -321,7 +323,7 @@ class Scheduler:
         self._channel.send(BatchTokenOutput(outputs=[output]))
 
     def _abort(self, message: AbortReqInput) -> None:
-        """An abort has no answer: one that fails is logged, and does not end the loop."""
+        """Abort requests, without an answer; a failure is logged, and does not end the loop."""
         try:
             self.abort(None if message.abort_all else message.rids)
         except FatalError:
@@ -382,7 +384,7 @@ class Scheduler:
     # --- control verbs --------------------------------------------------------------------------------------------
 
     def _control(self, message: ControlReqInput) -> None:
-        """A verb can be refused; it can never end the loop, unless ranks may differ after it."""
+        """Handle a verb, which may be refused; it never ends the loop, unless ranks may differ after it."""
         try:
             if type(message) not in self._queued:
                 message.require_in_time(self.now)

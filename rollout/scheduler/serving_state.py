@@ -112,7 +112,7 @@ class ServingState:
         self._paused, self._pausing = True, False
 
     def pause_once_ended(self) -> None:
-        """Steps go on for the requests that have begun; `pause` follows when they have ended."""
+        """Let steps go on for the requests that have begun; `pause` follows when they have ended."""
         if not self._pausing:
             self._was_paused = self._paused
         self._paused, self._pausing = False, True
@@ -143,11 +143,11 @@ class ServingState:
         self._content_lost = True
 
     def regain_content(self) -> None:
-        """The lost weights were restored, bit for bit."""
+        """Note that the lost weights were restored, bit for bit."""
         self._content_lost = False
 
     def heal(self) -> None:
-        """A complete refresh was committed."""
+        """Note that a complete refresh was committed."""
         self._poisoned, self._content_lost = None, False
 
     def drain(self) -> None:

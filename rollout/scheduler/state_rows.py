@@ -60,11 +60,11 @@ class StateRows:
         return self.interval
 
     def shareable(self, length: int) -> int:
-        """The longest prefix of `length` tokens that can have a snapshot."""
+        """Return the longest prefix of `length` tokens that can have a snapshot."""
         return length // self.interval * self.interval
 
     def begin(self, req: Req, row: int) -> None:
-        """`req` starts from the snapshot in `row`, or from `NO_STATE`."""
+        """Start `req` from the snapshot in `row`, or from `NO_STATE`."""
         self._of[req] = _Held(row)
 
     def prepare(self, batch: ForwardBatch, extends: Sequence[Extend], decodes: DecodeBatch) -> None:
@@ -89,14 +89,14 @@ class StateRows:
         return StateOperands(lens, rows, sources, snapshots)
 
     def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
-        """The first `num_tokens` of `req` are in `cache` now, and end at `node`: it gets the snapshots of them."""
+        """Give `node` the snapshots of the first `num_tokens` of `req`, which are in `cache` now and end at `node`."""
         snapshots = self._of[req].snapshots
         covered = {length: snapshots.pop(length) for length in list(snapshots) if length <= num_tokens}
         for length in cache.keep_states(node, covered):
             self.rows.free(covered[length])
 
     def end(self, req: Req) -> None:
-        """`req` gives up its row, and the snapshots that it still has."""
+        """Take back the row of `req`, and the snapshots that it still has."""
         for row in self._of.pop(req).snapshots.values():
             self.rows.free(row)
 
@@ -123,7 +123,7 @@ class StateRows:
         return copies
 
     def _taken(self, item: Extend, sources: Collection[int]) -> Iterable[int]:
-        """The multiples in a chunk for which there is a row, ascending.
+        """Return the multiples in a chunk for which there is a row, ascending.
 
         A prompt that ends at one is not found by itself again, as its last token is always computed: the one before is
         worth as much.

@@ -26,7 +26,7 @@ class StepStats:
         self._mark = time.perf_counter()
 
     def phase(self, name: str) -> None:
-        """The time since the last mark belongs to `name`."""
+        """Count the time since the last mark for `name`."""
         now = time.perf_counter()
         self.seconds[name] += now - self._mark
         self._mark = now
@@ -41,12 +41,12 @@ class StepStats:
             self._window_start, self._window_tokens = time.monotonic(), 0
 
     def idle(self) -> None:
-        """Nothing runs: the throughput is zero and a new window starts with the next work."""
+        """Note that nothing runs: the throughput is zero and a new window starts with the next work."""
         self.gen_throughput = 0.0
         self._window_start, self._window_tokens = time.monotonic(), 0
 
     def step_time_ms(self) -> dict[str, float]:
-        """Mean milliseconds a step of each phase, and the number of steps."""
+        """Return the mean milliseconds a step of each phase, and the number of steps."""
         steps = max(1, self.num_steps)
         return {name: 1000.0 * total / steps for name, total in self.seconds.items()} | {"steps": float(self.num_steps)}
 

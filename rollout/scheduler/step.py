@@ -68,7 +68,7 @@ class InFlight(NamedTuple):
         return [req for part in self.sampled for req in part.rows.reqs]
 
     def brought(self, device: torch.device) -> InFlight:
-        """The step with its results on their way from `device` to the host."""
+        """Return the step with its results on their way from `device` to the host."""
         copies = HostCopies(device)
         step = self._replace(
             routes=None if self.routes is None else StepRoutes(*map(copies.copy, self.routes)),
@@ -96,7 +96,7 @@ class StepRunner:
         vocab_size: int,
         new_lists: Callable[[], RowLists],
     ) -> None:
-        """`new_lists()`: places for the lists of as many requests as may run."""
+        """Take the parts that a step needs.  `new_lists()`: places for the lists of as many requests as may run."""
         self._runner = runner
         self._sampler = sampler
         self._cache = cache
@@ -158,7 +158,7 @@ class StepRunner:
         return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored)
 
     def _build(self, plan: StepPlan, epoch: ServingEpoch) -> ForwardBatch:
-        """The step's batch.  Its tokens get slots, noted as written under `epoch`."""
+        """Build the step's batch.  Its tokens get slots, noted as written under `epoch`."""
         extends, decodes, cache = plan.extends, plan.decodes, self._cache
         inputs, stamp = decodes.inputs, self._runner.kv_pool.stamp
         slots = cache.extend_each(decodes.generation, inputs.pool_indices, inputs.positions)
@@ -193,7 +193,7 @@ class StepRunner:
         return self._replaying[1] or any(item.req.source.replay is not None for item in plan.extends)
 
     def _rows_of(self, decodes: DecodeBatch) -> SampledRows:
-        """The rows of the last step if the same requests decode now."""
+        """Return the rows of the last step if the same requests decode now."""
         if self._decoding is None or self._generation != decodes.generation:
             device = self._cache.pool.newest_tokens.device
             self._decoding = SampledRows(decodes.reqs, self._stop, self._vocab_size, device, self._lists)
@@ -201,7 +201,8 @@ class StepRunner:
         return self._decoding
 
     def _score_prompts(self, extends: Sequence[Extend], hidden_TD: torch.Tensor) -> list[tuple[Req, ScoredTokens]]:
-        """Log-probabilities of prompt tokens from the rows that predict them, of the raw distribution at temperature.
+        """Return the log-probabilities of prompt tokens from the rows that predict them, of the raw distribution at
+        temperature.
 
         Row r of an extend is position `start + r` and predicts token `start + r + 1`.
         """
@@ -277,7 +278,7 @@ def _input(item: Extend) -> ExtendInput:
 
 
 def _forced_routes(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
-    """The routes that requests of the step brought along, for the routers: [L, T, K]; None if all rows are free."""
+    """Return the routes that requests of the step brought, for the routers: [L, T, K]; None if all rows are free."""
     spans = list(_spans(plan))
     example = next((req.source.replay for req, _, _ in spans if req.source.replay is not None), None)
     if example is None:

@@ -31,13 +31,13 @@ class StopChecker:
         self._text_of_token: dict[int, str] = {}
 
     def end_ids(self, source: TokenizedGenerateReqInput) -> frozenset[int]:
-        """Token ids that finish a request."""
+        """Return the token ids that finish a request."""
         params = source.sampling_params
         ends = frozenset() if params.ignore_eos else self._eos
         return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
 
     def text_for(self, source: TokenizedGenerateReqInput) -> IncrementalDetokenizer | None:
-        """A detokenizer for the request's output; None if it has no stop strings.
+        """Return a detokenizer for the request's output; None if it has no stop strings.
 
         Raises `UnsupportedFeature` for stop strings on a server without tokenizer.
         """
@@ -48,7 +48,7 @@ class StopChecker:
         return IncrementalDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=False))
 
     def mask_refusal(self, req: Req, count: int) -> FinishReason | None:
-        """The reason if the next token's mask has too many ids to be returned: it comes whole, or not at all."""
+        """Return the reason if the next token's mask has too many ids to be returned: it comes whole, or not at all."""
         most, total = req.source.max_mask_ids, req.output.num_mask_ids + count
         if count > self._mask_limit:
             message = (
@@ -66,7 +66,7 @@ class StopChecker:
         return None
 
     def check(self, req: Req) -> FinishReason | None:
-        """The reason if the last token finished `req`; an end token wins over a stop string over the length."""
+        """Return the reason if the last token finished `req`; an end token wins over a stop string over the length."""
         output, params = req.output.token_ids, req.sampling_params
         last = output[-1]
         if last in req.end_ids:
@@ -81,7 +81,8 @@ class StopChecker:
         return None
 
     def _may_end_stop(self, token_id: int, params: SamplingParams) -> bool:
-        """False if no stop string can end in this token: it holds whole characters, and the last of none of them.
+        """Return False if no stop string can end in this token: it holds whole characters, and the last of none of
+        them.
 
         Spares most tokens of a request with stop strings the search.
         """
@@ -99,7 +100,7 @@ class StopChecker:
 
 
 def _matched_string(text: IncrementalDetokenizer, output: list[int], stop: list[str]) -> str | None:
-    """The stop string that appears first in the text of `output` and ends in its last token.
+    """Return the stop string that appears first in the text of `output` and ends in its last token.
 
     One that ended earlier can only have been passed over because of `min_new_tokens`, and stays so.
     """

@@ -42,7 +42,7 @@ class WaitingQueue:
         return req in self._begun or req in self._new.get(req.source.priority, ())
 
     def __getitem__(self, index: int) -> Req:
-        """The request that begins after `index` others, from 0 on; the first one at once."""
+        """Return the request that begins after `index` others, from 0 on; the first one at once."""
         found = next(islice(self, index, None), None)
         if found is None:
             raise IndexError(index)
@@ -80,7 +80,7 @@ class WaitingQueue:
         return True
 
     def _line_of(self, req: Req) -> OrderedDict[Req, None]:
-        """The requests among which `req` keeps the order of arrival."""
+        """Return the requests among which `req` keeps the order of arrival."""
         if req.has_begun:
             return self._begun
         priority = req.source.priority

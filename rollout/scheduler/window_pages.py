@@ -45,7 +45,7 @@ class WindowSizes:
 def window_sizes(
     layers: Sequence[KVKind | None], *, context_length: int, step_tokens: int, max_running_requests: int
 ) -> WindowSizes | None:
-    """For requests that run, and as many pages for the prefix tree as there may be requests.
+    """Return the sizes for requests that run, and as many pages for the prefix tree as there may be requests.
 
     `step_tokens`: most prompt tokens of one step.  None: no window of `layers` is shorter than a context.
     """
@@ -121,11 +121,11 @@ class WindowPages:
         return self.page_size
 
     def shareable(self, length: int) -> int:
-        """The longest prefix of `length` tokens that can end with a page."""
+        """Return the longest prefix of `length` tokens that can end with a page."""
         return length // self.page_size * self.page_size
 
     def begin(self, req: Req, row: int) -> None:
-        """`req` has its row in the slot table, and goes on from the page in `row`, or from nothing: -1."""
+        """Let `req` go on from the page in `row`, or from nothing: -1.  It has its row in the slot table."""
         held = self._of[req] = _Held()
         if row >= 0:
             self._read(req, held, req.cached_len // self.page_size - 1, row)
@@ -150,7 +150,9 @@ class WindowPages:
         batch.window = WindowOperands(torch.cat(slots) if extends else slots[0], self.table)
 
     def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
-        """The first `num_tokens` of `req` are in `cache` now, and end at `node`: it gets the full pages it lacks."""
+        """Give `node` the full pages it lacks of the first `num_tokens` of `req`, which are in `cache` now and end at
+        `node`.
+        """
         held, size = self._of[req], self.page_size
         full = {(n + 1) * size: row for n, row in {**held.spare, **held.own}.items() if (n + 1) * size <= num_tokens}
         superfluous = cache.keep_states(node, full)
@@ -164,7 +166,7 @@ class WindowPages:
         held.offered = num_tokens
 
     def end(self, req: Req) -> None:
-        """`req` gives up all its pages."""
+        """Take back all pages of `req`."""
         held = self._of.pop(req)
         self._num_spare -= len(held.spare)
         for row in (*held.own.values(), *held.spare.values()):
@@ -201,7 +203,9 @@ class WindowPages:
         self.table[req.pool_index, number * size : (number + 1) * size] = self._offsets + row * size
 
     def _give_up(self, req: Req, held: _Held, first: int) -> None:
-        """The pages before number `first`; full ones of the prompt stay for the tree, as far as there may be such."""
+        """Give up the pages before number `first`; full ones of the prompt stay for the tree, as far as there may be
+        such.
+        """
         for number in [number for number in held.shared if number < first]:
             self._unread(held.shared.pop(number))
         for number in [number for number in held.own if number < first]:
