@@ -100,7 +100,7 @@ class Control:
         self._end_waiting()
 
     def _give_up(self, verb: GiveUpPauseReqInput) -> ControlReqOutput[GiveUpPauseReply]:
-        """The others that wait, or that made the same pause, keep theirs."""
+        """Give up a pause; the others that wait, or that made the same pause, keep theirs."""
         scheduler = self._scheduler
         given_up = [one for _, one in self._awaited if one.wait_id == verb.wait_id]
         self._awaited = [(until, one) for until, one in self._awaited if one.wait_id != verb.wait_id]
@@ -200,7 +200,7 @@ class Control:
         return verb.answer(found)
 
     def _begin_shutdown(self, verb: ShutdownReqInput) -> None:
-        """Answered by `drain` once everything has ended."""
+        """Begin to drain; `drain` answers once everything has ended."""
         self._shutdown = verb
         self._drain_until = self._scheduler.now + verb.drain_s
         self._scheduler.serving.drain()

@@ -93,7 +93,7 @@ class EplbControl:
     # --- an evaluation --------------------------------------------------------------------------------------------
 
     def _on_verb(self, verb: EplbRebalanceReqInput) -> None:
-        """Answered when it was decided not to move, or when moving has ended."""
+        """Evaluate the balance; the answer comes when it was decided not to move, or when moving has ended."""
         if self._manager.stage is not Stage.IDLE:
             raise RebalanceRefused(f"a rebalance is under way ({self._manager.stage.value}); one at a time")
         policy, given = self._wanted(verb)
@@ -149,7 +149,7 @@ class EplbControl:
             self._planning.add_done_callback(lambda _: self._wake())
 
     def _seconds_per_step(self) -> float:
-        """Since the last evaluation, on this rank."""
+        """Return the seconds a step since the last evaluation, on this rank."""
         stats = self._scheduler.stats
         before, self._timed = self._timed, (stats.num_steps, sum(stats.seconds.values()))
         return (self._timed[1] - before[1]) / max(1, self._timed[0] - before[0])
@@ -205,7 +205,7 @@ class EplbControl:
         return True
 
     def _move(self) -> None:
-        """One chunk, or the end of moving."""
+        """Move one chunk, or end the moving."""
         manager, state = self._manager, self._state
         placement, decision = state.placement, manager.decision
         chunk = manager.next_chunk(state.epoch.weight_epoch, placement.epoch, self._reason_to_stay())
@@ -294,7 +294,7 @@ class NoExpertsToMove:
 
 
 def _planned(work: Callable[[], Decision]) -> _Planned:
-    """Plan, in the planner's thread.  Never raises: errors are returned."""
+    """Plan in the planner's thread.  Never raises: errors are returned."""
     try:
         return _Planned(decision=work())
     except Exception as error:

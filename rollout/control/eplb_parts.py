@@ -39,7 +39,7 @@ def rebalance_policy(args: ServerArgs) -> RebalancePolicy:
 
 
 def start_counting(args: ServerArgs, runner: ModelRunner, parallel: Parallel) -> LoadHistory:
-    """Loads from the first step on; nothing is counted without `--enable-eplb`."""
+    """Count loads from the first step on; nothing is counted without `--enable-eplb`."""
     config = runner.state.model.config
     sizes = len(config.moe_layer_ids), config.num_experts
     history = LoadHistory(*sizes, parallel.attn_dp.all_reduce, is_counted=args.enable_eplb)
@@ -57,7 +57,7 @@ def build_eplb(
     weight_update: Callable[[], str | None],
     wake: Callable[[], None],
 ) -> EplbControl | NoExpertsToMove:
-    """`layout` None: there is nothing to place; `weight_update` and `wake` as `EplbControl` says."""
+    """Build the balancer.  `layout` None: there is nothing to place; `weight_update`, `wake`: see `EplbControl`."""
     config, parallel = model.config, scheduler.parallel
     if layout is None:
         what = "all experts are on one rank (--ep-size 1)" if config.is_moe else f"{config.architecture} has no experts"
@@ -79,7 +79,7 @@ def build_eplb(
 def initial_placement(
     args: ServerArgs, config: ModelConfig, device: torch.device, parallel: Parallel
 ) -> ExpertPlacement:
-    """The expert map at start as this rank sees it, empty for a dense model.  Raises `StartupError`."""
+    """Return the expert map at start as this rank sees it, empty for a dense model.  Raises `StartupError`."""
     location = _location(args, config)
     try:
         sizes = parallel.position.ep_rank, parallel.layout.ep_size
@@ -121,7 +121,7 @@ def expert_layout(config: ModelConfig, placement: ExpertPlacement, num_nodes: in
 
 
 def fresh_plan(layout: ExpertLayout | None, placement: ExpertPlacement, counts_LE: np.ndarray) -> Plan:
-    """A placement for weights that are written everywhere anyway."""
+    """Return a placement for weights that are written everywhere anyway."""
     assert layout is not None, "there is nothing to place"
     current_LP = placement.metadata.physical_to_logical_map.numpy()
     return make_plan("auto", counts_LE, layout, current_LP, copies_are_free=True)

@@ -145,7 +145,8 @@ class ExpertDistribution:
 def gather_step(
     batch: ForwardBatch, ids_TLK: torch.Tensor, ranks: Communicator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The step of all attention-DP ranks, one after the other: logical ids [T, L, K], input ids and positions [T].
+    """Gather the step of all attention-DP ranks, one after the other: logical ids [T, L, K], input ids and positions
+    [T].
 
     `ranks`: one of each DP rank.
     """

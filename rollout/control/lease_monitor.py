@@ -71,16 +71,16 @@ class LeaseMonitor:
         return None if self._pause is None or not self._scheduler.serving.is_paused else self._pause.left_s
 
     def on_pause(self) -> None:
-        """Generation is paused, perhaps once more."""
+        """Note that generation is paused, perhaps once more."""
         if self._pause_timeout_s is not None:
             self._pause = Lease(self._pause_timeout_s, lambda: self._scheduler.now)
 
     def on_start(self, verb: ControlReqInput) -> None:
-        """A weight verb begins."""
+        """Note that a weight verb begins."""
         self._open_before, self._is_own = self._updater.open_id, self._is_of_update(verb)
 
     def on_verb(self, verb: ControlReqInput, succeeded: bool) -> None:
-        """The weight verb that began last is over: renew the leases that it renews."""
+        """End the weight verb that began last: renew the leases that it renews."""
         self._is_checked = False
         if self._is_own:
             self._updater.renew_lease()
@@ -90,7 +90,9 @@ class LeaseMonitor:
             self._pause.renew()
 
     def check(self, waiting: Iterable[tuple[float, ControlReqInput]] = ()) -> None:
-        """`waiting`: the verbs whose turn has not come, with the times at which they came."""
+        """Drop what has expired, and report torn weights.  `waiting`: the verbs whose turn has not come, with the times
+        at which they came.
+        """
         self._await_own(waiting)
         expired, pause_ended = self._updater.expire(), self._end_pause()
         if expired or pause_ended or not self._is_checked:

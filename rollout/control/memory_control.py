@@ -64,7 +64,7 @@ class MemoryControl:
         return {ReleaseMemoryOccupationReqInput: self._release, ResumeMemoryOccupationReqInput: self._resume}
 
     def status(self) -> dict[str, str]:
-        """`in_use`, `released` or `awaiting_refresh` of each tag."""
+        """Return `in_use`, `released` or `awaiting_refresh` for each tag."""
         states: dict[str, str] = {tag: "released" if tag in self._released else "in_use" for tag in TAGS}
         if self._epoch_released is not None and "weights" not in self._released:
             states["weights"] = "awaiting_refresh"
@@ -189,7 +189,7 @@ class MemoryControl:
     # --- serving --------------------------------------------------------------------------------------------------
 
     def notice_refresh(self) -> None:
-        """After a commit into weights without content: a complete one restored them, any one outdates the copy."""
+        """Notice a commit into weights without content: a complete one restored them, any one outdates the copy."""
         if self._epoch_released is None:
             return
         state = self._scheduler.runner.state
@@ -215,7 +215,7 @@ class MemoryControl:
 
 
 def _named(tags: list[MemoryTag] | None, all_tags: list[MemoryTag]) -> list[MemoryTag]:
-    """The tags that a verb means: those it names, without a list all that apply.
+    """Return the tags that a verb means: those it names, without a list all that apply.
 
     Raises `BadRequest` for an empty list: who computed one meant to name nothing, or, as to SGLang, all.
     """

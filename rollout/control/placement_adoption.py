@@ -68,7 +68,7 @@ class PlacementAdoption:
         self._outcome = "the placement stays: not asked to adopt one"
 
     def opening(self, wanted: bool | None = None, epoch: int | None = None) -> None:
-        """Called before an update is opened, on the scheduler's thread.
+        """Prepare for an update that is about to be opened, on the scheduler's thread.
 
         `epoch`: its sender goes by the placement of this epoch.  Raises `Conflict` if another one is in force,
         `BadRequest` where nothing can be adopted.
@@ -110,7 +110,7 @@ class PlacementAdoption:
         return {"placement_adopted": adopted, "placement_note": self._outcome}
 
     def _shared_plan(self) -> _SharedPlan:
-        """Planned on the first rank of each engine."""
+        """Return the plan, made on the first rank of each engine."""
         position = self._position
         mine = self._plan() if position.is_tp_leader else _SharedPlan("")
         plans = self._exchange(to_bytes(mine))

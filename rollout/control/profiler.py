@@ -95,7 +95,7 @@ class StepProfiler:
         return {StartProfileReqInput: self._start, StopProfileReqInput: self._stop}
 
     def _start(self, verb: StartProfileReqInput) -> None:
-        """Answered when the next step will be recorded, on all ranks."""
+        """Start a trace; the answer comes when the next step will be recorded, on all ranks."""
         if self._trace is not None or self._file is not None:
             raise Conflict("a profile is under way, or being written")
         trace, error = _attempt(lambda: self._planned(verb))
@@ -132,7 +132,7 @@ class StepProfiler:
         return _Trace(recorder, files, files[position.world_rank])
 
     def _stop(self, verb: StopProfileReqInput) -> None:
-        """Answered when the files of all ranks are there."""
+        """Stop the trace; the answer comes when the files of all ranks are there."""
         if self._trace is not None:
             self._end(self._trace, verb)
         elif self._writing is not None and self._asked is None:
@@ -192,7 +192,7 @@ def _attempt(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _write(trace: _Trace, error: Exception | None) -> None:
-    """`error`: why there is nothing to write."""
+    """Write the trace.  `error`: why there is nothing to write."""
     if error is not None:
         raise error
     trace.write()
@@ -206,7 +206,7 @@ def _give_memory_back() -> None:
 
 
 def _writable(output_dir: str | None, folders: NamedFolders) -> str:
-    """The folder, made if it is not there.  Raises `BadRequest`."""
+    """Return the folder, made if it is not there.  Raises `BadRequest`."""
     if output_dir is not None and not Path(output_dir).is_absolute():
         raise BadRequest("output_dir must be an absolute path")
     try:

@@ -91,7 +91,7 @@ class RankConsensus:
             raise RankLostError(f"the commit of a weight update is in doubt: {error}") from error
 
     def run(self, mark: VerbMark, work: Callable[[], T], roll_back: Callable[[str], None] | None) -> T:
-        """`work()` on every rank.  `roll_back(reason)` undoes it if another rank failed.
+        """Run `work()` on every rank.  `roll_back(reason)` undoes it if another rank failed.
 
         Raises this rank's error, else `PeerRankError` with that of the first rank that failed; `FatalError`.
         """
@@ -122,7 +122,7 @@ class RankConsensus:
         return self._mark
 
     def _share(self, mine: _Report) -> list[_Report]:
-        """The reports of all ranks.  Raises `RankLostError`, `FatalError`."""
+        """Return the reports of all ranks.  Raises `RankLostError`, `FatalError`."""
         shared = self._weight_io.gather_bytes(msgspec.msgpack.encode(mine))
         reports = [msgspec.msgpack.decode(data, type=_Report) for data in shared]
         marks = {report.mark for report in reports}

@@ -117,7 +117,7 @@ def _in_doubt(but: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterat
 
 
 def committed(reply: CommitReply) -> str:
-    """The message to its sender."""
+    """Return the message to its sender."""
     return f"Succeeded to update parameter online. Weight version updated to {reply.weight_version}."
 
 
@@ -146,7 +146,7 @@ class PartialLabel:
 
 
 def successor(version: str) -> str:
-    """A label for new content whose sender gave none: `v` -> `v+1` -> `v+2`, never the label of other content."""
+    """Return a label for content whose sender gave none: `v` -> `v+1` -> `v+2`, never the label of other content."""
     stem, plus, count = version.rpartition("+")
     if plus and count.isdigit():
         return f"{stem}+{int(count) + 1}"

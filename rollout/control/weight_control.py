@@ -128,7 +128,7 @@ class WeightControl:
         self._queue.advance()
 
     def add_jobs(self, planners: dict[type, Callable[[Any], Job]]) -> None:
-        """Further verbs that take their turn in the queue, by message type."""
+        """Add further verbs that take their turn in the queue, by message type."""
         self._queue.add(planners)
 
     @property
@@ -144,14 +144,14 @@ class WeightControl:
         return not self._queue.is_empty
 
     def on_pause(self) -> None:
-        """A pause was asked for."""
+        """Note that a pause was asked for."""
         self._num_pauses += 1
         self._starts_anew = True
         if not self._queue.busy:
             self._forget_loss()
 
     def on_paused(self) -> None:
-        """Generation is paused."""
+        """Note that generation is paused."""
         self._leases.on_pause()
 
     def require_no_update_in_pause(self) -> None:
@@ -161,7 +161,7 @@ class WeightControl:
             raise Conflict(f"a weight update is being received in this pause {self._updater.way_out}")
 
     def on_pause_given_up(self) -> None:
-        """Generation goes on without a continue."""
+        """Note that generation goes on without a continue."""
         if not self._queue.busy and self._updater.is_open and self._updater.is_implicit:
             self._updater.drop("the pause in which it was sent was given up")
 
@@ -172,7 +172,7 @@ class WeightControl:
         self._starts_anew = False
 
     def _on_continue(self, verb: ContinueGenerationReqInput) -> None:
-        """It ends no pause that comes while it waits for its turn."""
+        """Queue a continue; it ends no pause that comes while it waits for its turn."""
         self._queue.put(_Continue(**msgspec.structs.asdict(verb), pauses=self._num_pauses))
 
     def _get_update(self, verb: GetWeightUpdateReqInput) -> ControlReqOutput[UpdateStateReply]:
@@ -190,7 +190,9 @@ class WeightControl:
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
 
     def status(self) -> UpdateStateReply:
-        """State of the open transaction as of the last verb that finished; the I/O thread may be at work on it."""
+        """Return the state of the open transaction as of the last verb that finished; the I/O thread may be at work on
+        it.
+        """
         if not self._queue.busy:
             self._last_status = self._updater.status()
         return UpdateStateReply(
@@ -202,7 +204,7 @@ class WeightControl:
         )
 
     def ended(self) -> list[EndedUpdateState]:
-        """The last updates that ended, oldest first."""
+        """Return the last updates that ended, oldest first."""
         return [EndedUpdateState(**asdict(update)) for update in tuple(self._updater.book.ended)]
 
     def _after_verb(self, verb: ControlReqInput, succeeded: bool) -> None:
@@ -394,7 +396,7 @@ class WeightControl:
 
 
 def _nothing() -> None:
-    """The I/O part of a verb that has none; it still takes its turn in the queue."""
+    """Do nothing, as the I/O part of a verb that has none; it still takes its turn in the queue."""
 
 
 def _replies(message: str, reply: Reply) -> Callable[[Any], tuple[str, Reply]]:

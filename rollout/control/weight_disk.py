@@ -202,7 +202,7 @@ class DiskRefresh:
         return "full" if changed is None else "delta"
 
     def _origin_in(self, source: Path) -> int | None:
-        """The version of `source` that memory holds, if it is known to hold one, whole."""
+        """Return the version of `source` that memory holds, if it is known to hold one, whole."""
         state, origin = self._scheduler.runner.state, self._origin
         if not self._scheduler.serving.has_whole_weights or state.epoch.weight_epoch != origin.weight_epoch:
             return None
@@ -259,7 +259,7 @@ def require_same_model(path: Path, running: ModelConfig, overrides: Mapping[str,
 
 
 def _facts(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Plain values by dotted name: `layers.3.attention.num_heads`."""
+    """Return plain values by dotted name: `layers.3.attention.num_heads`."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, tuple):

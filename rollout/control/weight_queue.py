@@ -48,7 +48,7 @@ def _settle_in(device: torch.device) -> None:
 
 
 def _on_threads(count: int, call: Callable[[], Any]) -> Any:
-    """`count` threads for the operators of this one."""
+    """Call `call` with `count` threads for the operators of this one."""
     torch.set_num_threads(count)
     return call()
 
@@ -134,7 +134,7 @@ class WeightQueue:
         return self._job is None and not self._waiting
 
     def add(self, planners: dict[type, Callable[[Any], Job]]) -> None:
-        """Verbs that take their turn here, by message type."""
+        """Add verbs that take their turn here, by message type."""
         self._planners.update(planners)
 
     @property
@@ -142,7 +142,7 @@ class WeightQueue:
         return dict.fromkeys(self._planners, self.put)
 
     def put(self, verb: ControlReqInput) -> None:
-        """Queue the verb."""
+        """Put the verb into the queue."""
         self._waiting.append((self._scheduler.now, verb))
 
     def advance(self) -> None:
@@ -231,7 +231,7 @@ class WeightQueue:
 
 
 def _refused(verb: ControlReqInput, error: Exception) -> Job:
-    """A verb that this rank cannot plan: the others learn of it as of any failure."""
+    """Return the job of a verb that this rank cannot plan: the others learn of it as of any failure."""
 
     def io() -> None:
         raise error

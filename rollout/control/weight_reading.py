@@ -18,7 +18,7 @@ _MOST_NUMBERS_SHOWN = 4_000_000
 
 
 def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater: WeightUpdater) -> Job:
-    """The verb's job.  Its I/O part raises `NotFound`, `Conflict`, `TooLarge`."""
+    """Return the verb's job.  Its I/O part raises `NotFound`, `Conflict`, `TooLarge`."""
     serving, state = scheduler.serving, scheduler.runner.state
     shows_staged = serving.is_paused or serving.is_writing
 
