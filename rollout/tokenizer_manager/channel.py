@@ -81,7 +81,7 @@ class SchedulerChannel:
         return self._pushes
 
     async def receive(self) -> SchedulerOutput | Unreadable:
-        """The next message; waits without a deadline, as the caller ends with the scheduler process."""
+        """Return the next message; wait without a deadline, as the caller ends with the scheduler process."""
         while True:
             *proof, data = await self._pull.recv_multipart()
             if self.secret is None or hmac.compare_digest(b"".join(proof), self.secret.encode()):

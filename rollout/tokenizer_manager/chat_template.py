@@ -104,7 +104,7 @@ class ChatTemplates:
 
 
 def _prepared(message: Mapping[str, Any], *, keeps_null: bool) -> dict[str, Any]:
-    """The message without fields that are null, its thought under each name that templates read.
+    """Return the message without fields that are null, its thought under each name that templates read.
 
     Content that is null is empty for templates that do not ask for null.
     """
@@ -115,7 +115,7 @@ def _prepared(message: Mapping[str, Any], *, keeps_null: bool) -> dict[str, Any]
 
 
 def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a mark behind its text."""
+    """Return the message with a mark behind its text."""
     content = message.get("content")
     if isinstance(content, str):
         return message | {"content": content + _END_MARK}
@@ -128,7 +128,7 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _until_mark(text: str, message: Mapping[str, Any]) -> str:
-    """The chat up to the mark, without the mark."""
+    """Return the chat up to the mark, without the mark."""
     end = text.rfind(_END_MARK.strip())
     content = message["content"]
     if end < 0 or (isinstance(content, str) and content.strip() not in text):
@@ -195,7 +195,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models are trained on it; Jinja's own filter escapes what HTML reserves."""
+    """Return JSON as models are trained on it; Jinja's own filter escapes what HTML reserves."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -75,20 +75,20 @@ class Communicator:
             future.set_result(answers)
 
     def fail(self, request_id: str, error: LockstepError) -> None:
-        """The verb of this id, if it is in flight, raises `error`."""
+        """Let the verb of this id, if it is in flight, raise `error`."""
         future = self._waiting.get(request_id)
         if future is not None and not future.done():
             future.set_exception(error)
 
     def fail_all(self, error: LockstepError) -> None:
-        """Every verb in flight raises `error`."""
+        """Let every verb in flight raise `error`."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
 
 
 def merge_answers(answers: Sequence[ControlReqOutput[AnyReply]]) -> ControlReqOutput[AnyReply]:
-    """Success if all succeeded, with the replies merged; else the first refusal."""
+    """Return success if all succeeded, with the replies merged; else the first refusal."""
     in_order = sorted(answers, key=lambda answer: answer.dp_rank)
     first = next((answer for answer in in_order if not answer.success), in_order[0])
     if not first.success or len(in_order) == 1:
@@ -97,7 +97,7 @@ def merge_answers(answers: Sequence[ControlReqOutput[AnyReply]]) -> ControlReqOu
 
 
 def _typed(answer: ControlReqOutput, reply: type[AnyReply]) -> ControlReqOutput[AnyReply]:
-    """`answer` with the struct of its reply, which comes over a socket as plain values."""
+    """Return `answer` with the struct of its reply, which comes over a socket as plain values."""
     if not answer.success or isinstance(answer.data, Reply):
         return answer
     try:

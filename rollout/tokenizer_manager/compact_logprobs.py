@@ -28,7 +28,7 @@ def prompt_logprobs(record: SampleRecord, prompt: PromptLogprobs, vocab_size: in
 
 
 def row_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Spans over the entries of a prompt, as spans over the rows of `prompt_logprobs`."""
+    """Return spans over the entries of a prompt as spans over the rows of `prompt_logprobs`."""
     return [VersionSpan(span.version, span.start - 1, span.end - 1, span.weight_epoch) for span in spans]
 
 
@@ -57,6 +57,6 @@ def _columns(
 
 
 def _fits_float32(values: np.ndarray) -> bool:
-    """False for log-probabilities of a model that computes in float64, which would lose bits."""
+    """Return False for log-probabilities of a model that computes in float64, which would lose bits."""
     with np.errstate(over="ignore"):
         return np.array_equal(values.astype(np.float32), values, equal_nan=True)

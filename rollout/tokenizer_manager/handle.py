@@ -51,7 +51,7 @@ class SampleText:
         )
 
     def update(self) -> str:
-        """The text to show now: never shorter than before, never part of a character or of a stop string."""
+        """Return the text to show now: never shorter than before, never part of a character or of a stop string."""
         if self._final is not None:
             return self._final
         finished = self._record.finished
@@ -112,7 +112,7 @@ class GenerateHandle:
         self._abort([record.rid for record in self.records if record.finished is None])
 
     async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """The final response, or the list of them.
+        """Return the final response, or the list of them.
 
         Raises what `fail` was given, or `RefusedByScheduler`.  Cancelling aborts the request.
         """
@@ -120,11 +120,11 @@ class GenerateHandle:
         return responses if self.replies_with_list else responses[0]
 
     async def results(self) -> list[dict[str, Any]]:
-        """Like `result`, always as a list."""
+        """Return the same as `result`, always as a list."""
         return await self._of_each(self._build)
 
     async def encoded(self) -> list[bytes]:
-        """The final responses as JSON, in reply order; each is made, and its record given up, before the next."""
+        """Return the final responses as JSON, in reply order; make each, and give up its record, before the next."""
 
         def encoded(sample: Sample) -> bytes:
             content = encode_json(self._build(sample))
@@ -135,7 +135,7 @@ class GenerateHandle:
         return await self._of_each(encoded)
 
     async def stream(self) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
-        """(sample index, response so far) whenever a sample has grown; ends after every sample's last.
+        """Yield (sample index, response so far) whenever a sample has grown; end after every sample's last.
 
         Text, ids and log-probabilities are cumulative.  Raises what `fail` was given.  Leaving early aborts the
         request.
@@ -155,7 +155,7 @@ class GenerateHandle:
             raise
 
     async def encode(self, make: Callable[[], Any], index: int | None = None) -> bytes:
-        """`make()` as JSON, off the event loop if it holds much: all of sample `index`, or of all samples.
+        """Return `make()` as JSON, off the event loop if it holds much: all of sample `index`, or of all samples.
 
         `make` reads responses, not records.
         """
@@ -180,7 +180,7 @@ class GenerateHandle:
             raise
 
     async def _next_news(self) -> list[int]:
-        """Waits without a deadline: every request ends, or `fail` is called when the scheduler has exited."""
+        """Wait without a deadline: every request ends, or `fail` is called when the scheduler has exited."""
         await self._news.wait()
         self._news.clear()
         if self._error is not None:
@@ -211,7 +211,7 @@ async def _run(work: Callable[[], Result], is_heavy: bool) -> Result:
 
 
 def _encode(content: Any) -> bytes:
-    """Part by part: the encoder holds the GIL, so that no other thread runs during a part."""
+    """Encode part by part: the encoder holds the GIL, so that no other thread runs during a part."""
     if isinstance(content, list):
         return b"[" + b",".join(map(encode_json, content)) + b"]"
     return encode_json(content)

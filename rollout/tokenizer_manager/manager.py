@@ -134,7 +134,7 @@ class TokenizerManager:
             self.phase = Phase.STOPPING
 
     def fail(self, reason: str) -> None:
-        """The scheduler has exited: requests in flight, and all that follow, get 503 with the reason."""
+        """Fail requests in flight, and all that follow, with 503 and the reason: the scheduler has exited."""
         self.phase = Phase.FAILED
         self._failure = Unavailable(reason)
         for sample in self._in_flight.all():
@@ -148,7 +148,7 @@ class TokenizerManager:
         return len(self._in_flight)
 
     def sessions_in_flight(self) -> list[str]:
-        """The session of each sample in flight that has one."""
+        """Return the session of each sample in flight that has one."""
         ids = (sample.record.session_id for sample in self._in_flight.all())
         return [session_id for session_id in ids if session_id is not None]
 

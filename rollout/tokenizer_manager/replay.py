@@ -63,7 +63,7 @@ async def read_replays(prompts: Sequence[Prompt], start: int, shape: RouteShape)
 
 
 def read_replay(value: Any, start: int, shape: RouteShape) -> ReplayedRoutes:
-    """The rows of `value`, for the tokens from `start` on.
+    """Return the rows of `value`, for the tokens from `start` on.
 
     Raises `BadRequest` for a form that is not known, other layers or K than the model's, ids that it does not have, an
     expert twice in one layer of a row, and rows that are missing.
@@ -100,7 +100,7 @@ def check_replay(replay: ReplayedRoutes, prompt_len: int, max_new_tokens: int) -
 
 
 def _named(value: Any, start: int, shape: RouteShape) -> tuple[ReplayedRoutes, str]:
-    """Routes, and a name of them."""
+    """Return the routes, and a name of them."""
     replay = read_replay(value, start, shape)
     salt = replay.start.to_bytes(8, "little")
     return replay, blake2b(replay.data, digest_size=16, person=b"routes", salt=salt).hexdigest()

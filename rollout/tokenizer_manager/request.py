@@ -233,7 +233,7 @@ def _column(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
 
 
 def _token_ids_column(value: Any, count: int, is_batch: bool) -> list[list[int] | None]:
-    """A flat list is for every prompt; a list of lists gives each prompt its own."""
+    """Return the ids of each prompt: a flat list is for every prompt, a list of lists gives each prompt its own."""
     if value is not None and len(value) > max(MAX_TOKEN_IDS_LOGPROB, MAX_BATCH):
         raise BadRequest(f"token_ids_logprob holds at most {MAX_TOKEN_IDS_LOGPROB} ids, got {len(value)}")
     if value is None or not value or all(isinstance(item, int) for item in value):
@@ -244,7 +244,8 @@ def _token_ids_column(value: Any, count: int, is_batch: bool) -> list[list[int] 
 
 
 def _sampling_params(raw_params: Sequence[dict[str, Any]]) -> tuple[list[SamplingParams], list[str]]:
-    """The parameters of each prompt, and the keys that are not known; checks `n`, which is how many samples it has.
+    """Return the parameters of each prompt, and the keys that are not known; checks `n`, which is how many samples it
+    has.
 
     Prompts that share an object share what is read from it.
     """
@@ -272,7 +273,9 @@ def _is_ignored(name: str, value: Any) -> bool:
 
 
 def _samples(rid: str, params: SamplingParams) -> list[tuple[str, int | None]]:
-    """Id and seed of each sample of a prompt: a given seed moves on by one per sample, so that samples differ."""
+    """Return the id and seed of each sample of a prompt: a given seed moves on by one per sample, so that samples
+    differ.
+    """
     if params.n == 1:
         return [(rid, params.sampling_seed)]
     seed = params.sampling_seed

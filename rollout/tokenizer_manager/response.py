@@ -120,7 +120,7 @@ class OutputEntries:
 def build_response(
     record: SampleRecord, text: str | None, form: ResponseForm, entries: OutputEntries
 ) -> dict[str, Any]:
-    """The response of `record` as it stands; `text` None leaves the key out (a server without a tokenizer).
+    """Return the response of `record` as it stands; `text` None leaves the key out (a server without a tokenizer).
 
     `entries` are the record's own.
     """
@@ -134,7 +134,7 @@ def build_response(
 
 
 def weight(record: SampleRecord) -> int:
-    """Size of the response: its tokens, their entries, and the bytes of routes over 16."""
+    """Return the size of the response: its tokens, their entries, and the bytes of routes over 16."""
     source, finished = record.source, record.finished
     entries = 1 + source.top_logprobs_num + len(source.token_ids_logprob or ()) if source.return_logprob else 0
     total = len(record.output_ids) * (1 + entries)
@@ -146,7 +146,7 @@ def weight(record: SampleRecord) -> int:
 
 
 def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEntries) -> dict[str, Any]:
-    """`meta_info`: the counters always, the rest as the request asked and as far as the sample has come."""
+    """Return `meta_info`: the counters always, the rest as the request asked and as far as the sample has come."""
     finished = record.finished
     meta: dict[str, Any] = {
         "id": record.rid,
@@ -178,7 +178,7 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
 
 
 def finish_reason_dict(reason: FinishReason) -> dict[str, Any]:
-    """SGLang's form: `stop` has `matched`, `length` has `length`, `abort` has `message` and `status_code`."""
+    """Return SGLang's form: `stop` has `matched`, `length` has `length`, `abort` has `message` and `status_code`."""
     if reason.type == "stop":
         return {"type": "stop", "matched": reason.matched}
     if reason.type == "length":
@@ -262,7 +262,7 @@ def _chosen_entries(arrays: AlternativeArrays, ids: Sequence[int], text_of: Toke
 
 
 def _add_mask(meta: dict[str, Any], record: SampleRecord, mask_format: MaskFormat, entries: OutputEntries) -> None:
-    """The masks of all tokens: SGLang's lists, columns in base64, or slime's names for the same."""
+    """Add the masks of all tokens: SGLang's lists, columns in base64, or slime's names for the same."""
     mask = record.output_mask
     if mask_format == "lists":
         entries.extend_mask(mask)
@@ -283,7 +283,7 @@ def _add_mask(meta: dict[str, Any], record: SampleRecord, mask_format: MaskForma
 
 
 def sampling_mask_of(mask: MaskRecord) -> SamplingMask:
-    """The typed record, checked."""
+    """Return the typed record, checked."""
     ids = np.frombuffer(bytes(mask.token_ids), dtype="<i4").astype(np.int32, copy=False)
     return SamplingMask(ids, np.cumsum([0, *mask.counts], dtype=np.int64))
 
@@ -308,7 +308,7 @@ def _no_rows(record: SampleRecord, finished: FinishedRecord, shape: RouteShape) 
 
 
 def routed_experts_of(payload: RoutedExpertsPayload, shape: RouteShape) -> RoutedExperts:
-    """The typed record [num_rows, L, K] of logical expert ids inside a scheduler's message, checked."""
+    """Return the typed record [num_rows, L, K] of logical expert ids inside a scheduler's message, checked."""
     dtype = np.dtype(payload.dtype).newbyteorder("<")
     ids_TLK = np.frombuffer(payload.data, dtype=dtype).reshape(payload.num_rows, len(shape.moe_layer_ids), shape.top_k)
     return RoutedExperts(
@@ -322,5 +322,5 @@ def routed_experts_of(payload: RoutedExpertsPayload, shape: RouteShape) -> Route
 
 
 def encode_json(content: Any) -> bytes:
-    """JSON bytes; numbers that JSON cannot hold (infinities, NaN) become null."""
+    """Return JSON bytes; numbers that JSON cannot hold (infinities, NaN) become null."""
     return msgspec.json.encode(content)

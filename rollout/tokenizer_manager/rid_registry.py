@@ -52,7 +52,7 @@ class RidRegistry:
                     del self._members[group]
 
     def resolve(self, rid: str) -> list[str]:
-        """The samples that `rid` stands for: exactly, never by prefix.  Empty for a name that is not in use."""
+        """Return the samples that `rid` stands for: exactly, never by prefix.  Empty for a name that is not in use."""
         if rid in self._members:
             return sorted(self._members[rid])
         return [rid] if rid in self._groups_of else []

@@ -66,7 +66,7 @@ class TokenVocabulary:
 
 
 def _decoder_kinds(backend: Tokenizer) -> list[dict[str, Any]]:
-    """The parts of the tokenizer's decoder, as its file would have them."""
+    """Return the parts of the tokenizer's decoder, as its file would have them."""
     if backend.decoder is None:
         return []
     whole = json.loads(backend.decoder.__getstate__())

@@ -70,7 +70,7 @@ class Tokenizer:
             executor.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text.
+        """Return the token ids of each text.
 
         Raises `BadRequest` for text that cannot be encoded (lone surrogates) or cannot fit into the context, `TooLarge`
         for more than `MAX_TOKENS`.
@@ -130,7 +130,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         kept_ids: frozenset[int] = frozenset(),
     ) -> str:
-        """Text of `token_ids`; incomplete characters become U+FFFD, ids without text become nothing.
+        """Return the text of `token_ids`; incomplete characters become U+FFFD, ids without text become nothing.
 
         `kept_ids` are special tokens that are not skipped.
         """
@@ -140,14 +140,14 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, special ones too; cached, as the same few thousand are wanted again and again."""
+        """Return the text of one token, special ones too; cached, as a few thousand are wanted again and again."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     async def decode_each(self, batch: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
-        """Text of each list of ids."""
+        """Return the text of each list of ids."""
         size = _size(batch)
 
         def decode() -> list[str]:
@@ -164,7 +164,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         extra: dict[str, Any],
     ) -> list[int]:
-        """Token ids of a chat under the model's template.
+        """Return the token ids of a chat under the model's template.
 
         They end where the last message goes on (`continue_final`), or else after the head of the assistant's turn
         (`add_generation_prompt`) or the end of the last message.
@@ -193,12 +193,12 @@ class Tokenizer:
 
 
 def _size(parts: Sequence[Sequence[Any]]) -> int:
-    """Characters or ids; an empty text takes as long as `EMPTY_CHARS`."""
+    """Return the number of characters or ids; an empty text takes as long as `EMPTY_CHARS`."""
     return sum(map(len, parts)) + EMPTY_CHARS * len(parts)
 
 
 def _parts(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Runs of `texts` of at most `PART_CHARS` together, but at least one each."""
+    """Yield runs of `texts` of at most `PART_CHARS` together, but at least one each."""
     part: list[str] = []
     size = 0
     for text in texts:

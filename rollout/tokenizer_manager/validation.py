@@ -67,7 +67,7 @@ class ServingLimits:
         )
 
     def room(self, prompt_len: int) -> int:
-        """Most tokens that can follow a prompt of `prompt_len` tokens."""
+        """Return the most tokens that can follow a prompt of `prompt_len` tokens."""
         return max(min(self.context_length, self.max_total_num_tokens) - prompt_len, 0)
 
     @property
@@ -109,7 +109,7 @@ class _SharedLists:
         self._completed: dict[tuple[int, int, int], SamplingParams] = {}
 
     def complete(self, params: SamplingParams, max_new_tokens: int, min_new_tokens: int) -> SamplingParams:
-        """The parameters with these lengths and the tokenizer's end token, once their lists are checked."""
+        """Return the parameters with these lengths and the tokenizer's end token, once their lists are checked."""
         limits, key = self._limits, (id(params), max_new_tokens, min_new_tokens)
         if self._is_new(params):
             params.validate_lists(limits.vocab_size)
@@ -134,7 +134,9 @@ class _SharedLists:
 
 
 def _end_token(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
-    """The tokenizer's, if it can be sampled and the scheduler does not know it from the model's configuration."""
+    """Return the tokenizer's end token, if it can be sampled and the scheduler does not know it from the model's
+    configuration.
+    """
     eos = tokenizer.eos_token_id
     return None if eos is None or eos >= config.vocab_size or eos in config.eos_token_ids else eos
 
