@@ -113,7 +113,7 @@ class Decision:
     migration: Migration | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Plain values for a reply; without the plan itself."""
+        """Return plain values for a reply; without the plan itself."""
         names = [name for name in self.__dataclass_fields__ if name not in ("plan", "migration", "before", "after")]
         after = None if self.after is None else asdict(self.after)
         balance = {"balancedness_before": asdict(self.before), "balancedness_after": after}
@@ -222,7 +222,7 @@ def _balance(values_L: np.ndarray) -> Balance:
 
 
 def given_plan(physical_to_logical_LP: np.ndarray, split_LP: np.ndarray | None, layout: ExpertLayout) -> Plan:
-    """The plan of a placement that a request brings.  Without `split_LP` an expert's tokens are divided evenly.
+    """Return the plan of a placement that a request brings.  Without `split_LP` an expert's tokens are divided evenly.
 
     Raises `MapError`.
     """

@@ -50,7 +50,7 @@ class ExpertLocationMetadata:
         return self.physical_to_logical_map.shape[1]
 
     def slots_of(self, layer: int, logical_expert: int) -> list[int]:
-        """Physical slots that hold `logical_expert` in MoE layer `layer`, ascending."""
+        """Return the physical slots that hold `logical_expert` in MoE layer `layer`, ascending."""
         return list(self._slots_LE[layer][logical_expert])
 
     def check_ranks(self, num_ranks: int) -> None:
@@ -80,7 +80,7 @@ class ExpertLocationMetadata:
 def trivial_location(
     num_layers: int, num_logical_experts: int, num_physical_experts: int | None = None
 ) -> ExpertLocationMetadata:
-    """Slot p holds logical expert p mod E: as many slots as experts unless given."""
+    """Return the map in which slot p holds logical expert p mod E: as many slots as experts unless given."""
     row = torch.arange(num_physical_experts or num_logical_experts) % max(1, num_logical_experts)
     return ExpertLocationMetadata(row.expand(num_layers, -1).clone(), num_logical_experts)
 
@@ -138,7 +138,7 @@ class SplitTable:
         return self.slots_LRE.shape[1]
 
     def widths(self) -> list[int]:
-        """By layer, the most replicas among which a token is divided, at least 1."""
+        """Return, by layer, the most replicas among which a token is divided, at least 1."""
         ends_LR = self.ends_LRE.amin(dim=2) if self.ends_LRE.shape[2] else self.ends_LRE.new_full((1, 1), PICKS)
         return [1 + int((row < PICKS).sum()) for row in ends_LR]
 
@@ -155,7 +155,7 @@ class SplitTable:
             self.ends_LRE[layer].copy_(other.ends_LRE[layer])
 
     def slots(self, layer: int, width: int, logical_ids_TK: torch.Tensor, first_row: int) -> torch.Tensor:
-        """Slots [T, K] of tokens in the rows `first_row ..` of the batch; `width` is that of the layer."""
+        """Return the slots [T, K] of tokens in the rows `first_row ..` of the batch; `width` is that of the layer."""
         slots_RE = self.slots_LRE[layer]
         if width == 1:
             return slots_RE[0].take(logical_ids_TK)
@@ -164,7 +164,8 @@ class SplitTable:
         return slots_RE[passed_RTK.sum(dim=0), logical_ids_TK]
 
     def nearest(self, rank: int, num_ranks: int, slots_per_rank: int) -> SplitTable:
-        """The same loads of slots where every rank brings as many tokens, with as few of them sent as that allows.
+        """Return the same loads of slots where every rank brings as many tokens, with as few of them sent as that
+        allows.
 
         A slot first takes tokens of its own rank, up to all that it is to take; what it takes beyond comes from the
         ranks whose own slots take less than they bring, or that have none.  On the host; of `rank`.
@@ -186,7 +187,7 @@ class SplitTable:
         return (self.ends_LRE - before_LRE).clamp(min=0).double() / PICKS
 
     def slot_loads(self, counts_SLE: torch.Tensor, num_slots: int) -> torch.Tensor:
-        """Counts of experts in S passes, divided over slots [S, L, P] int64: whole tokens, none lost."""
+        """Return the counts of experts in S passes, divided over slots [S, L, P] int64: whole tokens, none lost."""
         counts_SLE = counts_SLE.long()
         loads_SLP = counts_SLE.new_zeros((*counts_SLE.shape[:2], num_slots))
         before = torch.zeros_like(counts_SLE)
@@ -233,7 +234,7 @@ def check_cover(map_LP: np.ndarray, num_logical_experts: int) -> None:
 
 
 def find_duplicate(map_LP: np.ndarray, num_ranks: int) -> tuple[int, int, int] | None:
-    """(layer, rank, expert) of the first expert that a rank holds twice."""
+    """Return (layer, rank, expert) of the first expert that a rank holds twice."""
     by_rank = np.sort(map_LP.reshape(len(map_LP), num_ranks, map_LP.shape[1] // num_ranks), axis=2)
     found = np.argwhere(by_rank[:, :, 1:] == by_rank[:, :, :-1])
     if not len(found):
@@ -243,7 +244,7 @@ def find_duplicate(map_LP: np.ndarray, num_ranks: int) -> tuple[int, int, int] |
 
 
 def replica_counts(map_LP: np.ndarray, num_logical_experts: int) -> np.ndarray:
-    """[L, E] int64: slots of every logical expert."""
+    """Return [L, E] int64: slots of every logical expert."""
     layers = len(map_LP)
     flat = map_LP + np.arange(layers)[:, None] * num_logical_experts
     return np.bincount(flat.ravel(), minlength=layers * num_logical_experts).reshape(layers, num_logical_experts)

@@ -46,7 +46,7 @@ class RecordedModel:
 
 
 def load_location(source: str, model: RecordedModel, num_redundant_experts: int) -> ExpertLocationMetadata:
-    """The map of `source`: `trivial`, JSON text that begins with `{`, or the path of a file.
+    """Return the map of `source`: `trivial`, JSON text that begins with `{`, or the path of a file.
 
     Raises `EplbRequestError` in one line: `LayoutError`, `MapError`, `LoadsError`, or itself for what cannot be read.
     """

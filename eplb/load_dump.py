@@ -33,7 +33,7 @@ class LoadDump:
         return sum(tensor.size for tensor in self.tensors.values())
 
     def to_message(self) -> dict[str, Any]:
-        """Plain values and bytes."""
+        """Return plain values and bytes."""
         tensors = {
             name: {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "data": tensor.tobytes()}
             for name, tensor in self.tensors.items()
@@ -42,7 +42,7 @@ class LoadDump:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> LoadDump:
-        """The inverse of `to_message`; tensors are read-only views of the message's bytes."""
+        """Read the result of `to_message`; tensors are read-only views of the message's bytes."""
         tensors = {
             name: np.frombuffer(item["data"], dtype=item["dtype"]).reshape(item["shape"])
             for name, item in message["tensors"].items()

@@ -58,7 +58,7 @@ class PassCounter(Generic[Stamp]):
         raise NotImplementedError
 
     def _counts(self, passes: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[S, L, E] int64."""
+        """Count choices: [S, L, E] int64."""
         layers, experts = self._shape
         size = layers * experts
         flat = [(ids.long() + self._layer_offsets + index * size).flatten() for index, ids in enumerate(passes)]
@@ -103,7 +103,7 @@ class LoadHistory(PassCounter[int]):
         self.drift: Drift | None = None
 
     def note(self, ids_TLK: torch.Tensor, weight_epoch: int) -> None:
-        """A pass of T tokens: the logical ids that each layer chose, of any integer type, on any device."""
+        """Note a pass of T tokens: the logical ids that each layer chose, of any integer type, on any device."""
         if weight_epoch != self._noted_epoch:
             self._count_noted()
             self._noted_epoch = weight_epoch
@@ -135,7 +135,7 @@ class LoadHistory(PassCounter[int]):
             self.add(weight_epoch, counts_LE)
 
     def current(self, choices_per_expert: float) -> np.ndarray | None:
-        """The counts as of now; None while there are fewer choices than that, or nothing is counted."""
+        """Return the counts as of now; None while there are fewer choices than that, or nothing is counted."""
         if not self.is_counted:
             return None
         self.gather()

@@ -81,7 +81,7 @@ class _Placed:
     split: SplitTable
 
     def slot_loads(self, counts_SLE: torch.Tensor) -> torch.Tensor:
-        """Tokens of each slot [S, L, P] int64."""
+        """Return the tokens of each slot [S, L, P] int64."""
         return self.split.slot_loads(counts_SLE, self.physical_to_logical.shape[1])
 
 
@@ -127,7 +127,7 @@ class LoadRecorder(PassCounter[_Noted]):
         input_ids: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """A pass of T tokens, `input_ids` and `positions` [T]: logical ids of any integer type, on any device."""
+        """Note a pass of T tokens, `input_ids` and `positions` [T]: logical ids of any integer type, on any device."""
         placement_epoch = self._placement.epoch
         if placement_epoch not in self._placed:
             located = self._placement.metadata.physical_to_logical_map.clone()
@@ -180,7 +180,7 @@ class LoadRecorder(PassCounter[_Noted]):
         return self._num_passes + len(self._noted)
 
     def status(self) -> dict[str, Any]:
-        """Balancedness and drift by layer, for metrics: plain numbers, None where there is none."""
+        """Return balancedness and drift by layer, for metrics: plain numbers, None where there is none."""
         self._count_noted()
         drift = self._drifts()
         return {
@@ -192,7 +192,7 @@ class LoadRecorder(PassCounter[_Noted]):
         }
 
     def dump(self, model: dict[str, Any]) -> LoadDump:
-        """Everything recorded.  `model` says of which model, see `eplb.init_location`."""
+        """Return everything recorded.  `model` says of which model, see `eplb.init_location`."""
         self._count_noted()
         header = {
             "mode": self.mode,
@@ -227,7 +227,7 @@ class LoadRecorder(PassCounter[_Noted]):
         ]
 
     def _drifts(self) -> list[dict[str, Any]]:
-        """Between the counts of each two weight epochs in a row that were recorded."""
+        """Return the drift between the counts of each two weight epochs in a row that were recorded."""
         by_epoch: dict[int, _Segment] = {}
         for segment in self._segments:
             if segment.weight_epoch not in by_epoch:
@@ -242,7 +242,9 @@ class LoadRecorder(PassCounter[_Noted]):
         return [_drift_facts(before, after) for before, after in pairwise(epochs)]
 
     def _segment_tensors(self) -> dict[str, torch.Tensor]:
-        """[S, L, E] logical counts; physical ones [S, L, P] and the maps [S, L, P] by segment where P is the same."""
+        """Return [S, L, E] logical counts; physical ones [S, L, P] and the maps [S, L, P] by segment where P is the
+        same.
+        """
         if not self._segments:
             return {}
         placed = [self._placed[segment.placement_epoch] for segment in self._segments]
@@ -289,7 +291,7 @@ class LoadRecorder(PassCounter[_Noted]):
 
 
 def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Half-open spans of equal values."""
+    """Return the half-open spans of equal values."""
     starts = [i for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
     return list(zip(starts, [*starts[1:], len(values)]))
 
@@ -318,5 +320,5 @@ def _drift_facts(before: _Segment, after: _Segment) -> dict[str, Any]:
 
 
 def _numbers(values: torch.Tensor) -> list[float | None]:
-    """NaN, which JSON does not have, as None."""
+    """Return the numbers, with None for NaN, which JSON does not have."""
     return [None if value != value else value for value in values.tolist()]

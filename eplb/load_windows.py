@@ -25,7 +25,7 @@ class LoadWindows:
         self._num_passes = 0
 
     def add(self, loads_SLP: torch.Tensor) -> None:
-        """The tokens that each slot got in each of some further passes, oldest first."""
+        """Add the tokens that each slot got in each of some further passes, oldest first."""
         loads_SLP = loads_SLP[-_LONGEST:]
         passes, layers, slots = loads_SLP.shape
         places = (self._num_passes + torch.arange(passes)) % _LONGEST
@@ -35,11 +35,11 @@ class LoadWindows:
         self._num_passes += passes
 
     def num_passes(self, window: int) -> int:
-        """Passes that the window has so far."""
+        """Return the number of passes that the window has so far."""
         return min(window, self._num_passes)
 
     def rank_loads(self, window: int) -> torch.Tensor:
-        """Tokens of each rank in the last `window` passes [L, G] int64."""
+        """Return the tokens of each rank in the last `window` passes [L, G] int64."""
         return self._rank_loads[self._last(window)].sum(dim=0)
 
     def rank_balancedness(self, window: int) -> torch.Tensor:

@@ -144,7 +144,8 @@ class RebalanceManager:
         self._enter(Stage.IDLE)
 
     def next_chunk(self, weight_epoch: int, placement_epoch: int, refresh: str | None) -> MigrationChunk | None:
-        """The next chunk to move; None where the rest was dropped.  `refresh`: the weight update under way, if any.
+        """Return the next chunk to move; None where the rest was dropped.  `refresh`: the weight update under way, if
+        any.
 
         A refresh goes first: it writes slots by the current map, and replaces the weights that the plan was made for.
         """
@@ -158,7 +159,9 @@ class RebalanceManager:
         return self._chunks[0] if self._chunks else None
 
     def chunk_done(self, seconds: float, placement_epoch: int) -> None:
-        """The first of the remaining chunks was moved in `seconds`, and its map published as `placement_epoch`."""
+        """Note that the first of the remaining chunks was moved in `seconds`, and its map published as
+        `placement_epoch`.
+        """
         assert self.stage is Stage.MOVING and self.decision is not None and self.decision.migration is not None
         handled = self.decision.migration.handled_bytes(self._chunks.pop(0))
         if handled:
@@ -200,7 +203,7 @@ class RebalanceManager:
         return f"a rebalance is stuck: {self.stage.value} for {waited:.1f} s, at most {self.policy.deadline_s:g} s"
 
     def status(self) -> dict[str, Any]:
-        """Plain values for metrics and health."""
+        """Return plain values for metrics and health."""
         drift = self.history.drift
         return {
             "stage": self.stage.value,

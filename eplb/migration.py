@@ -140,7 +140,7 @@ class Migration:
         return chunk.num_handled_by_busiest * self.slot_bytes
 
     def digest(self) -> str:
-        """Two ranks with the same one make the same moves in the same order."""
+        """Return a digest: two ranks with the same one make the same moves in the same order."""
         content = hashlib.sha256(repr((self.layout, self.slot_bytes)).encode())
         for table in (self.before_LP, self.after_LP):
             content.update(np.ascontiguousarray(table, dtype="<i8").tobytes())
@@ -158,7 +158,7 @@ def plan_migration(
     layers_per_chunk: int | None = None,
     most_handled_bytes: int | None = None,
 ) -> Migration:
-    """The moves from the map `before_LP` [L, P] to `after_LP` [L, P], in chunks of layers.
+    """Return the moves from the map `before_LP` [L, P] to `after_LP` [L, P], in chunks of layers.
 
     A chunk has at most `layers_per_chunk` layers, and its busiest rank handles at most `most_handled_bytes` unless one
     layer alone is more; without either there is one chunk.  Raises `MapError` for a map that cannot be served from,
@@ -181,7 +181,7 @@ def plan_migration(
 def _moves_of_layer(
     layer: int, before_P: np.ndarray, after_P: np.ndarray, layout: ExpertLayout, sent_G: list[int]
 ) -> list[Move]:
-    """`sent_G` counts what every rank has to send so far, over all layers."""
+    """Return the moves of one layer.  `sent_G` counts what every rank has to send so far, over all layers."""
     changed = np.nonzero(before_P != after_P)[0].tolist()
     if not changed:
         return []
@@ -206,7 +206,7 @@ def _moves_of_layer(
 
 
 def _first_slots(before_P: np.ndarray, layout: ExpertLayout) -> dict[int, dict[int, int]]:
-    """expert -> rank that holds it -> its first slot there."""
+    """Return expert -> rank that holds it -> its first slot there."""
     held: dict[int, dict[int, int]] = {}
     for slot, expert in enumerate(before_P.tolist()):
         held.setdefault(expert, {}).setdefault(slot // layout.slots_per_rank, slot)
@@ -214,7 +214,7 @@ def _first_slots(before_P: np.ndarray, layout: ExpertLayout) -> dict[int, dict[i
 
 
 def _near(holders: dict[int, int], rank: int, layout: ExpertLayout) -> list[int]:
-    """The holders on the node of `rank`, or all where there is none."""
+    """Return the holders on the node of `rank`, or all where there is none."""
     ranks_per_node = layout.num_ranks // layout.num_nodes
     near = [holder for holder in holders if holder // ranks_per_node == rank // ranks_per_node]
     return near or list(holders)

@@ -69,14 +69,15 @@ class ExpertPlacement:
         return self.num_physical_experts // self.ep_size
 
     def local_slots(self, layer: int, logical_expert: int) -> list[int]:
-        """Slots of this rank, by its own numbering, into which `logical_expert` of MoE layer `layer` is written.
+        """Return the slots of this rank, by its own numbering, into which `logical_expert` of MoE layer `layer` is
+        written.
 
         None, if other ranks hold it.
         """
         return self._local_slots(self.metadata, layer, logical_expert)
 
     def proposed_slots(self, layer: int, logical_expert: int) -> list[int]:
-        """`local_slots` under the proposed map; without one, under the current map."""
+        """Return `local_slots` under the proposed map; without one, under the current map."""
         proposal = self._proposal
         return self._local_slots(self.metadata if proposal is None else proposal.metadata, layer, logical_expert)
 
@@ -132,11 +133,11 @@ class ExpertPlacement:
         return self.metadata.num_logical_experts
 
     def slots_of_experts(self) -> torch.Tensor:
-        """A copy, on the host, of the first slot of every logical expert [L, E] int64."""
+        """Return a copy, on the host, of the first slot of every logical expert [L, E] int64."""
         return self._planned.slots_LRE[:, 0].clone()
 
     def split(self) -> SplitTable:
-        """A copy, on the host, of how all ranks together divide an expert's tokens."""
+        """Return a copy, on the host, of how all ranks together divide an expert's tokens."""
         return self._planned.host_copy()
 
     def plan(self, layout: ExpertLayout) -> Plan:
@@ -147,14 +148,17 @@ class ExpertPlacement:
         return Plan("in_force", reason, layout, located_LP.numpy().copy(), split_LP.numpy())
 
     def table(self, layer: int) -> torch.Tensor | None:
-        """First slot of every logical expert [E] of MoE layer `layer`; None where these are the experts' own numbers.
+        """Return the first slot of every logical expert [E] of MoE layer `layer`; None where these are the experts' own
+        numbers.
 
         All that a router needs where the slots are on one rank.
         """
         return None if self.is_identity else self._split.slots_LRE[layer, 0]
 
     def logical_to_physical(self, layer: int, logical_ids_TK: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-        """Physical ids [T, K] for the logical ids [T, K] of rows `first_row ..` of a batch in MoE layer `layer`."""
+        """Return the physical ids [T, K] for the logical ids [T, K] of rows `first_row ..` of a batch in MoE layer
+        `layer`.
+        """
         if self.is_identity:
             return logical_ids_TK
         return self._split.slots(layer, self._widths[layer], logical_ids_TK, first_row)
@@ -165,7 +169,7 @@ class ExpertPlacement:
         return [slot - first for slot in slots if 0 <= slot - first < self.num_local_experts]
 
     def _checked(self, metadata: ExpertLocationMetadata, split_weights: torch.Tensor | None) -> SplitTable:
-        """The table of a map that can take the place of the one in force.  Raises `MapError`, `LayoutError`."""
+        """Return the table of a map that can take the place of the one in force.  Raises `MapError`, `LayoutError`."""
         shape, wanted = list(metadata.physical_to_logical_map.shape), list(self.metadata.physical_to_logical_map.shape)
         if shape != wanted:
             raise MapError(f"the map has the shape {shape}, the one in force has {wanted}")
@@ -182,7 +186,7 @@ class ExpertPlacement:
         return table
 
     def _of_this_rank(self) -> SplitTable:
-        """The table that routers of this rank use, in memory of its own."""
+        """Return the table that routers of this rank use, in memory of its own."""
         if not self._routes_alone:
             return self._planned.host_copy()
         return self._planned.nearest(self.ep_rank, self.ep_size, self.num_local_experts).host_copy()

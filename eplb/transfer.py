@@ -50,13 +50,13 @@ class ExpertSlots(Protocol):
         """The dtype and packing: beside sizes, two ranks must agree on them for equal bytes to be the same expert."""
 
     def read(self, layer: int, slot: int) -> Content:
-        """The slot's own memory, contiguous; not to be written to."""
+        """Return the slot's own memory, contiguous; not to be written to."""
 
     def write(self, layer: int, slot: int, content: Content) -> None:
         """Replace the slot's content, in place, and return when it is there."""
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """New memory for the same content, uint8 [B]."""
+        """Return new memory for the same content, uint8 [B]."""
 
 
 class RankGroup(Protocol):
@@ -163,7 +163,7 @@ class ExpertTransfer:
     # --- votes ------------------------------------------------------------------------------------------------------
 
     def _together(self, action: Callable[[], None]) -> None:
-        """`action` on every rank, or the same `TransferError` on every rank."""
+        """Run `action` on every rank, or raise the same `TransferError` on every rank."""
         failure = _failure_of(action)
         if failure is None and self._clock() > self._late_at:
             failure = f"not done within {self._deadline_s:g} s"
@@ -171,7 +171,7 @@ class ExpertTransfer:
             raise TransferError(f"no expert was moved: {self._reasons(failure)}")
 
     def _reasons(self, mine: str | None) -> str:
-        """The reasons of all ranks that failed, the same on every rank."""
+        """Return the reasons of all ranks that failed, the same on every rank."""
         reasons = self._group.gather_bytes((mine or "").encode()[:_MOST_REASON_BYTES])
         texts = [text.decode(errors="ignore") for text in reasons]
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
@@ -259,7 +259,7 @@ class _ChunkOnRank:
                 self._write(move.layer, slot, self._spare.content(index), header[3:])
 
     def write_old(self) -> None:
-        """The content that `check` kept.  Raises `TransferError`, having written what could be written."""
+        """Write the content that `check` kept.  Raises `TransferError`, having written what could be written."""
         failures = []
         for index, (layer, slot) in enumerate(self._changed):
             try:

@@ -28,7 +28,7 @@ def auto(
     target: float = TARGET,
     copies_are_free: bool = False,
 ) -> Plan:
-    """`balanced` where nothing has to be kept, `min_move` otherwise; `Plan.reason` says why.
+    """Plan with `balanced` where nothing has to be kept, with `min_move` otherwise; `Plan.reason` says why.
 
     A layer in which `min_move` misses the target is placed afresh if that is far ahead.  No layer is worse than the
     placement in force under its best split.  `deepseek` and `deepseek_hierarchical` are only used when named: they put
@@ -62,7 +62,7 @@ def auto(
 
 
 def _afresh(counts_LE: np.ndarray, layout: ExpertLayout, target: float) -> Plan:
-    """`balanced`; where whole slots fit together badly, with tokens divided by weights."""
+    """Return the plan of `balanced`; where whole slots fit together badly, with tokens divided by weights."""
     fresh = balanced(counts_LE, layout)
     reached_L = balancedness(counts_LE, fresh)
     if (reached_L >= target).all():
@@ -72,7 +72,7 @@ def _afresh(counts_LE: np.ndarray, layout: ExpertLayout, target: float) -> Plan:
 
 
 def _free(counts_LE: np.ndarray, layout: ExpertLayout, current_LP: np.ndarray, target: float) -> Plan:
-    """The best placement that is found, however much it moves."""
+    """Return the best placement that is found, however much it moves."""
     why = "every slot is written anyway, so a fresh placement costs nothing"
     fresh = _afresh(counts_LE, layout, target)
     reached_L = balancedness(counts_LE, fresh)
@@ -86,7 +86,7 @@ def _free(counts_LE: np.ndarray, layout: ExpertLayout, current_LP: np.ndarray, t
 
 
 def _mixed(first: Plan, second: Plan, second_L: np.ndarray) -> Plan:
-    """`first`, with the layers [L] bool of `second`."""
+    """Return `first`, with the layers [L] bool of `second`."""
     take = second_L[:, None]
     return replace(
         first,

@@ -47,7 +47,7 @@ FEW = 200  # ways to hand out the further slots that are all tried
 
 
 def balanced(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
-    """A placement for these counts from nothing.  Raises `LoadsError`."""
+    """Return a placement for these counts from nothing.  Raises `LoadsError`."""
     shares_LE = shares_of(checked_counts(counts_LE, layout))
     layers, experts = shares_LE.shape
     experts_LGS, loads_LGS = _place(shares_LE, shares_LE, layout)
@@ -66,14 +66,15 @@ def balanced(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
 
 
 def _replicated(experts_LGS: np.ndarray, num_logical_experts: int) -> np.ndarray:
-    """[L, G, S] bool: whether the slot's expert has other slots."""
+    """Return [L, G, S] bool: whether the slot's expert has other slots."""
     flat = experts_LGS.reshape(len(experts_LGS), -1)
     counts_LE = replica_counts(flat, num_logical_experts)
     return np.take_along_axis(counts_LE > 1, flat, axis=1).reshape(experts_LGS.shape)
 
 
 def _other_numbers(layout: ExpertLayout) -> Iterator[np.ndarray]:
-    """Other numbers of replicas: random factors on the loads [V, E], or, where there are few, all numbers [V, E] int64.
+    """Yield other numbers of replicas: random factors on the loads [V, E], or, where there are few, all numbers [V, E]
+    int64.
 
     The least possible load a slot can be the wrong size: too large for two on a rank, too small for one.  Numbers that
     come from loads times random factors (the same in every call) have slots of many sizes.
@@ -91,7 +92,7 @@ def _other_numbers(layout: ExpertLayout) -> Iterator[np.ndarray]:
 
 
 def _best_variant(shares_LE: np.ndarray, layout: ExpertLayout, factors_VE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The best refined placement with other numbers of replicas; random ones are judged before they are refined."""
+    """Return the best refined placement with other numbers of replicas; judge random ones before they are refined."""
     layers, experts = shares_LE.shape
     variants = len(factors_VE)
     exact = factors_VE.dtype.kind == "i"
@@ -107,7 +108,7 @@ def _best_variant(shares_LE: np.ndarray, layout: ExpertLayout, factors_VE: np.nd
 
 
 def _items(shares_LE: np.ndarray, wanted_LE: np.ndarray, layout: ExpertLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Experts [L, P] and loads [L, P], in multiples of a rank's mean, of all slots by falling load.
+    """Return experts [L, P] and loads [L, P], in multiples of a rank's mean, of all slots by falling load.
 
     Slots are given to experts in proportion to `wanted_LE`; if it has whole numbers of slots, exactly so.
     """
@@ -121,7 +122,7 @@ def _items(shares_LE: np.ndarray, wanted_LE: np.ndarray, layout: ExpertLayout) -
 
 
 def _place(shares_LE: np.ndarray, wanted_LE: np.ndarray, layout: ExpertLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Experts and loads of the slots of every rank, [L, G, S] each: heaviest slot first, to the lightest rank.
+    """Place the slots, heaviest first, each on the lightest rank; return experts and loads of all ranks [L, G, S].
 
     `links_LG` numbers the groups of linked ranks.
     """
@@ -167,7 +168,8 @@ def _place(shares_LE: np.ndarray, wanted_LE: np.ndarray, layout: ExpertLayout) -
 def _make_room(
     expert: int, placed_GS: np.ndarray, loads_GS: np.ndarray, holds_EG: np.ndarray, filled_G: np.ndarray
 ) -> int:
-    """A full rank without `expert`, after one of its items went to a rank with room; all ranks with room hold `expert`.
+    """Return a full rank without `expert`, after one of its items went to a rank with room; all ranks with room hold
+    `expert`.
 
     There is such an item: the full rank holds more experts than the other, which also holds `expert`.
     """

@@ -11,7 +11,7 @@ from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, greedy_rep
 
 
 def rank_loads(counts_LE: np.ndarray, plan: Plan) -> np.ndarray:
-    """Predicted load of every rank [L, G] float64 as a multiple of the mean.  Raises `LoadsError`."""
+    """Return the predicted load of every rank [L, G] float64 as a multiple of the mean.  Raises `LoadsError`."""
     shares_LE = shares_of(checked_counts(counts_LE, plan.layout))
     per_slot_LP = np.take_along_axis(shares_LE, plan.physical_to_logical_LP, axis=1) * plan.split_LP
     ranks = plan.layout.num_ranks
@@ -19,7 +19,7 @@ def rank_loads(counts_LE: np.ndarray, plan: Plan) -> np.ndarray:
 
 
 def balancedness(counts_LE: np.ndarray, plan: Plan) -> np.ndarray:
-    """Mean load of a rank over the largest, for each layer [L] float64: 1 is perfect, 1/G the worst."""
+    """Return the mean load of a rank over the largest, for each layer [L] float64: 1 is perfect, 1/G the worst."""
     return 1.0 / rank_loads(counts_LE, plan).max(axis=1)
 
 
@@ -39,7 +39,7 @@ def even_split_bound(counts_LE: np.ndarray, layout: ExpertLayout) -> np.ndarray:
 
 
 def cross_rank_copies(before_LP: np.ndarray, after_LP: np.ndarray, layout: ExpertLayout) -> np.ndarray:
-    """[L, G] int64: experts that each rank must receive, because it holds them after and did not before.
+    """Return [L, G] int64: experts that each rank must receive, because it holds them after and did not before.
 
     Copies between slots of one rank are not counted; two slots of a rank with the same new expert receive it once.
     """

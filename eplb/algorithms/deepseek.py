@@ -22,14 +22,14 @@ from eplb.errors import LayoutError
 
 
 def deepseek(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
-    """Copies and packs over all ranks.  Raises `LoadsError`."""
+    """Copy and pack over all ranks.  Raises `LoadsError`."""
     loads_LE = checked_counts(counts_LE, layout).astype(np.float32)
     reason = "packs the heaviest slots first over all ranks"
     return _plan("deepseek", reason, layout, _copy_and_pack(loads_LE, layout.num_physical_experts, layout.num_ranks))
 
 
 def deepseek_hierarchical(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
-    """Groups to nodes, then copies and packs inside each node.  Raises `LoadsError`, `LayoutError`."""
+    """Assign groups to nodes, then copy and pack inside each node.  Raises `LoadsError`, `LayoutError`."""
     loads_LE = checked_counts(counts_LE, layout).astype(np.float32)
     groups, nodes = layout.num_groups, layout.num_nodes
     if groups % nodes:

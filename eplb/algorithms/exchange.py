@@ -54,7 +54,8 @@ def _exchange(
     shift_L: np.ndarray,
     single: bool,
 ) -> None:
-    """One round: every pair of a heavy and a light rank exchanges the subsets that leave the two most equal, in place.
+    """Run one round: every pair of a heavy and a light rank exchanges the subsets that leave the two most equal, in
+    place.
 
     `shift_L` turns the light ranks of a layer against its heavy ones, so that other ranks meet.  Items whose expert the
     other rank holds stay; with `single`, items of replicated experts stay too.

@@ -41,7 +41,8 @@ class _Node:
 def min_move(
     counts_LE: np.ndarray, layout: ExpertLayout, current_LP: np.ndarray | None, *, target: float = TARGET
 ) -> Plan:
-    """A placement near `current_LP` [L, P]; every layer has a predicted balancedness of `target`, if one is found.
+    """Return a placement near `current_LP` [L, P]; every layer has a predicted balancedness of `target`, if one is
+    found.
 
     Every slot that is not copied keeps its expert.  Raises `LoadsError`; `EplbRequestError` without a placement;
     `MapError` for a map that cannot be served from or that holds an expert twice on one rank.
@@ -77,7 +78,7 @@ def _split_weights(state: LayerSplit) -> list[float]:
 
 
 def _best(start: LayerSplit, cap: float, num_slots: int) -> LayerSplit:
-    """The placement with the fewest copies that gets under the cap, or else the one that gets nearest."""
+    """Return the placement with the fewest copies that gets under the cap, or else the one that gets nearest."""
     excess, stuck = start.relieve(cap)
     seen = [start]
     efforts = [(kept + SLOTS_KEPT // num_slots, tried + SLOTS_TRIED // num_slots, False) for kept, tried in EFFORTS]
@@ -96,7 +97,7 @@ def _best(start: LayerSplit, cap: float, num_slots: int) -> LayerSplit:
 def _search(
     start: _Node, cap: float, kept: int, tried: int, thorough: bool
 ) -> tuple[LayerSplit | None, list[LayerSplit]]:
-    """The first placement under the cap, by rising copies, if there is one; the placements on the way."""
+    """Return the first placement under the cap, by rising copies, if there is one; the placements on the way."""
     if start.excess <= NEGLIGIBLE:
         return start.state, []
     found: LayerSplit | None = None
@@ -142,7 +143,7 @@ def _after(node: _Node, move: Candidate, cap: float) -> _Node:
 
 
 def _few(nodes: list[_Node], most: int) -> list[_Node]:
-    """The best few placements that differ."""
+    """Return the best few placements that differ."""
     kept: dict[tuple[tuple[int, ...], ...], _Node] = {}
     for node in sorted(nodes, key=lambda node: node.excess):
         kept.setdefault(tuple(tuple(sorted(experts)) for experts in node.state.held), node)
@@ -152,7 +153,7 @@ def _few(nodes: list[_Node], most: int) -> list[_Node]:
 
 
 def _with_old_experts_back(state: LayerSplit, start: LayerSplit, cap: float) -> LayerSplit:
-    """The placement after as many of its copies as possible were undone, one after the other."""
+    """Return the placement after as many of its copies as possible were undone, one after the other."""
     changed = [
         (rank, slot)
         for rank, (now, before) in enumerate(zip(state.held, start.held, strict=True))
@@ -171,7 +172,7 @@ def _with_old_experts_back(state: LayerSplit, start: LayerSplit, cap: float) -> 
 
 
 def _nearest(states: list[LayerSplit]) -> LayerSplit:
-    """The first, so the one with the fewest copies, whose largest load is about as small as any one's."""
+    """Return the first, so the one with the fewest copies, whose largest load is about as small as any one's."""
     for state in states:
         state.settle()
     least = min(max(state.loads) for state in states)

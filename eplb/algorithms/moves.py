@@ -40,7 +40,7 @@ class Candidate:
         return 1 if self.source_slot is None else 2
 
     def apply(self, state: LayerSplit) -> LayerSplit:
-        """The split of the placement after the move."""
+        """Return the split of the placement after the move."""
         after = state.clone()
         if self.source_slot is None:
             after.replace(self.rank, self.slot, self.expert, self.source)
@@ -61,7 +61,7 @@ class _Target:
 
 
 def all_moves(state: LayerSplit) -> Iterator[Candidate]:
-    """Every copy onto a replica that can be given up, and every exchange of two experts that have one slot each."""
+    """Yield every copy onto a replica that can be given up, and every exchange of two experts with one slot each."""
     for rank, held in enumerate(state.held):
         for slot, victim in enumerate(held):
             for source, others in enumerate(state.held):
@@ -75,7 +75,7 @@ def all_moves(state: LayerSplit) -> Iterator[Candidate]:
 
 
 def copies_out(state: LayerSplit, stuck: list[bool], cap: float) -> list[Candidate]:
-    """Copies out of the stuck ranks, best estimate first."""
+    """Return copies out of the stuck ranks, best estimate first."""
     groups = _Groups(state, stuck, cap)
     targets = _targets(state, groups, cap)
     found = []
@@ -91,7 +91,9 @@ def copies_out(state: LayerSplit, stuck: list[bool], cap: float) -> list[Candida
 
 
 def exchanges_out(state: LayerSplit, stuck: list[bool], cap: float) -> list[Candidate]:
-    """Exchanges of an expert of a stuck rank with one that has less load on a rank with room, best estimate first."""
+    """Return exchanges of an expert of a stuck rank with one that has less load on a rank with room, best estimate
+    first.
+    """
     groups = _Groups(state, stuck, cap)
     held = state.held
     roomy = nlargest(TARGETS, ((groups.comes(rank), -rank) for rank in range(len(held)) if not stuck[rank]))
@@ -145,7 +147,7 @@ class _Groups:
 
 
 def _linked(state: LayerSplit, stuck: list[bool]) -> list[int]:
-    """A number for every rank, the same for ranks of one kind that are linked by experts."""
+    """Return a number for every rank, the same for ranks of one kind that are linked by experts."""
     parents = list(range(len(stuck)))
 
     def root(rank: int) -> int:
@@ -166,7 +168,7 @@ def _linked(state: LayerSplit, stuck: list[bool]) -> list[int]:
 
 
 def _largest(state: LayerSplit, groups: _Groups, group: int) -> list[tuple[int, int]]:
-    """(expert, a rank that holds it): the experts of a stuck group that have most load."""
+    """Return (expert, a rank that holds it): the experts of a stuck group that have most load."""
     holders = {
         expert: rank
         for rank in groups.members[group]
@@ -177,7 +179,7 @@ def _largest(state: LayerSplit, groups: _Groups, group: int) -> list[tuple[int, 
 
 
 def _targets(state: LayerSplit, groups: _Groups, cap: float) -> list[_Target]:
-    """For every rank that is not stuck, the replica best given up; the best of them."""
+    """Return the replica best given up of every rank that is not stuck; only the best of them."""
     targets = []
     for rank, shared in enumerate(state.shared):
         room = groups.room.get(groups.of[rank])

@@ -39,7 +39,7 @@ def make_plan(
     target: float = TARGET,
     copies_are_free: bool = False,
 ) -> Plan:
-    """The plan of the named algorithm for `counts_LE` [L, E].
+    """Return the plan of the named algorithm for `counts_LE` [L, E].
 
     `current_LP` [L, P] is the placement in force; `copies_are_free` says that every slot is written anyway, as in a
     full weight refresh.  Raises `EplbRequestError` for an unknown name, a target that is not in (0, 1], or `min_move`

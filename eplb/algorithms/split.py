@@ -27,7 +27,7 @@ class LayerSplit:
     __slots__ = ("flows", "held", "loads", "shared", "shares")
 
     def __init__(self, shares: list[float], held: list[list[int]]) -> None:
-        """`shares[e]` load of expert e.  No rank may hold an expert twice."""
+        """Divide each expert's load evenly.  `shares[e]`: load of expert e.  No rank may hold an expert twice."""
         self.shares = shares
         self.held = held
         holders: dict[int, list[int]] = {}
@@ -44,7 +44,7 @@ class LayerSplit:
         self.shared = [[expert for expert in experts if expert in self.flows] for experts in held]
 
     def clone(self) -> LayerSplit:
-        """An independent copy; the slots of a rank are shared until they change."""
+        """Return an independent copy; the slots of a rank are shared until they change."""
         other = LayerSplit.__new__(LayerSplit)
         other.shares = self.shares
         other.held = self.held[:]
@@ -78,7 +78,7 @@ class LayerSplit:
         self.shared[rank] = [*(other for other in self.shared[rank] if other != victim), expert]
 
     def exchange(self, rank: int, slot: int, other: int, other_slot: int) -> None:
-        """Two ranks, neither of which holds the other's, exchange experts and the load that they take of them."""
+        """Exchange experts of two ranks, neither of which holds the other's, and the load that they take of them."""
         held, other_held = self.held[rank][:], self.held[other][:]
         for expert, giver, taker in ((held[slot], rank, other), (other_held[other_slot], other, rank)):
             moved = self.flow(expert, giver)

@@ -72,18 +72,18 @@ class Plan:
     split_LP: np.ndarray  # [L, P] float64
 
     def location(self) -> ExpertLocationMetadata:
-        """The map as an engine holds it."""
+        """Return the map as an engine holds it."""
         return ExpertLocationMetadata(torch.from_numpy(self.physical_to_logical_LP), self.layout.num_logical_experts)
 
 
 def even_split(physical_to_logical_LP: np.ndarray, num_logical_experts: int) -> np.ndarray:
-    """[L, P] float64: one over the number of slots of the slot's expert."""
+    """Return [L, P] float64: one over the number of slots of the slot's expert."""
     replicas_LE = replica_counts(physical_to_logical_LP, num_logical_experts)
     return 1.0 / np.take_along_axis(replicas_LE, physical_to_logical_LP, axis=1)
 
 
 def greedy_replica_order(loads_LE: np.ndarray, num_extra: int, most: int | None = None) -> np.ndarray:
-    """The expert that gets each of `num_extra` further slots, in order: [L, num_extra] int64.
+    """Return the expert that gets each of `num_extra` further slots, in order: [L, num_extra] int64.
 
     Each goes to the expert with the most load a slot (the lowest id among equals), which makes the largest load of a
     slot as small as any counts can.  No expert gets more than `most` slots.  Keeps the dtype of the loads throughout.
@@ -104,13 +104,13 @@ def greedy_replica_order(loads_LE: np.ndarray, num_extra: int, most: int | None 
 
 
 def greedy_replica_counts(loads_LE: np.ndarray, num_physical_experts: int, most: int) -> np.ndarray:
-    """Slots of every expert [L, E] int64 under `greedy_replica_order`."""
+    """Return the slots of every expert [L, E] int64 under `greedy_replica_order`."""
     experts = loads_LE.shape[1]
     return 1 + replica_counts(greedy_replica_order(loads_LE, num_physical_experts - experts, most), experts)
 
 
 def checked_counts(counts_LE: np.ndarray | torch.Tensor, layout: ExpertLayout) -> np.ndarray:
-    """Counts of tokens [L, E] as float64.  Raises `LoadsError`."""
+    """Return counts of tokens [L, E] as float64.  Raises `LoadsError`."""
     counts = np.asarray(counts_LE, dtype=np.float64)
     if counts.ndim != 2 or counts.shape[1] != layout.num_logical_experts or counts.shape[0] < 1:
         wanted = f"[layers, {layout.num_logical_experts}]"
@@ -121,7 +121,7 @@ def checked_counts(counts_LE: np.ndarray | torch.Tensor, layout: ExpertLayout) -
 
 
 def shares_of(counts_LE: np.ndarray) -> np.ndarray:
-    """Counts [L, E] divided by their sum in each layer; a layer without counts counts as uniform."""
+    """Return counts [L, E] divided by their sum in each layer; a layer without counts counts as uniform."""
     total_L = counts_LE.sum(axis=1, keepdims=True)
     uniform = np.full_like(counts_LE, 1.0 / counts_LE.shape[1])
     return np.divide(counts_LE, total_L, out=uniform, where=total_L > 0)
@@ -134,7 +134,7 @@ def checked_map(
     *,
     duplicates: bool = False,
 ) -> np.ndarray:
-    """The map [L, P] as int64.  `duplicates` allows two slots of one rank to hold the same expert.
+    """Return the map [L, P] as int64.  `duplicates` allows two slots of one rank to hold the same expert.
 
     Raises `MapError` for another shape, an id out of range, an expert without a slot or (unless allowed) with two on
     one rank.
@@ -155,7 +155,9 @@ def checked_map(
 
 
 def count_duplicates(physical_to_logical_LP: np.ndarray, layout: ExpertLayout) -> int:
-    """Slots, over all layers, that hold an expert which another slot of the same rank holds already."""
+    """Return the number of slots, over all layers, that hold an expert which another slot of the same rank holds
+    already.
+    """
     by_rank = np.sort(physical_to_logical_LP.reshape(-1, layout.num_ranks, layout.slots_per_rank), axis=2)
     return int((by_rank[:, :, 1:] == by_rank[:, :, :-1]).sum())
 
@@ -166,7 +168,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes, kind: type[T]) -> T:
-    """The `kind` that `to_bytes` was given."""
+    """Return the `kind` that `to_bytes` was given."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoded)
 
 
