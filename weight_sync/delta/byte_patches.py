@@ -34,7 +34,7 @@ CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
 
 
 def require_checksum(name: object) -> str:
-    """`name` if it is known.  Raises `WeightRequestError`."""
+    """Return `name` if it is known.  Raises `WeightRequestError`."""
     if not isinstance(name, str) or name not in CHECKSUMS:
         raise WeightRequestError(f"unknown checksum_format {str(name)[:64]!r}; known: {', '.join(CHECKSUMS)}")
     return name
@@ -46,12 +46,12 @@ def checksum(name: str, tensor: torch.Tensor) -> str:
 
 
 def encode_xor(old: torch.Tensor, new: torch.Tensor) -> bytes:
-    """The payload that leads from `old` to `new`, of one dtype and shape."""
+    """Return the payload that leads from `old` to `new`, of one dtype and shape."""
     return compress((tensor_bytes(old).numpy() ^ tensor_bytes(new).numpy()).data)
 
 
 def encode_overwrite(old: torch.Tensor, new: torch.Tensor) -> bytes:
-    """The payload that leads from `old` to `new`.  Raises `WeightRequestError` for a tensor of 4 GiB or more."""
+    """Return the payload that leads from `old` to `new`.  Raises `WeightRequestError` for a tensor of 4 GiB or more."""
     before, after = tensor_bytes(old).numpy(), tensor_bytes(new).numpy()
     if after.size >= _MAX_POSITIONS:
         raise WeightRequestError(f"overwrite cannot describe a tensor of {after.size} bytes")
@@ -61,14 +61,14 @@ def encode_overwrite(old: torch.Tensor, new: torch.Tensor) -> bytes:
 
 
 def apply_xor(payload: bytes, base: torch.Tensor) -> torch.Tensor:
-    """A new tensor in host memory.  Raises `ContentError`."""
+    """Return a new tensor in host memory.  Raises `ContentError`."""
     old = tensor_bytes(base).numpy()
     difference = np.frombuffer(decompress_exactly(payload, old.size, "xor delta"), dtype=np.uint8)
     return _as(old ^ difference, base)
 
 
 def apply_overwrite(payload: bytes, base: torch.Tensor) -> torch.Tensor:
-    """A new tensor in host memory.  Raises `ContentError`."""
+    """Return a new tensor in host memory.  Raises `ContentError`."""
     old = tensor_bytes(base).numpy()
     limit = _NUMBER_BYTES + old.size * (_NUMBER_BYTES + 1)
     content = np.frombuffer(decompress(payload, limit, "overwrite delta"), dtype=np.uint8)

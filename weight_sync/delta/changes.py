@@ -68,7 +68,7 @@ def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
 
 
 def apply_changes(base: torch.Tensor, changes: Changes, base_fingerprint: int) -> tuple[torch.Tensor, int]:
-    """A new tensor on the device of `base`, and its fingerprint, updated from that of `base`.
+    """Return a new tensor on the device of `base`, and its fingerprint, updated from that of `base`.
 
     Raises `ContentError` for a position outside of the tensor.
     """
@@ -76,7 +76,9 @@ def apply_changes(base: torch.Tensor, changes: Changes, base_fingerprint: int) -
 
 
 def changed(base: torch.Tensor, changes: Changes) -> torch.Tensor:
-    """A new tensor, or part of one, on the device of `base`.  Raises `ContentError` for a position outside of it."""
+    """Return a new tensor, or part of one, on the device of `base`.  Raises `ContentError` for a position outside of
+    it.
+    """
     words = _words(base).clone()
     positions, _, after = _words_at(words, changes)
     words[positions] = after
@@ -93,7 +95,7 @@ def share_after(base: torch.Tensor, changes: Changes, indices_N: np.ndarray, sha
 
 
 def _words_at(words: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Positions that change, and the words there before and after."""
+    """Return the positions that change, and the words there before and after."""
     if changes.positions_N.size and int(changes.positions_N[-1]) >= words.numel():
         raise ContentError(f"position {int(changes.positions_N[-1])} of a tensor of {words.numel()} elements")
     positions = torch.from_numpy(changes.positions_N).to(words.device)
@@ -102,5 +104,5 @@ def _words_at(words: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torc
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as signed integers [numel]; a copy where the tensor is not contiguous."""
+    """Return the elements as signed integers [numel]; a copy where the tensor is not contiguous."""
     return tensor.detach().contiguous().view(-1).view(SIGNED[tensor.dtype.itemsize])

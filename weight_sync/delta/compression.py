@@ -11,12 +11,13 @@ _CHUNK_BYTES = 1 << 20
 
 
 def compress(data: bytes | memoryview, level: int = 1) -> bytes:
-    """One zstd frame that states its content's size and carries a checksum of it."""
+    """Return one zstd frame that states its content's size and carries a checksum of it."""
     return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
 
 
 def decompress(data: bytes | memoryview, limit: int, what: str) -> bytes:
-    """The content of one zstd frame.  Raises `ContentError` for anything else, or more than `limit` bytes of content.
+    """Return the content of one zstd frame.  Raises `ContentError` for anything else, or more than `limit` bytes of
+    content.
 
     `what`: what it is, for the message.
     """
@@ -49,7 +50,7 @@ class Unpacker:
         self._reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(data)
 
     def take(self, nbytes: int) -> bytes:
-        """The next `nbytes`.  Raises `ContentError` for a frame that is damaged, or that ends before."""
+        """Return the next `nbytes`.  Raises `ContentError` for a frame that is damaged, or that ends before."""
         content = self._read(nbytes)
         if len(content) != nbytes:
             raise ContentError(f"{self._what}: it ends when unpacked, {nbytes - len(content)} bytes too early")

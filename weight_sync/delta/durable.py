@@ -37,7 +37,9 @@ def flush(path: Path) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """The file has the old or the new content at any time, and the new one after this.  Raises `OSError`."""
+    """Replace the file's content: it is the old or the new one at any time, and the new one after this.  Raises
+    `OSError`.
+    """
     temporary = path.with_name(path.name + ".tmp")
     write_new(temporary, [content])
     temporary.replace(path)

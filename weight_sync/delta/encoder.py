@@ -93,7 +93,7 @@ class DeltaEncoder:
         return EncodedDelta(tuple(frames), base_digest, result_digest, full_bytes, num_elements, changes)
 
     def advance(self, delta: EncodedDelta) -> None:
-        """The engine has what `delta` leads to: the next one starts there.
+        """Note that the engine has what `delta` leads to: the next one starts there.
 
         Raises `TransactionStateError` if `delta` does not start from the base held here.
         """

@@ -68,7 +68,7 @@ class TensorDelta:
             raise ContentError(f"{meta.name}: {error}") from None
 
     def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """The new content, on the device of `base`, which is all of the tensor.
+        """Return the new content, on the device of `base`, which is all of the tensor.
 
         Raises `BaseMismatchError` unless `base` is what the delta starts from, `ContentError`.
         """
@@ -105,16 +105,16 @@ class DeltaFrame:
         return sum(entry.sizes.num_changes for entry in self.entries)
 
     def open(self) -> dict[str, TensorDelta]:
-        """The deltas of the tensors by name, in order, planes unpacked.  Raises `ContentError`."""
+        """Return the deltas of the tensors by name, in order, planes unpacked.  Raises `ContentError`."""
         return {delta.entry.meta.name: delta for delta in self.deltas()}
 
     def deltas(self) -> Iterator[TensorDelta]:
-        """The same one by one: only what is kept of them is held.  Raises `ContentError`."""
+        """Yield the same one by one: only what is kept of them is held.  Raises `ContentError`."""
         for entry, planes in self._planes():
             yield TensorDelta(entry, tuple(planes))
 
     def invert(self) -> DeltaFrame:
-        """The way back: applied to the result it gives the base.  Raises `ContentError`."""
+        """Return the way back: applied to the result it gives the base.  Raises `ContentError`."""
         inverted: list[list[np.ndarray]] = [[] for _ in PLANES]
         for entry, planes in self._planes():
             for plane, part in zip(inverted, invert_planes(entry.sizes, planes, entry.meta.dtype.itemsize)):
@@ -137,7 +137,7 @@ class DeltaFrame:
 def make_frame(
     parts: Sequence[tuple[TensorMeta, Changes, int, int]], base_digest: str, digest: str, level: int = 1
 ) -> DeltaFrame:
-    """A frame of (meta, changes, base fingerprint, result fingerprint) in the order given; `level`: zstd's."""
+    """Make a frame of (meta, changes, base fingerprint, result fingerprint) in the order given; `level`: zstd's."""
     entries = []
     columns: list[list[np.ndarray]] = [[] for _ in PLANES]
     for meta, changes, base_fingerprint, result_fingerprint in parts:
@@ -149,7 +149,7 @@ def make_frame(
 
 
 def write_frame(frame: DeltaFrame) -> bytes:
-    """The bytes of a frame."""
+    """Return the bytes of a frame."""
     described = {
         "base_digest": frame.base_digest,
         "digest": frame.digest,

@@ -167,7 +167,7 @@ def _pull(
 
 
 def patched_in(deltas: Sequence[VersionFolder]) -> set[str]:
-    """The tensors that a chain of deltas changes.  Raises as `patched_names`."""
+    """Return the tensors that a chain of deltas changes.  Raises as `patched_names`."""
     return set().union(*map(patched_names, deltas))
 
 
@@ -203,7 +203,7 @@ def _base_identity(base: Path) -> str:
 
 
 def _files_of(origin: Path, within: Path | None) -> list[str]:
-    """The files of a checkpoint folder by name; others may lie beside them, and are left.
+    """Return the files of a checkpoint folder by name; others may lie beside them, and are left.
 
     Raises `ContentError` for a link that leads out of `within`.
     """
@@ -215,7 +215,7 @@ def _files_of(origin: Path, within: Path | None) -> list[str]:
 
 
 def _is_checkpoint_file(name: str) -> bool:
-    """Weights, settings, and what tokenizers are made of."""
+    """Return whether the file holds weights, settings, or what tokenizers are made of."""
     return not name.startswith(".") and (Path(name).suffix in _SUFFIXES or name in _TEXT_FILES)
 
 
@@ -246,7 +246,7 @@ def _write_next(
 
 
 def _write_unpatched(target: Path, header: SafetensorsFile, patched: set[str]) -> None:
-    """A safetensors file without its tensors that are patched."""
+    """Write a safetensors file without its tensors that are patched."""
     with open_regular(header.path) as file:
         write_at(target, 0, [read_at(file, header.path, 0, header.content_start).numpy().data])
         for tensor in header.tensors:
@@ -255,7 +255,7 @@ def _write_unpatched(target: Path, header: SafetensorsFile, patched: set[str]) -
 
 
 def _write_patched(folder: Path, origin: CheckpointFolder, deltas: Sequence[VersionFolder]) -> set[str]:
-    """Version by version, tensor by tensor: of a whole chain no more than one tensor is unpacked at a time.
+    """Write version by version, tensor by tensor: of a whole chain no more than one tensor is unpacked at a time.
 
     Returns the names of the tensors.
     """
@@ -284,7 +284,7 @@ def _chunks(file: BinaryIO, path: Path, start: int, nbytes: int) -> Iterator[byt
 
 
 def _move_into_place(local: Path, state: LocalState) -> LocalState:
-    """From "applying" to applied; can be cut off and repeated at any point."""
+    """Move from "applying" to applied; can be cut off and repeated at any point."""
     assert state.applying is not None
     for name in state.moving:
         if (_next(local) / name).exists():

@@ -50,7 +50,7 @@ class LocalState:
 
 
 def read_state(folder: Path) -> LocalState:
-    """The state of a local checkpoint; empty where there is none.  Raises `ContentError` for a damaged one."""
+    """Return the state of a local checkpoint; empty where there is none.  Raises `ContentError` for a damaged one."""
     path = folder / SYNC_FOLDER / STATE_FILE
     if not path.exists():
         return LocalState(None)

@@ -58,7 +58,7 @@ class PlaneSizes:
 
 
 def write_planes(changes: Changes, numel: int, itemsize: int) -> tuple[PlaneSizes, list[np.ndarray]]:
-    """The planes of one tensor, uint8 each, in the order of PLANES."""
+    """Return the planes of one tensor, uint8 each, in the order of PLANES."""
     steps_N = changes.steps_N
     sizes_N = np.where(steps_N < 0, -steps_N, steps_N).view(np.uint64)  # the lowest int64 is right as a uint64
     larger_S = np.flatnonzero(sizes_N > 1)
@@ -81,7 +81,9 @@ def write_planes(changes: Changes, numel: int, itemsize: int) -> tuple[PlaneSize
 
 
 def read_planes(sizes: PlaneSizes, planes: Sequence[np.ndarray], numel: int, itemsize: int) -> Changes:
-    """Inverse of `write_planes`.  Raises `ContentError` for planes that contradict each other or leave the tensor."""
+    """Read planes: the inverse of `write_planes`.  Raises `ContentError` for planes that contradict each other or leave
+    the tensor.
+    """
     gaps_G, directions, strides, magnitudes_S, wide = planes
     if sizes.is_dense:
         differences = _sign_extend(_read_words(wide, itemsize), itemsize)
@@ -109,7 +111,7 @@ def read_planes(sizes: PlaneSizes, planes: Sequence[np.ndarray], numel: int, ite
 
 
 def invert_planes(sizes: PlaneSizes, planes: Sequence[np.ndarray], itemsize: int) -> list[np.ndarray]:
-    """The planes of the way back, of the same sizes."""
+    """Return the planes of the way back, of the same sizes."""
     gaps_G, directions, strides, magnitudes_S, wide = planes
     if sizes.is_dense:
         differences = np.uint64(0) - _read_words(wide, itemsize)
@@ -119,7 +121,7 @@ def invert_planes(sizes: PlaneSizes, planes: Sequence[np.ndarray], itemsize: int
 
 
 def _write_gaps(positions_N: np.ndarray) -> np.ndarray:
-    """Distances between ascending positions, less one, counted from just before 0.  uint8 [G]."""
+    """Return the distances between ascending positions, less one, counted from just before 0.  uint8 [G]."""
     gaps_N = np.diff(positions_N, prepend=-1) - 1
     escapes_N = gaps_N // _ESCAPE
     last_N = np.cumsum(escapes_N + 1) - 1
@@ -129,7 +131,7 @@ def _write_gaps(positions_N: np.ndarray) -> np.ndarray:
 
 
 def _read_gaps(gaps_G: np.ndarray, count: int, limit: int) -> np.ndarray:
-    """Inverse of `_write_gaps`: int64 [count], ascending, all below `limit`."""
+    """Read positions: the inverse of `_write_gaps`: int64 [count], ascending, all below `limit`."""
     is_last_G = gaps_G != _ESCAPE
     if np.count_nonzero(is_last_G) != count or (gaps_G.size and not is_last_G[-1]):
         raise ContentError("the positions of a delta are cut off")
@@ -140,12 +142,12 @@ def _read_gaps(gaps_G: np.ndarray, count: int, limit: int) -> np.ndarray:
 
 
 def _write_words(words_W: np.ndarray, itemsize: int) -> np.ndarray:
-    """The low `itemsize` bytes of uint64 words: first the lowest byte of each, and so on."""
+    """Return the low `itemsize` bytes of uint64 words: first the lowest byte of each, and so on."""
     return np.ascontiguousarray(words_W.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :itemsize].T).reshape(-1)
 
 
 def _read_words(written: np.ndarray, itemsize: int) -> np.ndarray:
-    """Inverse of `_write_words`: uint64 [W]."""
+    """Read words: the inverse of `_write_words`: uint64 [W]."""
     words = np.zeros((written.size // itemsize, 8), dtype=np.uint8)
     words[:, :itemsize] = written.reshape(itemsize, -1).T
     return words.reshape(-1).view("<u8").astype(np.uint64)

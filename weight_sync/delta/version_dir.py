@@ -88,7 +88,7 @@ class BytePatch:
 
 
 def version_path(source: Path, version: int) -> Path:
-    """`SOURCE/weight_v000007`."""
+    """Return `SOURCE/weight_v000007`."""
     return source / f"weight_v{version:06d}"
 
 
@@ -126,7 +126,8 @@ def read_version(source: Path, version: int) -> VersionFolder:
 
 
 def patched_names(folder: VersionFolder) -> set[str]:
-    """The tensors that a delta version changes; every file that its index names, and no other, is there and whole.
+    """Return the tensors that a delta version changes; every file that its index names, and no other, is there and
+    whole.
 
     Nothing is unpacked.  Raises `WeightRequestError`, `ContentError`, `TransportError`.
     """
@@ -145,7 +146,7 @@ def patched_names(folder: VersionFolder) -> set[str]:
 
 
 def read_patches(folder: VersionFolder, metas: Mapping[str, TensorMeta]) -> Iterator[tuple[str, TensorPatch]]:
-    """The patches of a delta version, tensor by tensor, in any order; one of them is unpacked at a time.
+    """Yield the patches of a delta version, tensor by tensor, in any order; one of them is unpacked at a time.
 
     `metas`: what the base version has; what a patch unpacks is bounded by it.  Raises as `patched_names`.
     """
@@ -160,7 +161,7 @@ def read_patches(folder: VersionFolder, metas: Mapping[str, TensorMeta]) -> Iter
 def chain_of(
     source: Path, target: int, stop: Callable[[int], bool]
 ) -> tuple[list[VersionFolder], VersionFolder | None, int]:
-    """The deltas that lead to `target`, in order; the full version that they start from, or None; its number.
+    """Return the deltas that lead to `target`, in order; the full version that they start from, or None; its number.
 
     Goes back from `target` until `stop(version)` is true of one, or a full version is found; version 0
     is never read: it is the engine's own checkpoint.  Raises as `read_version`.
@@ -235,7 +236,7 @@ TensorPatch = BytePatch | _FramePatch
 
 
 def _number(path: Path, metadata: dict[str, Any], key: str) -> int:
-    """slime writes `"000007"`."""
+    """Return the number under `key`; slime writes `"000007"`."""
     value = metadata.get(key)
     digits = str(value) if type(value) in (int, str) else ""
     if not (digits.isascii() and digits.isdigit() and len(digits) <= 12):
@@ -244,7 +245,7 @@ def _number(path: Path, metadata: dict[str, Any], key: str) -> int:
 
 
 def _delta_files(path: Path) -> tuple[SafetensorsFile, ...]:
-    """The headers of the files that the index names; no other is there."""
+    """Return the headers of the files that the index names; no other is there."""
     named = set(read_index(path)[1].values())
     present = {item.name for item in path.glob("*.safetensors")}
     if named != present:
@@ -257,7 +258,7 @@ def _delta_files(path: Path) -> tuple[SafetensorsFile, ...]:
 
 
 def _identity(files: Sequence[SafetensorsFile]) -> str:
-    """Over names, sizes, headers, which hold the checksums of deltas, and the beginning of the content."""
+    """Hash names, sizes, headers, which hold the checksums of deltas, and the beginning of the content."""
     lines = []
     for file in files:
         with open_regular(file.path) as opened:

@@ -52,7 +52,7 @@ class BucketSource:
     casts = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """The wire tensors that will come, by any names; empty where only receiving them shows.
+        """Return the wire tensors that will come, by any names; empty where only receiving them shows.
 
         Reads and checks all that is possible without taking memory for the content.  Raises `WeightRequestError` and
         its kinds, also for more than `max_bytes` of content.
@@ -60,7 +60,7 @@ class BucketSource:
         raise NotImplementedError
 
     def receive(self) -> Iterable[Bucket]:
-        """The content as (name, tensor), in one or more buckets, or as this rank's parts of tensors.
+        """Return the content as (name, tensor), in one or more buckets, or as this rank's parts of tensors.
 
         A bucket's tensors are the caller's only until the next one is asked for.  Raises `WeightRequestError` and its
         kinds, `TransportError`.  Every wait has a deadline.
@@ -85,7 +85,7 @@ class StoredSource(BucketSource):
     _release: Callable[[], object]
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """Every tensor of the call.  Raises `WeightRequestError`; what is held is released then."""
+        """Return every tensor of the call.  Raises `WeightRequestError`; what is held is released then."""
         try:
             tensors = self._parse()
             check_total(tensors, max_bytes)
@@ -97,7 +97,7 @@ class StoredSource(BucketSource):
         return [tensor.meta for tensor in tensors]
 
     def receive(self) -> Iterator[Named]:
-        """A few tensors a bucket.
+        """Yield a few tensors a bucket.
 
         Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone), `TransportError` (CUDA
         memory cannot be opened).
@@ -114,7 +114,7 @@ class StoredSource(BucketSource):
         self._release()
 
     def _parse(self) -> Sequence[StoredTensor]:
-        """The call's tensors.  Raises `WeightRequestError`."""
+        """Return the call's tensors.  Raises `WeightRequestError`."""
         raise NotImplementedError
 
     def _check_storages(self) -> None:

@@ -58,7 +58,7 @@ class DeltaSource(BucketSource):
         self.must_drain = inner.must_drain
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """Nothing: which tensors a frame changes is known when it is here.  Raises as the inner source."""
+        """Return nothing: which tensors a frame changes is known when it is here.  Raises as the inner source."""
         self._max_bytes = max_bytes
         metas = self._inner.announce(max_bytes)
         if len(metas) != 1 or metas[0].dtype != torch.uint8 or len(metas[0].shape) != 1:
@@ -67,7 +67,8 @@ class DeltaSource(BucketSource):
         return ()
 
     def receive(self) -> Iterator[ProvenPart]:
-        """A bucket for each tensor, nothing of which is delivered before the whole frame fits what all ranks hold.
+        """Yield a bucket for each tensor, nothing of which is delivered before the whole frame fits what all ranks
+        hold.
 
         Raises as the inner source, `ContentError`, `BaseMismatchError`, `TransactionStateError` where the update is
         staged for another placement or a base is not held, and for tensors that the model does not have what

@@ -54,7 +54,7 @@ class DiskSource(BucketSource):
         self.local_version: LocalVersion | None = None  # of a folder that `/pull_weights` keeps, once announced
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """Every tensor of the folder of which the model keeps something.
+        """Return every tensor of the folder of which the model keeps something.
 
         Raises `WeightRequestError` and its kinds, `TransactionStateError` (a pull is under way, or was cut off),
         `TransportError`.
@@ -74,7 +74,7 @@ class DiskSource(BucketSource):
         return metas
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """A bucket for each tensor.  Raises `ContentError` (a file became shorter, or changed), `TransportError`."""
+        """Yield a bucket a tensor.  Raises `ContentError` (a file became shorter, or changed), `TransportError`."""
         assert self._folder is not None, "announce comes first"
         with self._lock:
             for named in self._folder.read():
@@ -101,7 +101,7 @@ class DiskSource(BucketSource):
 def check_against_model(
     weights: LogicalWeights, metas: Sequence[TensorMeta], *, complete: bool = True
 ) -> tuple[list[TensorMeta], int]:
-    """The tensors of which the model keeps something, if all fit it; and how many bytes it will hold of them.
+    """Return the tensors of which the model keeps something, if all fit it; and how many bytes it will hold of them.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError` (a cast that is not between floating-point
     types), `CoverageError` (repeated, half a pair or, if `complete`, missing).

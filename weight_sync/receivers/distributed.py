@@ -87,7 +87,7 @@ class DistributedSource(BucketSource):
         self._is_begun = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """The call's tensors.  Raises `WeightRequestError`, `UnknownGroupError`."""
+        """Return the call's tensors.  Raises `WeightRequestError`, `UnknownGroupError`."""
         metas = parse_metas(*self._lists)
         total = sum(meta.nbytes for meta in metas)
         if total > max_bytes:
@@ -97,7 +97,7 @@ class DistributedSource(BucketSource):
         return metas
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """The tensors, in one or more parts.  Raises as `receive_distributed`."""
+        """Yield the tensors, in one or more parts.  Raises as `receive_distributed`."""
         group = self._groups.get(self._group_name)
         self._is_begun = True
         complete = False
@@ -114,7 +114,7 @@ class DistributedSource(BucketSource):
                 self._groups.destroy(self._group_name)
 
     def refuse(self, reason: str) -> None:
-        """The call failed.  If it was never received, its broadcast may be on its way all the same, and would be taken
+        """Refuse the call.  If it was never received, its broadcast may be on its way all the same, and would be taken
         for what the next call announces: the group is left, which ends the wait of a sender in it at once.
         """
         if not self._is_begun:
@@ -136,7 +136,7 @@ class Announced:
 
 
 def announced(metas: Sequence[TensorMeta], load_format: str | None, packed_bytes: int | None = None) -> list[Announced]:
-    """The broadcasts of one bucket.  Raises `WeightRequestError` for one that cannot be received."""
+    """Return the broadcasts of one bucket.  Raises `WeightRequestError` for one that cannot be received."""
     if load_format is None:
         return [Announced.of(meta.name, [meta]) for meta in metas]
     if load_format == FLATTENED_BUCKET:
@@ -180,7 +180,7 @@ def _in_turns(
     deadline: float,
     memory: Areas,
 ) -> Iterator[Named]:
-    """Message by message, with the next ones on their way."""
+    """Yield message by message, with the next ones on their way."""
     drain = _Drain(deadline)
     coming: list[_Message] = []
     largest = max((message.num_bytes for message in messages), default=0)
@@ -203,7 +203,7 @@ def _all_at_once(
     deadline: float,
     memory: Areas,
 ) -> Named:
-    """One after the other into one area: more would save no time, as nothing is done between."""
+    """Receive one after the other into one area: more would save no time, as nothing is done between."""
     ends = [0, *itertools.accumulate(_aligned(message.num_bytes) for message in messages)]
     area = _ReceiveArea(group, ends[-1], device, memory)
     drain = _Drain(deadline)
@@ -227,7 +227,7 @@ class _Drain:
 
     @contextmanager
     def keep_going(self) -> Iterator[None]:
-        """Remembers a `ContentError`.  A `TransportError` after one raises the one."""
+        """Remember a `ContentError`.  A `TransportError` after one raises the one."""
         try:
             yield
         except ContentError as error:
@@ -307,7 +307,7 @@ class _Message:
     reports: bool = False
 
     def finish(self, deadline: float) -> torch.Tensor:
-        """The message's bytes, uint8 [n].  Raises `TransportError`, `ContentError`."""
+        """Return the message's bytes, uint8 [n].  Raises `TransportError`, `ContentError`."""
         self.group.finish(self.work, deadline)
         is_long = self.mark is not None and bool((self.mark != 0xFF).any())
         if self.reports:
@@ -323,7 +323,7 @@ class _Message:
 
 
 def _probing_member(world_size: int) -> int | None:
-    """The member that receives first; None where no member passes messages on.
+    """Return the member that receives first; None where no member passes messages on.
 
     gloo's member v passes on to v + 2**k, for every 2**k > v: the highest power of two passes on to none, and gets its
     own from rank 0.
@@ -340,12 +340,12 @@ def _left(deadline: float) -> float:
 
 
 def _last_of(metas: Sequence[TensorMeta]) -> TensorMeta | None:
-    """Marks are judged by the last tensor that has bytes."""
+    """Return the last tensor that has bytes: marks are judged by it."""
     return next((meta for meta in reversed(metas) if meta.nbytes), None)
 
 
 def _canary(last: TensorMeta | None) -> torch.Tensor | None:
-    """Bytes at the end of a message that no right message ends in; None where there are none.
+    """Return bytes at the end of a message that no right message ends in; None where there are none.
 
     All bits set is NaN in every float type, and NaN is refused anyway, so one element is enough.  Integers have no such
     value: 16 random bytes, if there are as many.

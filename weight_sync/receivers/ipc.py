@@ -63,7 +63,7 @@ class IpcSource(BucketSource):
         self._over = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        """Nothing: names come with the buckets.  Raises `WeightRequestError`: no address for this device."""
+        """Return nothing: names come with the buckets.  Raises `WeightRequestError`: no address for this device."""
         endpoint = choose_endpoint(self._zmq_handles, device_names(self._device))
         check_endpoint(endpoint)
         self._endpoint, self._max_bytes = endpoint, max_bytes
@@ -71,7 +71,7 @@ class IpcSource(BucketSource):
         return ()
 
     def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """A few tensors at a time; a bucket is answered when its last tensor has been taken.
+        """Yield a few tensors at a time; a bucket is answered when its last tensor has been taken.
 
         Raises `WeightRequestError` and its kinds (a message that cannot be right), `TransportError` (the sender has
         disconnected, is silent, or gives up).  `refuse` must follow, also where the caller gives up.
@@ -99,7 +99,7 @@ class IpcSource(BucketSource):
             self._close()
 
     def _buckets(self, peer: IpcPeer) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-        """Up to the first end, which is not answered here; the buffer is held no longer than that."""
+        """Yield the buckets up to the first end, which is not answered here; the buffer is held no longer than that."""
         buffer = self._unless_given_up(read_handle(peer.receive(), self._device))
         left = self._max_bytes
         try:
@@ -117,7 +117,9 @@ class IpcSource(BucketSource):
                 buffer.storage.release()
 
     def _unless_given_up(self, message: Message | SenderFailure) -> Message:
-        """The message.  Raises `TransportError` where the sender gives up with it; the conversation is over then."""
+        """Return the message.  Raises `TransportError` where the sender gives up with it; the conversation is over
+        then.
+        """
         if isinstance(message, SenderFailure):
             self._over = True
             raise TransportError(f"the sender gave up: {message.text}")
@@ -187,7 +189,9 @@ class IpcPeer:
             raise
 
     def receive(self) -> memoryview:
-        """The next message.  Raises `TransportError`: nothing came in time, the peer disconnected or sent too much."""
+        """Return the next message.  Raises `TransportError`: nothing came in time, the peer disconnected or sent too
+        much.
+        """
         while True:
             left_s = self.deadline - time.monotonic()
             if left_s <= 0:
@@ -248,14 +252,14 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def device_names(device: torch.device) -> tuple[str, ...]:
-    """By which names a sender may mean this device, in lower case; the first is what the package calls it."""
+    """Return the names by which a sender may mean this device, in lower case; the first is the package's own."""
     if device.type != "cuda":
         return _CPU_NAMES
     return (f"GPU-{torch.cuda.get_device_properties(device).uuid}".lower(),)
 
 
 def choose_endpoint(zmq_handles: Mapping[str, str], names: Sequence[str]) -> str:
-    """The one address for a device.  Raises `WeightRequestError` for none or several."""
+    """Return the one address for a device.  Raises `WeightRequestError` for none or several."""
     endpoints = {endpoint for name, endpoint in zmq_handles.items() if name.lower() in names}
     if len(endpoints) != 1:
         given = ", ".join(sorted(zmq_handles)[:8])[:400] or "none"

@@ -40,7 +40,7 @@ class SafetensorsSource(StoredSource):
         self._release: Callable[[], object] = _nothing
 
     def refuse(self, reason: str) -> None:
-        """The call failed: remove the segment's name now if that was asked for."""
+        """Remove the segment's name after the call failed, if that was asked for."""
         if self._unlink and self._release is _nothing:
             with suppress(WeightRequestError):
                 self._parse()

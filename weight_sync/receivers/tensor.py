@@ -93,7 +93,7 @@ class TensorSource(StoredSource):
 
 
 def split_flattened(value: Any) -> list[StoredTensor]:
-    """The tensors of a flattened bucket.  Raises `WeightRequestError`.
+    """Return the tensors of a flattened bucket.  Raises `WeightRequestError`.
 
     `start_idx` and `end_idx` count elements of the flattened tensor, which are bytes where it is uint8.  Tensors may
     leave gaps and come in any order; they may not overlap.
@@ -109,7 +109,7 @@ def split_flattened(value: Any) -> list[StoredTensor]:
 
 
 def _cut(flattened: TensorPlace, fields: Mapping[str, Any]) -> StoredTensor:
-    """One tensor of the bucket."""
+    """Return one tensor of the bucket."""
     start, end, numel = (fields.get(key) for key in ("start_idx", "end_idx", "numel"))
     shape, dtype = fields.get("shape"), fields.get("dtype")
     if type(start) is not int or type(end) is not int or not 0 <= start <= end <= flattened.numel:

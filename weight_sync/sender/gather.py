@@ -79,7 +79,7 @@ class Gatherer:
             self._holdings = {name: holdings(name, it, ranks.rank_of) for name, it in plan.sources.items()}
 
     def gather(self, metas: Sequence[TensorMeta], flat: torch.Tensor | None) -> list[torch.Tensor]:
-        """A bucket's pieces, uint8, as `cut_pieces` cuts it; views of `flat` and of the trainer's tensors.
+        """Return a bucket's pieces, uint8, as `cut_pieces` cuts it; views of `flat` and of the trainer's tensors.
 
         `flat`: room for all of it, uint8 [total bytes], on any device; None on ranks other than the sending one, which
         get no pieces.  Raises `TransportError` if another rank failed or is late, and what packing raises here.
@@ -103,7 +103,8 @@ class Gatherer:
         return split_pieces(metas, flat)
 
     def fingerprints(self) -> dict[str, int]:
-        """By the names that are sent, of the content as it is sent; without fused tensors, which the engine splits.
+        """Return F by the names that are sent, of the content as it is sent; without fused tensors, which the engine
+        splits.
 
         Complete on every rank, but for tensors whose shards are not runs: those are on the sending rank only.
         """
@@ -130,7 +131,7 @@ class Gatherer:
     # --- packing ------------------------------------------------------------------------------------------------
 
     def _whole(self, part: Part) -> torch.Tensor:
-        """A view, in the source's dtype."""
+        """Return a view, in the source's dtype."""
         return part.piece.of(self._plan.sources[part.source])
 
     def _pieces_of_whole(self, metas: Sequence[TensorMeta], flat: torch.Tensor) -> list[torch.Tensor]:
@@ -174,7 +175,7 @@ class Gatherer:
         return picks_of(part.piece, tuple(self._plan.sources[part.source].shape))
 
     def _content(self, piece: _Piece) -> torch.Tensor:
-        """A view into what lives here, in the source's dtype and with its dimensions."""
+        """Return a view into what lives here, in the source's dtype and with its dimensions."""
         name = piece.part.source
         source = self._plan.sources[name]
         (here,) = [held.box for held in self._holdings[name] if held.rank == piece.rank]
@@ -189,7 +190,7 @@ class Gatherer:
         return all(piece.flat_offset(picks) is not None for piece in self._pieces(part.meta.name))
 
     def _own_shares(self, parts: Sequence[Part], rank: int) -> list[int]:
-        """The share of each part's fingerprint that this rank holds; 0 where it holds nothing."""
+        """Return the share of each part's fingerprint that this rank holds; 0 where it holds nothing."""
         shares = [0] * len(parts)
         held = [(at, piece) for at, part in enumerate(parts) for piece in _of_rank(self._pieces(part.meta.name), rank)]
         for (at, _), value in zip(held, fingerprints_of(self._run(piece) for _, piece in held), strict=True):
@@ -214,7 +215,7 @@ def _padded(pieces: Sequence[_Piece]) -> int:
 
 
 def _split(packed: torch.Tensor, pieces: Sequence[_Piece]) -> Iterator[torch.Tensor]:
-    """The pieces inside a rank's bytes.  Larger item sizes come first in every bucket, so each is aligned."""
+    """Yield the pieces inside a rank's bytes.  Larger item sizes come first in every bucket, so each is aligned."""
     offset = 0
     for piece in pieces:
         yield packed[offset : offset + piece.nbytes].view(piece.part.meta.dtype).view(piece.size)

@@ -41,7 +41,7 @@ class Bucket:
 
 
 def split_pieces(metas: Sequence[TensorMeta], content: torch.Tensor) -> list[torch.Tensor]:
-    """The content of a bucket, uint8 [bytes], as it is broadcast: views."""
+    """Return the content of a bucket, uint8 [bytes], as it is broadcast: views."""
     sizes = [sum(meta.nbytes for meta in piece) for piece in cut_pieces(metas, PIECE_BYTES)]
     return list(content.split(sizes)) if sizes else []
 
@@ -117,7 +117,7 @@ class EngineLink:
         return num_ranks
 
     def call(self, verb: str, **fields: Any) -> Future[Any]:
-        """A control call on its way.  An engine that does not take `prepared_s` is not told."""
+        """Start a control call.  An engine that does not take `prepared_s` does not get it."""
         control = getattr(self._control, verb)
         if "prepared_s" in fields and "prepared_s" not in inspect.signature(control).parameters:
             del fields["prepared_s"]
@@ -154,7 +154,7 @@ class EngineLink:
             group.destroy()
 
     def leave_failed(self) -> None:
-        """Both sides leave a group that broke: a broadcast still pending here ends when the engine closes its end."""
+        """Leave a group that broke, on both sides: a broadcast pending here ends when the engine closes its end."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -237,7 +237,7 @@ class Sending:
         self._reason_deadline = time.monotonic() + GRACE_S
 
     def _fail(self, error: BaseException, cause: TransportError | None = None) -> None:
-        """The group is of no use any more."""
+        """Give up the group, which is of no use any more."""
         if cause is not None and cause is not error:
             error.__cause__ = cause
         self._failure = error

@@ -51,7 +51,8 @@ class TensorPlan:
 
 
 def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_experts: bool = True) -> TensorPlan:
-    """`source`: a model, its state dict, or (name, tensor) pairs; of the first two, tied tensors are sent once.
+    """Plan the tensors of `source`: a model, its state dict, or (name, tensor) pairs; of the first two, tied tensors
+    are sent once.
 
     `dtype`: what floating-point tensors are sent as; None: as they are.  `split_experts`: see `split_fused_experts`.
     Raises `WeightRequestError` for a name given twice, or a fused expert tensor that cannot be split.
@@ -80,7 +81,7 @@ def listed_tensors(source: TensorSource) -> NamedTensors:
 def named_tensors_of(
     source: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> NamedTensors:
-    """The tensors of a model or state dict by checkpoint name, each content once.
+    """Return the tensors of a model or state dict by checkpoint name, each content once.
 
     Of tensors that share their memory (tied embeddings) only the first is kept.  `dtype`: the engine's; floating-point
     tensors are cast to it, which copies them, but the correction biases of routers, which engines hold in float32;
@@ -104,7 +105,7 @@ def _is_cast(name: str, tensor: torch.Tensor) -> bool:
 
 
 def split_fused_experts(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
-    """Fused expert tensors of transformers 5 as per-expert checkpoint tensors; everything else as it is.
+    """Split fused expert tensors of transformers 5 into per-expert checkpoint tensors; everything else as it is.
 
     As `weight_sync.fused_experts` says; which of the layouts there it is, the biases of the same layer tell, so they
     come in one call.  The results are views.
@@ -121,12 +122,12 @@ def split_fused_experts(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Na
 
 
 def _split(name: str, shape: tuple[int, ...], names: Collection[str]) -> list[Piece]:
-    """The checkpoint tensors inside `name`, that comes with `names`; itself where it is not fused."""
+    """Return the checkpoint tensors inside `name`, that comes with `names`; itself where it is not fused."""
     return fused_pieces(name, shape, layout_of(name, names)) if is_fused(name) else [Piece(name)]
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are one in memory.
+    """Return a key that is equal for two tensors that are one in memory.
 
     By storage, not by address: a rank whose shard is empty has no address, and all ranks must come to the same
     answer.

@@ -55,13 +55,13 @@ class TrainerRanks:
         return self.rank == 0
 
     def rank_of(self, global_rank: int) -> int:
-        """Rank in the group.  Raises `WeightRequestError` for a rank outside."""
+        """Return the rank in the group.  Raises `WeightRequestError` for a rank outside."""
         if global_rank not in self._global_ranks:
             raise WeightRequestError(f"a tensor is sharded over trainer rank {global_rank}, which is not in the group")
         return self._global_ranks.index(global_rank)
 
     def jointly(self, work: Callable[[], T]) -> T:
-        """The result of `work`, once it succeeded on all ranks.
+        """Return the result of `work`, once it succeeded on all ranks.
 
         Raises what it raised here, or `TransportError` if another rank failed or did not come in time.
         """
@@ -108,13 +108,13 @@ class TrainerRanks:
             self._report(None)
 
     def _report(self, failure: BaseException | None) -> None:
-        """One that has left is no error."""
+        """Report to the others; one that has left is no error."""
         if self._broken is None and not self._is_over:
             with contextlib.suppress(TransportError):
                 self._failures(failure)
 
     def to_sender(self, mine: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """Bytes of every rank on the sending rank; None on the others.
+        """Return the bytes of every rank on the sending rank; None on the others.
 
         `mine`: uint8 [sizes[rank]]; `sizes`: bytes of every rank, the same list everywhere, 0 for the sending rank.
         """
@@ -129,7 +129,7 @@ class TrainerRanks:
         return list(received.split(list(sizes))) if self.is_sender else None
 
     def sum_over_ranks(self, values: Sequence[int]) -> list[int]:
-        """Sums modulo 2^64, over the ranks, of numbers in [0, 2^64); equally many on every rank."""
+        """Sum numbers in [0, 2^64) over the ranks, modulo 2^64; equally many on every rank."""
         parts = self._all_gather(torch.tensor([signed(value) for value in values], dtype=torch.int64))
         return [value & _MASK for value in torch.stack(parts).sum(0).tolist()]  # wraps
 

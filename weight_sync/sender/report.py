@@ -49,7 +49,7 @@ class ProgressBar:
         self._drawn = 0.0
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` bytes are sent."""
+        """Draw the bar: `done` of `total` bytes are sent."""
         if not self._stream.isatty():
             return
         now = time.monotonic()

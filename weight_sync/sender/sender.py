@@ -209,7 +209,7 @@ class WeightSender:
         progress: Progress | None = None,
         begin_options: Mapping[str, Any] | None = None,
     ) -> WeightUpdate:
-        """A transaction whose buckets the caller makes: `with sender.update("7") as update: update.send(tensors)`.
+        """Return a transaction of the caller's buckets: `with sender.update("7") as update: update.send(tensors)`.
 
         `manifest`: entries of `name`, `dtype`, `shape` and optionally `fingerprint`.  Leaving the block normally
         verifies and commits; an exception aborts.  Raises as `refresh`.
@@ -304,7 +304,7 @@ class WeightSender:
             self._areas.clear()
 
     def _area(self, position: int, num_bytes: int) -> torch.Tensor:
-        """Room for a bucket, uint8 [num_bytes]: two areas by turns, kept from refresh to refresh."""
+        """Return room for a bucket, uint8 [num_bytes]: two areas by turns, kept from refresh to refresh."""
         turn = position % 2
         while len(self._areas) <= turn:
             self._areas.append(torch.empty(0, dtype=torch.uint8, device=self._device))
@@ -324,4 +324,4 @@ def _manifest_entry(meta: TensorMeta, fingerprints: Mapping[str, int]) -> dict[s
 
 
 def _nothing() -> None:
-    """The work of a rank that only waits for the others."""
+    """Do nothing, as the work of a rank that only waits for the others."""

@@ -54,7 +54,7 @@ def holdings(name: str, tensor: torch.Tensor, rank_of: Callable[[int], int]) -> 
 
 
 def shard_box(shape: tuple[int, ...], cuts: Sequence[tuple[int, int, int]]) -> Box:
-    """The box left of a tensor after cuts (dimension, position, number of chunks), one after the other.
+    """Return the box left of a tensor after cuts (dimension, position, number of chunks), one after the other.
 
     A chunk is what `torch.chunk` makes it; a position beyond the last one is empty.
     """
@@ -85,7 +85,7 @@ def box_among(picks: Picks, held: Box) -> Box | None:
 
 
 def source_index(picks: Picks, box: Box, held: Box) -> tuple[slice, ...]:
-    """A box of the picks' numbers as an index into a tensor that holds `held` of the source."""
+    """Return a box of the picks' numbers as an index into a tensor that holds `held` of the source."""
     return tuple(
         slice(picked[start] - first, picked[stop - 1] - first + 1, picked.step)
         for picked, (start, stop), (first, _) in zip(picks, box, held, strict=True)
@@ -97,7 +97,7 @@ def size_of(box: Box) -> tuple[int, ...]:
 
 
 def flat_offset(box: Box, sizes: Sequence[int]) -> int | None:
-    """Flat index of the box's first element in a row-major tensor of `sizes`; None if it is not one run."""
+    """Return the flat index of the box's first element in a row-major tensor of `sizes`; None if it is not one run."""
     lengths = size_of(box)
     partial = [dim for dim, (size, length) in enumerate(zip(sizes, lengths)) if size != length]
     if partial and any(length != 1 for length in lengths[: partial[-1]]):

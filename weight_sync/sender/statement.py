@@ -114,7 +114,7 @@ def _text(value: Any) -> str:
 
 
 def _placement(tensor: torch.Tensor, meshes: dict[int, str]) -> str:
-    """`meshes`: texts of the meshes met so far, by object; most tensors share one."""
+    """Return the placement as text.  `meshes`: texts of the meshes met so far, by object; most tensors share one."""
     if not isinstance(tensor, DTensor):
         return _WHOLE
     mesh = tensor.device_mesh

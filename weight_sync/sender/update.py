@@ -107,7 +107,7 @@ class WeightUpdate(JointUpdate):
         super()._end()
 
     def _leave(self, cause: BaseException | None) -> None:
-        """An interrupt does not wait for the bucket on its way, whose groups are left then."""
+        """Leave the update; an interrupt does not wait for the bucket on its way, whose groups are left then."""
         if cause is not None and not isinstance(cause, Exception):
             for one in (one for _, sending in self._sending for one in sending.values()):
                 one.shorten_deadline(0.0)
