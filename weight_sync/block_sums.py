@@ -36,7 +36,7 @@ _VECTOR_PRODUCTS = ("AVX2", "AVX512")  # as torch names them; elsewhere oneDNN m
 
 
 def block_sums(words: torch.Tensor, mask: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """S of every block: int64 [N], as a 64-bit integer that wrapped.
+    """Return S of every block: int64 [N], as a 64-bit integer that wrapped.
 
     And bool [N]: whether a word of the block has all bits of `mask`.  `words`: [N, BLOCK], contiguous, of a dtype in
     `UNSIGNED`, on any device.  Scratch is a few MiB whatever N.
@@ -47,7 +47,7 @@ def block_sums(words: torch.Tensor, mask: int = 0) -> tuple[torch.Tensor, torch.
 
 
 def plain_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator without a kernel: sums of words times `table`, int64 [BLOCK]."""
+    """Compute the sums without a kernel: words times `table`, int64 [BLOCK]."""
     masked_N = torch.full(words.shape[:1], mask == 0, device=words.device)
     if mask:
         for chunk, found in zip(words.split(_WRAPPING_BLOCKS), masked_N.split(_WRAPPING_BLOCKS)):
@@ -70,7 +70,7 @@ torch.library.impl("weight_sync::block_sums", "CUDA", _cuda_block_sums)
 
 @functools.cache
 def kernels_of(device: torch.device) -> ModuleType | None:
-    """`fingerprint_gpu`, for a CUDA device with Triton, if a trial there gives plain torch's sums; a warning if not.
+    """Return `fingerprint_gpu`, for a CUDA device with Triton, if a trial there gives plain torch's sums; warn if not.
 
     None: plain torch computes.  The only place where that is decided.
     """
@@ -88,7 +88,9 @@ def kernels_of(device: torch.device) -> ModuleType | None:
 
 
 def trial(kernels: ModuleType, device: torch.device) -> str | None:
-    """Why `kernels` are not to be used on `device`; None where a few blocks of every width give plain torch's sums."""
+    """Return why `kernels` are not to be used on `device`; None where a few blocks of every width give plain torch's
+    sums.
+    """
     raw = torch.randint(0, 256, (3 * BLOCK * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for width, dtype in UNSIGNED.items():
         words, mask = raw.view(dtype)[: 3 * BLOCK].view(3, BLOCK), (1 << (8 * width - 2)) - 1
@@ -100,7 +102,7 @@ def trial(kernels: ModuleType, device: torch.device) -> str | None:
 
 
 def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:
-    """Sums of words times multipliers, int64 [N], by 64-bit products."""
+    """Sum words times multipliers, int64 [N], by 64-bit products."""
     num_blocks, device = words.shape[0], words.device
     table = multipliers(str(device))
     scratch = torch.empty(min(num_blocks, _WRAPPING_BLOCKS), BLOCK, dtype=torch.int64, device=device)
@@ -113,7 +115,7 @@ def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:
 
 
 def digit_block_sums(words: torch.Tensor) -> torch.Tensor:
-    """`wrapping_block_sums` by one matrix product of bytes and digits a chunk; on a CPU."""
+    """Compute `wrapping_block_sums` by one matrix product of bytes and digits a chunk; on a CPU."""
     num_blocks, width = words.shape[0], words.element_size()
     digits_WM = _digits(width)
     bytes_NW = words.view(torch.uint8)
@@ -128,7 +130,7 @@ def digit_block_sums(words: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=16)
 def multipliers(device: str) -> torch.Tensor:
-    """b(j): int64 [BLOCK]."""
+    """Return b(j): int64 [BLOCK]."""
     return mix_odd(2 * torch.arange(BLOCK, device=device) + 1)
 
 
@@ -139,7 +141,7 @@ def _sum_of_multipliers() -> int:
 
 
 def mix_odd(k: torch.Tensor) -> torch.Tensor:
-    """`splitmix64(k) | 1`, element by element, int64 in and out: the k-th output of the generator started at 0.
+    """Compute `splitmix64(k) | 1`, element by element, int64 in and out: the k-th output of the generator started at 0.
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
@@ -151,7 +153,7 @@ def mix_odd(k: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _digits(width: int) -> torch.Tensor:
-    """Digits [W, M] int8 of the multiplier of every byte of a block."""
+    """Return the digits [W, M] int8 of the multiplier of every byte of a block."""
     table = multipliers("cpu")
     rest = torch.stack([table * signed(1 << (8 * byte)) for byte in range(width)], 1).view(-1)
     digits_WM = torch.zeros(BLOCK * width, _COLUMNS, dtype=torch.int8)
@@ -186,10 +188,10 @@ def _digits_serve(width: int) -> bool:
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift; torch's own is arithmetic on int64."""
+    """Shift right logically; torch's own shift is arithmetic on int64."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def signed(value: int) -> int:
-    """A number in [0, 2^64) as an int64 holds it."""
+    """Return a number in [0, 2^64) as an int64 holds it."""
     return value - (1 << 64) if value >> 63 else value

@@ -30,7 +30,7 @@ def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[Te
 
 
 def runs_of(metas: Iterable[TensorMeta], num_bytes: int) -> list[list[TensorMeta]]:
-    """Consecutive tensors of at most `num_bytes` together, at least one each."""
+    """Return consecutive tensors of at most `num_bytes` together, at least one each."""
     return _cut(metas, lambda run, filled, meta: filled + meta.nbytes > num_bytes)
 
 
@@ -49,14 +49,14 @@ def cut_pieces(metas: Sequence[TensorMeta], piece_bytes: int) -> list[list[Tenso
 
 
 def cut_packed(metas: Sequence[TensorMeta], buffer_bytes: int) -> list[list[TensorMeta]]:
-    """Tensors, in order, as vLLM's senders pack them: the one that makes a buffer longer than that is its last."""
+    """Cut tensors, in order, as vLLM's senders pack them: the one that makes a buffer longer than that is its last."""
     return _cut(metas, lambda buffer, filled, meta: filled > buffer_bytes)
 
 
 def _cut(
     metas: Iterable[TensorMeta], is_over: Callable[[list[TensorMeta], int, TensorMeta], bool]
 ) -> list[list[TensorMeta]]:
-    """`is_over(run, bytes of the run, next tensor)`: whether the next one begins another run."""
+    """Cut into runs.  `is_over(run, bytes of the run, next tensor)`: whether the next one begins another run."""
     runs: list[list[TensorMeta]] = []
     filled = 0
     for meta in metas:
@@ -69,7 +69,7 @@ def _cut(
 
 
 def end_to_end(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """The bytes of tensors that lie end to end in one storage, uint8, a view; None where they do not.
+    """Return the bytes of tensors that lie end to end in one storage, uint8, a view; None where they do not.
 
     They must be of `dtype` and on `device`, and not all be empty.
     """
@@ -88,7 +88,9 @@ def end_to_end(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torc
 
 
 def check_alignment(metas: Sequence[TensorMeta]) -> int:
-    """Total bytes of a bucket.  Raises `WeightRequestError` for a tensor whose offset its dtype cannot be read from."""
+    """Return the total bytes of a bucket.  Raises `WeightRequestError` for a tensor whose offset its dtype cannot be
+    read from.
+    """
     offset = 0
     for meta in metas:
         if offset % meta.dtype.itemsize:
@@ -101,7 +103,7 @@ def check_alignment(metas: Sequence[TensorMeta]) -> int:
 
 
 def pack(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
-    """One uint8 tensor [total bytes] on the tensors' device.  Raises `WeightRequestError` when not aligned."""
+    """Pack tensors into one uint8 tensor [bytes] on their device.  Raises `WeightRequestError` when not aligned."""
     metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors]
     device = named_tensors[0][1].device if named_tensors else torch.device("cpu")
     bucket = torch.empty(check_alignment(metas), dtype=torch.uint8, device=device)
@@ -124,7 +126,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def unpack(bucket: torch.Tensor, metas: Sequence[TensorMeta]) -> list[tuple[str, torch.Tensor]]:
-    """Views into `bucket` (uint8 [total bytes]), one per meta.
+    """Return views into `bucket` (uint8 [total bytes]), one per meta.
 
     Raises `WeightRequestError` when the bucket is not aligned or has another size than the metas add up to.
     """

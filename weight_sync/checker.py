@@ -55,7 +55,7 @@ class Difference:
 
 
 def live_fingerprints(weights: LogicalWeights, exchange: Exchange = alone) -> dict[str, int]:
-    """F of every logical tensor, from the memory that serves: every place on every rank is read.
+    """Return F of every logical tensor, from the memory that serves: every place on every rank is read.
 
     Raises `CopiesDifferError` that names the tensors and places, where places of the same content differ.
     """
@@ -63,7 +63,7 @@ def live_fingerprints(weights: LogicalWeights, exchange: Exchange = alone) -> di
 
 
 def take_snapshot(weights: LogicalWeights, keep_content: bool, exchange: Exchange = alone) -> WeightSnapshot:
-    """`keep_content`: copy what this rank holds to host memory too.  Raises `CopiesDifferError`."""
+    """Take a snapshot.  `keep_content`: copy what this rank holds to host memory too.  Raises `CopiesDifferError`."""
     held = _held(weights, list(weights.metas()), exchange)
     fingerprints = _whole(weights, held)
     shares = {name: {place.region: place.values[0] for place in places} for name, places in held.items()}
@@ -76,7 +76,9 @@ def take_snapshot(weights: LogicalWeights, keep_content: bool, exchange: Exchang
 def compare(
     weights: LogicalWeights, snapshot: WeightSnapshot, skip: Collection[str] = (), exchange: Exchange = alone
 ) -> list[Difference]:
-    """The tensors that differ from the snapshot now, in the model's order.  Raises `UnknownTensorError` for `skip`."""
+    """Return the tensors that differ from the snapshot now, in the model's order.  Raises `UnknownTensorError` for
+    `skip`.
+    """
 
     def measure(name: str, part: Part, share: int) -> Sequence[object]:
         kept = (snapshot.content or {}).get(name)
@@ -90,7 +92,7 @@ def compare(
 
 
 def resettable(weights: LogicalWeights, skip: Collection[str] = ()) -> list[str]:
-    """The names that `reset_tensors` may fill.
+    """Return the names that `reset_tensors` may fill.
 
     Raises `UnknownTensorError` for `skip`, `WeightRequestError` where a tensor cannot hold NaN.
     """
@@ -179,7 +181,7 @@ def _measured(old: torch.Tensor, new: torch.Tensor) -> tuple[int, float | None]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements as whole numbers, so that 0.0 differs from -0.0 and a NaN equals itself."""
+    """Return the elements as whole numbers, so that 0.0 differs from -0.0 and a NaN equals itself."""
     return tensor.contiguous().view(SIGNED[tensor.dtype.itemsize])
 
 

@@ -45,7 +45,7 @@ class CheckpointFolder:
         return [meta for file in self.files for meta in file.metas]
 
     def only(self, names: Collection[str]) -> CheckpointFolder:
-        """The same folder with these of its tensors."""
+        """Return the same folder with these of its tensors."""
         files = (
             replace(file, tensors=tuple(tensor for tensor in file.tensors if tensor.meta.name in names))
             for file in self.files
@@ -53,7 +53,7 @@ class CheckpointFolder:
         return replace(self, files=tuple(files))
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, in host memory, one at a time.
+        """Yield every tensor, in host memory, one at a time.
 
         Raises `ContentError`, after the last one where the folder changed meanwhile, and `TransportError`.
         """
@@ -102,7 +102,7 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
 
 
 def _files_without_index(path: Path) -> list[str]:
-    """The files that hold the model.  Raises `WeightRequestError` where there is none."""
+    """Return the files that hold the model.  Raises `WeightRequestError` where there is none."""
     found = sorted(item.name for item in path.glob("*.safetensors"))
     if WHOLE_FILE in found:
         return [WHOLE_FILE]
@@ -128,7 +128,7 @@ def _stamp(path: Path) -> FileStamp | None:
 
 
 def _let_clocks_tick(path: Path) -> None:
-    """Two writes within a tick of the file system's clock leave one time: a folder that was just written waits."""
+    """Wait if the folder was just written: two writes within a tick of the file system's clock leave one time."""
     stamps = [stamp for item in path.glob("*") if (stamp := _stamp(item)) is not None]
     age_s = time.time() - max((stamp.changed for stamp in stamps), default=0) / 1e9
     if 0 <= age_s < _TICK_S:
@@ -146,7 +146,7 @@ def require_folder(path: Path) -> None:
 
 
 def homes_of(files: tuple[SafetensorsFile, ...]) -> dict[str, SafetensorsFile]:
-    """The file of every tensor.  Raises `ContentError` for a tensor that is in two."""
+    """Return the file of every tensor.  Raises `ContentError` for a tensor that is in two."""
     homes: dict[str, SafetensorsFile] = {}
     for file in files:
         for meta in file.metas:
@@ -157,7 +157,7 @@ def homes_of(files: tuple[SafetensorsFile, ...]) -> dict[str, SafetensorsFile]:
 
 
 def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """`metadata` and `weight_map` of the folder's index.
+    """Return `metadata` and `weight_map` of the folder's index.
 
     Raises `WeightRequestError` when it is missing, `ContentError` when it is damaged or names a file outside.
     """

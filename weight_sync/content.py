@@ -58,13 +58,14 @@ class ContentBook:
         return Digests(of_sent, of_sent if sent == held else digest(held))
 
     def note(self, contents: Mapping[str, Content]) -> None:
-        """These tensors, by canonical name, now have this content."""
+        """Note that these tensors, by canonical name, now have this content."""
         assert contents.keys() <= self._metas.keys(), sorted(contents.keys() - self._metas.keys())
         self._known.update(contents)
 
     def note_live(self, fingerprints: Mapping[str, int]) -> None:
-        """F of every tensor as memory holds it.  Where that is not what came of a refresh, nothing was ever sent: what
-        is held counts as sent."""
+        """Note F of every tensor as memory holds it.  Where that is not what came of a refresh, nothing was ever sent:
+        what is held counts as sent.
+        """
         self.note({name: self._live(name, value) for name, value in fingerprints.items()})
 
     def _live(self, name: str, fingerprint: int) -> Content:
@@ -75,5 +76,5 @@ class ContentBook:
 
 
 def by_name(contents: Iterable[Content]) -> dict[str, int]:
-    """F of everything that was sent."""
+    """Return F of everything that was sent."""
     return {meta.name: fingerprint for content in contents for meta, fingerprint in content.sent}

@@ -62,7 +62,7 @@ class CudaStorage:
         return self.handle.nbytes
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """A view of the owner's memory, uint8 on its device."""
+        """Return a view of the owner's memory, uint8 on its device."""
         return self._content[start:stop]
 
     def release(self) -> None:
@@ -112,7 +112,7 @@ class CudaStorage:
 
 
 def allocation_of(address: int) -> tuple[int, int]:
-    """Address and bytes of the allocation on a device that holds `address`.  Raises `TransportError`."""
+    """Return address and bytes of the allocation on a device that holds `address`.  Raises `TransportError`."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     found = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(
         ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address)
@@ -132,7 +132,7 @@ def require_cuda() -> None:
 
 
 def device_index(device: int | str) -> int:
-    """This process's index of the device.  Raises `WeightRequestError` for one that it does not see."""
+    """Return this process's index of the device.  Raises `WeightRequestError` for one that it does not see."""
     count = torch.cuda.device_count()
     if isinstance(device, int):
         if not 0 <= device < count:

@@ -41,10 +41,10 @@ class HostQueue:
         work()
 
     def fence(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: nothing is under way."""
 
     def fence_device(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: nothing is under way."""
 
 
 class CudaQueue:
@@ -64,7 +64,7 @@ class CudaQueue:
 
 
 def queue_of(device: torch.device | str) -> DeviceQueue:
-    """The queue of the device on which weights lie."""
+    """Return the queue of the device on which weights lie."""
     device = torch.device(device)
     return CudaQueue(device) if device.type == "cuda" else HostQueue()
 

@@ -39,7 +39,7 @@ class EngineControl(Protocol):
     def begin_weight_update(
         self, *, weight_version: str | None, coverage: str, manifest: list[dict[str, Any]] | None, update_id: str
     ) -> Mapping[str, Any]:
-        """One that takes `prepared_s` is told how many seconds the sender worked before."""
+        """Open an update.  An engine that takes `prepared_s` gets the seconds that the sender worked before."""
 
     def update_weights_from_distributed(
         self,
@@ -58,7 +58,7 @@ class EngineControl(Protocol):
     def abort_weight_update(self, *, update_id: str) -> Mapping[str, Any]: ...
 
     def weight_update(self, *, update_id: str) -> Mapping[str, Any]:
-        """The `outcome` of an update, with the answer of its end where that is `committed`."""
+        """Return the `outcome` of an update, with the answer of its end where that is `committed`."""
 
 
 class EngineCalls(Protocol):

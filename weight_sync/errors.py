@@ -106,16 +106,16 @@ SHOWN = 3
 
 
 def shown(name: str) -> str:
-    """A name for an error message, in quotes: what a caller made up may be of any length."""
+    """Return a name for an error message, in quotes: what a caller made up may be of any length."""
     return repr(unquoted(name))
 
 
 def unquoted(name: str) -> str:
-    """The same without quotes."""
+    """Return the same without quotes."""
     return name if len(name) <= MAX_NAME_SHOWN else f"{name[:MAX_NAME_SHOWN]}..."
 
 
 def listed(items: Sequence[str], limit: int = SHOWN) -> str:
-    """The items for an error message; beyond `limit` only their number."""
+    """Return the items for an error message; beyond `limit` only their number."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more

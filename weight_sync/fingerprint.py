@@ -43,7 +43,7 @@ Index = Sequence[int | slice]
 
 
 def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
-    """F of a tensor in [0, 2^64), or of a contiguous shard of one.
+    """Return F of a tensor in [0, 2^64), or of a contiguous shard of one.
 
     `tensor`: any shape, any dtype of `DTYPES`, any device; read in row-major order (a tensor that is not contiguous
     is copied first).  `offset`: flat index, in the whole logical tensor, of the shard's first element.
@@ -53,7 +53,7 @@ def fingerprint(tensor: torch.Tensor, offset: int = 0) -> int:
 
 
 def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[list[int], bool | None]:
-    """F of each of many tensors that lie end to end in `flat` [sum of `numels`], contiguous, in one pass.
+    """Return F of each of many tensors that lie end to end in `flat` [sum of `numels`], contiguous, in one pass.
 
     Every size is a multiple of `BLOCK` elements.  And whether all elements are finite; None for a dtype where that is
     not found out.  T tensors of N blocks.
@@ -74,8 +74,8 @@ def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[
 
 
 def fingerprints_apart(tensors: Sequence[torch.Tensor]) -> tuple[list[int], bool | None]:
-    """F of each of many tensors of one dtype and device, wherever they lie, and whether all elements of all are finite;
-    None where that is not found out on the way.
+    """Return F of each of many tensors of one dtype and device, wherever they lie, and whether all elements of all are
+    finite; None where that is not found out on the way.
 
     On a CUDA device one kernel a tensor does both, and all results are read back at once.
     """
@@ -123,7 +123,7 @@ def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: In
 
 
 def fingerprint_update(value: int, flat_indices: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> int:
-    """F of a tensor after the elements at `flat_indices` changed from `old` to `new`, from its F before.
+    """Return F of a tensor after the elements at `flat_indices` changed from `old` to `new`, from its F before.
 
     `flat_indices`: int64 [n], each index once.  `old`, `new`: [n], of the tensor's dtype.  The time depends on n only.
     With `old` and `new` exchanged it takes the change back.  Raises `WeightRequestError` when the three do not match.
@@ -141,17 +141,17 @@ def fingerprint_update(value: int, flat_indices: torch.Tensor, old: torch.Tensor
 
 
 def combine(*parts: int) -> int:
-    """F of a tensor from the fingerprints of the shards that make it up."""
+    """Return F of a tensor from the fingerprints of the shards that make it up."""
     return sum(parts) & _MASK
 
 
 def fingerprint_hex(value: int) -> str:
-    """The wire form of a fingerprint: 16 lower-case hex digits."""
+    """Return the wire form of a fingerprint: 16 lower-case hex digits."""
     return f"{value:016x}"
 
 
 def parse_fingerprint(text: str) -> int:
-    """Inverse of `fingerprint_hex`.  Raises `WeightRequestError` on anything but 16 hex digits."""
+    """Read the result of `fingerprint_hex`.  Raises `WeightRequestError` on anything but 16 hex digits."""
     digits = text.lower()
     if len(digits) != 16 or set(digits) - set("0123456789abcdef"):
         raise WeightRequestError(f"a fingerprint is 16 hex digits, got {text[:40]!r}")
@@ -159,7 +159,7 @@ def parse_fingerprint(text: str) -> int:
 
 
 def digest(entries: Iterable[tuple[TensorMeta, int]]) -> str:
-    """SHA-256 (64 hex digits) over (name, dtype, shape, F) of every tensor, whatever order they come in.
+    """Return SHA-256 (64 hex digits) over (name, dtype, shape, F) of every tensor, whatever order they come in.
 
     Names the content of a weight version: equal digests on two sides mean equal tensors under equal names.
     """
@@ -196,7 +196,7 @@ def _contiguous(words: torch.Tensor, offset: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _multipliers_of_blocks(count: int) -> torch.Tensor:
-    """a(0) .. a(count - 1): int64."""
+    """Return a(0) .. a(count - 1): int64."""
     return mix_odd(2 * torch.arange(count))
 
 
@@ -227,7 +227,7 @@ def _in_phase(words_RN: torch.Tensor, starts: torch.Tensor, phase: int) -> int:
 
 
 def _scattered(flat_indices: torch.Tensor, factors: torch.Tensor) -> int:
-    """Sum of h(i) times a factor over indices anywhere; both int64 [n]."""
+    """Sum h(i) times a factor over indices anywhere; both int64 [n]."""
     if flat_indices.numel() == 0:
         return 0
     blocks = flat_indices >> _BLOCK_BITS
@@ -241,7 +241,9 @@ def _scattered(flat_indices: torch.Tensor, factors: torch.Tensor) -> int:
 
 
 def _runs(full_shape: Sequence[int], index: Index) -> tuple[torch.Tensor, int]:
-    """Flat index of the first element of every run of a slice, in row-major order (int64 [n]), and a run's length."""
+    """Return the flat index of the first element of every run of a slice, in row-major order (int64 [n]), and a run's
+    length.
+    """
     starts, run, in_run = torch.zeros(1, dtype=torch.int64), 1, True
     for position, (axis, stride) in reversed(list(enumerate(_axes(full_shape, index)))):
         if in_run and axis.step == 1:

@@ -30,7 +30,7 @@ _TYPES = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*i64"}
 
 @triton.jit
 def _mix_odd(k):  # type: ignore[no-untyped-def]
-    """`block_sums.mix_odd`, uint64."""
+    """Compute `block_sums.mix_odd`, uint64."""
     z = (k + 1) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -52,7 +52,7 @@ def _block_sums(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """WEIGHTED: sums of a(c) b(j) (word + 1); otherwise of b(j) word."""
+    """Sum a(c) b(j) (word + 1) if WEIGHTED; otherwise b(j) word."""
     within = tl.arange(0, BLOCK)
     b = tl.load(table + within).to(tl.uint64, bitcast=True)
     for row in range(ROWS):
@@ -79,8 +79,8 @@ def gpu_block_sums(words: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.
 
 
 def gpu_sum_and_flag(words: torch.Tensor, offset: int, mask: int) -> torch.Tensor:
-    """int64 [2]: F of a shard whose first word is at flat index `offset`, as a 64-bit integer that wrapped; and 1 if a
-    word has all bits of `mask`, which is not 0, else 0.
+    """Return int64 [2]: F of a shard whose first word is at flat index `offset`, as a 64-bit integer that wrapped; and
+    1 if a word has all bits of `mask`, which is not 0, else 0.
 
     `words` [n]: contiguous, of a dtype in `UNSIGNED`.  Nothing is read back from the device.
     """
@@ -122,7 +122,7 @@ def _launch(
 
 
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, object], int, int]]:
-    """Every configuration: name, kernel, types of the arguments, constants, warps, stages."""
+    """Return every configuration: name, kernel, types of the arguments, constants, warps, stages."""
     pointers = {"table": "*i64", "sums": "*i64", "found": "*i8"}
     counts = {"num_words": "i64", "num_blocks": "i32", "phase": "i32", "first_block": "i32"}
     masks = {1: 0x7F, 2: 0x7F80, 4: 0x7F80_0000, 8: 0x7FF0_0000_0000_0000}

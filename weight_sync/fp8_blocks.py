@@ -49,7 +49,7 @@ def scales_of(index: Sequence[int | slice], shape: Sequence[int]) -> tuple[int |
 
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values, [..., R, C] in `dtype`, on the weight's device.
+    """Return the values, [..., R, C] in `dtype`, on the weight's device.
 
     Raises `DtypeMismatchError`, `ShapeMismatchError`, `ContentError` for a scale that is negative or not finite.
     """
@@ -78,7 +78,7 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
 
 
 def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight [..., R, C] and scales of floating-point values of that shape.
+    """Return weight [..., R, C] and scales of floating-point values of that shape.
 
     Raises `ShapeMismatchError`, `ContentError` for a value that is not finite.
     """
@@ -107,18 +107,20 @@ def requantised(values: torch.Tensor) -> torch.Tensor:
 
 
 def _matrices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The matrices of a stack, views."""
+    """Yield the matrices of a stack, views."""
     yield from (tensor,) if tensor.dim() == 2 else (each for part in tensor for each in _matrices(part))
 
 
 def _bands(rows: int, columns: int) -> Iterator[slice]:
-    """Whole rows of blocks, some at a time."""
+    """Yield whole rows of blocks, some at a time."""
     if rows and columns:
         step = max(1, _BAND // (columns * BLOCK)) * BLOCK
         yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _padded(matrix: torch.Tensor, columns: int) -> torch.Tensor:
-    """Contiguous, with zeros at its lower and right edge, up to whole blocks of rows and to `columns`."""
+    """Return the matrix contiguous, with zeros at its lower and right edge, up to whole blocks of rows and to
+    `columns`.
+    """
     edge = (0, columns - matrix.shape[1], 0, -matrix.shape[0] % BLOCK)
     return (pad(matrix, edge) if any(edge) else matrix).contiguous()

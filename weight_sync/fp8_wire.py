@@ -54,7 +54,8 @@ def kind_of(weights: LogicalWeights, meta: TensorMeta) -> _Kind:
 
 
 def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[TensorMeta]:
-    """The wire tensors of one call as they will be put together: no scales, and quantised weights as their values.
+    """Return the wire tensors of one call as they will be put together: no scales, and quantised weights as their
+    values.
 
     Raises `DtypeMismatchError`, `ShapeMismatchError` for scales and weights that cannot be right.
     """
@@ -75,7 +76,7 @@ def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[Te
 
 
 def whole_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[TensorMeta]:
-    """`value_metas` of all tensors of a checkpoint or an update.  Raises also `CoverageError` for half a pair."""
+    """Return `value_metas` of all tensors of a checkpoint or update.  Raises also `CoverageError` for half a pair."""
     values = value_metas(weights, metas)
     quantised: dict[str, TensorMeta] = {}
     scales: dict[str, TensorMeta] = {}
@@ -153,7 +154,7 @@ class PairedTensors:
         return kind_of(self._weights, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
 
     def _pair(self, name: str, kind: _Kind, tensor: torch.Tensor) -> Pair | None:
-        """The pair that this half makes whole, if it does."""
+        """Return the pair that this half makes whole, if it does."""
         key = name if kind == "weight" else weight_name(name)
         waiting = self._waiting.get(key)
         if key in self._paired or (waiting is not None and waiting[0] == kind):
@@ -186,12 +187,12 @@ class PairedTensors:
 
 
 def weight_name(scale_name: str) -> str:
-    """`X.weight_scale_inv` -> `X.weight`."""
+    """Convert `X.weight_scale_inv` to `X.weight`."""
     return scale_name.removesuffix(SCALE_SUFFIX)
 
 
 def with_other_halves(names: Iterable[str]) -> set[str]:
-    """These names, and what the other halves of pairs are called, whether there are any or not."""
+    """Return these names, and the names of the other halves of pairs, whether there are any or not."""
     found = set(names)
     return found | {f"{name}{SCALE_SUFFIX}" for name in found} | set(map(weight_name, found))
 
@@ -221,7 +222,7 @@ def _check_scale(weights: LogicalWeights, meta: TensorMeta) -> None:
 
 
 def _value_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype | None:
-    """The floating-point type in which the model holds this FP8 tensor; None where it takes it as it is, or not."""
+    """Return the floating-point type in which the model holds this FP8 tensor; None where it takes it as is, or not."""
     try:
         held = {weights.metas()[piece.name].dtype for piece in weights.split(meta)}
     except (UnknownTensorError, ShapeMismatchError):

@@ -30,13 +30,13 @@ def is_fused(name: str) -> bool:
 
 
 def layout_of(name: str, names: Collection[str]) -> FusedLayout:
-    """The layout of fused tensor `name`, that came with `names`: of the two, one has biases."""
+    """Return the layout of fused tensor `name`, that came with `names`: of the two, one has biases."""
     prefix = name.rpartition(".")[0]
     return "interleaved" if any(f"{prefix}.{kind}" in names for kind in _BIASES) else "rows"
 
 
 def fused_pieces(name: str, shape: Sequence[int], layout: FusedLayout) -> list[Piece]:
-    """The per-expert tensors inside a fused one, expert by expert.
+    """Return the per-expert tensors inside a fused one, expert by expert.
 
     `*.experts.gate_up_proj` gives `*.experts.{e}.gate_proj.weight` [I, D] and `.up_proj.weight`, `*.experts.down_proj`
     `*.experts.{e}.down_proj.weight` [D, I], and their biases `.bias`.  Raises `ShapeMismatchError`.

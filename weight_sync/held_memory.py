@@ -30,7 +30,7 @@ class Areas:
     def take(
         self, key: int, num_bytes: int, device: torch.device | str, *, like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """An area, uint8 [num_bytes]; the same as before if that will do.  Of one user at a time.
+        """Return an area, uint8 [num_bytes]; the same as before if that will do.  Of one user at a time.
 
         `like`: what will be exchanged with it.
         """
@@ -42,7 +42,7 @@ class Areas:
         return area[:num_bytes]
 
     def end(self) -> None:
-        """The update is over."""
+        """End the update."""
         if not self._keep:
             self.close()
 
@@ -107,7 +107,7 @@ def _new_bytes(num_bytes: int, device: torch.device, like: torch.Tensor | None) 
 
 
 def pinned_area(num_bytes: int) -> torch.Tensor:
-    """Host memory that a CUDA device reaches beside other work, uint8 [num_bytes]; it goes with its last view.
+    """Return host memory that a CUDA device reaches beside other work, uint8 [num_bytes]; it goes with its last view.
 
     torch's own pinned memory takes the next power of two, and is kept by torch for ever.  It is taken for small areas,
     and where the driver registers no memory of others.
@@ -122,5 +122,5 @@ def pinned_area(num_bytes: int) -> torch.Tensor:
 
 
 def _unregister(cudart: Any, area: torch.Tensor) -> None:
-    """Before the area itself goes, which this call holds."""
+    """Unregister the area before it goes; this call holds it."""
     cudart.cudaHostUnregister(area.data_ptr())

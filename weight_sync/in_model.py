@@ -42,10 +42,10 @@ class _InModelStaging(DirectSink):
         return super().read(name)
 
     def prepare(self) -> None:
-        """Nothing can be done ahead."""
+        """Do nothing: nothing can be done ahead."""
 
     def commit(self) -> None:
-        """Everything is in place, once the device says so."""
+        """Wait for the device: everything is in place then."""
         self._queue.fence_device()
 
 

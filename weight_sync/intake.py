@@ -58,7 +58,7 @@ class Intake:
     def take(
         self, bucket: Iterable[tuple[str, torch.Tensor]], ledger: WeightLedger, cast: bool = False
     ) -> list[Arrival]:
-        """The logical tensors that are whole now, as they are to be held.
+        """Return the logical tensors that are whole now, as they are to be held.
 
         `cast`: see `split_wire`.  Raises `ContentError`, and as `PairedTensors.take` and `split_tensors`.
         """
@@ -81,7 +81,7 @@ class Intake:
         self.contents[part.name] = Content.plain(self._weights.metas()[part.name], part.fingerprint)
 
     def _plain(self, arrivals: Sequence[Arrival]) -> dict[str, Content]:
-        """Content as it was sent, and taken to be held so."""
+        """Check the content, and return it as it was sent, taken to be held so."""
         metas = self._weights.metas()
         found = check_content([(arrival.name, arrival.content) for arrival in arrivals], self._stated)
         contents = {name: Content.plain(metas[name], value) for name, value in found.items()}
@@ -107,7 +107,7 @@ class Intake:
         return content
 
     def _converted(self, arrivals: list[Arrival], found: dict[str, Content]) -> list[Arrival]:
-        """The arrivals as they are held, where that is not as they came; so noted in `found`."""
+        """Return the arrivals as they are held, where that is not as they came; so noted in `found`."""
         values: dict[int, torch.Tensor] = {}
         for index, arrival in enumerate(arrivals):
             content = self._held(arrival, found[arrival.name])
@@ -123,7 +123,7 @@ class Intake:
         ]
 
     def _held(self, arrival: Arrival, content: Content) -> torch.Tensor:
-        """The values that are held of an arrival: cast, then quantised."""
+        """Return the values that are held of an arrival: cast, then quantised."""
         values, dtype = arrival.content, self._weights.metas()[arrival.name].dtype
         if values.dtype != dtype:
             is_exact = is_exact_cast(values.dtype, dtype)

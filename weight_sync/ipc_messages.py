@@ -96,7 +96,7 @@ class _Payload(TorchPayload):
 
 
 def read_handle(data: memoryview, device: torch.device) -> IpcBuffer | SenderFailure:
-    """The first message.  `device`: where the worker computes; a CUDA handle is opened there.
+    """Read the first message.  `device`: where the worker computes; a CUDA handle is opened there.
 
     Raises `WeightRequestError`, also for a buffer that is too short, gone, or on a device that cannot be reached.
     """
@@ -121,7 +121,7 @@ def read_handle(data: memoryview, device: torch.device) -> IpcBuffer | SenderFai
 
 
 def read_bucket(data: memoryview, buffer: IpcBuffer) -> list[StoredTensor] | SenderFailure | None:
-    """A later message: tensors of the buffer, or None for the end.
+    """Read a later message: tensors of the buffer, or None for the end.
 
     Raises `WeightRequestError`: not a bucket, an entry without one of its four fields, a dtype that is not known, bytes
     outside the buffer, an offset that the dtype cannot be read from, two tensors that overlap.
@@ -146,7 +146,7 @@ def read_end(data: memoryview) -> SenderFailure | bool:
 
 
 def _decode(data: memoryview) -> tuple[Any, list[SharedSegment]]:
-    """The message's value, and the torch shared files that it counts on."""
+    """Return the message's value, and the torch shared files that it counts on."""
     if len(data) and data[0] == _PICKLE:
         payload = _Payload()
         return payload.read(data), payload.segments
@@ -160,7 +160,7 @@ def _decode(data: memoryview) -> tuple[Any, list[SharedSegment]]:
 
 
 def _rebuild(value: Any, device: torch.device) -> Any:
-    """A handle is what `torch.multiprocessing` reduces a tensor to, not yet called: (function, arguments)."""
+    """Rebuild a handle: what `torch.multiprocessing` reduces a tensor to, not yet called: (function, arguments)."""
     if not isinstance(value, tuple):
         return value
     if len(value) != 2 or not isinstance(value[0], Function) or not isinstance(value[1], tuple):
@@ -184,7 +184,7 @@ def _native_buffer(name: Any, nbytes: Any) -> IpcBuffer:
 
 
 def _place(entry: Any, buffer: IpcBuffer) -> StoredTensor:
-    """One tensor of a bucket."""
+    """Return one tensor of a bucket."""
     fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
     absent = [key for key in ("name", "dtype", "shape", "offset") if key not in fields]
     if absent:

@@ -83,7 +83,9 @@ class JointUpdate:
         self._leave(None)  # engines that were left out hold their transaction still
 
     def call(self, verb: str, **fields: Any) -> dict[str, Any]:
-        """A call that belongs to this update, on all engines that take part: their answers.  Raises `EngineError`."""
+        """Make a call that belongs to this update, on all engines that take part; return their answers.  Raises
+        `EngineError`.
+        """
         if not self._is_entered:
             raise TransactionStateError("the weight update is over, or was never entered")
         calls = self._call(verb, self._active, **fields)
@@ -134,13 +136,13 @@ class JointUpdate:
     # --- helpers ------------------------------------------------------------------------------------------------
 
     def _ask(self, phase: dict[str, Any]) -> tuple[dict[str, Mapping[str, Any]], dict[str, BaseException]]:
-        """`end_weight_update` on all active engines: replies and failures."""
+        """Call `end_weight_update` on all active engines; return replies and failures."""
         calls = self._call("end_weight_update", self._active, **phase)
         failed = self._failed("end_weight_update", calls)
         return {name: call.result() or {} for name, call in calls.items() if name not in failed}, failed
 
     def _committed_of(self, failed: Mapping[str, BaseException]) -> dict[str, Mapping[str, Any]]:
-        """Engines that have committed, though their answer did not come, and what it would have been.
+        """Return the engines that have committed, though their answer did not come, and what it would have been.
 
         First they drop what they have not committed, so that it is not published later.
         """
@@ -191,7 +193,7 @@ class JointUpdate:
             raise EngineError(self._failures, committed, unknown, self._update_id) from first
 
     def _abort_if_begun(self, name: str, call: Future[Any]) -> None:
-        """Should it be open after all."""
+        """Abort on this engine, should it be open after all."""
 
         def abort(begun: Future[Any]) -> None:
             error = begun.exception()

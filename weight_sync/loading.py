@@ -81,7 +81,7 @@ class WeightLedger:
         return sorted(self._expected - self._wire_names.keys())
 
     def refusals(self, arrivals: Iterable[tuple[str, str]]) -> list[str]:
-        """Why the (wire name, logical name) pairs of one call cannot be recorded; empty when they can."""
+        """Return why the (wire name, logical name) pairs of one call cannot be recorded; empty when they can."""
         seen: set[tuple[str, str]] = set()
         problems = []
         for wire_name, logical_name in arrivals:
@@ -105,7 +105,7 @@ class WeightLedger:
         return len(names) == 1
 
     def settle(self) -> list[str]:
-        """The logical names that make up this version.  Raises `CoverageError` when something is missing."""
+        """Return the logical names that make up this version.  Raises `CoverageError` when something is missing."""
         if self.coverage == "full" and self.missing:
             raise CoverageError(f"{len(self.missing)} of {len(self._expected)} tensors missing: {listed(self.missing)}")
         return self.received
@@ -132,7 +132,7 @@ def split_tensors(
     cast: bool,
     announced: Announced | None = None,
 ) -> list[Arrival]:
-    """The logical tensors of one call, views, validated together before any of them is written.
+    """Return the logical tensors of one call, views, validated together before any of them is written.
 
     `cast`: see `split_wire`; content is as it came, and cast by whom takes it.  Raises as `split_wire`, and
     `CoverageError` for a tensor that came before or was not announced.
@@ -197,7 +197,7 @@ def _same_bits(part: Part, source: torch.Tensor) -> bool:
 
 
 def check_content(named: Named, stated: Mapping[str, int]) -> dict[str, int]:
-    """Logical tensors of one bucket against the fingerprints stated of them, where there are any; their fingerprints.
+    """Check logical tensors of one bucket against the fingerprints stated of them, where there are any; return theirs.
 
     Raises `ContentError` for all that are not finite, or for the first whose fingerprint differs.
     """
@@ -214,7 +214,7 @@ def check_content(named: Named, stated: Mapping[str, int]) -> dict[str, int]:
 
 
 def matching(found: dict[str, int], stated: Mapping[str, int]) -> dict[str, int]:
-    """The fingerprints found.  Raises `ContentError` for the first that is not the one stated, where one is."""
+    """Return the fingerprints found.  Raises `ContentError` for the first that is not the one stated, where one is."""
     for name, actual in found.items():
         expected = stated.get(name, actual)
         if actual != expected:
@@ -225,7 +225,7 @@ def matching(found: dict[str, int], stated: Mapping[str, int]) -> dict[str, int]
 
 
 def _inspect(run: Named) -> tuple[list[int], bool]:
-    """Fingerprints of the tensors of a run, and whether all values are finite."""
+    """Return the fingerprints of the tensors of a run, and whether all values are finite."""
     finite: bool | None = None
     if all(tensor.numel() and tensor.numel() % BLOCK == 0 for _, tensor in run) and run[0][1].is_contiguous():
         values, finite = fingerprints_end_to_end(_flat(run).view(-1), [tensor.numel() for _, tensor in run])
@@ -235,7 +235,7 @@ def _inspect(run: Named) -> tuple[list[int], bool]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """One pass without temporaries: NaN propagates through min and max."""
+    """Return whether all values are finite, in one pass without temporaries: NaN propagates through min and max."""
     if tensor.numel() == 0 or not tensor.dtype.is_floating_point:
         return True
     if tensor.dtype.itemsize == 1:  # float8 has no min or max
@@ -245,7 +245,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _runs(named: Named) -> Iterator[Named]:
-    """Neighbours in the list that lie end to end in one storage, in one dtype; whole blocks apart from other sizes."""
+    """Yield neighbours in the list that lie end to end in one storage, in one dtype; whole blocks apart from other
+    sizes.
+    """
     run: list[tuple[str, torch.Tensor]] = []
     for name, tensor in named:
         if run and not _follows(run[-1][1], tensor):

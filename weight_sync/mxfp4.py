@@ -32,7 +32,7 @@ def is_mxfp4(meta: TensorMeta) -> bool:
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., C / 32, 16] and uint8 [..., C / 32] -> bfloat16 [..., C].  NaN where a scale is 255."""
+    """Convert uint8 [..., C / 32, 16] and uint8 [..., C / 32] to bfloat16 [..., C].  NaN where a scale is 255."""
     pairs = scales.to(torch.int32).mul_(256).unsqueeze(-1) + blocks
     values = _pairs_of_values().index_select(0, pairs.flatten()).view(torch.bfloat16)
     return values.view(*blocks.shape[:-2], -1)
@@ -40,7 +40,7 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _pairs_of_values() -> torch.Tensor:
-    """Both values of every byte under every scale: two bfloat16 as one int32, at scale * 256 + byte."""
+    """Return both values of every byte under every scale: two bfloat16 as one int32, at scale * 256 + byte."""
     halves = torch.tensor((*_MAGNITUDES, *(-value for value in _MAGNITUDES)), dtype=torch.float64)
     numbers = torch.arange(256)
     of_byte = torch.stack((halves[numbers % 16], halves[numbers // 16]), -1)
@@ -50,7 +50,7 @@ def _pairs_of_values() -> torch.Tensor:
 
 
 def value_metas(metas: Sequence[TensorMeta]) -> list[TensorMeta]:
-    """The tensors of a checkpoint as they will be read: each quantised one under its own name, in bfloat16.
+    """Return the tensors of a checkpoint as they will be read: each quantised one under its own name, in bfloat16.
 
     Raises `CoverageError` for half of one, `ShapeMismatchError` for halves that do not belong together.
     """

@@ -32,8 +32,9 @@ _POLL_S = 0.0005
 
 @contextlib.contextmanager
 def errors_are_ours() -> Iterator[None]:
-    """Groups made inside leave an error of a peer to us: by default torch's watchdog ends the process over a trainer
-    that died in a broadcast."""
+    """Leave errors of a peer to us in groups made inside: by default torch's watchdog ends the process over a
+    trainer that died in a broadcast.
+    """
     before = os.environ.get(_ON_ERROR)
     os.environ[_ON_ERROR] = "0"
     try:

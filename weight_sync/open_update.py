@@ -61,7 +61,7 @@ class OpenUpdate:
         return self._transaction.way_out
 
     def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
-        """Why a call is not of the open transaction; None where it is, or where it names none and none is open."""
+        """Return why a call is not of the open transaction; None where it is, or names none and none is open."""
         if update_id is not None and update_id != self.open_id:
             ended = self.outcome(update_id)
             because = "" if ended.reason is None else f": {ended.reason}"
@@ -81,7 +81,7 @@ class OpenUpdate:
             raise TransactionStateError(f"{refused}a weight update is open already {self.way_out}")
 
     def admit(self, update_id: str | None, verb: str) -> WeightTransaction:
-        """The open transaction, for a call that is of it.  Raises `TransactionStateError`."""
+        """Return the open transaction, for a call that is of it.  Raises `TransactionStateError`."""
         self.require_own(update_id)
         transaction = self._require_transaction(verb)
         transaction.is_bound = transaction.is_bound or update_id is not None

@@ -40,7 +40,8 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def new_area(num_bytes: int, at: int = 0) -> torch.Tensor:
-    """Private memory in huge pages where there are some, zeros, uint8 [num_bytes]; it goes back with the last view.
+    """Return private memory in huge pages where there are some, zeros, uint8 [num_bytes]; it goes back with the last
+    view.
 
     Its address equals `at` modulo the size of a huge page.  Where the system has no such memory: plain memory of torch,
     with any content.
@@ -74,7 +75,7 @@ class PageTrader:
         self._free.atexit = False
 
     def trade(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """Each gets the content of the other; uint8 [n], as `tradable_spans` gave them.
+        """Trade the content of two spans; uint8 [n], as `tradable_spans` gave them.
 
         Nothing else may touch either meanwhile.  Raises `StagingError`: nothing has changed then, or `lost` is set.
         """
@@ -134,7 +135,9 @@ def _spans_of(live: torch.Tensor, shadow: torch.Tensor, mappings: Sequence[_Mapp
 
 
 def _movable_pages(tensor: torch.Tensor, mappings: Sequence[_Mapping]) -> list[range]:
-    """Offsets of whole pages inside `tensor`, a range for each mapping: a move cannot cross from one to the next."""
+    """Return the offsets of whole pages inside `tensor`, a range for each mapping: a move cannot cross from one to the
+    next.
+    """
     address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel()
     found = []
     after = bisect.bisect_right(mappings, address, key=lambda mapping: mapping.end)
@@ -148,7 +151,7 @@ def _movable_pages(tensor: torch.Tensor, mappings: Sequence[_Mapping]) -> list[r
 
 
 def _mappings() -> list[_Mapping]:
-    """This process's, ascending.  A line of the file: `start-end rw-p offset device inode name`."""
+    """Return this process's mappings, ascending.  A line of the file: `start-end rw-p offset device inode name`."""
     mappings = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         words = line.split(maxsplit=5)
@@ -159,7 +162,7 @@ def _mappings() -> list[_Mapping]:
 
 
 def _can_trade() -> bool:
-    """By trial, on two small areas: systems differ, and so do the sandboxes around them."""
+    """Find out by trial, on two small areas: systems differ, and so do the sandboxes around them."""
     if not _has_pages() or _num_memory_nodes() > 1:
         return False
     one, other = new_area(mmap.PAGESIZE), new_area(mmap.PAGESIZE)

@@ -90,7 +90,7 @@ class PayloadReader:
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:
-        """The next pickle's value; `position` is then the first byte behind it.
+        """Return the next pickle's value; `position` is then the first byte behind it.
 
         Raises `WeightRequestError`, and nothing else whatever the bytes are.
         """

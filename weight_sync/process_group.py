@@ -41,7 +41,8 @@ _EVER = datetime.timedelta(days=365)
 
 
 def resolve_backend(backend: str | None, device: torch.device | str) -> str:
-    """The backend for tensors on `device`: on a CPU, None and "nccl" (what clients send without thinking) mean gloo.
+    """Return the backend for tensors on `device`: on a CPU, None and "nccl" (what clients send without thinking) mean
+    gloo.
 
     Raises `WeightRequestError` for any other name.
     """
@@ -108,7 +109,7 @@ class GroupHandle:
         self._exchange(lambda group, box: group.send([box], member, _NUMBER_TAG), torch.tensor([number]), deadline)
 
     def receive_number(self, member: int, deadline: float) -> int:
-        """The next number that the member sends to this one.  Raises as `send_number`."""
+        """Return the next number that the member sends to this one.  Raises as `send_number`."""
         box = torch.zeros(1, dtype=torch.int64)
         self._exchange(lambda group, box: group.recv([box], member, _NUMBER_TAG), box, deadline)
         return int(box)
@@ -183,7 +184,7 @@ def _is_done(future: Future[Any], seconds: float) -> bool:
 
 
 def _until_disconnected(group: dist.ProcessGroup) -> None:
-    """Returns once the connection to rank 0 is closed, by either side."""
+    """Return once the connection to rank 0 is closed, by either side."""
     with suppress(RuntimeError):
         group.recv([torch.empty(1)], 0, _UNUSED_TAG).wait(_EVER)
 
@@ -238,7 +239,7 @@ def init_process_group(
 
 
 def leave_late(joining: Future[GroupHandle]) -> None:
-    """For `add_done_callback`: leaves a group whose caller has stopped waiting for it.
+    """Leave a group whose caller has stopped waiting for it; for `add_done_callback`.
 
     Until its peer answers or closes the connection, such a call keeps a thread and a socket, and nothing else.
     """
@@ -330,7 +331,7 @@ def _join(group: GroupHandle, master_address: str, master_port: int) -> GroupHan
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that is free now on `address`, and that no connection which opens meanwhile is given.
+    """Return a TCP port that is free now on `address`, and that no connection which opens meanwhile is given.
 
     Raises `OSError` where none can be bound.
     """

@@ -27,7 +27,7 @@ _END = b"\n"  # of what stands before the content of a part
 
 
 def alone(mine: bytes) -> list[bytes]:
-    """The exchange of an engine of one rank."""
+    """Exchange nothing: an engine of one rank has only its own."""
     return [mine]
 
 
@@ -67,7 +67,7 @@ def gather_places(
 
 
 def whole_fingerprint(meta: TensorMeta, held: Sequence[Held], at: int = 0) -> int:
-    """F of a tensor from the shares that its places hold: `values[at]` of each.
+    """Return F of a tensor from the shares that its places hold: `values[at]` of each.
 
     Raises `CopiesDifferError` where two places of the same region differ, `WeightSyncError` where a part is nowhere.
     """
@@ -84,7 +84,7 @@ def whole_fingerprint(meta: TensorMeta, held: Sequence[Held], at: int = 0) -> in
 
 
 def first_rows(meta: TensorMeta, parts: Sequence[Part], count: int, exchange: Exchange) -> torch.Tensor:
-    """The first `count` rows of a tensor, on the host, from what this rank (`parts`) and the others hold of it.
+    """Return the first `count` rows of a tensor, on the host, from what this rank (`parts`) and the others hold of it.
 
     One exchange.  Where several ranks hold the same, the first one's counts.  Raises `WeightSyncError` where a part is
     nowhere.
@@ -126,7 +126,7 @@ def _first_runs(region: Region | None, count: int) -> list[Run]:
 
 
 def _cover(meta: TensorMeta, regions: Mapping[Region | None, Any]) -> list[Region | None]:
-    """Regions that make up the tensor, in order, each element once."""
+    """Return the regions that make up the tensor, in order, each element once."""
     if None in regions:
         return [None]
     parts: list[Region | None] = []

@@ -75,7 +75,7 @@ class SafetensorsFile(Header):
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """The file, opened for reading; anything but a regular file is refused, as it could be waited on for ever.
+    """Open the file for reading; anything but a regular file is refused, as it could be waited on for ever.
 
     Raises `WeightRequestError` when it is missing or not a file, `TransportError` when it cannot be read.
     """
@@ -92,7 +92,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """A whole file of at most `limit` bytes.  Raises as `open_regular`, `ContentError` for a larger one."""
+    """Read a whole file of at most `limit` bytes.  Raises as `open_regular`, `ContentError` for a larger one."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -101,7 +101,7 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def read_at(file: BinaryIO, path: Path, start: int, nbytes: int) -> torch.Tensor:
-    """Bytes of a file as uint8 [nbytes].  Raises `ContentError` if it ends before, `TransportError`."""
+    """Read bytes of a file as uint8 [nbytes].  Raises `ContentError` if it ends before, `TransportError`."""
     content = torch.empty(nbytes, dtype=torch.uint8)
     view, done = content.numpy().data, 0
     try:
@@ -117,7 +117,7 @@ def read_at(file: BinaryIO, path: Path, start: int, nbytes: int) -> torch.Tensor
 
 
 def read_tensor(file: BinaryIO, path: Path, tensor: FileTensor) -> torch.Tensor:
-    """One tensor, in host memory.  Raises as `read_at`."""
+    """Read one tensor into host memory.  Raises as `read_at`."""
     content = read_at(file, path, tensor.start, tensor.meta.nbytes)
     return content.view(tensor.meta.dtype).view(tensor.meta.shape)
 
@@ -133,7 +133,7 @@ def read_header(path: Path) -> SafetensorsFile:
 
 
 def parse_header(where: str, nbytes: int, read: Callable[[int, int], torch.Tensor], max_header_bytes: int) -> Header:
-    """The header of `nbytes` bytes; `read(start, count)` gives some of them, uint8.
+    """Parse the header of `nbytes` bytes; `read(start, count)` gives some of them, uint8.
 
     `where` they are, for messages.  Raises `ContentError`.
     """
@@ -172,7 +172,7 @@ def _parse_json(where: str, text: bytes) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: an object in which no name comes twice.  Raises `ValueError`."""
+    """Return an object in which no name comes twice, for `json.loads`.  Raises `ValueError`."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a name comes twice")

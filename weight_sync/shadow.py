@@ -114,7 +114,7 @@ class ShadowStaging:
 
     @staticmethod
     def exchange(live: torch.Tensor, staged: torch.Tensor) -> None:
-        """`live ^= staged`, int64 or uint8 [n].  One that raises has not begun; `undo` finds out if it has."""
+        """Compute `live ^= staged`, int64 or uint8 [n].  One that raises has not begun; `undo` finds out if it has."""
         live.bitwise_xor_(staged.to(live.device, non_blocking=True))
 
     def undo(self) -> None:
@@ -154,7 +154,7 @@ class ShadowStaging:
         return place.rebind(_viewed_like(place.storage, self._shadows[key].new_content())).read()
 
     def _place_in_shadow(self, key: int, place: Place) -> Place:
-        """The same place in the shadow of its storage."""
+        """Return the same place in the shadow of its storage."""
         if key not in self._shadows:
             self._shadows[key] = self._new_shadow(key, place.storage)
         return place.rebind(_viewed_like(place.storage, self._shadows[key].staged))
@@ -240,7 +240,7 @@ class _Shadow:
 
 
 def _fold(live: torch.Tensor, staged: torch.Tensor) -> None:
-    """`staged ^= live`, computed where the weights lie, as a GPU does it in passing."""
+    """Compute `staged ^= live` where the weights lie, as a GPU does it in passing."""
     if live.device == staged.device:
         staged.bitwise_xor_(live)
         return
@@ -253,10 +253,10 @@ def _address_of(storage: torch.Tensor) -> int:
 
 
 def _bytes_of(storage: torch.Tensor) -> torch.Tensor:
-    """The whole storage behind a tensor, uint8 [bytes]."""
+    """Return the whole storage behind a tensor, uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage.untyped_storage())
 
 
 def _viewed_like(storage: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
-    """`storage`, with its whole storage's bytes replaced by `content`, uint8."""
+    """Return `storage`, with its whole storage's bytes replaced by `content`, uint8."""
     return content.view(storage.dtype).as_strided(storage.size(), storage.stride(), storage.storage_offset())

@@ -73,7 +73,7 @@ class SharedSegment:
 
 
 def torch_shared_file(handle: str, nbytes: int) -> SharedSegment:
-    """The content of a storage that torch shared by file name.  Raises `WeightRequestError` for any other name."""
+    """Return the content of a storage that torch shared by file name.  Raises `WeightRequestError` for other names."""
     if not _TORCH_NAME.fullmatch(handle):
         raise WeightRequestError(f"{handle[:200]!r} is not a name that torch gives to shared memory")
     return SharedSegment(handle, nbytes, _TORCH_HEADER_BYTES)
@@ -101,7 +101,7 @@ def release_torch_shared_file(segment: SharedSegment) -> None:
 
 
 def _lock(descriptor: int) -> None:
-    """Against other ranks; retries for about a second.  Raises `OSError`."""
+    """Lock against other ranks; retry for about a second.  Raises `OSError`."""
     for _ in range(_LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

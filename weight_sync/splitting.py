@@ -108,7 +108,7 @@ class _Problems:
 
 
 def _scale_error(meta: TensorMeta, error: WeightRequestError) -> WeightRequestError:
-    """The error; of scales it is their weight that the model does not have."""
+    """Return the error; of scales it is their weight that the model does not have."""
     if not isinstance(error, UnknownTensorError) or not meta.name.endswith(SCALE_SUFFIX):
         return error
     name = meta.name.removesuffix(SCALE_SUFFIX)

@@ -40,7 +40,7 @@ class Storage(Protocol):
     def nbytes(self) -> int: ...
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Bytes [start, stop) as uint8 [stop - start]: a view or a copy, valid until the storage is released."""
+        """Return bytes [start, stop) as uint8 [stop - start]: a view or a copy, valid until the storage is released."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ class StoredTensor:
     place: TensorPlace
 
     def within(self, content: torch.Tensor, start: int) -> torch.Tensor:
-        """The tensor, where `content` are bytes of its storage from `start` on; a copy if it is not aligned there."""
+        """Return the tensor, where `content` are bytes of its storage from `start` on; a copy if it is not aligned
+        there.
+        """
         first, stop = self.place.span
         content = content[first - start : stop - start]
         size = self.place.dtype.itemsize
@@ -123,7 +125,7 @@ class StoredTensor:
 def place_tensor(
     storage: Storage, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int, start: int = 0
 ) -> TensorPlace:
-    """A checked `TensorPlace`, `offset` elements behind byte `start`.
+    """Return a checked `TensorPlace`, `offset` elements behind byte `start`.
 
     Raises `WeightRequestError` for an unknown dtype or bytes outside the storage.
     """
@@ -140,7 +142,7 @@ def place_tensor(
 
 
 def contiguous_place(storage: Storage, dtype: torch.dtype, shape: Sequence[int], start: int) -> TensorPlace:
-    """A dense tensor at byte `start`, which need not be a multiple of the item size.
+    """Return a dense tensor at byte `start`, which need not be a multiple of the item size.
 
     Raises `WeightRequestError` as `place_tensor`.
     """
@@ -171,7 +173,7 @@ def check_total(tensors: Sequence[StoredTensor], max_bytes: int) -> None:
 
 
 def read_in_parts(tensors: Sequence[StoredTensor]) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-    """Buckets of tensors that follow one another in one storage, each read at once: at most `PART_BYTES`, or one
+    """Yield buckets of tensors that follow one another in one storage, each read at once: at most `PART_BYTES`, or one
     tensor.  Never more than that is held beside what is staged.
     """
     for part in _parts(tensors):

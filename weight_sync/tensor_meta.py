@@ -52,7 +52,7 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `"bfloat16"`."""
+    """Convert `torch.bfloat16` to `"bfloat16"`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -89,12 +89,12 @@ class Piece:
     transposed: bool = False
 
     def of(self, wire: torch.Tensor) -> torch.Tensor:
-        """The logical tensor, a view."""
+        """Return the logical tensor, a view."""
         content = wire[self.index]
         return content.mT if self.transposed else content
 
     def shape_in(self, wire_shape: Sequence[int]) -> tuple[int, ...]:
-        """The logical tensor's shape, inside a wire tensor of `wire_shape`."""
+        """Return the logical tensor's shape, inside a wire tensor of `wire_shape`."""
         sizes = []
         for dim, size in enumerate(wire_shape):
             picked = self.index[dim] if dim < len(self.index) else slice(None)
@@ -117,7 +117,7 @@ class Region:
     sections: tuple[int, ...] = ()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor of the whole's shape: a view, but for that of several sections."""
+        """Return this part of a tensor of the whole's shape: a view, but for that of several sections."""
         parts = [tensor[run.in_whole] for run in self.runs()]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
@@ -174,7 +174,7 @@ class Place(Protocol):
         """The bytes of the storage that are this content's."""
 
     def rebind(self, storage: torch.Tensor) -> Place:
-        """The same place in another tensor, of the dtype, sizes and strides of `storage`."""
+        """Return the same place in another tensor, of the dtype, sizes and strides of `storage`."""
 
     def write(self, source: torch.Tensor) -> None:
         """Take the content of `source`, the whole logical tensor, cast to the storage's dtype."""
@@ -190,16 +190,16 @@ class LogicalWeights(Protocol):
     """The interface of a model to cold load and live refresh; they see nothing else of it."""
 
     def metas(self) -> Mapping[str, TensorMeta]:
-        """Every logical tensor of the model by canonical name: the full coverage."""
+        """Return every logical tensor of the model by canonical name: the full coverage."""
 
     def split(self, wire: TensorMeta) -> list[Piece]:
-        """The logical tensors inside a wire tensor, by any name the model accepts.
+        """Return the logical tensors inside a wire tensor, by any name the model accepts.
 
         Raises `UnknownTensorError`, `ShapeMismatchError` (never on dtype: the caller decides whether to cast).
         """
 
     def nearest(self, name: str) -> str | None:
-        """The name that the model accepts and that a wrong one was meant to be, if one is like it.
+        """Return the name that the model accepts and that a wrong one was meant to be, if one is like it.
 
         Takes milliseconds, whatever the number of names.
         """
@@ -211,7 +211,7 @@ class LogicalWeights(Protocol):
         """
 
     def places(self, name: str) -> Sequence[Place]:
-        """Every place of logical tensor `name` on this rank under the current placement.
+        """Return every place of logical tensor `name` on this rank under the current placement.
 
         All of them hold the same part.  None, where all of the tensor lives on other ranks.
         """
@@ -229,7 +229,7 @@ def parts_of(weights: LogicalWeights, name: str) -> list[Part]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes in row-major order, uint8 [nbytes], in host memory; a view where possible."""
+    """Return the bytes in row-major order, uint8 [nbytes], in host memory; a view where possible."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
@@ -237,7 +237,7 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """`"bfloat16"` or `"torch.bfloat16"`.  Raises `WeightRequestError` for a name that is not in `DTYPES`."""
+    """Parse `"bfloat16"` or `"torch.bfloat16"`.  Raises `WeightRequestError` for a name that is not in `DTYPES`."""
     dtype = DTYPES.get(text.removeprefix("torch.")) if isinstance(text, str) else None
     if dtype is None:
         raise WeightRequestError(f"unknown dtype {text!r}; known: {', '.join(DTYPES)}")
@@ -251,7 +251,7 @@ class MetaParser:
         self._known: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
 
     def __call__(self, name: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
-        """One tensor.  Raises `WeightRequestError` for a bad name or dtype, a negative or an absurd size."""
+        """Parse one tensor.  Raises `WeightRequestError` for a bad name or dtype, a negative or an absurd size."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
             raise WeightRequestError(f"a tensor's name must be text of 1 to {MAX_NAME_LENGTH} characters")
         sizes = tuple(shape)
@@ -274,12 +274,12 @@ def _checked(name: str, dtype: str, sizes: tuple[int, ...]) -> tuple[torch.dtype
 
 
 def parse_meta(name: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
-    """One announced tensor.  Raises `WeightRequestError` for a bad name or dtype, a negative or an absurd size."""
+    """Parse an announced tensor.  Raises `WeightRequestError` for a bad name or dtype, a negative or absurd size."""
     return MetaParser()(name, dtype, shape)
 
 
 def parse_metas(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorMeta]:
-    """The three parallel lists of `update_weights_from_distributed`.  Raises `WeightRequestError`."""
+    """Parse the three parallel lists of `update_weights_from_distributed`.  Raises `WeightRequestError`."""
     if not len(names) == len(dtypes) == len(shapes):
         raise WeightRequestError(
             f"names, dtypes and shapes must be equally long, got {len(names)}, {len(dtypes)} and {len(shapes)}"

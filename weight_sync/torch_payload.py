@@ -91,7 +91,7 @@ class TorchPayload:
         self._admitted = _constants() | {name: Function(call) for name, call in self._functions().items()}
 
     def read(self, data: memoryview) -> Any:
-        """The value of one pickle that fills `data`; tensors are `TensorPlace`s.  Raises `WeightRequestError`."""
+        """Return the value of a pickle that fills `data`; tensors are `TensorPlace`s.  Raises `WeightRequestError`."""
         reader = PayloadReader(data, self._admitted, self._budget)
         value = reader.read()
         if reader.position != len(data):
@@ -136,7 +136,9 @@ class TorchPayload:
         return place
 
     def _load_storage(self, data: Any) -> Storage | TypedStorage:
-        """torch's legacy format: five pickles (magic number, version, system, storage, keys), a count, the content."""
+        """Read torch's legacy format: five pickles (magic number, version, system, storage, keys), a count, the
+        content.
+        """
         _require(isinstance(data, memoryview), "the bytes of a storage")
         headers: list[tuple[StorageClass, str, int]] = []
 
@@ -243,7 +245,7 @@ def _shared_by_descriptor(*_: Any) -> None:
 
 
 def _rebuild_cuda_tensor(*arguments: Any) -> TensorPlace:
-    """The fifteen arguments of torch's function; the device is an index or, from SGLang's clients, a UUID."""
+    """Rebuild from fifteen arguments of torch's function; the device is an index or, from SGLang's clients, a UUID."""
     _require(len(arguments) == 15, "a CUDA tensor")
     kind, size, stride, offset, storage_kind, dtype, device = arguments[:7]
     memory, nbytes, offset_bytes, _, counter, counter_offset, event, must_sync = arguments[7:]

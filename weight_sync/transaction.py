@@ -160,7 +160,7 @@ class WeightTransaction:
         return self._intake.contents
 
     def status(self) -> dict[str, Any]:
-        """Counts, and the first names."""
+        """Return counts, and the first names."""
         return {
             "state": self._state.value,
             "weight_version": self.weight_version,
@@ -185,7 +185,7 @@ class WeightTransaction:
         return f"({self.lease}): {end}, or drop it with abort_weight_update{with_id}"
 
     def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
-        """Why a call with this transaction's id, or with none, is not of it; None where it is."""
+        """Return why a call with this transaction's id, or with none, is not of it; None where it is."""
         if update_id is None and self.is_bound:
             return TransactionStateError(f"a weight update is open that takes only calls with its id {self.way_out}")
         return self._other_version(weight_version) if update_id is None else None
@@ -223,14 +223,14 @@ class WeightTransaction:
             self._staging.settle()
 
     def fail(self, reason: str) -> None:
-        """OPEN -> FAILED, for a bucket that never came this far.  The model is as it was before the first bucket."""
+        """Fail, OPEN -> FAILED, over a bucket that never came here.  The model is as it was before the first bucket."""
         if self._state is TransactionState.OPEN:
             self._state = TransactionState.FAILED
             self.failure = reason
             self._roll_back(reason)
 
     def verify(self) -> None:
-        """OPEN -> VERIFIED: everything came, and the commit is prepared.
+        """Verify, OPEN -> VERIFIED: everything came, and the commit is prepared.
 
         Raises `TransactionStateError` unless OPEN, `CoverageError`, `StagingError`; the last two fail the transaction.
         """
@@ -241,7 +241,7 @@ class WeightTransaction:
         self._state = TransactionState.VERIFIED
 
     def commit(self, vote: Callable[[bool], bool]) -> list[str]:
-        """VERIFIED -> COMMITTED: put every tensor into the model; returns the logical names.
+        """Commit, VERIFIED -> COMMITTED: put every tensor into the model; return the logical names.
 
         `vote(mine)` is called exactly once, after the writes, with whether they went well; it returns whether they went
         well everywhere.  If not, the old content is restored bit for bit, the transaction is ABORTED and `CommitError`
@@ -270,7 +270,7 @@ class WeightTransaction:
         raise CommitError(f"{reason}; the old weights were restored", restored=True) from failure
 
     def abort(self, reason: str = "the weight update was aborted") -> None:
-        """Any open state -> ABORTED.  Raises `TransactionStateError` when already over."""
+        """Abort, from any open state -> ABORTED.  Raises `TransactionStateError` when already over."""
         if self._state in (TransactionState.COMMITTED, TransactionState.IN_DOUBT, TransactionState.ABORTED):
             raise TransactionStateError(f"cannot abort: the weight update is {self._state.value}")
         if self._state is not TransactionState.FAILED:
@@ -278,7 +278,7 @@ class WeightTransaction:
         self._state = TransactionState.ABORTED
 
     def close(self) -> None:
-        """COMMITTED: release the memory that staging took; on any thread."""
+        """Release the memory that staging took, when COMMITTED; on any thread."""
         assert self._state is TransactionState.COMMITTED
         self._staging.close()
 
@@ -304,7 +304,7 @@ class WeightTransaction:
             raise
 
     def _other_version(self, weight_version: str | None) -> TransactionStateError | None:
-        """Why a bucket of this label is not of the transaction's version; None where it is, or one has no label."""
+        """Return why a bucket of this label is not of the transaction's version; None if it is, or one has no label."""
         if self.weight_version == weight_version or None in (self.weight_version, weight_version):
             return None
         mine = f"the open weight update of {self.weight_version!r} {self.way_out}"
@@ -317,7 +317,7 @@ class WeightTransaction:
             raise TransactionStateError(f"cannot {verb}: the weight update is {self._state.value}{because}{advice}")
 
     def _roll_back(self, reason: str) -> None:
-        """The model as it was before the first bucket; else `torn`."""
+        """Restore the model as it was before the first bucket; else set `torn`."""
         was_dirty = self._staging.dirty
         self._intake.pairs.clear()
         try:
@@ -331,7 +331,7 @@ class WeightTransaction:
 
 
 def _read_manifest(weights: LogicalWeights, manifest: Manifest, cast: bool) -> tuple[dict[str, int], set[str]]:
-    """Stated fingerprints by the names of logical tensors and of their scales, and all logical names announced."""
+    """Return stated fingerprints by names of logical tensors and of their scales, and all logical names announced."""
     metas = whole_metas(weights, [meta for meta, _ in manifest])
     split = split_wire(weights, metas, cast)
     ledger = WeightLedger(weights.metas())
@@ -358,7 +358,7 @@ def _read_manifest(weights: LogicalWeights, manifest: Manifest, cast: bool) -> t
 def parse_manifest(
     entries: Iterable[tuple[str, str, Sequence[int], str | None]],
 ) -> list[tuple[TensorMeta, int | None]]:
-    """From names, dtypes, shapes and fingerprints (16 hex digits, or None).  Raises `WeightRequestError`."""
+    """Parse names, dtypes, shapes and fingerprints (16 hex digits, or None).  Raises `WeightRequestError`."""
     parse = MetaParser()
     return [
         (parse(name, dtype, shape), None if stated is None else parse_fingerprint(stated))
@@ -373,7 +373,7 @@ def new_staging(
     memory: Areas | None = None,
     device: torch.device | str = "cpu",
 ) -> Staging:
-    """For one transaction.
+    """Return the staging of one transaction.
 
     `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what "host" and
     "device" take from; by default their own.  `device`: where the weights lie.

@@ -147,21 +147,21 @@ class UpdateBook:
         self.last_failure = UpdateFailure(reason, weight_version, time.time())
 
     def record_loss(self, reason: str, *, reported: bool) -> None:
-        """`reported`: in the answer to a call, which may be its sender's."""
+        """Record a loss.  `reported`: in the answer to a call, which may be its sender's."""
         self.loss, self._is_reported = reason, reported
 
     def clear_loss(self) -> None:
-        """A sender starts anew: what comes from now on is taken for its own."""
+        """Forget the loss, as a sender starts anew: what comes from now on is taken for its own."""
         self.loss, self._is_reported = None, True
 
     def report_loss(self) -> str | None:
-        """The loss, if no answer has reported it yet; the caller's answer does."""
+        """Return the loss, if no answer has reported it yet; the caller's answer does."""
         loss = None if self._is_reported else self.loss
         self._is_reported = True
         return loss
 
     def loss_error(self) -> TransactionStateError | None:
-        """Why a call outside of an update cannot be an update of its own; None where nothing was lost."""
+        """Return why a call outside of an update cannot be an update of its own; None where nothing was lost."""
         if self.loss is None:
             return None
         self.report_loss()
@@ -170,7 +170,7 @@ class UpdateBook:
         )
 
     def nothing_open(self, verb: str) -> TransactionStateError:
-        """The error of a call that needs an open update, where there is none."""
+        """Return the error of a call that needs an open update, where there is none."""
         self.report_loss()
         last = self.loss or (self.last_failure.reason if self.last_failure is not None else None)
         because = "" if last is None else f"; the last one failed: {last}"

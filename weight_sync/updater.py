@@ -203,7 +203,7 @@ class WeightUpdater(OpenUpdate):
         transaction.digests = self.content.digests_after(transaction.contents)
 
     def fail(self, reason: str) -> None:
-        """Another rank failed to receive a bucket: the open transaction cannot be verified."""
+        """Fail the open transaction, which cannot be verified: another rank failed to receive a bucket."""
         self._require_transaction("fail").fail(reason)
 
     def abort(self, update_id: str | None = None) -> None:
@@ -300,7 +300,7 @@ class WeightUpdater(OpenUpdate):
         return transaction.dirty or (self.holds_steps and is_live and bool(transaction.received))
 
     def status(self) -> dict[str, Any]:
-        """The open transaction, its lease, the mode, and the last that failed; None for what there is not."""
+        """Return the open transaction, its lease, the mode, and the last that failed; None for what there is not."""
         transaction, failure = self._transaction, self.book.last_failure
         data = dict.fromkeys(STATUS_FIELDS) if transaction is None else transaction.status()
         return data | {

@@ -22,7 +22,7 @@ class Patience:
         self._reason: str | None = None
 
     def renew(self) -> None:
-        """Another call begins; no wait is running."""
+        """Begin another call; no wait is running."""
         self._reason = None
 
     def give_up(self, reason: str) -> None:
