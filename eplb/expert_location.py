@@ -129,7 +129,7 @@ class SplitTable:
         return cls(slots_LER.transpose(1, 2).contiguous(), ends_LER.transpose(1, 2).contiguous())
 
     def weights(self, num_slots: int) -> torch.Tensor:
-        """Share of its expert's tokens that every slot takes [L, P] float64: what `of` was given."""
+        """Return the share of its expert's tokens that every slot takes [L, P] float64: what `of` was given."""
         weights_LP = torch.zeros((len(self.slots_LRE), num_slots), dtype=torch.float64)
         return weights_LP.scatter_add_(1, self.slots_LRE.flatten(1), self._shares().flatten(1))
 
@@ -182,7 +182,7 @@ class SplitTable:
         return SplitTable(self.slots_LRE, torch.where(self.ends_LRE == PICKS, PICKS, ends_LRE))
 
     def _shares(self) -> torch.Tensor:
-        """Share of its expert's tokens that each replica takes [L, R, E] float64."""
+        """Return the share of its expert's tokens that each replica takes [L, R, E] float64."""
         before_LRE = torch.cat([torch.zeros_like(self.ends_LRE[:, :1]), self.ends_LRE[:, :-1]], dim=1)
         return (self.ends_LRE - before_LRE).clamp(min=0).double() / PICKS
 

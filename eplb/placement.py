@@ -141,7 +141,7 @@ class ExpertPlacement:
         return self._planned.host_copy()
 
     def plan(self, layout: ExpertLayout) -> Plan:
-        """Map and split in force as planners give them, so that before and after are measured by one rule."""
+        """Return map and split in force as planners give them, so that before and after are measured by one rule."""
         located_LP = self.metadata.physical_to_logical_map
         split_LP = self._planned.weights(located_LP.shape[1])
         reason = f"the placement in force, of epoch {self.epoch}"

@@ -67,7 +67,8 @@ def _positions(pack: np.ndarray, index_in_pack: np.ndarray, pack_size: int) -> n
 
 
 def _pack(loads_RX: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack of each of the X items and its index in there, [R, X] int64 each; packs get X / num_packs items each.
+    """Return the pack of each of the X items and its index in there, [R, X] int64 each; packs get X / num_packs items
+    each.
 
     One item to a pack: item x is in pack x, whatever its load.
     """

@@ -63,7 +63,7 @@ def min_move(
 
 
 def _split_weights(state: LayerSplit) -> list[float]:
-    """Share of its expert's tokens that each slot takes; even for an expert without tokens."""
+    """Return the share of its expert's tokens that each slot takes; even for an expert without tokens."""
     weights = []
     for rank, experts in enumerate(state.held):
         for expert in experts:

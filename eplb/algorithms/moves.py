@@ -141,7 +141,7 @@ class _Groups:
         return max(0.0, self._cap - self._state.loads[rank])
 
     def comes(self, rank: int) -> float:
-        """Load that a rank which is not stuck can take, or pass on for it."""
+        """Return the load that a rank which is not stuck can take, or pass on for it."""
         passes = sum(self._state.flows[expert][rank] for expert in self._state.shared[rank])
         return min(self.room[self.of[rank]], self.own_room(rank) + passes)
 

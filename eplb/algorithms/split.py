@@ -54,7 +54,7 @@ class LayerSplit:
         return other
 
     def flow(self, expert: int, rank: int) -> float:
-        """Load of `expert` that `rank`, which holds it, takes."""
+        """Return the load of `expert` that `rank`, which holds it, takes."""
         flow = self.flows.get(expert)
         return self.shares[expert] if flow is None else flow[rank]
 

@@ -98,7 +98,7 @@ class GenerateHandle:
         return [sample.record for sample in self._samples]
 
     def notify(self, index: int) -> None:
-        """Record `index` has grown."""
+        """Note that record `index` has grown."""
         self._fresh[index] = None
         self._news.set()
 
