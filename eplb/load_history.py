@@ -171,8 +171,9 @@ class LoadHistory(PassCounter[int]):
 
 
 def total_variation(before_LE: torch.Tensor, after_LE: torch.Tensor) -> torch.Tensor:
-    """Return the share of the choices that would have to move to make one distribution the other: [L] float64 in 0 ..
-    1.
+    """Return the share of the choices that would have to move to make one distribution the other.
+
+    [L] float64 in 0 .. 1.
 
     NaN for a layer that has no counts on one side.
     """

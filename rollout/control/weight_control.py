@@ -10,8 +10,7 @@ full coverage; running, each call is a transaction of its own on the tensors tha
 all have come; running without content, their calls add up to one transaction of all tensors, which the last one
 settles.  A bucket that comes after another pause opens a new one: what the pause before it left is dropped.
 
-A call that does not belong to the open update is refused and changes nothing.  So is a call without an id that may
-belong to an update that was lost.
+Calls outside the open update, and calls without id that may belong to a lost one, are refused and change nothing.
 """
 
 from __future__ import annotations
@@ -190,9 +189,7 @@ class WeightControl:
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
 
     def status(self) -> UpdateStateReply:
-        """Return the state of the open transaction as of the last verb that finished; the I/O thread may be at work on
-        it.
-        """
+        """Return the open transaction's state as of the last verb that finished; the I/O thread may work on it."""
         if not self._queue.busy:
             self._last_status = self._updater.status()
         return UpdateStateReply(

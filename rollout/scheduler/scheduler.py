@@ -216,9 +216,7 @@ class Scheduler:
         return step
 
     def _token_counts(self, mine: int) -> list[int]:
-        """Return the tokens of each data-parallel rank; if one has any, all take part, as experts are spread over all
-        of them.
-        """
+        """Return the tokens of each data-parallel rank; if one has any, all take part, as experts are on all."""
         counts = [count for (count,) in self.parallel.attn_dp.gather_ints([mine])]
         self._engine_busy = any(counts)
         return counts
