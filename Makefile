@@ -12,7 +12,7 @@ GPU_IMPORTS := build/gpu-imports
 REAL_MODEL := build/real-model
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-fleet example-grpo test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
+.PHONY: demo example-fleet example-grpo check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev clean
 
 demo: install
@@ -28,6 +28,11 @@ example-grpo: install-dev
 # Engines under Ray behind vllm-router, one killed and replaced, in an environment of its own: examples/fleet/README.md.
 example-fleet: $(FLEET)/.installed
 	$(FLEET)/bin/python -m examples.fleet.run $(ARGS)
+
+# Lint, types and the tests of the gate that a change since main can reach, the nearest first: two minutes after the install.
+# ARGS="--base REV --minutes 5" compares with another revision and takes longer; ARGS=--list names the tests.
+check: install-dev
+	$(BIN)/python -m tests.check $(ARGS)
 
 # What every change must pass: lint, types and the gate (six to fourteen minutes on two idle cores, after the install).
 WORKERS ?= 2
