@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rollout.core.allocator import return_freed_memory
+from rollout.core.allocator import share_freed_memory
 from rollout.core.console import fail as _fail
 from rollout.core.console import say
 from rollout.core.errors import LockstepError, StartupError, Unavailable
@@ -57,7 +57,7 @@ def run_server(
 
     `listener`: bound and listening already; None: it is bound here.
     """
-    return_freed_memory()
+    share_freed_memory()
     config, layout = checked_config(args), layout_of(args)
     if (args.context_length or 0) > config.max_position_embeddings:
         say(
