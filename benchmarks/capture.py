@@ -20,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.shapes import SHAPES, checkpoint
-from rollout.entrypoints.engine import Engine
+from rollout.server.engine import Engine
 
 
 def run(shape: str, batch: int, rounds: int, new_tokens: int, console: Console) -> list[dict]:

@@ -25,7 +25,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from benchmarks.shapes import SHAPES, cached_checkpoint
-from rollout.entrypoints.make_checkpoint import CheckpointSpec
+from examples.make_checkpoint.run import CheckpointSpec
 from weight_sync.delta.byte_patches import encode_overwrite, encode_xor
 from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
 from weight_sync.delta.frame import DeltaFrame, read_frame

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from benchmarks.shapes import SHAPES, cached_checkpoint, checkpoint
 from capture.replay import force_routes, record_routes
-from rollout.entrypoints.make_checkpoint import CheckpointSpec
+from examples.make_checkpoint.run import CheckpointSpec
 from rollout.numerics import engine_logprobs, use_engine_numerics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

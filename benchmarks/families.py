@@ -32,11 +32,11 @@ from benchmarks.shapes import SHAPES, cached_checkpoint
 from benchmarks.throughput import PROMPT_TOKENS, Generate, by_engine, by_transformers
 from capture.codec import decode_compact
 from rollout.core.errors import StartupError
-from rollout.core.model_config import ModelConfig
+from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
-from rollout.entrypoints.engine import Engine
+from rollout.families.registry import load_model_config
 from rollout.layers.attention_kinds import ATTENTION_LAYERS
-from rollout.models.registry import load_model_config
+from rollout.server.engine import Engine
 
 PREFILL_TOKENS = 1024
 DTYPE = torch.bfloat16

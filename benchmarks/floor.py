@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.profile.machine import Machine, measure_machine
-from rollout.entrypoints.make_checkpoint import CheckpointSpec
+from examples.make_checkpoint.run import CheckpointSpec
 
 __all__ = ["Machine", "decode_step_floor_s", "measure_machine"]
 

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 
-from rollout.entrypoints.engine import Engine
+from rollout.server.engine import Engine
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.shapes import SHAPES, checkpoint
-from rollout.core.layer_specs import FullKV
-from rollout.entrypoints.child_process import ChildProcess
-from rollout.mem_cache.kv_pool import kv_bytes_per_token
+from rollout.core.specs.layer_specs import FullKV
+from rollout.memory.kv_pool import kv_bytes_per_token
+from rollout.server.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
 WEIGHTS_FACTOR = 1.15
@@ -56,7 +56,7 @@ def run(shape: str, console: Console) -> list[dict]:
         port = free_port()
         words = ["serve", "--model-path", str(folder), "--port", str(port), "--dtype", "bfloat16"]
         words += ["--max-total-tokens", str(POOL_TOKENS), "--log-level", "warning"]
-        command = [sys.executable, "-m", "rollout.entrypoints.cli", *words]
+        command = [sys.executable, "-m", "rollout.cli.main", *words]
         with (
             ChildProcess("server", command, Path(scratch) / "server.log") as server,
             httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_S, trust_env=False) as http,

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.shapes import SHAPES, checkpoint
 from benchmarks.throughput import by_engine
-from rollout.entrypoints.engine import Engine
+from rollout.server.engine import Engine
 
 SETTINGS: dict[str, dict[str, str]] = {
     "as they find": {},

@@ -26,7 +26,7 @@ from benchmarks.parallel_collectives import Engine
 from benchmarks.parallel_ranks import BARE_BYTES, RankProcesses, Routes, StepTaken, Work
 from benchmarks.parallel_steps import decode_rate, decode_seconds, differences, prefill_rate
 from benchmarks.shapes import SHAPES, shallow_checkpoint
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
 
 EP2 = {"tp_size": 2, "ep_size": 2}
 SCATTERED = "tp 2, ep 2, all_to_all"

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rollout.core.model_config import ModelConfig
+from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.layout import ParallelLayout
 
 INBOX_BYTES = 24 + 4096  # the time, what is served, a size, and room for the messages that most turns bring

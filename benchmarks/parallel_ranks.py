@@ -26,18 +26,18 @@ import torch
 import torch.distributed as dist
 
 from capture.capturer import RoutedExpertsCapturer
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.forward_batch import ForwardBatch
-from rollout.core.io_struct import BatchTokenOutput, TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import BatchTokenOutput, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.distributed.parallel import Parallel, join
 from rollout.engine.build import build_scheduler
-from rollout.entrypoints.scheduler_process import SPIN_ENVIRONMENT
+from rollout.executor.model_runner import ModelRunner, StepRoutes
 from rollout.layers.moe.dispatchers.base import DispatchOutput
-from rollout.model_executor.model_runner import ModelRunner, StepRoutes
 from rollout.scheduler.channel import LocalChannel
+from rollout.server.scheduler_process import SPIN_ENVIRONMENT
 
 START_S = 300.0
 WORK_S = 600.0

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.memory import wait_ready
 from benchmarks.shapes import SHAPES, checkpoint
-from rollout.entrypoints.child_process import ChildProcess
+from rollout.server.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
 REQUESTS = 8
@@ -46,7 +46,7 @@ def run(shape: str, rounds: int, console: Console, folder: Path | None = None) -
     with tempfile.TemporaryDirectory(prefix="lockstep-stalls-") as scratch:
         port = free_port()
         words = ["serve", "--model-path", str(folder), "--port", str(port), *FLAGS.split()]
-        command = [sys.executable, "-m", "rollout.entrypoints.cli", *words]
+        command = [sys.executable, "-m", "rollout.cli.main", *words]
         with (
             ChildProcess("server", command, Path(scratch) / "server.log") as server,
             httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_S, trust_env=False) as http,

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from rollout.entrypoints.engine import Engine
+from rollout.executor.recorded_forward import RecordedForward, Tape
 from rollout.kernels.ops import Ops
 from rollout.layers.layer import Layer
-from rollout.model_executor.recorded_forward import RecordedForward, Tape
 from rollout.scheduler.stats import PHASES
+from rollout.server.engine import Engine
 
 BASE_US = 150.0  # what a step may cost outside the operators, and on top of it each running request
 PER_REQUEST_US = 2.0

@@ -29,7 +29,7 @@ from benchmarks import (
     weight_formats,
     weight_refresh,
 )
-from rollout.entrypoints.checkpoint_spec import FAMILIES
+from examples.make_checkpoint.spec import FAMILIES
 
 PARTS = (
     "throughput",

@@ -27,12 +27,12 @@ from benchmarks.line_chart import Chart, Line, write_svg
 from benchmarks.profile.operators import OperatorTimer
 from benchmarks.profile.steps import StepRecorder, num_decoding
 from benchmarks.shapes import SHAPES, cached_checkpoint
-from rollout.core.io_struct import FlushCacheReqInput
-from rollout.core.layer_specs import FullKV
-from rollout.entrypoints.engine import Engine
-from rollout.entrypoints.make_checkpoint import CheckpointSpec
-from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
-from rollout.mem_cache.memory import available_memory_bytes
+from examples.make_checkpoint.run import CheckpointSpec
+from rollout.core.messages.io_struct import FlushCacheReqInput
+from rollout.core.specs.layer_specs import FullKV
+from rollout.memory.available import available_memory_bytes
+from rollout.memory.kv_pool import KVPool, kv_bytes_per_token
+from rollout.server.engine import Engine
 
 BATCHES = (8, 64)
 CONTEXTS = (128, 512, 2048, 8192)

@@ -91,7 +91,7 @@ def server(shape: str, flags: list[str]) -> Iterator[tuple[str, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "rollout.entrypoints.cli", "serve", "--model-path", str(checkpoint(shape))]
+    command = [sys.executable, "-m", "rollout.cli.main", "serve", "--model-path", str(checkpoint(shape))]
     command += ["--port", str(port), "--dtype", "bfloat16", "--skip-tokenizer-init", "--log-level", "warning"]
     command += ["--max-total-tokens", "65536", "--num-threads", str(torch.get_num_threads()), *flags]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

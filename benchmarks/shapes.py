@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
 
 CACHE = Path(__file__).resolve().parents[1] / "build" / "bench"
 

@@ -24,8 +24,8 @@ from transformers.utils import logging as transformers_logging
 from benchmarks import python_per_step
 from benchmarks.floor import decode_step_floor_s, measure_machine
 from benchmarks.shapes import SHAPES, checkpoint
-from rollout.entrypoints.engine import Engine
 from rollout.scheduler.stats import PHASES
+from rollout.server.engine import Engine
 
 PROMPT_TOKENS = 128
 Generate = Callable[[list[list[int]], int], None]

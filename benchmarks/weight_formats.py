@@ -24,8 +24,8 @@ from benchmarks.floor import measure_machine
 from benchmarks.shapes import SHAPES, cached_checkpoint, checkpoint
 from benchmarks.throughput import PROMPT_TOKENS, by_engine
 from capture.replay import record_routes
-from rollout.entrypoints.checkpoint_spec import CheckpointSpec
-from rollout.entrypoints.engine import Engine
+from examples.make_checkpoint.spec import CheckpointSpec
+from rollout.server.engine import Engine
 from weight_sync.int8_blocks import held_values
 
 FORMATS = ("plain", "w8")

@@ -37,7 +37,7 @@ from benchmarks.delta_refresh import ONE_IN, DeltaRefresh, DeltaTrainer
 from benchmarks.memory import read_memory, wait_ready, worker_pid
 from benchmarks.shapes import checkpoint
 from rollout.client import RolloutClient
-from rollout.entrypoints.child_process import ChildProcess
+from rollout.server.child_process import ChildProcess
 from weight_sync.bucket import cut_pieces, pack, plan_buckets
 from weight_sync.pages import HUGE_PAGE
 from weight_sync.process_group import free_port
@@ -147,7 +147,7 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int, bu
         port = free_port()
         words = ["serve", "--model-path", str(folder), "--port", str(port), "--weight-staging", mode]
         words += ["--max-total-tokens", str(requests * 4096), "--log-level", "warning"]
-        command = [sys.executable, "-m", "rollout.entrypoints.cli", *words]
+        command = [sys.executable, "-m", "rollout.cli.main", *words]
         with (
             ChildProcess("server", command, Path(scratch) / "server.log") as server,
             httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False) as http,

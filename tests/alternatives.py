@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.core.req_output import Alternatives
+from rollout.core.messages.req_output import Alternatives
 
 
 def alternatives(

@@ -15,8 +15,8 @@ import torch
 
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import DecodeRows, ForwardBatch, WindowOperands
-from rollout.core.layer_specs import KVKind, WindowKV
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.core.specs.layer_specs import KVKind, WindowKV
+from rollout.memory.kv_pool import KVPool
 from tests.kernels import error
 
 # Relative error in the 2-norm: a few roundings of the result.

@@ -16,10 +16,10 @@ import torch
 import transformers
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import RotarySpec, YarnScaling
-from rollout.core.model_config import ModelConfig
+from rollout.core.specs.layer_specs import RotarySpec, YarnScaling
+from rollout.core.specs.model_config import ModelConfig
+from rollout.families.registry import model_config_from_dict
 from rollout.layers.norm_rotary import _frequencies
-from rollout.models.registry import model_config_from_dict
 
 UNUSABLE = "transformers cannot use it"
 Resolved = tuple[ModelConfig, torch.Tensor, float]

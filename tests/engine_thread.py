@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 
-from rollout.core.server_args import ServerArgs
+from rollout.core.args.server_args import ServerArgs
 from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import ZmqChannel
 from rollout.scheduler.scheduler import Scheduler

@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 
-from rollout.core.model_config import ModelConfig
-from rollout.models.registry import model_config_from_dict
+from rollout.core.specs.model_config import ModelConfig
+from rollout.families.registry import model_config_from_dict
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 320,

@@ -16,9 +16,9 @@ import torch
 from rollout.attention.registry import create_attention_backend
 from rollout.core.forward_batch import DecodeRows, ForwardBatch, StateOperands
 from rollout.layers.context import ForwardContext, RouteHook, States
-from rollout.mem_cache.kv_pool import KVPool
-from rollout.mem_cache.state_pool import StatePool
-from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.memory.kv_pool import KVPool
+from rollout.memory.state_pool import StatePool
+from rollout.model.decoder import DecoderForCausalLM
 
 
 @dataclass

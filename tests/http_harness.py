@@ -16,14 +16,14 @@ from typing import Any
 import httpx
 import uvicorn
 
-from rollout.core.server_args import ServerArgs
-from rollout.entrypoints.dashboard.history import ServerHistory
-from rollout.entrypoints.http_server import build_app
-from rollout.entrypoints.metrics import Metrics
-from rollout.models.registry import load_model_config
+from rollout.core.args.server_args import ServerArgs
+from rollout.dashboard.history import ServerHistory
+from rollout.families.registry import load_model_config
+from rollout.http.metrics.metrics import Metrics
+from rollout.server.app import build_app
+from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
-from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.stand_in_scheduler import StandInScheduler
 
 WAIT_S = 10.0

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout.core.io_struct import GetStateReqInput
+from rollout.core.messages.io_struct import GetStateReqInput
+from rollout.families.registry import load_model_config
 from rollout.kernels.ops import Ops
-from rollout.models.registry import load_model_config
 from tests.alternatives import chosen_rows
 from tests.scheduler_harness import Harness, Result
 

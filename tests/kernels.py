@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from rollout.core.layer_specs import RotarySpec
+from rollout.core.specs.layer_specs import RotarySpec
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.build import load_kernels
 from rollout.kernels.ops import Ops, compiled_ops, plain_ops

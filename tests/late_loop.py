@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rollout.core.server_args import ServerArgs
+from rollout.core.args.server_args import ServerArgs
 from tests.graph_loop import captured_engines
 
 

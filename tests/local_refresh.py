@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from rollout.control.control import Control
-from rollout.core.io_struct import ControlReqOutput, GetStateReqInput
-from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+from rollout.core.messages.io_struct import ControlReqOutput, GetStateReqInput
+from rollout.core.messages.weights import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 from tests.loopback_updater import LoopbackSource
 from tests.scheduler_harness import Harness
 from weight_sync.updater import WeightUpdater

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     UpdateWeightsFromDistributedReqInput,

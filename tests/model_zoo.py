@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from eplb.placement import ExpertPlacement
-from rollout.core.model_config import ModelConfig
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
+from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from rollout.families.registry import load_model_config
 from rollout.kernels.ops import Ops, plain_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.load import load_model
-from rollout.models.registry import load_model_config
+from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.load import load_model
 from weight_sync.sender import split_fused_experts
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -16,8 +16,8 @@ from itertools import product
 
 import torch
 
-from rollout.core.layer_specs import RotarySpec
 from rollout.core.sampling_params import SamplingParams
+from rollout.core.specs.layer_specs import RotarySpec
 from rollout.kernels.ops import Ops, compiled_ops
 from rollout.kernels.places import LatentSizes
 from rollout.layers.norm_rotary import RotaryTable

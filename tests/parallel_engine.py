@@ -19,10 +19,10 @@ from capture.slot_store import RouteSlotStore
 from eplb.expert_location import ExpertLocationMetadata, trivial_location
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import MakeTransport, Parallel
+from rollout.executor.model_runner import ModelRunner
+from rollout.families.registry import load_model_config
 from rollout.kernels.ops import Ops
-from rollout.model_executor.model_runner import ModelRunner
-from rollout.model_executor.model_state import ModelState
-from rollout.models.registry import load_model_config
+from rollout.model.model_state import ModelState
 from tests.forward_harness import ForwardHarness
 from tests.model_zoo import load_tiny, placed
 from tests.ranks import run_ranks

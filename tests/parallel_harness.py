@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from rollout.control.weight_control import WeightControl
-from rollout.core.io_struct import ControlReqOutput, TokenizedGenerateReqInput
-from rollout.core.server_args import ServerArgs
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import ControlReqOutput, TokenizedGenerateReqInput
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import join
 from rollout.engine.build import build_scheduler

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from rollout.core.expert_io_struct import EplbRebalanceReqInput
-from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput, PauseGenerationReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.experts import EplbRebalanceReqInput
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, ControlReqOutput, PauseGenerationReqInput
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.core.model_config import ModelConfig
+from rollout.core.specs.model_config import ModelConfig
 
 
 @dataclass

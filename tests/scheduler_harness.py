@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.core.io_struct import BatchTokenOutput, ControlReqOutput, TokenizedGenerateReqInput
-from rollout.core.message import ControlReqInput
-from rollout.core.req_output import FinishedRecord
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import BatchTokenOutput, ControlReqOutput, TokenizedGenerateReqInput
+from rollout.core.messages.message import ControlReqInput
+from rollout.core.messages.req_output import FinishedRecord
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs
 from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler

@@ -36,7 +36,7 @@ class ServerProcess:
         self.port = settings.pop("port", None) or free_port()
         stderr = settings.pop("stderr", subprocess.PIPE)  # a file, for a server that may say much
         self.temp = tempfile.TemporaryDirectory(prefix="ls-")
-        command = [sys.executable, "-m", "rollout.entrypoints.cli", "serve", "--model-path", str(model_path)]
+        command = [sys.executable, "-m", "rollout.cli.main", "serve", "--model-path", str(model_path)]
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port), *flags(settings)],
             stderr=stderr,

@@ -1,4 +1,4 @@
-"""A stand-in for the scheduler: speaks the messages of `rollout.core.io_struct` over real sockets, without a model.
+"""A stand-in for the scheduler: speaks the messages of `rollout.core.messages` over real sockets, without a model.
 
 It answers with the prompt, repeated: output token i is `prompt[i % len(prompt)]`, so that a test chooses the output.
 Log-probabilities and routes are functions of token and position.  `extra_key` "hold" keeps a request from producing
@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from tokenizers import Tokenizer
 
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     ContinueGenerationReqInput,
@@ -35,8 +35,8 @@ from rollout.core.io_struct import (
     decode_input,
     encode,
 )
-from rollout.core.message import ControlReqInput, reply_type
-from rollout.core.req_output import (
+from rollout.core.messages.message import ControlReqInput, reply_type
+from rollout.core.messages.req_output import (
     Alternatives,
     FinishedRecord,
     FinishReason,

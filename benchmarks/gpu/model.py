@@ -21,17 +21,17 @@ import torch
 
 from benchmarks.gpu.settings import Settings
 from eplb.placement import ExpertPlacement
-from rollout.core.io_struct import TokenizedGenerateReqInput
-from rollout.core.message import ControlReqInput, ControlReqOutput
-from rollout.core.model_config import ModelConfig
+from examples.make_checkpoint.run import CheckpointSpec, hf_config, random_weights
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.message import ControlReqInput, ControlReqOutput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs
+from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
 from rollout.engine import build
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, hf_config, random_weights
 from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
-from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model.decoder import DecoderForCausalLM
 from rollout.scheduler.channel import LocalChannel
 from weight_sync.loading import WeightLedger, load_weights
 from weight_sync.staging import DirectSink

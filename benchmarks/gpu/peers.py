@@ -19,7 +19,7 @@ import transformers
 from benchmarks.gpu.decode import PROMPT_TOKENS
 from benchmarks.gpu.model import MEANWHILE, config_folder, driver, shape
 from benchmarks.gpu.settings import Settings
-from rollout.entrypoints.checkpoint_tokenizer import save_tokenizer, train_tokenizer
+from examples.make_checkpoint.tokenizer import save_tokenizer, train_tokenizer
 
 BATCHES, NEW_TOKENS = (1, 16, 64, 256), 64
 NOT_INSTALLED = "not installed: docs/gpu.md says what it needs"

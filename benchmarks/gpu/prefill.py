@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu.ceilings import measure_ceilings
 from benchmarks.gpu.model import driver, shape
 from benchmarks.gpu.settings import Settings
-from rollout.entrypoints.make_checkpoint import CheckpointSpec
+from examples.make_checkpoint.run import CheckpointSpec
 
 PROMPTS = ((1, 512), (1, 4096), (8, 512), (4, 4096), (16, 2048))  # how many, how long
 ROUNDS = 3

@@ -24,13 +24,13 @@ import torch.multiprocessing
 from benchmarks.gpu.ceilings import measure_ceilings
 from benchmarks.gpu.model import Driver, driver, num_parameters, shape
 from benchmarks.gpu.settings import Settings
-from rollout.core.message import ControlReqInput, ControlReqOutput
-from rollout.core.weight_io_struct import (
+from examples.make_checkpoint.run import CheckpointSpec, random_weights
+from rollout.core.messages.message import ControlReqInput, ControlReqOutput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, random_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0

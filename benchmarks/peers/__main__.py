@@ -96,7 +96,7 @@ def _at_least(least: int, text: str) -> int:
 
 def _checkout(text: str) -> Path:
     folder = Path(text).resolve()
-    if not (folder / "rollout" / "entrypoints" / "engine.py").is_file():
+    if not (folder / "rollout" / "server" / "engine.py").is_file():
         raise argparse.ArgumentTypeError(f"{text} is no checkout of this project")
     return folder
 

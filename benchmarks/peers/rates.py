@@ -9,7 +9,7 @@ import statistics
 from dataclasses import dataclass
 
 from benchmarks.floor import Machine, decode_step_floor_s
-from rollout.entrypoints.make_checkpoint import CheckpointSpec
+from examples.make_checkpoint.run import CheckpointSpec
 
 
 @dataclass(frozen=True)

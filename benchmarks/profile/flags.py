@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout.core.server_args import DTYPES
+from rollout.core.args.server_args import DTYPES
 
 WATCHED_EVERY = 6
 """Decode steps from one that is watched to the next."""

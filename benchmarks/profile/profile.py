@@ -19,10 +19,10 @@ from benchmarks.profile.flags import WATCHED_EVERY
 from benchmarks.profile.machine import Machine, measure_reading
 from benchmarks.profile.operators import OperatorTimer, OperatorUse
 from benchmarks.profile.steps import FORWARD, PLAYED, SECTIONS, Step, StepRecorder, num_decoding
-from rollout.core.io_struct import FlushCacheReqInput
-from rollout.entrypoints.engine import Engine
-from rollout.model_executor.recorded_forward import Tape
+from rollout.core.messages.io_struct import FlushCacheReqInput
+from rollout.executor.recorded_forward import Tape
 from rollout.scheduler.stats import StepStats
+from rollout.server.engine import Engine
 
 PREFILL_PASSES = 6  # half of them watched, after one to warm up
 WARM_UP_TOKENS = 4

@@ -20,15 +20,15 @@ from benchmarks.profile.machine import Machine, measure_machine
 from benchmarks.profile.profile import Profile, Profiler, Workload, decode_head_start, runs_of
 from benchmarks.profile.report import as_json, machine_line, noise_line, operator_table, overview, phase_table
 from benchmarks.profile.trace import write_trace
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
 from rollout.core.errors import BadRequest, LockstepError, StartupError
-from rollout.core.model_config import ModelConfig
+from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
-from rollout.entrypoints.engine import Engine
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from rollout.families.registry import load_model_config
 from rollout.layers.attention_kinds import ATTENTION_LAYERS
-from rollout.mem_cache.kv_pool import kv_bytes_per_token
-from rollout.mem_cache.memory import available_memory_bytes
-from rollout.models.registry import load_model_config
+from rollout.memory.available import available_memory_bytes
+from rollout.memory.kv_pool import kv_bytes_per_token
+from rollout.server.engine import Engine
 
 DEMO_CONTEXT = 8192
 SLOTS_KEPT_PER_REQUEST = 8  # more than the scheduler keeps free when it admits beside running requests

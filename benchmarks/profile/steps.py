@@ -17,7 +17,7 @@ import torch
 from torch.profiler import record_function
 
 from benchmarks.profile.operators import OperatorTimer, OperatorUse, operator_name
-from rollout.model_executor.recorded_forward import Tape
+from rollout.executor.recorded_forward import Tape
 from rollout.scheduler.policy import RequestQueues
 from rollout.scheduler.stats import PHASES, StepStats
 

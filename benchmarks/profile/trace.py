@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.profile.profile import Workload
 from benchmarks.profile.steps import TracedSteps
-from rollout.entrypoints.engine import Engine
 from rollout.scheduler.stats import StepStats
+from rollout.server.engine import Engine
 
 DECODE_STEPS = 4
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo.questions import load_questions
-from rollout.entrypoints.checkpoint_spec import FAMILIES, CheckpointSpec
+from examples.make_checkpoint.spec import FAMILIES, CheckpointSpec
 
 SIZES = {
     "standard": CheckpointSpec(shards=4),

@@ -28,10 +28,10 @@ from examples.demo.checks import Row, rows_of
 from examples.demo.display import Display, make_display, results_table
 from examples.demo.flags import SIZES, parser
 from examples.demo.messages import Failure, Progress, TrainerReport, decode
+from examples.make_checkpoint.run import make_checkpoint
 from rollout.client import RolloutClient
 from rollout.core.errors import LockstepError
-from rollout.entrypoints.child_process import ChildProcess, seconds_left
-from rollout.entrypoints.make_checkpoint import make_checkpoint
+from rollout.server.child_process import ChildProcess, seconds_left
 from weight_sync.process_group import free_port
 
 READY_TIMEOUT_S = 120.0
@@ -98,7 +98,7 @@ def _conclude(rows: Sequence[Row], seconds: float, console: Console) -> int:
 
 def _server_command(checkpoint: Path, port: int, *, has_experts: bool) -> list[str]:
     return [
-        *(sys.executable, "-m", "rollout.entrypoints.cli", "serve"),
+        *(sys.executable, "-m", "rollout.cli.main", "serve"),
         *("--model-path", str(checkpoint), "--port", str(port), "--dtype", "bfloat16"),
         *("--weight-version", "0", *(["--enable-return-routed-experts"] if has_experts else [])),
     ]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.fleet.tether import tethered
-from rollout.entrypoints.child_process import ChildProcess
-from rollout.entrypoints.server_info import flag_words
+from rollout.http.server_info import flag_words
+from rollout.server.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
 WATCH_EVERY_S = 0.05
@@ -20,7 +20,7 @@ class EngineActor:
     def __init__(self, name: str, settings: dict[str, Any], log_path: str) -> None:
         self._url = f"http://127.0.0.1:{(port := free_port())}"
         words = flag_words({**settings, "served_model_name": name, "port": port})
-        self._process = ChildProcess(name, tethered("rollout.entrypoints.cli", "serve", *words), Path(log_path))
+        self._process = ChildProcess(name, tethered("rollout.cli.main", "serve", *words), Path(log_path))
 
     async def address(self) -> tuple[str, int]:
         """Return the engine's URL and process id."""

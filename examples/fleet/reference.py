@@ -12,7 +12,7 @@ from pathlib import Path
 from capture.codec import decode_compact
 from examples.fleet.check import Score, Scored
 from examples.fleet.sample import Sample
-from rollout.entrypoints.engine import Engine
+from rollout.server.engine import Engine
 from weight_sync.delta.local_checkpoint import pull
 
 BATCH = 64

@@ -13,7 +13,7 @@ import httpx
 
 from examples.fleet.errors import FleetError
 from examples.fleet.tether import tethered
-from rollout.entrypoints.child_process import ChildProcess
+from rollout.server.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
 READY_S = 60.0

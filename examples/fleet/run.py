@@ -33,8 +33,8 @@ from examples.fleet.display import View, engines_table, events_table, runs_of
 from examples.fleet.errors import FleetError
 from examples.fleet.events import Event, EventLog, write_events
 from examples.fleet.sample import Sample
+from examples.make_checkpoint.run import make_checkpoint
 from rollout.core.errors import LockstepError
-from rollout.entrypoints.make_checkpoint import make_checkpoint
 
 NEEDED = {"ray": "ray", "vllm_router": "vllm-router"}
 TEXTS = (

@@ -19,7 +19,7 @@ from examples.fleet.sample import Sample
 from examples.minimal_trainer import logprobs_under_routes
 from rollout.client import RolloutClient, RouteLayout, Timeouts
 from rollout.core.errors import LockstepError
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
 from weight_sync.delta.publisher import publish_bytes
 from weight_sync.errors import WeightSyncError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex

@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from capture.replay import force_routes, masked_logprobs
 from examples.grpo.rollouts import Batch
 from examples.grpo.task import Problem, problems
-from rollout.entrypoints.checkpoint_spec import CheckpointSpec
-from rollout.entrypoints.make_checkpoint import make_checkpoint
+from examples.make_checkpoint.run import make_checkpoint
+from examples.make_checkpoint.spec import CheckpointSpec
 from rollout.numerics import engine_logprobs
 
 Variant = Literal["replay", "plain", "exact"]

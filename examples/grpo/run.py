@@ -31,7 +31,7 @@ from examples.grpo.policy import VARIANTS, new_model
 from examples.grpo.train import Grpo, Plan, Report, Result, load_tokenizer, numerics_of, supervise
 from rollout.client import RolloutClient
 from rollout.core.errors import LockstepError
-from rollout.entrypoints.child_process import ChildProcess
+from rollout.server.child_process import ChildProcess
 from weight_sync.errors import WeightSyncError
 from weight_sync.process_group import free_port
 
@@ -95,7 +95,7 @@ def _server(folder: Path, threads: int) -> Iterator[str]:
     port = free_port()
     url, log = f"http://127.0.0.1:{port}", folder / "server.log"
     command = [
-        *(sys.executable, "-m", "rollout.entrypoints.cli", "serve", "--model-path", str(folder), "--port", str(port)),
+        *(sys.executable, "-m", "rollout.cli.main", "serve", "--model-path", str(folder), "--port", str(port)),
         *("--weight-version", "0", "--num-threads", str(threads), "--return-sampling-mask"),
         *("--enable-return-routed-experts", "--max-running-requests", "512", "--max-total-tokens", "32768"),
     ]

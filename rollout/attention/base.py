@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from rollout.core.forward_batch import ForwardBatch
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool
 
 
 class PagedOperands(NamedTuple):

@@ -23,7 +23,7 @@ from rollout.attention.base import AttentionBackend
 from rollout.attention.flashinfer_kinds import FixedBuffers, GroupedHeads, KindOfLayer, Latents, LayerKind
 from rollout.attention.flashinfer_sequences import StepSequences
 from rollout.core.forward_batch import ForwardBatch
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128, 256)

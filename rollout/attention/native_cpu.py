@@ -12,7 +12,7 @@ import torch
 
 from rollout.attention.base import AttentionBackend, PagedOperands
 from rollout.core.forward_batch import ForwardBatch
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZE_MULTIPLE = 8

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from rollout.attention.base import AttentionBackend
 from rollout.core.errors import StartupError
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool
 
 # --attention-backend -> (module, class); a module is imported when its backend is asked for.
 ATTENTION_BACKENDS = {

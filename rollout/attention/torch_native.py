@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.host_copy import to_device
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool
 
 # Below this many gathered KV rows one padded call is cheaper than several exact ones.
 SMALL_GATHER_ROWS = 4096

@@ -19,7 +19,7 @@ from rollout.client.many import Request, Result
 from rollout.client.method import Blocking
 from rollout.client.types import FleetPolicy, GenerateOptions, RouteLayout, Timeouts
 from rollout.client.wire import Steps
-from rollout.core.io_struct import PauseMode
+from rollout.core.messages.io_struct import PauseMode
 from weight_sync.joint_update import OnEngineFailure
 
 T = TypeVar("T")

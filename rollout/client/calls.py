@@ -29,7 +29,7 @@ from rollout.client.wire import (
     verb_call,
     verb_result,
 )
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     MemoryTag,
@@ -38,8 +38,8 @@ from rollout.core.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
-from rollout.core.message import AnyReply, ControlReqInput
-from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqInput
+from rollout.core.messages.message import AnyReply, ControlReqInput
+from rollout.core.messages.profile import StartProfileReqInput, StopProfileReqInput
 
 PAUSE_WAIT_TIMEOUT_S = 1920.0  # the server gives requests 1800 s to end
 
@@ -149,7 +149,7 @@ class Calls(GenerationCalls, WeightCalls):
 
     @method
     def control(self, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> Call[AnyReply]:
-        """Any control verb of `rollout.core.io_struct.VERBS`, with the fields of its body; its typed reply.
+        """Any control verb of `rollout.core.messages.io_struct.VERBS`, with the fields of its body; its typed reply.
 
         Not for `/flush_cache` and `/get_weights_by_name`, which answer with something else.
         """

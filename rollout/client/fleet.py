@@ -19,7 +19,7 @@ from rollout.client.method import Awaiting, do_awaiting
 from rollout.client.types import FleetPolicy, GenerateOptions, RouteLayout, Timeouts
 from rollout.client.wire import Call, Health, Steps, health_call
 from rollout.core.errors import BadRequest
-from rollout.core.io_struct import PauseMode
+from rollout.core.messages.io_struct import PauseMode
 from weight_sync.joint_update import OnEngineFailure
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from rollout.client.pool import GENERATION
 from rollout.client.types import Timeouts
 from rollout.client.wire import Call, Reply
 from rollout.core.errors import BadRequest
-from rollout.core.message import START_ID_HEADER
+from rollout.core.messages.message import START_ID_HEADER
 
 T = TypeVar("T")
 # Below uvicorn's 5 seconds, so that no request is sent into a connection that the server is just closing.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rollout.client.method import method
 from rollout.client.wire import Call, JsonObject, field_of, json_of, method_call, object_of, verb_call
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.weights import (
     DEFAULT_GROUP,
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,

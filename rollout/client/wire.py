@@ -14,7 +14,7 @@ from rollout.client.errors import ResponseFormatError, ServerError
 from rollout.client.types import Timeouts
 from rollout.core.errors import BadRequest
 from rollout.core.known_fields import unknown_field
-from rollout.core.message import AnyReply, ControlReqInput, Method, body_fields, reply_type
+from rollout.core.messages.message import AnyReply, ControlReqInput, Method, body_fields, reply_type
 
 T = TypeVar("T")
 JsonObject = dict[str, Any]

@@ -10,7 +10,7 @@ from rollout.control.expert_distribution import ExpertDistribution
 from rollout.control.memory_control import MemoryControl
 from rollout.control.weight_control import WeightControl
 from rollout.core.errors import BadRequest, Conflict
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     FlushCacheReqInput,
     GetStateReqInput,
     GiveUpPauseReply,
@@ -19,8 +19,8 @@ from rollout.core.io_struct import (
     PauseReply,
     ShutdownReqInput,
 )
-from rollout.core.message import ControlReqOutput, NoReply, failure
-from rollout.core.scheduler_state import PublishedWeights, SchedulerState
+from rollout.core.messages.message import ControlReqOutput, NoReply, failure
+from rollout.core.messages.scheduler_state import PublishedWeights, SchedulerState
 from rollout.scheduler.scheduler import Scheduler
 
 

@@ -32,8 +32,8 @@ from eplb.transfer import ExpertTransfer
 from rollout.control.rank_consensus import PeerRankError
 from rollout.core.console import say
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
-from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput, EplbState
-from rollout.core.message import ControlReqOutput, failure
+from rollout.core.messages.experts import EplbRebalanceReply, EplbRebalanceReqInput, EplbState
+from rollout.core.messages.message import ControlReqOutput, failure
 from rollout.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -19,13 +19,13 @@ from eplb.placement import ExpertPlacement
 from eplb.transfer import ExpertTransfer
 from rollout.control.eplb_control import EplbControl, NoExpertsToMove
 from rollout.control.expert_distribution import recorded_model
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.model_config import ModelConfig
-from rollout.core.server_args import ServerArgs
+from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
-from rollout.model_executor.model_runner import ModelRunner
+from rollout.executor.model_runner import ModelRunner
+from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.expert_slots import ModelExpertSlots, bytes_fingerprint
 from rollout.scheduler.scheduler import Scheduler
 
 

@@ -14,7 +14,8 @@ import torch
 from eplb.init_location import RecordedModel
 from eplb.load_recorder import LoadRecorder, RecorderMode
 from rollout.core.errors import Conflict, TooLarge, UnsupportedFeature
-from rollout.core.expert_io_struct import (
+from rollout.core.forward_batch import ForwardBatch
+from rollout.core.messages.experts import (
     DumpExpertDistributionReply,
     DumpExpertDistributionReqInput,
     ExpertLoadState,
@@ -25,11 +26,10 @@ from rollout.core.expert_io_struct import (
     StopExpertDistributionReply,
     StopExpertDistributionReqInput,
 )
-from rollout.core.forward_batch import ForwardBatch
-from rollout.core.message import ControlReqOutput
-from rollout.core.model_config import ModelConfig
+from rollout.core.messages.message import ControlReqOutput
+from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.communicator import Communicator
-from rollout.model_executor.model_state import ServingEpoch
+from rollout.model.model_state import ServingEpoch
 from rollout.scheduler.scheduler import Scheduler
 
 

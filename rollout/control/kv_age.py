@@ -7,7 +7,7 @@ prefix cache is never behind: its namespaces end with their epoch.
 from __future__ import annotations
 
 from rollout.core.errors import BadRequest
-from rollout.model_executor.model_state import ModelState
+from rollout.model.model_state import ModelState
 from rollout.scheduler.req import Req
 from rollout.scheduler.scheduler import Scheduler
 

@@ -23,13 +23,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollout.core.console import say
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
-from rollout.core.message import ControlReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.message import ControlReqInput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     DestroyWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqInput,

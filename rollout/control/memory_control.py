@@ -19,14 +19,14 @@ from typing import Any
 
 from rollout.control.weight_queue import Job
 from rollout.core.errors import BadRequest, Conflict, UnsupportedFeature
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     MemoryTag,
     ReleaseMemoryOccupationReqInput,
     ReleaseReply,
     ResumeMemoryOccupationReqInput,
     ResumeReply,
 )
-from rollout.model_executor.memory_saver import TAGS, KeptCopyError, MemorySaver
+from rollout.memory.memory_saver import TAGS, KeptCopyError, MemorySaver
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.held_memory import HeldMemory
 from weight_sync.updater import WeightUpdater

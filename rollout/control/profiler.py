@@ -32,11 +32,11 @@ from torch.autograd.profiler import profile
 from torch.profiler import ProfilerActivity, supported_activities
 
 from rollout.control.rank_consensus import PeerRankError
+from rollout.core.args.named_folders import NamedFolders
 from rollout.core.console import say
 from rollout.core.errors import BadRequest, Conflict, status_of
-from rollout.core.message import failure
-from rollout.core.named_folders import NamedFolders
-from rollout.core.profile_io_struct import (
+from rollout.core.messages.message import failure
+from rollout.core.messages.profile import (
     MAX_PROFILED_STEPS,
     ProfileReply,
     StartProfileReqInput,

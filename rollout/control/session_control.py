@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rollout.core.message import ControlReqOutput
-from rollout.core.session_io_struct import (
+from rollout.core.messages.message import ControlReqOutput
+from rollout.core.messages.sessions import (
     FinishSessionReply,
     FinishSessionReqInput,
     GetSessionsReqInput,
     SessionReport,
     SessionsReply,
 )
-from rollout.mem_cache.radix_node import RadixNode
+from rollout.memory.radix_node import RadixNode
 from rollout.scheduler.scheduler import Scheduler
 
 

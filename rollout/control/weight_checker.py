@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.control.weight_queue import Job
 from rollout.core.errors import BadRequest, Conflict
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.weights import (
     CheckerReply,
     DropSnapshotReply,
     DropWeightSnapshotReqInput,

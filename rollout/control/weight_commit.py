@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.core.errors import FatalError
-from rollout.core.update_state import CommitReply
+from rollout.core.messages.update_state import CommitReply
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.content import Digests
 from weight_sync.errors import WeightSyncError

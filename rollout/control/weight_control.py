@@ -33,10 +33,10 @@ from rollout.control.weight_queue import Job, WeightQueue
 from rollout.control.weight_reading import shown_weights
 from rollout.control.weight_sources import SOURCES
 from rollout.core.errors import BadRequest, Conflict
-from rollout.core.io_struct import ContinueGenerationReqInput, ContinueReply
-from rollout.core.message import ControlReqInput, ControlReqOutput, NoReply, Reply
-from rollout.core.update_state import CommitReply, EndedUpdateState, UpdateStateReply
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, ContinueReply
+from rollout.core.messages.message import ControlReqInput, ControlReqOutput, NoReply, Reply
+from rollout.core.messages.update_state import CommitReply, EndedUpdateState, UpdateStateReply
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginReply,
     BeginWeightUpdateReqInput,

@@ -19,17 +19,17 @@ import msgspec
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_queue import Job
+from rollout.core.args.named_folders import NamedFolders
 from rollout.core.errors import StartupError
-from rollout.core.model_config import ModelConfig
-from rollout.core.named_folders import NamedFolders
-from rollout.core.update_state import UpdateStateReply
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.update_state import UpdateStateReply
+from rollout.core.messages.weights import (
     DiskReply,
     PullReply,
     PullWeightsReqInput,
     UpdateWeightsFromDiskReqInput,
 )
-from rollout.models.registry import load_model_config
+from rollout.core.specs.model_config import ModelConfig
+from rollout.families.registry import load_model_config
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checkpoint_folder import require_folder
 from weight_sync.delta.local_checkpoint import PullResult, patched_in, pull

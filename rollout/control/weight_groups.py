@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.control.weight_queue import Job
-from rollout.core.message import NoReply
-from rollout.core.weight_io_struct import DestroyWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqInput
+from rollout.core.messages.message import NoReply
+from rollout.core.messages.weights import DestroyWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqInput
 from rollout.distributed.layout import RankPosition
 from weight_sync.updater import WeightUpdater
 

@@ -27,7 +27,7 @@ import torch
 
 from rollout.control.rank_consensus import RankConsensus, VerbMark
 from rollout.core.errors import FatalError
-from rollout.core.message import ControlReqInput, Reply, failure
+from rollout.core.messages.message import ControlReqInput, Reply, failure
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.device_queue import use_own_stream
 from weight_sync.waiting import Patience

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.control.weight_queue import Job
 from rollout.core.errors import Conflict, NotFound, TooLarge
-from rollout.core.weight_io_struct import GetWeightsByNameReqInput, WeightsReply
+from rollout.core.messages.weights import GetWeightsByNameReqInput, WeightsReply
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import UnknownTensorError
 from weight_sync.rank_parts import first_rows

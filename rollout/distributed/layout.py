@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.server_args import ServerArgs
 
 MAX_TP_SIZE = 8
 MAX_RANKS = 64  # of a server

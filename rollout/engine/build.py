@@ -18,41 +18,40 @@ from tokenizers import Tokenizer
 from capture.slot_store import RouteSlotStore
 from rollout.attention.registry import create_attention_backend
 from rollout.control.eplb_parts import expert_layout, initial_placement
-from rollout.core.allocator import keep_freed_memory
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import SchedulerReady
-from rollout.core.layer_specs import WindowKV
-from rollout.core.model_config import ModelConfig
-from rollout.core.server_args import ServerArgs
-from rollout.core.tokenizer_files import has_tokenizer, read_tokenizer
+from rollout.core.messages.io_struct import SchedulerReady
+from rollout.core.specs.layer_specs import WindowKV
+from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.build_control import build_control
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.engine.device import claim_device, with_device
 from rollout.engine.warm_up import StepSize, activation_bytes
+from rollout.executor.model_runner import ModelRunner
+from rollout.executor.recorded_forward import RecordedForward
+from rollout.families.registry import served_model_config
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
 from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
-from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
-from rollout.mem_cache.memory import Kept, available_memory_bytes, kv_pool_tokens
-from rollout.mem_cache.state_pool import SnapshotRows, StatePool, num_state_rows, state_bytes_per_row
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.device_pages import select_pages
-from rollout.model_executor.load import load_model
-from rollout.model_executor.model_runner import ModelRunner
-from rollout.model_executor.model_state import ModelState
-from rollout.model_executor.recorded_forward import RecordedForward
-from rollout.models.registry import served_model_config
+from rollout.memory.allocator import keep_freed_memory
+from rollout.memory.available import Kept, available_memory_bytes, kv_pool_tokens
+from rollout.memory.device_pages import select_pages
+from rollout.memory.kv_events import KVEvents
+from rollout.memory.kv_pool import KVPool, kv_bytes_per_token
+from rollout.memory.state_pool import SnapshotRows, StatePool, num_state_rows, state_bytes_per_row
+from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.load import load_model
+from rollout.model.model_state import ModelState
 from rollout.sampling.base import Sampler
 from rollout.sampling.native_sampler import select_sampler
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.cache_manager import CacheManager, SequenceMemory
 from rollout.scheduler.channel import Channel, RawChannel, SharedChannel
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.scheduler import Scheduler
@@ -60,6 +59,7 @@ from rollout.scheduler.state_rows import StateRows
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
+from rollout.text.tokenizer_files import has_tokenizer, read_tokenizer
 
 _PLAIN_TORCH = (
     "WARNING: running on plain torch, several times slower in decoding and not batch invariant: {reason}. "

@@ -23,13 +23,14 @@ from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_control import WeightControl
 from rollout.control.weight_disk import DiskRefresh
 from rollout.control.weight_queue import pause_between_parts
-from rollout.core.io_struct import MemoryTag
-from rollout.core.named_folders import NamedFolders
-from rollout.core.server_args import ServerArgs
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.load import quantised_names
-from rollout.model_executor.memory_pages import MemoryPages
-from rollout.model_executor.memory_saver import MemorySaver, weight_tensors
+from rollout.core.args.named_folders import NamedFolders
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import MemoryTag
+from rollout.memory.host_pages import MemoryPages
+from rollout.memory.memory_saver import MemorySaver
+from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.load import quantised_names
+from rollout.model.weight_loading import weight_tensors
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import TransactionStateError
 from weight_sync.held_format import FP8_BLOCKS, HeldFormats

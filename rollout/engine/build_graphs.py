@@ -8,16 +8,16 @@ from collections.abc import Callable
 import torch
 
 from rollout.attention.base import AttentionBackend
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import StartupError
-from rollout.core.server_args import ServerArgs
+from rollout.executor.cuda_graph import graph_pools
+from rollout.executor.graph_buffers import GraphBuffers
+from rollout.executor.graph_runner import GraphPool, GraphRunner, graph_batch_sizes
+from rollout.executor.model_runner import ModelRunner
 from rollout.kernels.ops import Ops
-from rollout.mem_cache.memory import available_memory_bytes
-from rollout.model_executor.cuda_graph import graph_pools
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.graph_buffers import GraphBuffers
-from rollout.model_executor.graph_runner import GraphPool, GraphRunner, graph_batch_sizes
-from rollout.model_executor.model_runner import ModelRunner
+from rollout.memory.available import available_memory_bytes
+from rollout.model.decoder import DecoderForCausalLM
 from rollout.sampling.base import Sampler
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.window_pages import WindowPages

@@ -13,8 +13,8 @@ import os
 
 import torch
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 
 

@@ -12,8 +12,8 @@ import json
 
 import torch.distributed as dist
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.server_args import ServerArgs
 
 JOIN_TIMEOUT_S = 300.0
 # What may differ from machine to machine: paths, addresses, logs, and what only rank 0 uses.

@@ -18,11 +18,11 @@ from rollout.attention.registry import create_attention_backend
 from rollout.core.forward_batch import ForwardBatch, StateOperands
 from rollout.core.sampling_params import SamplingParams
 from rollout.distributed.parallel import Parallel
-from rollout.mem_cache.kv_pool import KVPool, ReqToTokenPool
-from rollout.mem_cache.state_pool import StatePool
-from rollout.model_executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
-from rollout.model_executor.model_runner import ModelRunner
-from rollout.model_executor.model_state import ModelState
+from rollout.executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
+from rollout.executor.model_runner import ModelRunner
+from rollout.memory.kv_pool import KVPool, ReqToTokenPool
+from rollout.memory.state_pool import StatePool
+from rollout.model.model_state import ModelState
 from rollout.sampling.base import Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import LockstepError
-from rollout.core.io_struct import SchedulerFailed
-from rollout.core.message import CHANNEL_SECRET
-from rollout.core.server_args import ServerArgs
+from rollout.core.messages.io_struct import SchedulerFailed
+from rollout.core.messages.message import CHANNEL_SECRET
 from rollout.distributed.communicator import RankLostError
 from rollout.distributed.layout import layout_of
 from rollout.distributed.nccl import nccl_transport

@@ -13,8 +13,8 @@ from typing import Any
 
 from rollout.client import AsyncRolloutClient
 from rollout.core.errors import StartupError
-from rollout.entrypoints.child_process import ChildProcess
-from rollout.entrypoints.server_info import flag_words
+from rollout.http.server_info import flag_words
+from rollout.server.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
 POLL_S = 0.2
@@ -28,7 +28,7 @@ class ChildServer:
         self.url = f"http://{settings.get('host', '127.0.0.1')}:{self.port}"
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-")
         settings = {**settings, "port": self.port}
-        command = [sys.executable, "-m", "rollout.entrypoints.cli", "serve", *flag_words(settings), *words]
+        command = [sys.executable, "-m", "rollout.cli.main", "serve", *flag_words(settings), *words]
         self._process = ChildProcess("server", command, Path(self._folder.name) / "server.log")
         atexit.register(self.stop)
 

@@ -20,10 +20,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rollout.core.args.foreign_flags import own_words
 from rollout.core.errors import LockstepError, StartupError
-from rollout.core.foreign_flags import own_words
-from rollout.entrypoints import serve
-from rollout.entrypoints.server_info import flag_words
+from rollout.http.server_info import flag_words
+from rollout.server import serve
 
 
 def main(argv: Sequence[str]) -> int:

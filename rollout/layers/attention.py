@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rollout.core.layer_specs import AttentionSpec, FullKV, NormSpec, WindowKV
+from rollout.core.specs.layer_specs import AttentionSpec, FullKV, NormSpec, WindowKV
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.places import ViewPlace
 from rollout.layers.build import Build

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rollout.core.layer_specs import (
+from rollout.core.specs.layer_specs import (
     AttentionKind,
     AttentionSpec,
     GatedDeltaSpec,

@@ -14,7 +14,7 @@ import torch
 from capture.capturer import RoutedExpertsCapturer
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch, StateOperands
-from rollout.mem_cache.state_pool import StatePool
+from rollout.memory.state_pool import StatePool
 
 # Called by every MoE layer with its ordinal among the MoE layers and the logical expert ids [T, K], before they are
 # mapped to physical ones.  Must not change the ids, and copies what it keeps: by calls of torch operators alone, which

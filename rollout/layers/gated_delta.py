@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from rollout.core.layer_specs import GatedDeltaSpec, NormSpec, RecurrentState
+from rollout.core.specs.layer_specs import GatedDeltaSpec, NormSpec, RecurrentState
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.places import ViewPlace
 from rollout.layers.build import Build

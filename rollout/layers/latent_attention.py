@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from rollout.core.layer_specs import LatentAttentionSpec, LatentKV, NormSpec
+from rollout.core.specs.layer_specs import LatentAttentionSpec, LatentKV, NormSpec
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.places import LatentSizes
 from rollout.layers.build import Build

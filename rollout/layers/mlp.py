@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.core.layer_specs import DenseSpec
+from rollout.core.specs.layer_specs import DenseSpec
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.layer import Layer

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from rollout.core.layer_specs import LinearScaling, Llama3Scaling, NormSpec, RotarySpec, YarnScaling
+from rollout.core.specs.layer_specs import LinearScaling, Llama3Scaling, NormSpec, RotarySpec, YarnScaling
 from rollout.kernels.places import Place, ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.weight_entry import WeightEntry, WeightLayer

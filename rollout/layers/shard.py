@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec
+from rollout.core.specs.layer_specs import AttentionSpec, GatedDeltaSpec, LatentAttentionSpec
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.parallel import Parallel
 

@@ -14,7 +14,7 @@ import torch
 
 from rollout.kernels.places import ViewPlace
 from rollout.layers.layer import Layer
-from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model.decoder import DecoderForCausalLM
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
 
 

@@ -12,8 +12,8 @@ import torch
 from rollout.attention.base import AttentionBackend
 from rollout.attention.torch_native import TorchNativeBackend
 from rollout.core.forward_batch import ForwardBatch
-from rollout.core.layer_specs import KVKind
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.core.specs.layer_specs import KVKind
+from rollout.memory.kv_pool import KVPool
 from rollout.numerics.operators import Differentiable, Rule
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rollout.core.errors import BadRequest, LockstepError, UnsupportedFeature
-from rollout.core.model_config import ModelConfig
+from rollout.core.specs.model_config import ModelConfig
+from rollout.families.registry import FAMILIES, model_config_from_dict
 from rollout.kernels.build import load_kernels
-from rollout.models.registry import FAMILIES, model_config_from_dict
 from rollout.numerics.engine import TrainedEngine
 from weight_sync.errors import WeightSyncError
 

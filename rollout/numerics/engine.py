@@ -17,13 +17,13 @@ from eplb.expert_location import trivial_location
 from eplb.placement import ExpertPlacement
 from rollout.attention.base import AttentionBackend
 from rollout.attention.registry import create_attention_backend
-from rollout.core.model_config import ModelConfig
+from rollout.core.specs.model_config import ModelConfig
 from rollout.kernels.ops import Ops, plain_ops, select_ops
 from rollout.layers.context import ForwardContext, States
 from rollout.layers.moe.router import TopKRouter
-from rollout.mem_cache.kv_pool import KVPool
-from rollout.mem_cache.state_pool import StatePool
-from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.memory.kv_pool import KVPool
+from rollout.memory.state_pool import StatePool
+from rollout.model.decoder import DecoderForCausalLM
 from rollout.numerics.assembly import assemblies_of
 from rollout.numerics.attention import DifferentiableAttention
 from rollout.numerics.operators import Differentiable

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout.core.req_output import Alternatives
+from rollout.core.messages.req_output import Alternatives
 
 
 @dataclass(eq=False, slots=True)

@@ -20,11 +20,11 @@ import torch
 
 from rollout.core.errors import InvariantError
 from rollout.core.forward_batch import ForwardBatch
-from rollout.mem_cache.kv_pool import ReqToTokenPool, SlotAllocator
-from rollout.mem_cache.radix_cache import CacheListener, NoPrefixCache, RadixCache
-from rollout.mem_cache.radix_node import RadixNode
-from rollout.mem_cache.session_pins import SessionPins
-from rollout.mem_cache.state_pool import SnapshotRows
+from rollout.memory.kv_pool import ReqToTokenPool, SlotAllocator
+from rollout.memory.radix_cache import CacheListener, NoPrefixCache, RadixCache
+from rollout.memory.radix_node import RadixNode
+from rollout.memory.session_pins import SessionPins
+from rollout.memory.state_pool import SnapshotRows
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Extend, Req
 

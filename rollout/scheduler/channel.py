@@ -25,7 +25,7 @@ import torch
 import zmq
 
 from rollout.core.errors import FatalError
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     GetStateReqInput,
     SchedulerInput,
@@ -33,9 +33,9 @@ from rollout.core.io_struct import (
     TokenizedGenerateReqInput,
     encode,
 )
-from rollout.core.message import Message
+from rollout.core.messages.message import Message
+from rollout.core.messages.unreadable import Unreadable, encode_output, read_input
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.unreadable import Unreadable, encode_output, read_input
 from rollout.distributed.parallel import Parallel
 
 _MOST_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from rollout.model_executor.input_builder import DecodeInput
+from rollout.executor.input_builder import DecodeInput
 from rollout.scheduler.req import Req, StepCount
 
 

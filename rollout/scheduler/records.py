@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from capture.slot_store import RouteSlotStore
-from rollout.core.req_output import (
+from rollout.core.messages.req_output import (
     FinishedRecord,
     FinishReason,
     LogprobDelta,
@@ -28,8 +28,8 @@ from rollout.core.req_output import (
     SamplingMaskDelta,
     VersionSpan,
 )
-from rollout.mem_cache.kv_pool import KVPool
-from rollout.model_executor.model_state import ModelState, ServingEpoch
+from rollout.memory.kv_pool import KVPool
+from rollout.model.model_state import ModelState, ServingEpoch
 from rollout.sampling.base import SampledTokens, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.sampling.row_lists import RowLists

@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.core.detokenizer import IncrementalDetokenizer
-from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.req_output import FinishReason, VersionSpan
 from rollout.core.prompt import Prompt
-from rollout.core.req_output import FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
-from rollout.mem_cache.radix_node import Namespace, RadixNode
-from rollout.model_executor.model_state import ServingEpoch
+from rollout.memory.radix_node import Namespace, RadixNode
+from rollout.model.model_state import ServingEpoch
 from rollout.sampling.batch_info import SamplingRow
 from rollout.scheduler.alternatives import AlternativesRecord
+from rollout.text.detokenizer import IncrementalDetokenizer
 
 
 class VersionMarks:

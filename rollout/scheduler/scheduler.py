@@ -15,22 +15,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rollout.core.console import say
 from rollout.core.errors import BadRequest, FatalError, LockstepError, Unavailable, status_of
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     ControlReqOutput,
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
-from rollout.core.message import ControlReqInput, failure
-from rollout.core.req_output import FinishReason, ReqOutput
-from rollout.core.unreadable import Unreadable
+from rollout.core.messages.message import ControlReqInput, failure
+from rollout.core.messages.req_output import FinishReason, ReqOutput
+from rollout.core.messages.unreadable import Unreadable
 from rollout.distributed.parallel import Parallel
-from rollout.model_executor.model_runner import ModelRunner
+from rollout.executor.model_runner import ModelRunner
+from rollout.memory.kv_events import KVEvents
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req

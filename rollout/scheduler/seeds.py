@@ -7,7 +7,7 @@ import secrets
 import numpy as np
 import torch
 
-from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.distributed.parallel import Parallel
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from rollout.core.forward_batch import ForwardBatch, StateOperands
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.mem_cache.radix_node import RadixNode
-from rollout.mem_cache.state_pool import SnapshotRows
+from rollout.memory.radix_cache import RadixCache
+from rollout.memory.radix_node import RadixNode
+from rollout.memory.state_pool import SnapshotRows
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Extend, Req
 

@@ -22,10 +22,10 @@ import torch
 
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.host_copy import HostCopies, to_device
-from rollout.core.req_output import FinishReason
-from rollout.model_executor.input_builder import ExtendInput, build_forward_batch
-from rollout.model_executor.model_runner import ModelRunner, StepRoutes
-from rollout.model_executor.model_state import ServingEpoch
+from rollout.core.messages.req_output import FinishReason
+from rollout.executor.input_builder import ExtendInput, build_forward_batch
+from rollout.executor.model_runner import ModelRunner, StepRoutes
+from rollout.model.model_state import ServingEpoch
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.cache_manager import CacheManager

@@ -9,12 +9,12 @@ from functools import partial
 
 from tokenizers import Tokenizer, decoders
 
-from rollout.core.detokenizer import INCOMPLETE, IncrementalDetokenizer
 from rollout.core.errors import UnsupportedFeature
-from rollout.core.io_struct import TokenizedGenerateReqInput
-from rollout.core.req_output import FinishReason
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.req_output import FinishReason
 from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.req import Req
+from rollout.text.detokenizer import INCOMPLETE, IncrementalDetokenizer
 
 
 class StopChecker:

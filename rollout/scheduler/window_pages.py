@@ -18,10 +18,10 @@ import torch
 
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch, WindowOperands
-from rollout.core.layer_specs import KVKind, WindowKV
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.mem_cache.radix_node import RadixNode
-from rollout.mem_cache.state_pool import SnapshotRows
+from rollout.core.specs.layer_specs import KVKind, WindowKV
+from rollout.memory.radix_cache import RadixCache
+from rollout.memory.radix_node import RadixNode
+from rollout.memory.state_pool import SnapshotRows
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Extend, Req
 

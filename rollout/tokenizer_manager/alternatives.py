@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.core.req_output import Alternatives
+from rollout.core.messages.req_output import Alternatives
 
 
 class AlternativeArrays(NamedTuple):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollout.core.errors import TooLarge
-from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
 from rollout.tokenizer_manager.response import RouteShape
 

@@ -17,8 +17,8 @@ import zmq
 import zmq.asyncio
 
 from rollout.core.errors import StartupError, Unavailable
-from rollout.core.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReqInput
-from rollout.core.unreadable import Unreadable, packed, read_output
+from rollout.core.messages.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReqInput
+from rollout.core.messages.unreadable import Unreadable, packed, read_output
 
 logger = logging.getLogger(__name__)
 

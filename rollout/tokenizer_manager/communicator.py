@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rollout.core.errors import LockstepError, Unavailable
-from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput, Reply, reply_type
+from rollout.core.messages.message import AnyReply, ControlReqInput, ControlReqOutput, Reply, reply_type
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from capture.token_logprobs import TokenLogprobs, token_id_dtype
-from rollout.core.req_output import PromptLogprobs, VersionSpan
+from rollout.core.messages.req_output import PromptLogprobs, VersionSpan
 from rollout.tokenizer_manager.alternatives import AlternativeArrays, message_arrays
 from rollout.tokenizer_manager.sample import SampleRecord
 

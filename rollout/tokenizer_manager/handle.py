@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rollout.core.detokenizer import IncrementalDetokenizer, final_text
 from rollout.core.errors import LockstepError
-from rollout.core.req_output import FinishReason
+from rollout.core.messages.req_output import FinishReason
+from rollout.text.detokenizer import IncrementalDetokenizer, final_text
+from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.response import (
     HEAVY,
     HEAVY_JSON,
@@ -23,7 +24,6 @@ from rollout.tokenizer_manager.response import (
     weight,
 )
 from rollout.tokenizer_manager.sample import SampleRecord
-from rollout.tokenizer_manager.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import LockstepError, StartupError, Unavailable, UnsupportedFeature
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     SchedulerFailed,
@@ -26,13 +27,14 @@ from rollout.core.io_struct import (
     SchedulerReady,
     TokenizedGenerateReqInput,
 )
-from rollout.core.message import AnyReply, ControlReqInput, ControlReqOutput
-from rollout.core.model_config import ModelConfig
-from rollout.core.req_output import ReqOutput
-from rollout.core.scheduler_state import SchedulerState
-from rollout.core.server_args import ServerArgs
-from rollout.core.unreadable import Unreadable
-from rollout.core.update_state import CommitReply
+from rollout.core.messages.message import AnyReply, ControlReqInput, ControlReqOutput
+from rollout.core.messages.req_output import ReqOutput
+from rollout.core.messages.scheduler_state import SchedulerState
+from rollout.core.messages.unreadable import Unreadable
+from rollout.core.messages.update_state import CommitReply
+from rollout.core.specs.model_config import ModelConfig
+from rollout.text.token_vocabulary import TokenVocabulary
+from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.budget import AnswerForm
 from rollout.tokenizer_manager.channel import SchedulerLink
 from rollout.tokenizer_manager.communicator import Communicator
@@ -45,8 +47,6 @@ from rollout.tokenizer_manager.response import ResponseForm, RouteShape
 from rollout.tokenizer_manager.rid_registry import RidRegistry
 from rollout.tokenizer_manager.sample import SampleRecord
 from rollout.tokenizer_manager.session_book import SessionBook
-from rollout.tokenizer_manager.token_vocabulary import TokenVocabulary
-from rollout.tokenizer_manager.tokenizer import Tokenizer
 from rollout.tokenizer_manager.validation import ServingLimits, check_prompts
 
 logger = logging.getLogger(__name__)

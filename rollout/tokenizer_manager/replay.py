@@ -26,7 +26,7 @@ from capture.codec import NPY_MAGIC, decode_compact, decode_compatible, decode_n
 from capture.errors import CaptureError
 from capture.routed_experts import RoutedExperts, id_dtype
 from rollout.core.errors import BadRequest, UnsupportedFeature
-from rollout.core.io_struct import ReplayedRoutes
+from rollout.core.messages.io_struct import ReplayedRoutes
 from rollout.tokenizer_manager.request import Prompt
 from rollout.tokenizer_manager.response import RouteShape
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollout.core.errors import BadRequest, TooLarge
-from rollout.core.io_struct import TokenizedGenerateReqInput
 from rollout.core.known_fields import HARMLESS_SAMPLING_FIELDS, KNOWN_SAMPLING_FIELDS
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import MAX_N, SamplingLogprobsMode, SamplingParams, sampling_params_from_dict
 
 MAX_BATCH = 4096

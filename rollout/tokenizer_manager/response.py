@@ -20,8 +20,8 @@ from capture.codec import encode_compact, encode_compatible, encode_dict, encode
 from capture.routed_experts import RoutedExperts, id_dtype, narrowest_dtype
 from capture.sampling_mask import SamplingMask
 from rollout.core.errors import LockstepError
-from rollout.core.model_config import ModelConfig
-from rollout.core.req_output import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
+from rollout.core.messages.req_output import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
+from rollout.core.specs.model_config import ModelConfig
 from rollout.tokenizer_manager.alternatives import AlternativeArrays, message_arrays
 from rollout.tokenizer_manager.compact_logprobs import output_logprobs, prompt_logprobs, row_spans
 from rollout.tokenizer_manager.request import LogprobsFormat, MaskFormat, RoutesFormat

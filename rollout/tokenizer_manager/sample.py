@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout.core.errors import LockstepError
-from rollout.core.io_struct import TokenizedGenerateReqInput
-from rollout.core.req_output import FinishedRecord, ReqOutput, SamplingMaskDelta
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.req_output import FinishedRecord, ReqOutput, SamplingMaskDelta
 from rollout.tokenizer_manager.alternatives import AlternativesBuffer
 
 

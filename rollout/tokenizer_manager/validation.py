@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import BadRequest, UnsupportedFeature
-from rollout.core.io_struct import SchedulerReady, TokenizedGenerateReqInput
-from rollout.core.model_config import ModelConfig
+from rollout.core.messages.io_struct import SchedulerReady, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs
+from rollout.core.specs.model_config import ModelConfig
+from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits, RequestBudget
 from rollout.tokenizer_manager.replay import check_replay
 from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, Prompt
 from rollout.tokenizer_manager.response import RouteShape
-from rollout.tokenizer_manager.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 1024
 MAX_TOP_K = 2**31 - 1

@@ -33,7 +33,7 @@ CALL_S = 15.0
 MEMORY_LIMIT = 3 << 30
 """Bytes that each process of the server may take beyond what it has when it is ready."""
 DOCS = Path(__file__).parents[2] / "docs" / "http_api.md"
-SERVE = ("rollout.entrypoints.cli", "serve")
+SERVE = ("rollout.cli.main", "serve")
 AT_REST = (
     *("/finish_weight_update", "/abort_weight_update", "/stop_profile", "/resume_memory_occupation"),
     *("/continue_generation", "/continue_generation"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rollout.entrypoints import launch
+from rollout.server import launch
 from tests.abuse.usage import MB
 
 Message = MutableMapping[str, Any]

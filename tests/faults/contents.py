@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint, random_weights
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint, random_weights
 from tests.scheduler_harness import Harness
 
 Tensors = dict[str, torch.Tensor]

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import torch
 
-from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput, GetStateReqInput
-from rollout.core.message import ControlReqInput
-from rollout.core.weight_io_struct import AbortWeightUpdateReqInput
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, ControlReqOutput, GetStateReqInput
+from rollout.core.messages.message import ControlReqInput
+from rollout.core.messages.weights import AbortWeightUpdateReqInput
 from tests.faults.contents import NEW_TOKENS, PROMPT, Answer, Version, Zoo, harness_settings
 from tests.faults.harness import RefreshHarness
 from tests.scheduler_harness import Result

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.weight_io_struct import InitWeightsUpdateGroupReqInput, UpdateWeightsFromIPCReqInput
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.weights import InitWeightsUpdateGroupReqInput, UpdateWeightsFromIPCReqInput
 from tests.faults.cells import Cell, Fault
 from tests.faults.contents import Version
 from tests.faults.engines import Engine, Wrong

@@ -22,7 +22,8 @@ import zmq
 
 from rollout.control.rank_consensus import RankConsensus
 from rollout.control.weight_queue import WeightQueue
-from rollout.core.io_struct import (
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import (
     BatchTokenOutput,
     ControlReqOutput,
     SchedulerFailed,
@@ -31,12 +32,11 @@ from rollout.core.io_struct import (
     decode_output,
     encode,
 )
-from rollout.core.message import ControlReqInput
+from rollout.core.messages.message import ControlReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs
 from rollout.distributed.layout import layout_of
 from rollout.engine import worker
-from rollout.model_executor.model_state import ModelState
+from rollout.model.model_state import ModelState
 from rollout.scheduler.scheduler import Scheduler
 from tests.faults.contents import NEW_TOKENS, PROMPT, Version, Zoo, harness_settings
 from tests.faults.engines import Wrong

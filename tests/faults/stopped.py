@@ -17,10 +17,10 @@ from typing import Any
 
 from safetensors.torch import save
 
-from rollout.core.io_struct import ContinueGenerationReqInput, ControlReqOutput, PauseGenerationReqInput
-from rollout.core.message import ControlReqInput
-from rollout.core.server_args import ServerArgs
-from rollout.core.weight_io_struct import (
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, ControlReqOutput, PauseGenerationReqInput
+from rollout.core.messages.message import ControlReqInput
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     ManifestEntry,

@@ -18,8 +18,8 @@ import torch
 import zmq
 from safetensors.torch import save, save_file
 
-from rollout.core.message import ControlReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.message import ControlReqInput
+from rollout.core.messages.weights import (
     UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,

@@ -27,9 +27,9 @@ from rollout.control.weight_control import WeightControl
 from rollout.distributed.communicator import Communicator, RankLostError
 from rollout.distributed.parallel import Parallel
 from rollout.engine import build
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.model_executor.model_runner import ModelRunner
-from rollout.model_executor.model_state import ModelState, ServingEpoch
+from rollout.executor.model_runner import ModelRunner
+from rollout.memory.radix_cache import RadixCache
+from rollout.model.model_state import ModelState, ServingEpoch
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req, VersionMarks

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rollout.engine import build_graphs
-from rollout.model_executor.graph_runner import GraphRunner
+from rollout.executor.graph_runner import GraphRunner
 from tests.gpu.needs import not_run
 from tests.graph_loop import captured_engines
 from tests.model_zoo import tiny_checkpoint

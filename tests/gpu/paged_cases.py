@@ -14,8 +14,8 @@ import torch
 
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import DecodeRows, ForwardBatch
-from rollout.core.layer_specs import KVKind
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.core.specs.layer_specs import KVKind
+from rollout.memory.kv_pool import KVPool
 
 MAX_CONTEXT = 512
 

@@ -14,7 +14,7 @@ from rollout.attention.base import AttentionBackend
 from rollout.attention.flashinfer import FlashInferBackend
 from rollout.attention.registry import create_attention_backend
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import FullKV, LatentKV
+from rollout.core.specs.layer_specs import FullKV, LatentKV
 from tests.flashinfer_stand_in import stand_in
 from tests.gpu.needs import need_cuda, need_module, not_run
 from tests.gpu.paged_cases import Lengths, PagedCase, attended, relative_error

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rollout.core.errors import FatalError
-from rollout.core.io_struct import FlushCacheReqInput
-from rollout.model_executor.graph_runner import GraphRunner
+from rollout.core.messages.io_struct import FlushCacheReqInput
+from rollout.executor.graph_runner import GraphRunner
 from tests.gpu.engines import (
     CAPTURED_MAX,
     LOGPROB_SLACK,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.messages.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
 from tests.gpu.engines import LOGPROB_SLACK, checkpoint, disagreement, engine, recordings
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors

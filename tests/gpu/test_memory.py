@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
-from rollout.model_executor.memory_saver import weight_tensors
+from rollout.core.messages.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from rollout.model.weight_loading import weight_tensors
 from tests.gpu.engines import checkpoint, engine, facts_of, recordings
 from tests.gpu.needs import need_cuda
 from tests.local_refresh import refresh

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.core.io_struct import GetStateReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import GetStateReqInput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,

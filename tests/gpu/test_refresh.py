@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.core.io_struct import GetStateReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import GetStateReqInput
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     WeightsCheckerReqInput,
 )
-from rollout.model_executor.memory_saver import weight_tensors
+from rollout.model.weight_loading import weight_tensors
 from tests.gpu.engines import checkpoint, engine
 from tests.local_refresh import deliver, refresh
 from tests.model_zoo import logical_tensors

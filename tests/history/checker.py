@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from rollout.core.model_config import ModelConfig
-from rollout.core.req_output import VersionSpan
+from rollout.core.messages.req_output import VersionSpan
+from rollout.core.specs.model_config import ModelConfig
 from tests.history.actions import Dtype, Submit
 from tests.history.expected import Expected, Violation
 from tests.history.reference import MixedOutput, MixedReference

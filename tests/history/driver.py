@@ -18,8 +18,8 @@ from typing import Any
 from unittest import mock
 
 from rollout.control import weight_queue
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.message import ControlReqInput
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.message import ControlReqInput
 from tests.faults.harness import RefreshHarness
 from tests.faults.pulls import Publisher
 from tests.history.actions import History, Submit

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from rollout.core.io_struct import ControlReqOutput
+from rollout.core.messages.io_struct import ControlReqOutput
 from weight_sync.staging import StagingMode
 
 Tensors = Mapping[str, torch.Tensor]

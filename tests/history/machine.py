@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 import torch
 
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     PauseGenerationReqInput,
 )
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout.core.weight_io_struct import PullWeightsReqInput
+from rollout.core.messages.weights import PullWeightsReqInput
 from tests.faults import transports
 from tests.faults.pulls import ENCODINGS
 from tests.faults.transports import Call, Damage, Verb

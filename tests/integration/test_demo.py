@@ -20,9 +20,9 @@ from examples.demo import run
 from examples.demo.checks import Row
 from examples.demo.display import make_display, results_table
 from examples.demo.messages import Failure, Progress, encode
-from rollout.entrypoints.child_process import ChildProcess
+from rollout.server.child_process import ChildProcess
 
-DEMO = [sys.executable, "-m", "rollout.entrypoints.cli", "demo"]
+DEMO = [sys.executable, "-m", "rollout.cli.main", "demo"]
 SMALL = ["--size", "tiny", "--prompts", "8", "--samples", "4", "--max-new-tokens", "24"]
 DEADLINE_S = 150.0
 
@@ -174,7 +174,7 @@ def test_a_trainer_that_hangs_meets_its_deadline(tmp_path: Path, monkeypatch: py
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.entrypoints.child_process.STOP_S", 0.5)
+    monkeypatch.setattr("rollout.server.child_process.STOP_S", 0.5)
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     with ChildProcess("child", [sys.executable, "-c", code], tmp_path / "log", reads_output=True) as child:
         assert child.next_line(10.0) == b"up\n"

@@ -18,7 +18,7 @@ from capture.replay import force_routes, pad_routes
 from examples.demo.mismatch import LogprobMismatch, RouteMismatch, logprob_mismatch, route_mismatch
 from examples.demo.objective import group_advantages, load_questions, policy_gradient_loss
 from examples.demo.rollouts import RolloutPlan, SampleGroup, roll_out
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
 from rollout.numerics import engine_logprobs, use_engine_numerics, with_gradient_of
 from tests.numerics import gradient_errors
 from tests.server_process import ServerProcess

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from rollout.client import RolloutClient
-from rollout.entrypoints.child_process import ChildProcess
+from rollout.server.child_process import ChildProcess
 from tests.model_zoo import tiny_checkpoint
 from weight_sync.process_group import free_port
 
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     checkpoint = tiny_checkpoint(folder / "checkpoint", dtype="bfloat16", vocab_size=384)
     port = free_port()
     command = [
-        *(sys.executable, "-m", "rollout.entrypoints.cli", "serve", "--model-path", str(checkpoint)),
+        *(sys.executable, "-m", "rollout.cli.main", "serve", "--model-path", str(checkpoint)),
         *("--port", str(port), "--enable-return-routed-experts"),
     ]
     with ChildProcess("server", command, folder / "server.log") as process:

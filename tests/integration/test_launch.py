@@ -18,15 +18,16 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.entrypoints import cli, launch
+from rollout.cli import main as cli
+from rollout.server import launch
 from tests.tiny_tokenizer import write_model_folder
 from weight_sync.process_group import free_port
 
 ROOT = Path(__file__).parents[2]
 RUN = """
 import sys
-from rollout.entrypoints import launch
-from rollout.core.server_args import ServerArgs
+from rollout.server import launch
+from rollout.core.args.server_args import ServerArgs
 behaviour, port, model, drain = sys.argv[1:5]
 try:
     args = ServerArgs(model_path=model, port=int(port), drain_timeout=float(drain), api_key="secret")
@@ -277,7 +278,7 @@ def test_bad_settings_are_one_line_and_start_nothing(
 
 NO_TORCH = """
 import contextlib, io, json, sys
-from rollout.entrypoints import cli
+from rollout.cli import main as cli
 for words in json.loads(sys.argv[1]):
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -321,9 +322,9 @@ def test_help_and_what_is_refused_do_not_wait_for_torch_n11(folder: Path) -> Non
 @pytest.mark.full
 def test_the_http_process_imports_no_layers() -> None:
     code = (
-        "import sys, rollout.entrypoints.launch\n"
-        "parts = ('rollout.kernels', 'rollout.layers', 'rollout.model_executor', 'rollout.scheduler', 'weight_sync')\n"
-        "assert not [name for name in sys.modules if name.startswith(parts)]"
+        "import sys, rollout.server.launch\n"
+        "parts = ['rollout.' + part for part in ('kernels', 'layers', 'model', 'executor', 'scheduler')]\n"
+        "assert not [name for name in sys.modules if name.startswith((*parts, 'weight_sync'))]"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

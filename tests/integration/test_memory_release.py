@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
 
 pytestmark = pytest.mark.full
 
@@ -23,8 +23,8 @@ POOL = 8192
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
-from rollout.core.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
-from rollout.entrypoints.engine import Engine
+from rollout.core.messages.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from rollout.server.engine import Engine
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

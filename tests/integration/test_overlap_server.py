@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollout.entrypoints.engine import Engine
+from rollout.server.engine import Engine
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import StartupError
-from rollout.entrypoints import launch
+from rollout.server import launch
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.server_process import ServerProcess, alive

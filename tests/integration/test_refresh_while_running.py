@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.core.io_struct import ContinueGenerationReqInput, GetStateReqInput, PauseGenerationReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, GetStateReqInput, PauseGenerationReqInput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,

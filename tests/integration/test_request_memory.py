@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import TooLarge
-from rollout.core.io_struct import SchedulerReady
-from rollout.core.server_args import ServerArgs
-from rollout.entrypoints.openai_protocol import CompletionRequest
-from rollout.entrypoints.protocol import GenerateRequest
-from rollout.models.registry import load_model_config
+from rollout.core.messages.io_struct import SchedulerReady
+from rollout.families.registry import load_model_config
+from rollout.http.openai.protocol import CompletionRequest
+from rollout.http.protocol import GenerateRequest
 from rollout.tokenizer_manager.budget import AnswerForm
 from rollout.tokenizer_manager.request import expand
 from rollout.tokenizer_manager.validation import ServingLimits, check_prompts

@@ -17,7 +17,7 @@ import pytest
 
 from capture.sampling_mask import SamplingMask
 from rollout.client import RolloutClient
-from rollout.tokenizer_manager.tokenizer import Tokenizer
+from rollout.text.tokenizer import Tokenizer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess
 from tests.trainer_process import TrainerProcess

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
 from tests.history.reference import MixedReference
 from tests.model_zoo import logical_tensors
 from tests.soak.__main__ import make_model

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rollout.core.weight_io_struct import DEFAULT_GROUP as WEIGHT_UPDATE_GROUP
+from rollout.core.messages.weights import DEFAULT_GROUP as WEIGHT_UPDATE_GROUP
 from tests.integrations.stubs import Anything
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout.core.req_output import FinishedRecord, VersionSpan
+from rollout.core.messages.req_output import FinishedRecord, VersionSpan
 from tests.alternatives import chosen_rows, top_rows
 from tests.mixed.engine import Engine
 from tests.mixed.schedule import Ask

@@ -15,13 +15,13 @@ from unittest import mock
 import numpy as np
 import torch
 
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     ContinueGenerationReqInput,
     ControlReqOutput,
     TokenizedGenerateReqInput,
 )
-from rollout.core.message import ControlReqInput
+from rollout.core.messages.message import ControlReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.engine import build_graphs
 from rollout.scheduler import scheduler as scheduler_module

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.mem_cache.radix_node import RadixNode
-from rollout.scheduler.kv_events import KVEvents
+from rollout.memory.kv_events import KVEvents
+from rollout.memory.radix_cache import RadixCache
+from rollout.memory.radix_node import RadixNode
 from tests.kv_listener import Parent, PrefixTree
 from tests.mixed.violation import Violation
 

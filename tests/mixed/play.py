@@ -9,7 +9,7 @@ import uuid
 
 import msgspec
 
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     FlushCacheReqInput,
     GetStateReqInput,
     GiveUpPauseReqInput,
@@ -17,8 +17,8 @@ from rollout.core.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
-from rollout.core.session_io_struct import FinishSessionReqInput, GetSessionsReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.sessions import FinishSessionReqInput, GetSessionsReqInput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     UpdateWeightVersionReqInput,

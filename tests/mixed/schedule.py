@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rollout.core.io_struct import MemoryTag, PauseMode
+from rollout.core.messages.io_struct import MemoryTag, PauseMode
 from tests.mixed.zoo import NUM_CONTENTS, Shape
 from weight_sync.staging import StagingMode
 

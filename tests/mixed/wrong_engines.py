@@ -17,16 +17,16 @@ import torch
 from capture.slot_store import RouteSlotStore
 from rollout.control import kv_age, weight_control
 from rollout.engine import build
-from rollout.mem_cache.kv_pool import SlotAllocator
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.mem_cache.session_pins import SessionPins
-from rollout.model_executor.model_state import ModelState
+from rollout.memory.kv_events import KVEvents
+from rollout.memory.kv_pool import SlotAllocator
+from rollout.memory.radix_cache import RadixCache
+from rollout.memory.session_pins import SessionPins
+from rollout.model.model_state import ModelState
 from rollout.sampling import batch_info
 from rollout.sampling.base import SampledTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.scheduler import step as step_module
 from rollout.scheduler.cache_manager import CacheManager
-from rollout.scheduler.kv_events import KVEvents
 from rollout.scheduler.records import RecordReader, SampledRows
 from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler

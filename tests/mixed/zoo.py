@@ -16,9 +16,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from rollout.control import weight_queue
-from rollout.core.io_struct import GetStateReqInput, ReplayedRoutes
-from rollout.core.layer_specs import AttentionSpec, GatedDeltaSpec
-from rollout.core.model_config import ModelConfig
+from rollout.core.messages.io_struct import GetStateReqInput, ReplayedRoutes
+from rollout.core.specs.layer_specs import AttentionSpec, GatedDeltaSpec
+from rollout.core.specs.model_config import ModelConfig
 from rollout.engine import build_control
 from tests.family_zoo import FAMILIES, SEEING, family_checkpoint, family_config
 from tests.in_turn import InTurn

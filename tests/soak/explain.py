@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from rollout.core.model_config import ModelConfig
+from rollout.core.specs.model_config import ModelConfig
 from tests.history.reference import Branches, MixedOutput, MixedReference
 from tests.soak.known import Known
 from tests.soak.reading import TIE, Explanation, Reading

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
 from tests.soak.explain import Explainer
 from tests.soak.known import Known
 from tests.soak.reading import Explanation

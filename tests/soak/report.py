@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollout.core.message import WEIGHT_MARGIN_S
+from rollout.core.messages.message import WEIGHT_MARGIN_S
 from tests.abuse.usage import MB
 from tests.soak.gauges import Growth, descriptor_growth, memory_growth
 from tests.soak.play import SETTINGS, Played

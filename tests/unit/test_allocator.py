@@ -9,7 +9,7 @@ import sys
 # Straight from the C library: a tensor's bookkeeping would lie between its buffers, now here and now there.
 PROGRAM = """
 import ctypes, resource, sys
-from rollout.core.allocator import keep_freed_memory
+from rollout.memory.allocator import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()
@@ -51,7 +51,7 @@ def test_what_the_environment_says_stays() -> None:
 
 BODIES = """
 import ctypes, os, sys, threading
-from rollout.core.allocator import share_freed_memory
+from rollout.memory.allocator import share_freed_memory
 
 if sys.argv[1] == "shared":
     share_freed_memory()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.forward_batch import ForwardBatch
-from rollout.core.server_args import ServerArgs
 from rollout.scheduler.req import Req
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ LAYERS = {
     "eplb": 0,
     "weight_sync": 0,
     "rollout.core": 1,
-    "rollout.models": 2,
+    "rollout.families": 2,
     "rollout.distributed": 2,
     "rollout.mem_cache": 2,
     "rollout.kernels": 2,
@@ -44,9 +44,9 @@ LAYERS = {
     "rollout.integrations": 11,
 }
 OPTIONAL_EXTRAS = {"flashinfer", "deep_ep"}
-LAZY_IMPORT_ALLOWED = {"rollout/entrypoints/cli.py"}  # so that `lockstep --help` does not load torch
+LAZY_IMPORT_ALLOWED = {"rollout/cli/main.py"}  # so that `lockstep --help` does not load torch
 # What the HTTP process and the trainer-side libraries must never load.
-HTTP_PROCESS = ("rollout.entrypoints.launch", "rollout.entrypoints.serve")
+HTTP_PROCESS = ("rollout.server.launch", "rollout.server.serve")
 ENGINE_ONLY = (
     "rollout.layers",
     "rollout.model_executor",
@@ -109,7 +109,7 @@ def test_packages_import_downward_only() -> None:
 
 def test_model_families_are_descriptions() -> None:
     """The HTTP process reads them: no torch."""
-    for path in (ROOT / "rollout/models").glob("*.py"):
+    for path in (ROOT / "rollout/families").glob("*.py"):
         assert "torch" not in {module.split(".")[0] for module, _ in imports(ast.parse(path.read_text()))}, path
 
 
@@ -119,8 +119,8 @@ def test_model_families_are_descriptions() -> None:
         ("weight_sync/x.py", "from rollout.core.errors import LockstepError"),
         ("capture/x.py", "import eplb.placement"),
         ("rollout/client/x.py", "from rollout.scheduler.req import Req"),
-        ("rollout/core/x.py", "import rollout.mem_cache.kv_pool"),
-        ("rollout/models/x.py", "def f():\n    import json"),
+        ("rollout/core/x.py", "import rollout.memory.kv_pool"),
+        ("rollout/families/x.py", "def f():\n    import json"),
     ],
 )
 def test_the_checker_sees_a_wrong_import(name: str, text: str) -> None:

@@ -14,8 +14,8 @@ from rollout.attention.base import AttentionBackend
 from rollout.attention.flashinfer import FlashInferBackend
 from rollout.attention.native_cpu import NativeCpuBackend
 from rollout.attention.torch_native import TorchNativeBackend
-from rollout.core.layer_specs import FullKV, LatentKV, WindowKV
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.core.specs.layer_specs import FullKV, LatentKV, WindowKV
+from rollout.memory.kv_pool import KVPool
 from tests.attention_steps import AttentionSteps, LayerCase, Layout
 from tests.flashinfer_stand_in import stand_in
 from tests.kernels import native_ops

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.families import COLUMNS, StepBytes, markdown, step_bytes
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
-from rollout.models.registry import load_model_config
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
+from rollout.families.registry import load_model_config
 
 SPEC = CheckpointSpec(
     vocab_size=384, hidden_size=64, layers=4, heads=4, kv_heads=2, head_dim=16, experts=16, top_k=3, dense_first=0,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks import memory
-from rollout.model_executor import load
-from rollout.model_executor.load import open_checkpoint, read_tensors
+from rollout.model import load
+from rollout.model.load import open_checkpoint, read_tensors
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 
 pytestmark = pytest.mark.full

@@ -17,11 +17,11 @@ from benchmarks.parallel_collectives import Engine, step_needs, tally
 from benchmarks.parallel_ranks import GatherPerLayer, RankDriver, StepTaken, Work
 from benchmarks.parallel_steps import counted, decode_rate, differences, prefill_rate, shape_of
 from capture.capturer import RoutedExpertsCapturer
-from rollout.core.server_args import ServerArgs
+from rollout.core.args.server_args import ServerArgs
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.distributed.parallel import Parallel
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
 from tests.model_zoo import tiny_checkpoint
 from tests.ranks import run_ranks
 

@@ -18,11 +18,11 @@ from benchmarks.profile.operators import OperatorTimer, OperatorUse, operator_na
 from benchmarks.profile.profile import Profile, Profiler, Workload, decode_head_start, runs_of, summarise
 from benchmarks.profile.report import noise_line, operator_table, overview, phase_table
 from benchmarks.profile.steps import BETWEEN, PLAYED, Step, StepRecorder
-from rollout.core.io_struct import FlushCacheReqInput
-from rollout.entrypoints import cli
-from rollout.entrypoints.engine import Engine
-from rollout.model_executor.recorded_forward import Tape
+from rollout.cli import main as cli
+from rollout.core.messages.io_struct import FlushCacheReqInput
+from rollout.executor.recorded_forward import Tape
 from rollout.scheduler.stats import PHASES, StepStats
+from rollout.server.engine import Engine
 from tests.model_zoo import tiny_checkpoint
 
 pytestmark = pytest.mark.full

@@ -10,8 +10,8 @@ from torch._ops import OpOverload
 
 from benchmarks import python_per_step
 from benchmarks.python_per_step import OperatorClock, measure, owners
-from rollout.entrypoints.engine import Engine
 from rollout.kernels.ops import Ops
+from rollout.server.engine import Engine
 from tests.model_zoo import tiny_checkpoint
 
 pytestmark = pytest.mark.full

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import line_chart, scaling, shapes
 from benchmarks.floor import Machine, decode_step_floor_s
-from rollout.entrypoints.engine import Engine
+from rollout.server.engine import Engine
 from tests.model_zoo import tiny_checkpoint, tiny_spec
 
 pytestmark = pytest.mark.full

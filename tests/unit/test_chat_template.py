@@ -15,10 +15,10 @@ import pytest
 import transformers
 
 from rollout.core.errors import BadRequest, StartupError, UnsupportedFeature
-from rollout.core.tokenizer_files import read_tokenizer
-from rollout.entrypoints.openai_protocol import plain_messages
-from rollout.tokenizer_manager.chat_template import ChatTemplates
-from rollout.tokenizer_manager.tokenizer import Tokenizer
+from rollout.http.openai.protocol import plain_messages
+from rollout.text.chat_template import ChatTemplates
+from rollout.text.tokenizer import Tokenizer
+from rollout.text.tokenizer_files import read_tokenizer
 from tests.byte_level_files import write_tokenizer_json
 from tests.conversations import conversation
 

@@ -12,13 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from examples.make_checkpoint import families as checkpoint_families
+from examples.make_checkpoint.families import SETTINGS
+from examples.make_checkpoint.run import main, make_checkpoint
+from examples.make_checkpoint.spec import DENSE_FAMILIES, FAMILIES, OWN_FAMILIES, CheckpointSpec
 from rollout.core.errors import BadRequest, StartupError
-from rollout.entrypoints import checkpoint_families
-from rollout.entrypoints.checkpoint_families import SETTINGS
-from rollout.entrypoints.checkpoint_spec import DENSE_FAMILIES, FAMILIES, OWN_FAMILIES, CheckpointSpec
-from rollout.entrypoints.engine import Engine
-from rollout.entrypoints.make_checkpoint import main, make_checkpoint
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
+from rollout.server.engine import Engine
 
 SIZES: dict[str, Any] = {
     "vocab_size": 384, "hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 16, "experts": 16,

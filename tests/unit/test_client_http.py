@@ -7,8 +7,8 @@ from fastapi.responses import PlainTextResponse
 
 from rollout.client import AsyncRolloutClient, ResponseFormatError, RolloutClient
 from rollout.client.errors import ServerError
-from rollout.core.expert_io_struct import EplbRebalanceReply, EplbRebalanceReqInput
-from rollout.core.session_io_struct import FinishSessionReply, FinishSessionReqInput
+from rollout.core.messages.experts import EplbRebalanceReply, EplbRebalanceReqInput
+from rollout.core.messages.sessions import FinishSessionReply, FinishSessionReqInput
 from tests.canned_server import CannedServer, event_stream, json_response, serving
 from weight_sync.sender import EngineControl
 

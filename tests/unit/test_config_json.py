@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.core import config_json
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import Llama3Scaling
-from rollout.models.registry import model_config_from_dict
+from rollout.core.specs import config_json
+from rollout.core.specs.layer_specs import Llama3Scaling
+from rollout.families.registry import model_config_from_dict
 from tests.config_judge import UNUSABLE, difference, ours, rotation_of
 from tests.family_zoo import FAMILIES, family_checkpoint, family_model, published_config
 from tests.forward_harness import ForwardHarness

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models
 
-from rollout.core.detokenizer import IncrementalDetokenizer, final_text, longest_partial_stop
-from rollout.tokenizer_manager.tokenizer import Tokenizer
+from rollout.text.detokenizer import IncrementalDetokenizer, final_text, longest_partial_stop
+from rollout.text.tokenizer import Tokenizer
 from tests.tiers import examples
 from tests.tiny_tokenizer import write_tiny_tokenizer
 

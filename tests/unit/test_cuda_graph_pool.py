@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rollout.model_executor import cuda_graph
-from rollout.model_executor.cuda_graph import CudaGraphPool, graph_pools
+from rollout.executor import cuda_graph
+from rollout.executor.cuda_graph import CudaGraphPool, graph_pools
 from tests.cuda_graph_stand_in import CudaStandIn, GraphStandIn, Stream
 
 DEVICE = torch.device("cuda", 0)

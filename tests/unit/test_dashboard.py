@@ -18,21 +18,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout.core.expert_io_struct import EplbState, ExpertLoadState, ExpertLoadWindow
-from rollout.core.io_struct import ControlReqOutput, GetStateReqInput
-from rollout.core.scheduler_state import SchedulerState
-from rollout.core.update_state import EndedUpdateState
-from rollout.entrypoints.dashboard import history as kept
-from rollout.entrypoints.dashboard import refusals
-from rollout.entrypoints.dashboard.history import ServerHistory
-from rollout.entrypoints.dashboard.refusals import RefusalLog, reason_in
-from rollout.entrypoints.dashboard.route_probe import MOST_TOKENS, flips
+from rollout.core.messages.experts import EplbState, ExpertLoadState, ExpertLoadWindow
+from rollout.core.messages.io_struct import ControlReqOutput, GetStateReqInput
+from rollout.core.messages.scheduler_state import SchedulerState
+from rollout.core.messages.update_state import EndedUpdateState
+from rollout.dashboard import history as kept
+from rollout.dashboard import refusals
+from rollout.dashboard.history import ServerHistory
+from rollout.dashboard.refusals import RefusalLog, reason_in
+from rollout.dashboard.route_probe import MOST_TOKENS, flips
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import NUM_EXPERTS, route_rows
 from tests.tiny_tokenizer import write_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "rollout/entrypoints/dashboard"
+SOURCES = ROOT / "rollout/dashboard"
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -126,12 +126,14 @@ def test_the_page_loads_nothing() -> None:
     assert loaded_by(html + '<script src="https://cdn.example/x.js">') == ["https://cdn.example/x.js"]
 
 
-@pytest.mark.parametrize("package", ["dashboard", "api_page"])
+@pytest.mark.parametrize("package", ["rollout.dashboard", "rollout.http.api_page"])
 def test_a_wheel_contains_the_page(package: str) -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    found = [path.name for path in (SOURCES.parent / package).iterdir() if path.is_file() and path.suffix != ".py"]
+    found = [
+        path.name for path in (ROOT / package.replace(".", "/")).iterdir() if path.is_file() and path.suffix != ".py"
+    ]
     assert sorted(found) == ["page.css", "page.html", "page.js"]
-    own = patterns[f"rollout.entrypoints.{package}"]
+    own = patterns[package]
     assert all(any(fnmatch(name, pattern) for pattern in own) for name in found)
 
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from rollout.core.errors import StartupError
 from rollout.kernels.build import find_compiler
-from rollout.model_executor.device_pages import SOURCES, DevicePages, open_library
-from rollout.model_executor.memory_pages import HostPages, MemoryTakenError
-from rollout.model_executor.memory_saver import KeptCopyError, MemorySaver
+from rollout.memory.device_pages import SOURCES, DevicePages, open_library
+from rollout.memory.host_pages import HostPages, MemoryTakenError
+from rollout.memory.memory_saver import KeptCopyError, MemorySaver
 from tests.tiers import examples
 
 MIB = 1 << 20
@@ -154,7 +154,7 @@ def test_torch_hears_of_a_full_device(machine: Machine) -> None:
 
 
 def test_a_kept_copy_goes_through_a_small_buffer(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.model_executor.device_pages._PART_BYTES", 1000)
+    monkeypatch.setattr("rollout.memory.device_pages._PART_BYTES", 1000)
     weights = machine.segment(4321).random_()
     content = weights.clone()
     saver = MemorySaver({"weights": [weights]}, machine.pages())
@@ -293,7 +293,7 @@ def test_a_wrong_allocator_is_noticed(
     sources.mkdir()
     (sources / "device_pages.cpp").write_text(text.replace(right, wrong))
     monkeypatch.setenv("LOCKSTEP_KERNEL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("rollout.model_executor.device_pages.SOURCES", sources)
+    monkeypatch.setattr("rollout.memory.device_pages.SOURCES", sources)
     driver = load_driver(shutil.copy(libraries[1]._name, tmp_path))  # its own: leaks there hurt no other test
     machine = Machine(open_library(driver._name), driver)
     misuses, used = machine.driver.stand_in_misuses(), machine.used

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from rollout.core.io_struct import VERBS
+from examples.make_checkpoint.spec import FAMILIES
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import VERBS
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs
-from rollout.entrypoints import protocol, vllm_control_protocol
-from rollout.entrypoints.checkpoint_spec import FAMILIES
-from rollout.entrypoints.dashboard.history import ServerHistory
-from rollout.entrypoints.http_server import build_app
-from rollout.entrypoints.metrics import Metrics
-from rollout.entrypoints.openai_protocol import ChatCompletionRequest
-from rollout.entrypoints.verb_body import body_of
-from rollout.models import registry
-from rollout.models.registry import load_model_config
+from rollout.dashboard.history import ServerHistory
+from rollout.families import registry
+from rollout.families.registry import load_model_config
+from rollout.http import protocol
+from rollout.http.control.body import body_of
+from rollout.http.metrics.metrics import Metrics
+from rollout.http.openai.protocol import ChatCompletionRequest
+from rollout.http.vllm import control_protocol as vllm_control_protocol
+from rollout.server.app import build_app
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from tests.model_zoo import tiny_checkpoint

@@ -14,9 +14,9 @@ from eplb.decision import RebalancePolicy
 from eplb.load_history import LoadHistory
 from eplb.manager import RebalanceManager
 from rollout.core.errors import Unavailable
-from rollout.core.expert_io_struct import EplbState
-from rollout.entrypoints.expert_metrics import ExpertMetrics
-from rollout.entrypoints.info_routes import InfoRoutes
+from rollout.core.messages.experts import EplbState
+from rollout.http.metrics.experts import ExpertMetrics
+from rollout.http.native.info import InfoRoutes
 
 LAYOUT = ExpertLayout(num_logical_experts=4, num_physical_experts=4, num_ranks=2)
 

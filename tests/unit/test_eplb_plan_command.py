@@ -22,7 +22,7 @@ from eplb.init_location import RecordedModel, load_location
 from eplb.load_dump import LoadDump
 from eplb.load_recorder import LoadRecorder
 from eplb.placement import ExpertPlacement
-from rollout.entrypoints.cli import main as lockstep
+from rollout.cli.main import main as lockstep
 
 LAYERS, EXPERTS, RANKS, REDUNDANT = 3, 16, 4, 8
 MODEL = RecordedModel("Qwen3MoeForCausalLM", (0, 1, 2), EXPERTS, num_experts_per_tok=2)

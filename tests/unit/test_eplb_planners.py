@@ -21,9 +21,9 @@ from eplb.algorithms.registry import PLANNERS, make_plan
 from eplb.algorithms.split import LEVEL, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, replica_counts
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.args.server_cli import add_cli_args
 from rollout.core.errors import StartupError
-from rollout.core.server_args import ServerArgs
-from rollout.core.server_cli import add_cli_args
 from tests.eplb_optimum import Placement, can_reach, even_maximum, placements, placements_after, weighted_maximum
 from tests.tiers import examples
 

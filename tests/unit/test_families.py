@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import FlushCacheReqInput, GetStateReqInput
-from rollout.core.layer_specs import AttentionSpec, ClampedSwiGLU, LatentAttentionSpec, NormSpec, RotarySpec
-from rollout.core.model_config import ModelConfig
+from rollout.core.messages.io_struct import FlushCacheReqInput, GetStateReqInput
+from rollout.core.specs.layer_specs import AttentionSpec, ClampedSwiGLU, LatentAttentionSpec, NormSpec, RotarySpec
+from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.layout import ParallelLayout
+from rollout.families.registry import FAMILIES as REGISTERED
+from rollout.families.registry import load_model_config, model_config_from_dict
 from rollout.kernels import plain
 from rollout.kernels.ops import plain_ops
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.models.registry import FAMILIES as REGISTERED
-from rollout.models.registry import load_model_config, model_config_from_dict
+from rollout.model.decoder import DecoderForCausalLM
 from tests import model_zoo
 from tests.family_zoo import FAMILIES, family_checkpoint, family_model
 from tests.forward_harness import ForwardHarness, StepOutput

@@ -11,11 +11,11 @@ import torch
 
 from rollout.client.sse import SseDecoder
 from rollout.core.errors import BadRequest
-from rollout.core.io_struct import AbortReqInput, ControlReqOutput, FlushCacheReqInput, decode_output
+from rollout.core.messages.io_struct import AbortReqInput, ControlReqOutput, FlushCacheReqInput, decode_output
+from rollout.core.messages.unreadable import encode_output
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.unreadable import encode_output
-from rollout.mem_cache.kv_pool import SlotAllocator
-from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
+from rollout.memory.kv_pool import SlotAllocator
+from rollout.memory.radix_cache import NoPrefixCache, RadixCache
 from tests.late_loop import captured_loop  # noqa: F401
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness

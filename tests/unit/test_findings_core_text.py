@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import TooLarge
-from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.tokenizer_files import read_tokenizer
-from rollout.entrypoints.engine import Engine
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import RequestQueues
 from rollout.scheduler.req import Req
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.stop import StopChecker
+from rollout.server.engine import Engine
+from rollout.text.tokenizer import Tokenizer
+from rollout.text.tokenizer_files import read_tokenizer
 from rollout.tokenizer_manager.handle import SampleText
 from rollout.tokenizer_manager.sample import SampleRecord
-from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.model_zoo import tiny_checkpoint
 from tests.tiny_tokenizer import write_tiny_tokenizer
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.core.req_output import VersionSpan
-from rollout.core.weight_io_struct import UpdateWeightVersionReqInput
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.messages.req_output import VersionSpan
+from rollout.core.messages.weights import UpdateWeightVersionReqInput
 from tests.kernels import native_ops
 from tests.late_loop import captured_loop  # noqa: F401
 from tests.local_refresh import refresh

@@ -17,8 +17,10 @@ import pytest
 import zmq
 
 from rollout.control import weight_reading
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.args.server_cli import add_cli_args, server_args_from_namespace
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
     GetStateReqInput,
@@ -26,19 +28,18 @@ from rollout.core.io_struct import (
     TokenizedGenerateReqInput,
     encode,
 )
-from rollout.core.req_output import FinishReason, LogprobDelta, ReqOutput
+from rollout.core.messages.req_output import FinishReason, LogprobDelta, ReqOutput
+from rollout.core.messages.weights import GetWeightsByNameReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs
-from rollout.core.server_cli import add_cli_args, server_args_from_namespace
-from rollout.core.weight_io_struct import GetWeightsByNameReqInput
-from rollout.entrypoints import openai_protocol, protocol
-from rollout.entrypoints.turns import Turns
+from rollout.http import protocol
+from rollout.http.openai import protocol as openai_protocol
+from rollout.http.turns import Turns
 from rollout.scheduler.channel import ZmqChannel
+from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager import response
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.sample import SampleRecord
-from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.alternatives import alternatives
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint
@@ -73,7 +74,8 @@ def live(shared: Live) -> Iterator[Live]:
 WORST_BODIES = """
 import resource, sys, time
 from rollout.core.errors import BadRequest, TooLarge
-from rollout.entrypoints import http_io, openai_protocol, protocol
+from rollout.http import io as http_io, protocol
+from rollout.http.openai import protocol as openai_protocol
 
 SIZE = 64 << 20
 size_now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

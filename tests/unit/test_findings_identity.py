@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from rollout.control.weight_sources import SOURCES
-from rollout.core import weight_io_struct
-from rollout.core.io_struct import (
+from rollout.core.messages import weights as weight_io_struct
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     GetStateReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
 )
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

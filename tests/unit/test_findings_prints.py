@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save
 
 from rollout.control import weight_sources
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,

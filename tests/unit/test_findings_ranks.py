@@ -17,14 +17,14 @@ import torch
 
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.core.errors import LockstepError
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
     GetStateReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
 )
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.weights import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
 from tests.unit.test_scheduler_weight_disk import holds

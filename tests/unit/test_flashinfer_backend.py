@@ -21,9 +21,9 @@ from rollout.attention.flashinfer_sequences import CsrPart, StepSequences
 from rollout.attention.registry import ATTENTION_BACKENDS, create_attention_backend
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch, WindowOperands
-from rollout.core.layer_specs import FullKV, KVKind, LatentKV, WindowKV
-from rollout.mem_cache.kv_pool import KVPool, ReqToTokenPool
-from rollout.model_executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
+from rollout.core.specs.layer_specs import FullKV, KVKind, LatentKV, WindowKV
+from rollout.executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
+from rollout.memory.kv_pool import KVPool, ReqToTokenPool
 from tests.attention_steps import AttentionSteps, LayerCase, Layout
 from tests.family_zoo import family_checkpoint
 from tests.flashinfer_signatures import differences

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout.attention.flashinfer import FlashInferBackend
-from rollout.core.layer_specs import FullKV, LatentKV, WindowKV
+from rollout.core.specs.layer_specs import FullKV, LatentKV, WindowKV
 from tests.attention_steps import AttentionSteps, LayerCase, Layout
 from tests.flashinfer_signatures import differences
 from tests.flashinfer_without_kernels import without_kernels

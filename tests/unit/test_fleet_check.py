@@ -31,7 +31,7 @@ from examples.fleet.events import (
 from examples.fleet.reference import score_again
 from examples.fleet.sample import Prompt, Sample, Span, parse_sample
 from rollout.client import RouteLayout
-from rollout.entrypoints.engine import Engine
+from rollout.server.engine import Engine
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from weight_sync.delta.local_checkpoint import pull
 from weight_sync.delta.publisher import publish_bytes

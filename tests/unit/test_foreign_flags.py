@@ -6,13 +6,13 @@ import argparse
 
 import pytest
 
+from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, WITHOUT_EFFECT, own_words
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.args.server_cli import add_cli_args, args_of_call, server_args_from_namespace
 from rollout.core.errors import StartupError
-from rollout.core.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, WITHOUT_EFFECT, own_words
-from rollout.core.server_args import ServerArgs
-from rollout.core.server_cli import add_cli_args, args_of_call, server_args_from_namespace
-from rollout.entrypoints import serve
-from rollout.entrypoints.server_info import launch_command
+from rollout.http.server_info import launch_command
 from rollout.integrations.sglang_launch import serve_words
+from rollout.server import serve
 
 
 def settings(line: str) -> ServerArgs:

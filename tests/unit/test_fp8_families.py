@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.model_executor.load import quantised_names
+from rollout.model.load import quantised_names
 from tests.family_zoo import FAMILIES, family_checkpoint
 from tests.fp8_reference import fp8_checkpoint, set_config, stored_tensors, values_of
 from tests.loopback_updater import LoopbackUpdater

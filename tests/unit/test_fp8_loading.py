@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollout.core.errors import StartupError
-from rollout.model_executor.load import quantised_names
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
+from rollout.model.load import quantised_names
 from tests.fp8_checkpoints import FAMILIES, Fp8Case, fused, more_layers
 from tests.fp8_reference import QUANTIZATION_CONFIG, Named, fp8_checkpoint, is_quantised, quantised, set_config
 from tests.fp8_reference import values_of as reference_values

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from rollout.core.expert_io_struct import EplbRebalanceReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.experts import EplbRebalanceReqInput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     PullWeightsReqInput,

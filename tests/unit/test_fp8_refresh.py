@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.model_executor.load import quantised_names
+from rollout.model.load import quantised_names
 from tests.fp8_checkpoints import DTYPE, FAMILIES, Fp8Case, fused, more_layers
 from tests.fp8_reference import Named, fp8_checkpoint, is_quantised, quantised, values_of
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater

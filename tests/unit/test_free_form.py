@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout.entrypoints import openai_messages
-from rollout.entrypoints.protocol import MAX_DEPTH, MAX_MESSAGES, MAX_VALUES
+from rollout.http.openai import messages as openai_messages
+from rollout.http.protocol import MAX_DEPTH, MAX_MESSAGES, MAX_VALUES
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
 

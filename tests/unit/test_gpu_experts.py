@@ -23,7 +23,7 @@ from tests import interpreted  # before any kernel
 # isort: split
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
-from rollout.core.layer_specs import MoESpec, RouterSpec
+from rollout.core.specs.layer_specs import MoESpec, RouterSpec
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.gpu import experts, experts_kernels, experts_plan
 from rollout.kernels.gpu.experts_grouped import grouped_experts

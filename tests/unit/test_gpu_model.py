@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rollout.kernels.ops import Ops, plain_ops
-from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model.decoder import DecoderForCausalLM
 from tests.family_zoo import family_checkpoint
 from tests.forward_harness import ForwardHarness, StepOutput
 from tests.interpreted import compiling_environment, interpreted_ops

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.core.layer_specs import RouterSpec
+from rollout.core.specs.layer_specs import RouterSpec
 from rollout.kernels import plain
 from tests.family_zoo import family_config, with_experts
 from tests.interpreted import kernels, mutated

@@ -11,7 +11,7 @@ import torch
 
 from rollout.attention.flashinfer import CapturedFlashInfer, FlashInferBackend
 from rollout.attention.registry import ATTENTION_BACKENDS
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool
 from tests.family_zoo import family_checkpoint
 from tests.flashinfer_stand_in import Stream, stand_in
 from tests.graph_loop import captured_engines

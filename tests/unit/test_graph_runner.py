@@ -19,18 +19,18 @@ from eplb.expert_location import ExpertLocationMetadata
 from eplb.load_dump import LoadDump
 from rollout.attention.native_cpu import _CapturedCpuBackend
 from rollout.core.errors import FatalError, StartupError
-from rollout.core.expert_io_struct import (
+from rollout.core.messages.experts import (
     DumpExpertDistributionReqInput,
     StartExpertDistributionReqInput,
     StopExpertDistributionReqInput,
 )
-from rollout.core.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from rollout.core.messages.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from rollout.engine import build
+from rollout.executor import graph_runner
+from rollout.executor.graph_buffers import GraphBuffers
+from rollout.executor.graph_runner import GraphRunner, graph_batch_sizes
 from rollout.kernels.ops import plain_ops
 from rollout.layers.moe.experts import Experts
-from rollout.model_executor import graph_runner
-from rollout.model_executor.graph_buffers import GraphBuffers
-from rollout.model_executor.graph_runner import GraphRunner, graph_batch_sizes
 from rollout.scheduler.window_pages import WindowPages
 from tests.family_zoo import family_checkpoint
 from tests.graph_loop import captured_engines

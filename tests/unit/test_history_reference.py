@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
 from tests.history.reference import MixedReference
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.reference import reference_forward

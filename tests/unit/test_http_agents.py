@@ -13,14 +13,14 @@ import numpy as np
 import openai
 import pytest
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import ControlReqOutput, TokenizedGenerateReqInput
-from rollout.core.server_args import ServerArgs
-from rollout.core.session_io_struct import FinishSessionReqInput, GetSessionsReqInput
-from rollout.entrypoints import session_metrics
-from rollout.entrypoints.openai_messages import ChatMessages
-from rollout.entrypoints.openai_protocol import ChatCompletionRequest
-from rollout.models.registry import load_model_config
+from rollout.core.messages.io_struct import ControlReqOutput, TokenizedGenerateReqInput
+from rollout.core.messages.sessions import FinishSessionReqInput, GetSessionsReqInput
+from rollout.families.registry import load_model_config
+from rollout.http.metrics import sessions as session_metrics
+from rollout.http.openai.messages import ChatMessages
+from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from tests.http_harness import Live, live_server

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.entrypoints.connections import BoundedServer
+from rollout.server.connections import BoundedServer
 
 LONG = b"x" * 65536
 BEGUN = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

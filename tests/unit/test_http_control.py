@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from rollout.core import io_struct, weight_io_struct
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.message import ControlReqInput
-from rollout.entrypoints import info_routes
+from rollout.core.messages import io_struct
+from rollout.core.messages import weights as weight_io_struct
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.message import ControlReqInput
+from rollout.http.native import info as info_routes
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load
 
 from eplb.load_dump import METADATA_KEY
-from rollout.entrypoints import expert_routes
+from rollout.http.control import experts as expert_routes
 from tests.engine_thread import EngineThread
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from capture.codec import decode_compact
-from rollout.core.io_struct import AbortReqInput, TokenizedGenerateReqInput
-from rollout.core.req_output import FinishReason
+from rollout.core.messages.io_struct import AbortReqInput, TokenizedGenerateReqInput
+from rollout.core.messages.req_output import FinishReason
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import logprob_of, route_rows
 from tests.tiny_tokenizer import write_model_folder

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout.entrypoints.http_io import ClientGone, until_disconnect
+from rollout.http.io import ClientGone, until_disconnect
 
 
 async def client_stays() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
     GetStateReqInput,
@@ -17,7 +17,7 @@ from rollout.core.io_struct import (
     ResumeMemoryOccupationReqInput,
     TokenizedGenerateReqInput,
 )
-from rollout.core.message import ControlReqInput
+from rollout.core.messages.message import ControlReqInput
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
 

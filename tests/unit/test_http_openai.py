@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from capture.codec import decode_compact
-from rollout.core.io_struct import TokenizedGenerateReqInput
-from rollout.entrypoints import openai_format as fmt
-from rollout.entrypoints.openai_protocol import ChatCompletionRequest
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.http.openai import format as fmt
+from rollout.http.openai.protocol import ChatCompletionRequest
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import logprob_of, route_rows
 from tests.tiny_tokenizer import write_model_folder

@@ -12,7 +12,7 @@ import pytest
 
 from rollout.client import AsyncRolloutClient, RolloutClient
 from rollout.client.errors import ServerError
-from rollout.core.weight_io_struct import UpdateWeightsFromTensorReqInput
+from rollout.core.messages.weights import UpdateWeightsFromTensorReqInput
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
 

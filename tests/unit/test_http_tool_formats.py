@@ -10,12 +10,12 @@ from typing import Any
 import openai
 import pytest
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import TokenizedGenerateReqInput
-from rollout.core.server_args import ServerArgs
-from rollout.entrypoints.openai_messages import ChatMessages
-from rollout.entrypoints.parsers import harmony
-from rollout.models.registry import load_model_config
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.families.registry import load_model_config
+from rollout.http.openai.messages import ChatMessages
+from rollout.http.openai.parsers import harmony
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from tests.http_harness import Live, live_server

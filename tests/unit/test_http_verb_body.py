@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import BadRequest
-from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, ManifestEntry, manifest_in_pieces
-from rollout.entrypoints.http_io import parse_body, validated
-from rollout.entrypoints.verb_body import body_of, fields_of
+from rollout.core.messages.weights import BeginWeightUpdateReqInput, ManifestEntry, manifest_in_pieces
+from rollout.http.control.body import body_of, fields_of
+from rollout.http.io import parse_body, validated
 
 VERB = BeginWeightUpdateReqInput
 ENTRY = {"name": "a", "dtype": "bfloat16", "shape": [2, 3], "fingerprint": "00000000000000ff"}

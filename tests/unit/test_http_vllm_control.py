@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.core import io_struct, weight_io_struct
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.message import ControlReqInput
-from rollout.entrypoints import vllm_weight_routes
+from rollout.core.messages import io_struct
+from rollout.core.messages import weights as weight_io_struct
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.message import ControlReqInput
+from rollout.http.vllm import weight_routes as vllm_weight_routes
 from rollout.tokenizer_manager.communicator import merge_answers
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import rollout.integrations
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.args.server_cli import add_cli_args, server_args_from_namespace
 from rollout.core.errors import StartupError
-from rollout.core.server_args import ServerArgs
-from rollout.core.server_cli import add_cli_args, server_args_from_namespace
 from rollout.integrations.sglang_launch import serve_words, words_of
 
 REDIRECT = Path(rollout.integrations.__file__).parent / "sglang_redirect"

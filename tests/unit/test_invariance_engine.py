@@ -18,12 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
 from rollout.attention.base import AttentionBackend
 from rollout.attention.registry import create_attention_backend
 from rollout.core.forward_batch import ForwardBatch
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.kernels.ops import Ops
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint
 from tests.invariance import Ask, Facts, Server, any_differs, assert_same, compute_threads
 from tests.kernels import native_ops

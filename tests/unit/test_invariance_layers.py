@@ -18,8 +18,8 @@ from rollout.attention.base import PagedOperands
 from rollout.attention.native_cpu import NativeCpuBackend
 from rollout.kernels.expert_compute import silu_and_mul
 from rollout.layers.context import ForwardContext
-from rollout.mem_cache.kv_pool import KVPool
-from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.memory.kv_pool import KVPool
+from rollout.model.decoder import DecoderForCausalLM
 from tests.forward_harness import ForwardHarness
 from tests.invariance import compute_threads
 from tests.kernels import Rows, native_ops, rows_are_independent

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.core.io_struct import GetStateReqInput
-from rollout.core.server_args import ServerArgs
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import GetStateReqInput
 from rollout.engine import build
 from rollout.engine.build import batch_invariance
 from rollout.kernels.build import KernelStatus

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.kernels.build import load_kernels
 from rollout.sampling.base import SampledTokens

@@ -18,8 +18,8 @@ from rollout.attention.native_cpu import NativeCpuBackend
 from rollout.attention.registry import create_attention_backend
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import DecodeRows, ForwardBatch
-from rollout.core.layer_specs import FullKV, KVKind, LatentKV
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.core.specs.layer_specs import FullKV, KVKind, LatentKV
+from rollout.memory.kv_pool import KVPool
 from tests.forward_harness import ForwardHarness
 from tests.invariance import compute_threads
 from tests.kernels import error, native_ops, rows_are_independent

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.entrypoints import build_kernels as command
+from rollout.cli import build_kernels as command
 from rollout.kernels import build
 from rollout.kernels.build import KernelBuildError, build_kernels, cache_folder, cache_key, find_compiler
 
@@ -176,7 +176,7 @@ def test_the_compiler_is_found_or_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_a_compiler_the_reason_is_reported_and_nothing_is_raised(tmp_path: Path) -> None:
     """In a process of its own: this one has the operators loaded."""
-    script = "from rollout.entrypoints.build_kernels import main; import sys; sys.exit(main([]))"
+    script = "from rollout.cli.build_kernels import main; import sys; sys.exit(main([]))"
     environment = {"PATH": "/nonexistent", "LOCKSTEP_KERNEL_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.server_args import ServerArgs
 from rollout.engine.build import _load_kernels
 from rollout.kernels import isa
 from rollout.kernels.build import build_kernels, load_kernels

@@ -15,10 +15,10 @@ from rollout.core.known_fields import (
     VLLM_SAMPLING_FIELDS,
 )
 from rollout.core.sampling_params import ALIASES, SamplingParams
-from rollout.entrypoints.openai_protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
-from rollout.entrypoints.protocol import Body, GenerateRequest, TokenizeRequest, refuse_unsupported
-from rollout.entrypoints.unknown_fields import unknown_fields
-from rollout.entrypoints.vllm_generate_protocol import TokenGenerateRequest, TokenSamplingParams
+from rollout.http.openai.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
+from rollout.http.protocol import Body, GenerateRequest, TokenizeRequest, refuse_unsupported
+from rollout.http.unknown_fields import unknown_fields
+from rollout.http.vllm.generate_protocol import TokenGenerateRequest, TokenSamplingParams
 
 SGLANG_GENERATE = """
 rid session_id text input_ids input_embeds image_data video_data audio_data mm_hashes mm_content_hashes

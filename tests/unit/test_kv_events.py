@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import zmq
 
+from rollout.core.args.kv_events_config import parse_kv_events
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.kv_events_config import parse_kv_events
-from rollout.core.server_args import ServerArgs
-from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
-from rollout.mem_cache.kv_pool import SlotAllocator
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.scheduler import kv_events
-from rollout.scheduler.kv_events import KVEvents, block_names
+from rollout.core.messages.weights import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+from rollout.memory import kv_events
+from rollout.memory.kv_events import KVEvents, block_names
+from rollout.memory.kv_pool import SlotAllocator
+from rollout.memory.radix_cache import RadixCache
 from tests.kv_listener import PrefixTree, ask_replay
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from rollout.core.io_struct import FlushCacheReqInput, GetStateReqInput
-from rollout.core.server_args import ServerArgs
-from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
-from rollout.entrypoints.server_info import kv_events_facts
-from rollout.mem_cache.radix_cache import RadixCache
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import FlushCacheReqInput, GetStateReqInput
+from rollout.core.messages.weights import UpdateWeightsFromDiskReqInput
+from rollout.http.server_info import kv_events_facts
+from rollout.memory.radix_cache import RadixCache
 from tests.family_zoo import family_checkpoint
 from tests.mixed.listener import Tap, tapped
 from tests.mixed.violation import Violation

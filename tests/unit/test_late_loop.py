@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from capture.capturer import RoutedExpertsCapturer
-from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.core.server_cli import add_cli_args, server_args_from_namespace
-from rollout.entrypoints.make_checkpoint import make_checkpoint
-from rollout.mem_cache.kv_pool import NewestTokens
-from rollout.model_executor import model_runner
+from examples.make_checkpoint.run import make_checkpoint
+from rollout.core.args.server_cli import add_cli_args, server_args_from_namespace
+from rollout.core.messages.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.executor import model_runner
+from rollout.memory.kv_pool import NewestTokens
 from rollout.scheduler import step as step_module
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req

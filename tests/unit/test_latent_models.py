@@ -17,19 +17,19 @@ from safetensors.torch import load_file, save_file
 from capture.codec import encode_npy
 from capture.routed_experts import RoutedExperts
 from rollout.control.weight_sources import SOURCES
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
-from rollout.core.layer_specs import DenseSpec, LatentAttentionSpec, LatentKV, MoESpec, YarnScaling
-from rollout.core.model_config import ModelConfig, with_latent_norm_eps
-from rollout.core.server_args import ServerArgs
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
 )
-from rollout.mem_cache.kv_pool import KVPool, kv_bytes_per_token
-from rollout.models.registry import model_config_from_dict
+from rollout.core.specs.layer_specs import DenseSpec, LatentAttentionSpec, LatentKV, MoESpec, YarnScaling
+from rollout.core.specs.model_config import ModelConfig, with_latent_norm_eps
+from rollout.families.registry import model_config_from_dict
+from rollout.memory.kv_pool import KVPool, kv_bytes_per_token
 from tests import family_zoo
 from tests.family_zoo import family_checkpoint, family_config, family_model
 from tests.forward_harness import ForwardHarness

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from examples.make_checkpoint.run import make_checkpoint
 from rollout.attention import torch_native
 from rollout.core import host_copy
 from rollout.core.host_copy import HostCopies
-from rollout.core.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.messages.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
 from rollout.engine import build
-from rollout.entrypoints.make_checkpoint import make_checkpoint
-from rollout.mem_cache import kv_pool
-from rollout.model_executor import input_builder
+from rollout.executor import input_builder
+from rollout.memory import kv_pool
 from rollout.sampling import torch_sampler
 from rollout.sampling.base import SampledTokens
 from rollout.sampling.batch_info import SamplingBatchInfo

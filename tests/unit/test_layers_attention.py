@@ -14,8 +14,8 @@ from rollout.attention.registry import ATTENTION_BACKENDS, create_attention_back
 from rollout.attention.torch_native import ROWS_FORM_MAX_QUERIES, SMALL_GATHER_ROWS, bucket_by_length
 from rollout.core.errors import StartupError
 from rollout.core.forward_batch import DecodeRows, ForwardBatch
-from rollout.core.layer_specs import FullKV
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.core.specs.layer_specs import FullKV
+from rollout.memory.kv_pool import KVPool
 from tests.tiers import examples
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

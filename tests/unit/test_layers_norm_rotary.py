@@ -11,8 +11,8 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from rollout.core.layer_specs import NormSpec
-from rollout.core.model_config import rotary_of
+from rollout.core.specs.layer_specs import NormSpec
+from rollout.core.specs.model_config import rotary_of
 from rollout.kernels.plain import qk_norm_rope_store, rotate
 from rollout.layers.norm_rotary import QueryKeyNorm, RMSNorm, RotaryTable
 from tests.kernels import angles, plain_build

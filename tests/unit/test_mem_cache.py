@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from rollout.core.errors import StartupError
-from rollout.mem_cache.kv_pool import SlotAllocator
-from rollout.mem_cache.memory import Kept, available_memory_bytes, kv_pool_tokens
-from rollout.mem_cache.radix_cache import NoPrefixCache, RadixCache
-from rollout.mem_cache.radix_node import RadixNode
+from rollout.memory.available import Kept, available_memory_bytes, kv_pool_tokens
+from rollout.memory.kv_pool import SlotAllocator
+from rollout.memory.radix_cache import NoPrefixCache, RadixCache
+from rollout.memory.radix_node import RadixNode
 from tests.tiers import examples
 
 NUM_SLOTS = 40

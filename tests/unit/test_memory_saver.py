@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from rollout.core.errors import StartupError
 from rollout.layers.layer import Layer
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.memory_saver import KeptCopyError, MemorySaver, weight_tensors
+from rollout.memory.memory_saver import KeptCopyError, MemorySaver
+from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.weight_loading import weight_tensors
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from tests.tiers import examples
 from weight_sync.tensor_meta import TensorMeta, parts_of

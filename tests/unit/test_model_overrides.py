@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.args.server_cli import add_cli_args, args_of_call, server_args_from_namespace
 from rollout.core.errors import BadRequest, StartupError, UnsupportedFeature
-from rollout.core.server_args import ServerArgs
-from rollout.core.server_cli import add_cli_args, args_of_call, server_args_from_namespace
-from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
-from rollout.entrypoints.engine import Engine
-from rollout.entrypoints.server_info import flag_words, launch_command, resolved_args
+from rollout.core.messages.weights import UpdateWeightsFromDiskReqInput
+from rollout.families.registry import load_model_config, model_config_from_dict
+from rollout.http.server_info import flag_words, launch_command, resolved_args
 from rollout.integrations.openrlhf import AsyncEngineArgs
-from rollout.models.registry import load_model_config, model_config_from_dict
 from rollout.numerics import use_engine_numerics
+from rollout.server.engine import Engine
 from tests.config_judge import rotation_of
 from tests.family_zoo import family_checkpoint, family_model, published_config
 from tests.http_harness import live_server

@@ -16,13 +16,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from examples.make_checkpoint.run import CheckpointSpec, cli_parser, main, make_checkpoint
+from examples.make_checkpoint.tokenizer import train_tokenizer
 from rollout.core.errors import BadRequest, StartupError
-from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
-from rollout.entrypoints.checkpoint_tokenizer import train_tokenizer
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, cli_parser, main, make_checkpoint
+from rollout.core.messages.weights import UpdateWeightsFromDiskReqInput
+from rollout.families.registry import load_model_config
 from rollout.kernels.ops import plain_ops
-from rollout.model_executor.load import load_model, open_checkpoint, read_tensors
-from rollout.models.registry import load_model_config
+from rollout.model.load import load_model, open_checkpoint, read_tensors
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, tiny_spec, trivial_placement
 from tests.scheduler_harness import Harness
 from tests.unit.test_scheduler_weight_disk import holds

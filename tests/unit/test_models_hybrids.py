@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import AttentionSpec, DenseSpec, GatedDeltaSpec, YarnScaling
-from rollout.models.registry import model_config_from_dict
+from rollout.core.specs.layer_specs import AttentionSpec, DenseSpec, GatedDeltaSpec, YarnScaling
+from rollout.families.registry import model_config_from_dict
 
 # As published, but for sizes.
 NEXT: dict[str, Any] = {

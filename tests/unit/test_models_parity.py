@@ -11,8 +11,8 @@ import transformers
 
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
+from rollout.families.registry import load_model_config
 from rollout.kernels.ops import Ops, plain_ops
-from rollout.models.registry import load_model_config
 from tests.forward_harness import ForwardHarness, StepOutput
 from tests.kernels import native_ops
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint

@@ -9,10 +9,10 @@ import torch
 
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
+from rollout.families.registry import load_model_config
 from rollout.kernels.ops import plain_ops
 from rollout.layers.moe.experts import Experts
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.models.registry import load_model_config
+from rollout.model.decoder import DecoderForCausalLM
 from tests.model_zoo import KINDS, load_tiny, logical_tensors, tiny_checkpoint, trivial_placement
 from weight_sync.errors import CoverageError, ShapeMismatchError, UnknownTensorError
 from weight_sync.loading import WeightLedger, load_weights

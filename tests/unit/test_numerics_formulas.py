@@ -14,10 +14,10 @@ import torch
 
 from rollout.core.errors import BadRequest
 from rollout.core.forward_batch import ForwardBatch
-from rollout.core.layer_specs import FullKV, LatentKV, WindowKV
+from rollout.core.specs.layer_specs import FullKV, LatentKV, WindowKV
 from rollout.kernels import plain
 from rollout.kernels.schemas import SCHEMAS
-from rollout.mem_cache.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool
 from rollout.numerics import engine_logprobs, with_gradient_of
 from rollout.numerics.attention import DifferentiableAttention
 from rollout.numerics.operators import RULES, Differentiable

@@ -10,8 +10,8 @@ import torch
 from capture.capturer import RoutedExpertsCapturer
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
+from rollout.executor import model_runner
 from rollout.layers.context import SliceRoutes
-from rollout.model_executor import model_runner
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_engine import MIXED, RankEngine, Step, largest_difference, one_rank, several_ranks
 from tests.ranks import run_ranks

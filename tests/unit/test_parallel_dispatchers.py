@@ -14,7 +14,7 @@ import torch
 
 from eplb.expert_location import ExpertLocationMetadata
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import MoESpec, RouterSpec
+from rollout.core.specs.layer_specs import MoESpec, RouterSpec
 from rollout.distributed.communicator import pack_rows, share_sizes, unpack_rows
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel

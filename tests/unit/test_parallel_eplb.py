@@ -20,11 +20,11 @@ from safetensors.torch import save
 from eplb.decision import Balance, Decision
 from eplb.transfer import ExpertTransfer
 from rollout.control.eplb_control import EplbControl, _Planned
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.expert_io_struct import EplbRebalanceReqInput, GetExpertLocationReqInput
-from rollout.core.io_struct import ControlReqOutput, FlushCacheReqInput, GetStateReqInput
-from rollout.core.server_args import ServerArgs
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.experts import EplbRebalanceReqInput, GetExpertLocationReqInput
+from rollout.core.messages.io_struct import ControlReqOutput, FlushCacheReqInput, GetStateReqInput
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
@@ -32,7 +32,7 @@ from rollout.core.weight_io_struct import (
 )
 from rollout.kernels.ops import ExpertPart
 from rollout.layers.layer import Layer
-from rollout.model_executor.expert_slots import ModelExpertSlots, bytes_fingerprint
+from rollout.model.expert_slots import ModelExpertSlots, bytes_fingerprint
 from rollout.scheduler.scheduler import Scheduler
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint, in_dtype, with_experts
 from tests.late_loop import loop  # noqa: F401

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.core.io_struct import AbortReqInput
+from rollout.core.messages.io_struct import AbortReqInput
 from rollout.layers.moe.router import TopKRouter
 from tests.model_zoo import logical_tensors
 from tests.parallel_harness import ParallelHarness

@@ -14,9 +14,9 @@ import torch
 from capture.slot_store import RouteSlotStore
 from rollout.control.expert_distribution import gather_step
 from rollout.distributed.communicator import Communicator, share_sizes
+from rollout.executor.model_runner import ModelRunner, StepRoutes
 from rollout.layers.context import SliceRoutes
 from rollout.layers.moe.router import TopKRouter
-from rollout.model_executor.model_runner import ModelRunner, StepRoutes
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
 from tests.routes_judge import SMALL_POOL, World, finished, submit_all

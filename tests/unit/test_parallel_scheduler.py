@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from eplb.load_dump import LoadDump
-from rollout.core.expert_io_struct import DumpExpertDistributionReqInput, StartExpertDistributionReqInput
-from rollout.core.io_struct import (
+from rollout.core.messages.experts import DumpExpertDistributionReqInput, StartExpertDistributionReqInput
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     GetStateReqInput,

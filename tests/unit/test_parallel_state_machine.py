@@ -28,11 +28,11 @@ from hypothesis.stateful import (
 from eplb.placement import ExpertPlacement
 from eplb.transfer import ExpertTransfer
 from rollout.control.weight_control import WeightControl
-from rollout.core.expert_io_struct import EplbRebalanceReqInput
-from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.core.weight_io_struct import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
+from rollout.core.messages.experts import EplbRebalanceReqInput
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.messages.weights import PullWeightsReqInput, UpdateWeightsFromDiskReqInput
 from rollout.layers.moe.router import TopKRouter
-from rollout.model_executor.weight_loading import WeightIndex
+from rollout.model.weight_loading import WeightIndex
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_world import World
 from tests.published_versions import write_checkpoint

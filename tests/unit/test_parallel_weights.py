@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from eplb.expert_location import ExpertLocationMetadata
-from rollout.core.layer_specs import AttentionSpec, RotarySpec
+from rollout.core.specs.layer_specs import AttentionSpec, RotarySpec
 from rollout.distributed.communicator import Communicator
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel

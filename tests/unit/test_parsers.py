@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from rollout.entrypoints.parsers.answer import AnswerParser, Piece
-from rollout.entrypoints.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
-from rollout.entrypoints.parsers.tagged_calls import Tools
-from rollout.entrypoints.parsers.tool_calls import TOOL_CALL_READERS
+from rollout.http.openai.parsers.answer import AnswerParser, Piece
+from rollout.http.openai.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from rollout.http.openai.parsers.tagged_calls import Tools
+from rollout.http.openai.parsers.tool_calls import TOOL_CALL_READERS
 
 WEATHER_PARAMETERS = {
     "city": {"type": "string"},

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from rollout.entrypoints.parsers.answer import AnswerParser
-from rollout.entrypoints.parsers.reasoning import REASONING_FORMATS
-from rollout.entrypoints.parsers.tool_calls import TOOL_CALL_READERS
+from rollout.http.openai.parsers.answer import AnswerParser
+from rollout.http.openai.parsers.reasoning import REASONING_FORMATS
+from rollout.http.openai.parsers.tool_calls import TOOL_CALL_READERS
 from tests.answer_texts import ANSWERS, MARKERS, SCRAPS, TOOLS, Answer
 
 COUNT = 60

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     GetStateReqInput,
     PauseGenerationReqInput,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.server_args import ServerArgs
 from rollout.distributed.parallel import Parallel
 from rollout.engine.build import build_scheduler
 from rollout.engine.device import claim_device, rank_device

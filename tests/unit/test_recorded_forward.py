@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.recorded_forward import RecordedForward, Recording, Tape
+from rollout.executor.recorded_forward import RecordedForward, Recording, Tape
+from rollout.model.decoder import DecoderForCausalLM
 from tests.family_zoo import FAMILIES, family_checkpoint
 from tests.forward_harness import ForwardHarness
 from tests.kernels import native_ops
@@ -177,7 +177,7 @@ def test_a_wrong_tape_is_noticed(model: DecoderForCausalLM, wrong: str, monkeypa
 
 _FIRST_REQUEST = """
 import sys
-from rollout.entrypoints.engine import Engine
+from rollout.server.engine import Engine
 engine = Engine(model_path=sys.argv[1], dtype="float32", skip_tokenizer_init=True, max_total_tokens=64)
 engine.generate(input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 4, "ignore_eos": True})
 assert engine.scheduler.runner.recorded._tapes, "recorded"

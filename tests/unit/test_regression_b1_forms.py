@@ -33,7 +33,7 @@ from capture.errors import RouteFormatError, RouteValueError
 from capture.replay import find_routers, force_routes, pad_routes, record_routes
 from capture.routed_experts import RoutedExperts, concat, id_dtype
 from capture.slot_store import RouteSlotStore
-from rollout.core.io_struct import AbortReqInput
+from rollout.core.messages.io_struct import AbortReqInput
 from rollout.scheduler.records import RecordReader
 from rollout.tokenizer_manager.response import RouteShape, routed_experts_of
 from tests.parallel_harness import ParallelHarness

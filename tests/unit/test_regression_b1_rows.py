@@ -34,11 +34,11 @@ import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
-from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.messages.weights import UpdateWeightsFromDiskReqInput
 from rollout.engine import build
+from rollout.executor import model_runner
 from rollout.layers.moe.router import TopKRouter
-from rollout.model_executor import model_runner
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
 from tests.late_loop import captured_loop  # noqa: F401

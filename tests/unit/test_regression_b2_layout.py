@@ -31,9 +31,9 @@ from hypothesis import strategies as st
 
 from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
-from rollout.model_executor.decoder import DecoderForCausalLM
-from rollout.model_executor.weight_loading import WeightIndex
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
+from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.weight_loading import WeightIndex
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, fused, version
 from tests.loopback_updater import LoopbackUpdater, new_updater, refresh
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint, trivial_placement

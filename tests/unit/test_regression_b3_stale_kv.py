@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from rollout.control.weight_sources import SOURCES
-from rollout.core.io_struct import ContinueGenerationReqInput, GetStateReqInput, PauseGenerationReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, GetStateReqInput, PauseGenerationReqInput
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

@@ -18,7 +18,7 @@ from eplb.expert_location import ExpertLocationMetadata
 from eplb.load_recorder import LoadRecorder
 from eplb.load_windows import LoadWindows
 from eplb.placement import ExpertPlacement
-from rollout.model_executor.weight_loading import WeightIndex
+from rollout.model.weight_loading import WeightIndex
 from tests.late_loop import loop  # noqa: F401
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint

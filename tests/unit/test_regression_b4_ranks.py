@@ -32,8 +32,8 @@ from eplb.load_history import LoadHistory
 from eplb.placement import ExpertPlacement
 from rollout.control import eplb_control
 from rollout.control.eplb_control import EplbControl
-from rollout.core.expert_io_struct import EplbRebalanceReqInput
-from rollout.core.io_struct import FlushCacheReqInput, GetStateReqInput
+from rollout.core.messages.experts import EplbRebalanceReqInput
+from rollout.core.messages.io_struct import FlushCacheReqInput, GetStateReqInput
 from rollout.distributed.communicator import RankLostError
 from tests import parallel_harness
 from tests.late_loop import loop  # noqa: F401

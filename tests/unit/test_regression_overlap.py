@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from examples.make_checkpoint.run import make_checkpoint
 from rollout.core.host_copy import HostCopies, to_device
 from rollout.distributed.parallel import Parallel
-from rollout.entrypoints.make_checkpoint import make_checkpoint
-from rollout.mem_cache import kv_pool
-from rollout.mem_cache.kv_pool import NewestTokens
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.mem_cache.radix_node import Namespace, RadixNode
-from rollout.model_executor import input_builder
+from rollout.executor import input_builder
+from rollout.memory import kv_pool
+from rollout.memory.kv_pool import NewestTokens
+from rollout.memory.radix_cache import RadixCache
+from rollout.memory.radix_node import Namespace, RadixNode
 from rollout.sampling import torch_sampler
 from rollout.scheduler import cache_manager, scheduler
 from rollout.scheduler import step as step_module

@@ -22,9 +22,9 @@ from capture.replay import force_routes
 from capture.routed_experts import RoutedExperts
 from rollout.client.generation import generate_body, parse_answer
 from rollout.core.errors import BadRequest, UnsupportedFeature
-from rollout.entrypoints.engine import Engine
+from rollout.families.registry import load_model_config
 from rollout.layers.moe.router import TopKRouter
-from rollout.models.registry import load_model_config
+from rollout.server.engine import Engine
 from rollout.tokenizer_manager.replay import read_replay
 from rollout.tokenizer_manager.response import RouteShape
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint, with_experts

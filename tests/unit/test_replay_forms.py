@@ -28,9 +28,9 @@ from capture.codec import (
 from capture.errors import RouteFormatError
 from capture.routed_experts import RoutedExperts
 from rollout.core.errors import BadRequest
-from rollout.core.io_struct import ReplayedRoutes, TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import ReplayedRoutes, TokenizedGenerateReqInput
+from rollout.core.messages.unreadable import Unreadable, packed, read_input
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.unreadable import Unreadable, packed, read_input
 from rollout.tokenizer_manager import replay
 from rollout.tokenizer_manager.replay import read_replay
 from rollout.tokenizer_manager.response import RouteShape

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from capture.codec import encode_dict
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import TooLarge
-from rollout.core.io_struct import SchedulerReady, TokenizedGenerateReqInput
-from rollout.core.server_args import ServerArgs
-from rollout.entrypoints.openai_protocol import CompletionRequest
-from rollout.entrypoints.protocol import GenerateRequest
-from rollout.models.registry import load_model_config
+from rollout.core.messages.io_struct import SchedulerReady, TokenizedGenerateReqInput
+from rollout.families.registry import load_model_config
+from rollout.http.openai.protocol import CompletionRequest
+from rollout.http.protocol import GenerateRequest
 from rollout.tokenizer_manager import budget as budgets
 from rollout.tokenizer_manager import replay
 from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits

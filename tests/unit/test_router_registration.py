@@ -11,9 +11,9 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.server_args import ServerArgs
-from rollout.entrypoints.router_registration import RouterRegistration, own_url
+from rollout.server.router_registration import RouterRegistration, own_url
 
 OWN = "http://10.0.0.5:30000"
 
@@ -134,7 +134,7 @@ def test_a_router_that_is_not_there_yet_is_asked_again(
 
 
 def test_a_router_that_does_not_answer_holds_the_end_up_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.entrypoints.router_registration.CALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rollout.server.router_registration.CALL_TIMEOUT_S", 0.1)
 
     async def silent(_: httpx.Request) -> httpx.Response:
         await asyncio.sleep(60)
@@ -168,7 +168,7 @@ def test_a_server_that_leaves_before_it_is_listed_is_taken_off(names_by_id: bool
 def test_a_router_that_never_lists_the_server_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollout.entrypoints.router_registration.CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("rollout.server.router_registration.CALL_TIMEOUT_S", 0.3)
 
     async def run() -> None:
         router = Router(names_by_id=True)

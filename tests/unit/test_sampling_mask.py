@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 from capture.errors import CaptureError, MaskFormatError, MaskValueError
 from capture.replay import force_routes, masked_logprobs
 from capture.sampling_mask import SamplingMask
-from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.messages.weights import UpdateWeightsFromDiskReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
 from rollout.numerics import use_engine_numerics
 from rollout.tokenizer_manager.response import sampling_mask_of
 from rollout.tokenizer_manager.sample import MaskRecord

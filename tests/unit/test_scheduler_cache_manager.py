@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.cache_manager import MAX_STEPS_AHEAD, CacheManager
 from rollout.scheduler.req import Req

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import zmq
 
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     ControlReqOutput,
     GetStateReqInput,

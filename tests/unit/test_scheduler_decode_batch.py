@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.core.io_struct import TokenizedGenerateReqInput
-from rollout.core.req_output import FinishReason
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.req_output import FinishReason
 from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req

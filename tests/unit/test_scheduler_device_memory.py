@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.core.weight_io_struct import BeginWeightUpdateReqInput
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.messages.weights import BeginWeightUpdateReqInput
 from rollout.engine import build
-from rollout.model_executor.memory_pages import HostPages, MemoryTakenError, Span
+from rollout.memory.host_pages import HostPages, MemoryTakenError, Span
 from tests.kernels import native_ops
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint

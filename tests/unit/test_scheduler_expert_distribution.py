@@ -13,13 +13,13 @@ import torch
 
 from eplb.load_dump import LoadDump
 from rollout.core.errors import StartupError
-from rollout.core.expert_io_struct import (
+from rollout.core.messages.experts import (
     DumpExpertDistributionReqInput,
     GetExpertLocationReqInput,
     StartExpertDistributionReqInput,
     StopExpertDistributionReqInput,
 )
-from rollout.core.io_struct import GetStateReqInput
+from rollout.core.messages.io_struct import GetStateReqInput
 from tests.late_loop import loop  # noqa: F401
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint

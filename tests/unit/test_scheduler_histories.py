@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
 from rollout.control.kv_age import KVAgeLimit
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     ContinueGenerationReqInput,
     FlushCacheReqInput,
@@ -25,9 +26,8 @@ from rollout.core.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
-from rollout.core.weight_io_struct import UpdateWeightVersionReqInput
+from rollout.core.messages.weights import UpdateWeightVersionReqInput
 from rollout.engine import build, build_control
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.req import Req
 from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft

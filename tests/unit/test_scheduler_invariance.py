@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
 from tests.alternatives import chosen_rows
 from tests.late_loop import loop  # noqa: F401
 from tests.scheduler_harness import Harness, Result

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
     FlushCacheReqInput,
@@ -22,7 +22,7 @@ from rollout.core.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

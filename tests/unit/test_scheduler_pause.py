@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from rollout.control.weight_sources import SOURCES
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
     GetStateReqInput,
     GiveUpPauseReqInput,
     PauseGenerationReqInput,
 )
-from rollout.core.weight_io_struct import UpdateWeightsFromDistributedReqInput
+from rollout.core.messages.weights import UpdateWeightsFromDistributedReqInput
 from tests.late_loop import captured_loop  # noqa: F401
 from tests.local_refresh import updater_of
 from tests.loopback_refresh import LoopbackTrainer

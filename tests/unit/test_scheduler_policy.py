@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.core.io_struct import PauseGenerationReqInput
-from rollout.entrypoints.make_checkpoint import CheckpointSpec, make_checkpoint
+from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
+from rollout.core.messages.io_struct import PauseGenerationReqInput
 from tests.late_loop import captured_loop  # noqa: F401
 from tests.scheduler_harness import Harness
 

@@ -19,10 +19,10 @@ import torch
 
 from rollout.control import profiler
 from rollout.control.profiler import StepProfiler
+from rollout.core.args.named_folders import NamedFolders
 from rollout.core.errors import BadRequest
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.named_folders import NamedFolders
-from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqInput
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.profile import StartProfileReqInput, StopProfileReqInput
 from tests.http_harness import live_server
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
@@ -75,7 +75,7 @@ def test_it_ends_by_itself_after_so_many_steps(harness: Harness, tmp_path: Path)
 IMPORTS = """
 import sys
 from tests.scheduler_harness import Harness
-from rollout.core.profile_io_struct import StartProfileReqInput, StopProfileReqInput
+from rollout.core.messages.profile import StartProfileReqInput, StopProfileReqInput
 harness = Harness(sys.argv[1], enable_return_routed_experts=False)
 fields = {"output_dir": sys.argv[2], "profile_prefix": "p", "activities": ["CPU"], "with_stack": True}
 assert harness.control(StartProfileReqInput, **fields).success

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import torch
 
-from rollout.mem_cache.kv_pool import SlotAllocator
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.mem_cache.state_pool import SnapshotRows
+from rollout.memory.kv_pool import SlotAllocator
+from rollout.memory.radix_cache import RadixCache
+from rollout.memory.state_pool import SnapshotRows
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Extend, Req
 from rollout.scheduler.state_rows import StateRows

@@ -7,12 +7,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from rollout.core.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.tokenizer_files import read_tokenizer
 from rollout.scheduler import stop
 from rollout.scheduler.req import Req
 from rollout.scheduler.stop import StopChecker
+from rollout.text.tokenizer_files import read_tokenizer
 from tests.tiers import examples
 from tests.tiny_tokenizer import write_tiny_tokenizer
 

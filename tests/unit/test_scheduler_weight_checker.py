@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollout.control.weight_sources import SOURCES
-from rollout.core.io_struct import ControlReqOutput, GetStateReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import ControlReqOutput, GetStateReqInput
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     DropWeightSnapshotReqInput,

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.control.weight_sources import SOURCES
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
     GetStateReqInput,
     PauseGenerationReqInput,
 )
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save
 
-from rollout.core.io_struct import ControlReqOutput
-from rollout.core.weight_io_struct import UpdateWeightsFromTensorReqInput
+from rollout.core.messages.io_struct import ControlReqOutput
+from rollout.core.messages.weights import UpdateWeightsFromTensorReqInput
 from tests.late_loop import loop  # noqa: F401
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness

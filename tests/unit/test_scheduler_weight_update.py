@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from rollout.control.weight_sources import SOURCES
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     ControlReqOutput,
     FlushCacheReqInput,
     GetStateReqInput,
     PauseGenerationReqInput,
 )
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

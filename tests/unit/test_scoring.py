@@ -18,8 +18,12 @@ import pytest
 from capture.token_logprobs import TokenLogprobs
 from rollout.client import ResponseFormatError, RolloutClient, ServerError, scoring
 from rollout.core.errors import BadRequest, LockstepError
-from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, TokenizedGenerateReqInput
-from rollout.core.req_output import (
+from rollout.core.messages.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    TokenizedGenerateReqInput,
+)
+from rollout.core.messages.req_output import (
     Alternatives,
     FinishedRecord,
     FinishReason,
@@ -28,8 +32,8 @@ from rollout.core.req_output import (
     ReqOutput,
     VersionSpan,
 )
+from rollout.core.messages.weights import UpdateWeightsFromDiskReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
 from rollout.tokenizer_manager import response
 from rollout.tokenizer_manager.sample import SampleRecord
 from tests.alternatives import alternatives

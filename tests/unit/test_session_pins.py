@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.core.io_struct import AbortReqInput, FlushCacheReqInput
-from rollout.core.session_io_struct import FinishSessionReqInput, GetSessionsReqInput
-from rollout.mem_cache.kv_pool import SlotAllocator
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.mem_cache.radix_node import RadixNode
-from rollout.mem_cache.session_pins import MAX_BRANCHES, SessionPins
+from rollout.core.messages.io_struct import AbortReqInput, FlushCacheReqInput
+from rollout.core.messages.sessions import FinishSessionReqInput, GetSessionsReqInput
+from rollout.memory.kv_pool import SlotAllocator
+from rollout.memory.radix_cache import RadixCache
+from rollout.memory.radix_node import RadixNode
+from rollout.memory.session_pins import MAX_BRANCHES, SessionPins
 from tests.late_loop import loop  # noqa: F401
 from tests.local_refresh import refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint

@@ -18,18 +18,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.core.errors import FatalError, InvariantError
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     PauseGenerationReqInput,
 )
-from rollout.core.session_io_struct import FinishSessionReqInput
-from rollout.core.weight_io_struct import UpdateWeightsFromDiskReqInput
-from rollout.mem_cache.kv_pool import ReqToTokenPool, SlotAllocator
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.mem_cache.radix_node import NO_IDS, NO_SLOTS, RadixNode
-from rollout.mem_cache.state_pool import SnapshotRows
+from rollout.core.messages.sessions import FinishSessionReqInput
+from rollout.core.messages.weights import UpdateWeightsFromDiskReqInput
+from rollout.memory.kv_pool import ReqToTokenPool, SlotAllocator
+from rollout.memory.radix_cache import RadixCache
+from rollout.memory.radix_node import NO_IDS, NO_SLOTS, RadixNode
+from rollout.memory.state_pool import SnapshotRows
 from rollout.scheduler.req import Req
 from tests.engine_thread import EngineThread
 from tests.family_zoo import family_checkpoint

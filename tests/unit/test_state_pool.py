@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import RecurrentState
-from rollout.mem_cache.kv_pool import SlotAllocator
-from rollout.mem_cache.radix_cache import RadixCache
-from rollout.mem_cache.radix_node import RadixNode
-from rollout.mem_cache.state_pool import Keeper, SnapshotRows, num_state_rows, state_bytes_per_row
+from rollout.core.specs.layer_specs import RecurrentState
+from rollout.memory.kv_pool import SlotAllocator
+from rollout.memory.radix_cache import RadixCache
+from rollout.memory.radix_node import RadixNode
+from rollout.memory.state_pool import Keeper, SnapshotRows, num_state_rows, state_bytes_per_row
 
 FIRST, ROWS, SLOTS = 3, 4, 96
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=10)

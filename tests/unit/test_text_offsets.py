@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models
 
-from rollout.entrypoints.text_offsets import TextOffsets
-from rollout.tokenizer_manager.token_vocabulary import TokenVocabulary
+from rollout.http.openai.text_offsets import TextOffsets
+from rollout.text.token_vocabulary import TokenVocabulary
 
 
 def vocabulary() -> TokenVocabulary:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rollout.tokenizer_manager.token_vocabulary import TokenVocabulary
+from rollout.text.token_vocabulary import TokenVocabulary
 from tests.tiny_tokenizer import SPECIAL, write_model_folder
 
 

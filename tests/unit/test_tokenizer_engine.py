@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollout.entrypoints.checkpoint_spec import CheckpointSpec
-from rollout.entrypoints.engine import Engine
-from rollout.entrypoints.make_checkpoint import make_checkpoint
+from examples.make_checkpoint.run import make_checkpoint
+from examples.make_checkpoint.spec import CheckpointSpec
+from rollout.server.engine import Engine
 from tests.byte_level_files import write_moonshot
 
 SPEC = CheckpointSpec(

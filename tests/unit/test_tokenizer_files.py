@@ -18,8 +18,8 @@ import pytest
 from tokenizers import AddedToken
 
 from rollout.core.errors import StartupError
-from rollout.core.tokenizer_files import read_tokenizer
-from rollout.tokenizer_manager.tokenizer import Tokenizer
+from rollout.text.tokenizer import Tokenizer
+from rollout.text.tokenizer_files import read_tokenizer
 from tests.byte_level_files import (
     CORPUS,
     QWEN2_PATTERN,
@@ -83,7 +83,7 @@ def test_a_tokenizer_is_loaded_and_used_without_transformers(tmp_path: Path) -> 
     write_tokenizer_json(tmp_path)
     script = (
         "import asyncio, sys\n"
-        "from rollout.tokenizer_manager.tokenizer import Tokenizer\n"
+        "from rollout.text.tokenizer import Tokenizer\n"
         f"tokenizer = Tokenizer.load({str(tmp_path)!r})\n"
         "chat = tokenizer.render_chat([{'role': 'user', 'content': 'Hi'}], tools=None, continue_final=False,\n"
         "                             add_generation_prompt=True, extra={})\n"
@@ -241,7 +241,7 @@ def test_a_process_with_a_console_is_not_asked_b6(tmp_path: Path) -> None:
     folder, mark = tmp_path / "model", tmp_path / "mark"
     write_moonshot(folder)
     plant(folder, "tokenization_kimi", mark)
-    script = f"from rollout.tokenizer_manager.tokenizer import Tokenizer\nTokenizer.load({str(folder)!r})\n"
+    script = f"from rollout.text.tokenizer import Tokenizer\nTokenizer.load({str(folder)!r})\n"
     run = subprocess.run(
         [sys.executable, "-c", script + "import sys\nprint(repr(sys.stdin.read()))"],
         input="y\ny\n",

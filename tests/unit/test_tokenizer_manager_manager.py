@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import BadRequest, StartupError, Unavailable
-from rollout.core.io_struct import (
+from rollout.core.messages.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
     ContinueGenerationReqInput,
@@ -23,14 +24,13 @@ from rollout.core.io_struct import (
     SchedulerReady,
     TokenizedGenerateReqInput,
 )
-from rollout.core.req_output import FinishedRecord, FinishReason, ReqOutput, VersionSpan
-from rollout.core.server_args import ServerArgs
-from rollout.models.registry import load_model_config
+from rollout.core.messages.req_output import FinishedRecord, FinishReason, ReqOutput, VersionSpan
+from rollout.families.registry import load_model_config
+from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.communicator import Communicator, SchedulerTimeout
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
-from rollout.tokenizer_manager.tokenizer import Tokenizer
 from tests.tiny_tokenizer import write_model_folder
 
 READY = SchedulerReady(

@@ -16,12 +16,12 @@ import pytest
 import tokenizers
 import transformers
 
-from rollout.core.detokenizer import INCOMPLETE, IncrementalDetokenizer
-from rollout.core.tokenizer_files import read_tokenizer
-from rollout.entrypoints.parsers.answer import AnswerParser
-from rollout.entrypoints.parsers.reasoning import REASONING_FORMATS
-from rollout.entrypoints.parsers.tool_calls import TOOL_CALL_READERS
-from rollout.tokenizer_manager.tokenizer import Tokenizer
+from rollout.http.openai.parsers.answer import AnswerParser
+from rollout.http.openai.parsers.reasoning import REASONING_FORMATS
+from rollout.http.openai.parsers.tool_calls import TOOL_CALL_READERS
+from rollout.text.detokenizer import INCOMPLETE, IncrementalDetokenizer
+from rollout.text.tokenizer import Tokenizer
+from rollout.text.tokenizer_files import read_tokenizer
 from tests.answer_texts import ANSWERS, TOOLS
 from tests.conversations import conversation
 from tests.published_tokenizers import published

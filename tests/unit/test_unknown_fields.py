@@ -14,13 +14,13 @@ from rollout.client import RolloutClient
 from rollout.client.generation import generate_body
 from rollout.client.wire import verb_call
 from rollout.core.errors import BadRequest
-from rollout.core.io_struct import VERBS
 from rollout.core.known_fields import HARMLESS_FIELDS, HARMLESS_OPENAI_FIELDS, MOST_IGNORED, nearest
-from rollout.core.weight_io_struct import BeginWeightUpdateReqInput
-from rollout.entrypoints.engine import Engine
-from rollout.entrypoints.protocol import GenerateRequest
-from rollout.entrypoints.unknown_fields import unknown_fields
-from rollout.entrypoints.verb_body import body_of
+from rollout.core.messages.io_struct import VERBS
+from rollout.core.messages.weights import BeginWeightUpdateReqInput
+from rollout.http.control.body import body_of
+from rollout.http.protocol import GenerateRequest
+from rollout.http.unknown_fields import unknown_fields
+from rollout.server.engine import Engine
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint
 from tests.tiny_tokenizer import write_model_folder

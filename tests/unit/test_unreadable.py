@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.core import unreadable
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import BadRequest
-from rollout.core.io_struct import (
+from rollout.core.messages import unreadable
+from rollout.core.messages.io_struct import (
     BatchTokenOutput,
     ControlReqOutput,
     FlushCacheReqInput,
@@ -26,11 +27,10 @@ from rollout.core.io_struct import (
     decode_input,
     encode,
 )
-from rollout.core.req_output import FinishedRecord, FinishReason, ReqOutput
+from rollout.core.messages.req_output import FinishedRecord, FinishReason, ReqOutput
+from rollout.core.messages.unreadable import Unreadable, encode_output, packed, read_input, read_output
 from rollout.core.sampling_params import SamplingParams
-from rollout.core.server_args import ServerArgs
-from rollout.core.unreadable import Unreadable, encode_output, packed, read_input, read_output
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
 from tests.engine_thread import EngineThread

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
-from rollout.core.io_struct import VERBS, PauseGenerationReqInput, PauseReply
-from rollout.core.message import ControlReqInput, Reply, body_fields, reply_type
-from rollout.core.profile_io_struct import StartProfileReqInput
-from rollout.core.weight_io_struct import BeginWeightUpdateReqInput, UpdateWeightsFromDiskReqInput
-from rollout.entrypoints.http_io import parse_body
-from rollout.entrypoints.verb_body import body_of, fields_of
+from rollout.core.messages.io_struct import VERBS, PauseGenerationReqInput, PauseReply
+from rollout.core.messages.message import ControlReqInput, Reply, body_fields, reply_type
+from rollout.core.messages.profile import StartProfileReqInput
+from rollout.core.messages.weights import BeginWeightUpdateReqInput, UpdateWeightsFromDiskReqInput
+from rollout.http.control.body import body_of, fields_of
+from rollout.http.io import parse_body
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness
 

@@ -29,7 +29,7 @@ with live_server(folder) as live:
         print(live.client.get(path).json()["version"])
     print(live.client.get("/openapi.json").json()["info"]["version"])
     print(live.client.get("/dashboard/data").json()["server"]["version"])
-from rollout.entrypoints.cli import main
+from rollout.cli.main import main
 main(["--version"])
 """
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.expert_io_struct import EplbRebalanceReqInput
-from rollout.core.server_args import ServerArgs
+from rollout.core.messages.experts import EplbRebalanceReqInput
 from rollout.kernels.ops import Ops, PackedW8, compiled_ops, select_ops
 from tests import kernels
 from tests.family_zoo import family_checkpoint

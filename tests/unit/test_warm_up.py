@@ -10,10 +10,10 @@ import torch
 from rollout.distributed.parallel import Parallel
 from rollout.engine import warm_up
 from rollout.engine.warm_up import StepSize, activation_bytes, run_largest_step
+from rollout.executor.model_runner import ModelRunner
 from rollout.kernels.ops import plain_ops
-from rollout.mem_cache.kv_pool import kv_bytes_per_token
-from rollout.model_executor.model_runner import ModelRunner
-from rollout.model_executor.model_state import ModelState
+from rollout.memory.kv_pool import kv_bytes_per_token
+from rollout.model.model_state import ModelState
 from rollout.sampling.native_sampler import select_sampler
 from tests.model_zoo import load_tiny, tiny_checkpoint, trivial_placement
 

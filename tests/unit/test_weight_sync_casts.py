@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from rollout.control.weight_sources import SOURCES
-from rollout.core.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-from rollout.core.weight_io_struct import (
+from rollout.core.messages.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from rollout.kernels.build import load_kernels
 from rollout.kernels.ops import compiled_ops, plain_ops
-from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model.decoder import DecoderForCausalLM
 from tests.logical_weights_fake import EMBED, FakeWeights, bits, version
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from weight_sync.held_memory import Areas, HeldMemory, pinned_area

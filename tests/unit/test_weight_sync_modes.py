@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 
 from rollout.kernels.build import load_kernels
 from rollout.kernels.ops import compiled_ops, plain_ops
-from rollout.model_executor.decoder import DecoderForCausalLM
+from rollout.model.decoder import DecoderForCausalLM
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, FakeWeights, bits, expert_name, fused, version
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from tests.tiers import examples

@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from rollout.core.errors import StartupError
 from rollout.distributed.layout import ParallelLayout
-from rollout.models.registry import load_model_config
+from rollout.families.registry import load_model_config
 from tests.family_zoo import FAMILIES, family_model
 from tests.model_zoo import load_tiny
 from tests.parallel_engine import MIXED, largest_difference, one_rank, several_ranks

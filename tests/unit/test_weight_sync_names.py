@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rollout.core.errors import StartupError
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
-from rollout.model_executor.weight_loading import WeightIndex
+from rollout.model.weight_loading import WeightIndex
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named, new_updater
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from weight_sync.delta.encoder import DeltaEncoder

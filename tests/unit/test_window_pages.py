@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout.core.errors import StartupError
-from rollout.core.io_struct import TokenizedGenerateReqInput
-from rollout.core.layer_specs import FullKV, WindowKV
-from rollout.core.req_output import FinishReason
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.req_output import FinishReason
 from rollout.core.sampling_params import SamplingParams
-from rollout.mem_cache.state_pool import SnapshotRows
-from rollout.model_executor.input_builder import ExtendInput, build_forward_batch
+from rollout.core.specs.layer_specs import FullKV, WindowKV
+from rollout.executor.input_builder import ExtendInput, build_forward_batch
+from rollout.memory.state_pool import SnapshotRows
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import Policy, RequestQueues

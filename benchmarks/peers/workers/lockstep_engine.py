@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.peers.workers import protocol
 from benchmarks.peers.workers.protocol import Prompts
-from rollout.entrypoints.engine import Engine
+from rollout.server.engine import Engine
 
 
 class LockstepEngine:

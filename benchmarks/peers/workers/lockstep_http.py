@@ -28,7 +28,7 @@ class LockstepHttp:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "rollout.entrypoints.cli", "serve", "--model-path", model_path]
+        command = [sys.executable, "-m", "rollout.cli.main", "serve", "--model-path", model_path]
         command += ["--port", str(port), "--dtype", "bfloat16", "--skip-tokenizer-init", "--disable-radix-cache"]
         command += ["--max-total-tokens", str(kv_tokens), "--num-threads", str(threads), "--log-level", "warning"]
         self._server = subprocess.Popen(

@@ -15,7 +15,7 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import StartupError
-from rollout.core.layer_specs import MoESpec
+from rollout.core.specs.layer_specs import MoESpec
 from rollout.kernels.ops import ExpertPart
 from rollout.kernels.places import Place, ShardPlace, ViewPlace
 from rollout.kernels.plain import weighted_sum

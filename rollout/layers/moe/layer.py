@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from eplb.placement import ExpertPlacement
-from rollout.core.layer_specs import MoESpec
+from rollout.core.specs.layer_specs import MoESpec
 from rollout.distributed.communicator import pack_rows, share_sizes, unpack_rows
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext, SliceRoutes

@@ -13,7 +13,7 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.forward_batch import ForwardBatch
-from rollout.core.layer_specs import RouterSpec
+from rollout.core.specs.layer_specs import RouterSpec
 from rollout.kernels.places import ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext, RouteHook

@@ -1,0 +1,374 @@
+"""Every setting of a server, one documented field each; the command line is derived from the fields.
+
+Combinations that cannot work are refused.  No value is rewritten after parsing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from eplb.algorithms.registry import PLANNERS
+from rollout.core.args.addresses import is_address, is_loopback, objection_to_base_url
+from rollout.core.args.kv_events_config import KVEventsConfig, parse_kv_events
+from rollout.core.errors import StartupError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def _arg(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArgs:
+    """Flags are spelled as SGLang's where SGLang has them (`max_total_tokens` is `--max-total-tokens`)."""
+
+    model_path: str = _arg("", "checkpoint folder in Hugging Face format", required=True)
+    tokenizer_path: str | None = _arg(None, "tokenizer folder; default: the model's")
+    served_model_name: str | None = _arg(None, "name in /v1/models; default: the model path")
+    skip_tokenizer_init: bool = _arg(False, "serve token ids only; no text in or out")
+    host: str = _arg("127.0.0.1", "address to listen on")
+    port: int = _arg(30000, "port to listen on")
+    receive_timeout: float = _arg(
+        60.0, "seconds in which a client must have sent a request; it gets more while 128 KiB a second come"
+    )
+    api_key: str | None = _arg(
+        None,
+        "key that every request must carry as `Authorization: Bearer KEY`; @FILE, or $LOCKSTEP_API_KEY",
+        secret=True,
+    )
+    admin_api_key: str | None = _arg(
+        None, "key that control endpoints demand instead; @FILE, or $LOCKSTEP_ADMIN_API_KEY", secret=True
+    )
+    allow_unauthenticated: bool = _arg(False, "allow a non-loopback --host without --api-key")
+    allowed_hosts: str | None = _arg(
+        None, "names, with commas between, by which a server without a key may be called; *: any"
+    )
+
+    tool_call_parser: Literal["qwen", "qwen25", "hermes", "qwen3_coder", "glm45", "glm47"] | None = _arg(
+        None, "how the model writes tool calls, which chats then return as such; default: they stay text"
+    )
+    reasoning_parser: Literal["qwen3", "glm45", "deepseek-r1", "deepseek_r1"] | None = _arg(
+        None, "how the model marks its reasoning, which chats then return apart; default: it stays in the content"
+    )
+    register_url: str | None = _arg(
+        None, "router (sglang-router, smg, vllm-router) at which to register when ready, and to leave before draining"
+    )
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg(
+        "auto", "dtype of weights and KV; auto: the checkpoint's"
+    )
+    latent_norm_eps: float | None = _arg(
+        None,
+        "epsilon of the norms of latent attention (q_a_layernorm, kv_a_layernorm), as the trainer computes them; "
+        "default: 1e-6, transformers', whatever rms_norm_eps is",
+    )
+    json_model_override_args: str | None = _arg(
+        None,
+        "JSON object of settings in the place of those in config.json, such as "
+        '\'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}\'; '
+        "objects are merged; also --hf-overrides",
+    )
+    device: str = _arg("auto", "torch device; auto: $LOCKSTEP_DEVICE, or cuda where torch finds a GPU, or cpu")
+    base_gpu_id: int = _arg(0, "of CUDA devices: the first rank's on each machine; the next ranks' follow it")
+    num_threads: int | None = _arg(None, "compute threads; default: all cores")
+    disable_native_kernels: bool = _arg(False, "run on plain torch even where compiled or Triton kernels exist")
+    cpu_isa: str = _arg("auto", "what CPU operators are compiled for; auto: $LOCKSTEP_CPU_ISA, or the best that works")
+    cpu_weight_format: str = _arg("plain", "w8: matrices of experts in 8 bits, with a power of two for 32 elements")
+    attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
+    disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a step that decodes, not a recording")
+    cuda_graph_max_bs: int | None = _arg(None, "most requests of a step that is recorded; default: 256")
+    random_seed: int | None = _arg(None, "seed for requests that bring none; default: from the system")
+    weight_version: str = _arg("default", "version label of the weights loaded at start")
+
+    context_length: int | None = _arg(None, "longest prompt plus output; default: the model's")
+    max_total_tokens: int | None = _arg(None, "KV pool size in tokens; default: from the memory really available")
+    mem_fraction_static: float = _arg(0.6, "share of the available memory for weights' staging copy and the KV pool")
+    max_running_requests: int = _arg(256, "most requests that decode together")
+    chunked_prefill_size: int = _arg(2048, "most prompt tokens computed in one step; -1: no limit")
+    max_queued_requests: int = _arg(8192, "most requests waiting; more are refused with 503")
+    max_logprob_entries: int = _arg(
+        1 << 22,
+        "most top and chosen log-probabilities, and ids of sampling masks, of a request; eight times as many in the "
+        "compact form, and sixteen times as many ids in columns",
+    )
+    max_request_mb: int = _arg(
+        2048,
+        "most megabytes that one request may come to hold, in the main process and in the scheduler each: tokens, "
+        "log-probabilities, masks and routes of all its samples, and what its prompts bring along",
+    )
+    disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
+    disable_overlap_schedule: bool | None = _arg(
+        None,
+        "finish each step before the next is launched; default: on a CPU, where a launch computes the step; "
+        "--enable-overlap-schedule: launch the next one first there, too",
+    )
+    max_state_rows: int | None = _arg(
+        None,
+        "rows of the state pool of a model with gated delta layers, one for each sequence: running requests, "
+        "and snapshots for prefix hits (default: twice --max-running-requests)",
+    )
+    state_snapshot_interval: int = _arg(
+        64, "tokens between the positions at which a recurrent state is kept for prefix hits"
+    )
+    session_pin_fraction: float = _arg(
+        0.0, "share of the KV pool that may be kept from eviction for sessions between their requests; 0: none"
+    )
+    session_pin_timeout: float = _arg(60.0, "seconds that a session's prefix is kept after its last request")
+    max_kv_version_lag: int = _arg(
+        -1, "commits that a request's KV may be behind; older KV is computed again; -1: no limit"
+    )
+
+    kv_events_config: str | None = _arg(
+        None, "JSON: publish what the prefix cache holds over ZMQ, for routers; as SGLang's and vLLM's"
+    )
+
+    enable_return_routed_experts: bool = _arg(False, "record each token's experts so that requests may ask for them")
+    return_routed_experts_by_default: bool = _arg(
+        False, "return routed experts to every request, also where a proxy dropped the field; implies recording"
+    )
+    vllm_routed_experts: Literal["npy", "dict", "packed"] = _arg(
+        "npy", "form of routed experts in /inference/v1/generate: vLLM's npy, prime-rl's dict or SkyRL's packed"
+    )
+
+    return_sampling_mask: bool = _arg(
+        False, "return the ids that top-k, top-p and min-p left at each token, to requests that have one of them"
+    )
+    sampling_mask_max_tokens: int = _arg(
+        4096, "most ids of a token's sampling mask; a request that comes to more ends with 400"
+    )
+
+    init_expert_location: str = _arg(
+        "trivial", "which expert is in which slot: trivial, or JSON text or a file with a map or with counts"
+    )
+    ep_num_redundant_experts: int = _arg(0, "expert slots of each MoE layer beyond one for each expert")
+    expert_distribution_recorder_mode: Literal["stat", "per_pass", "per_token"] | None = _arg(
+        None, "what /start_expert_distribution_record records by default; default: stat"
+    )
+
+    enable_eplb: bool = _arg(
+        False, "count the load of experts, and move them between ranks where that makes steps faster"
+    )
+    eplb_algorithm: str = _arg("auto", "planner of expert placements", choices=tuple(PLANNERS))
+    eplb_rebalance_num_iterations: int = _arg(1000, "steps between two checks of the balance of ranks")
+    eplb_min_rebalancing_utilization_threshold: float = _arg(
+        1.0, "mean over largest load of a rank from which on no experts are moved, 0 to 1"
+    )
+    eplb_rebalance_layers_per_chunk: int | None = _arg(
+        None, "most MoE layers whose experts are moved between two steps; default: what a tenth of a second allows"
+    )
+
+    weight_update_timeout: float = _arg(300.0, "seconds that a rendezvous or the receipt of one bucket may take")
+    max_weight_call_bytes: int | None = _arg(
+        None, "most bytes of tensors that one call of a weight update may bring; default: twice the model's"
+    )
+    weight_folders: str | None = _arg(
+        None,
+        "folders, joined by ':', in which what a call names must lie: model_path, source_dir and local_checkpoint_dir "
+        "of weight calls, folders of profiles, files of dumps; default: any, but without a key what is written must "
+        "lie in temporary folders or beside the model",
+    )
+    max_payload_bytes: int = _arg(48 << 20, "largest payload, without base64, of /update_weights_from_tensor")
+    weight_staging: Literal["host", "device", "journal", "in_place"] = _arg(
+        "host", "where a weight update waits for its end: in a copy in host or device memory, or in the model itself"
+    )
+    weight_journal_dir: str | None = _arg(
+        None, "folder for the old weights of --weight-staging journal; default: $TMPDIR"
+    )
+    keep_staging_memory: bool = _arg(
+        True, "keep the memory of a weight update for the next one, instead of giving it back to the system"
+    )
+    quantize_weight_updates: bool = _arg(
+        False,
+        "of an FP8 checkpoint: quantise what weight updates bring unquantised as the checkpoint is, so that what "
+        "serves is what an FP8 checkpoint of it would give",
+    )
+    cast_weight_updates: bool = _arg(
+        False,
+        "cast floating-point tensors of weight updates to the model's dtypes, as a start does; otherwise a cast that "
+        "loses something is made only for calls with cast: true",
+    )
+    pause_timeout: float | None = _arg(
+        None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
+    )
+    drain_timeout: float = _arg(10.0, "seconds that running requests and weight verbs get to finish on SIGTERM")
+    strict_requests: bool = _arg(
+        False, "refuse requests with fields that nobody knows; default: their answers name them in ignored_fields"
+    )
+    enable_metrics: bool = _arg(True, "serve /metrics and /dashboard")
+    log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "verbosity")
+
+    enable_memory_saver: bool = _arg(False, "allow /release_memory_occupation and /resume_memory_occupation")
+    enable_weights_cpu_backup: bool = _arg(
+        False, "keep released weights in a temporary file ($TMPDIR), from which a resume restores them"
+    )
+
+    tp_size: int = _arg(1, "ranks of one engine, 1 to 8: attention heads and experts are spread over them")
+    enable_dp_attention: bool = _arg(
+        False, "split attention into --dp-size groups of ranks, each with requests of its own"
+    )
+    dp_size: int = _arg(1, "data-parallel ranks: attention groups of one engine, or else independent engines")
+    ep_size: int = _arg(1, "ranks over which whole experts are spread; the rest of --tp-size splits each expert")
+    moe_a2a_backend: Literal["none", "all_to_all", "deepep"] = _arg(
+        "none", "how tokens reach their experts on other ranks; none: every rank sees all tokens"
+    )
+    deepep_mode: Literal["auto", "normal", "low_latency"] = _arg(
+        "auto", "how deepep sends: normal for many tokens, low_latency for steps of few; auto: by the size of each step"
+    )
+    nnodes: int = _arg(1, "machines of one engine; start the server on each of them")
+    node_rank: int = _arg(0, "index of this machine; 0 serves HTTP")
+    dist_init_addr: str | None = _arg(None, "HOST:PORT on machine 0 at which the ranks of several machines meet")
+    # A setting that this version does not have; echoed to external-engine clients as its off value.
+    pp_size: int = _arg(1, "pipeline ranks; this version runs 1")
+
+    @property
+    def captures_routes(self) -> bool:
+        return self.enable_return_routed_experts or self.return_routed_experts_by_default
+
+    @property
+    def overlaps(self) -> bool:
+        """True where a step is launched before the one before it is finished; a device `auto` counts as a CPU."""
+        disabled = self.disable_overlap_schedule
+        return not (self.device.startswith(("cpu", "auto")) if disabled is None else disabled)
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Raises `StartupError`."""
+        return parse_kv_events(self.kv_events_config, self.dp_size, self.allow_unauthenticated)
+
+    @property
+    def model_overrides(self) -> dict[str, Any]:
+        """The settings that stand in the place of those in `config.json`.  Raises `StartupError`."""
+        try:
+            overrides = json.loads(self.json_model_override_args or "{}")
+        except ValueError as error:
+            raise StartupError(f"--json-model-override-args is not JSON: {error}") from None
+        _require(
+            isinstance(overrides, dict),
+            f"--json-model-override-args must be a JSON object, got {str(self.json_model_override_args)[:60]!r}",
+        )
+        return overrides
+
+    @property
+    def is_local(self) -> bool:
+        """True where only programs on this machine can reach the server."""
+        return is_loopback(self.host)
+
+    @property
+    def name(self) -> str:
+        return self.served_model_name or self.model_path
+
+    def validate(self) -> None:
+        """Raise `StartupError` for the first setting or combination that cannot work."""
+        _require(self.pp_size == 1, "--pp-size other than 1 is not part of this version")
+        _require(self.nnodes >= 1, "--nnodes must be at least 1")
+        _require(0 <= self.node_rank < self.nnodes, f"--node-rank must be in 0..{self.nnodes - 1} (--nnodes)")
+        _require(
+            self.nnodes == 1 or is_address(self.dist_init_addr),
+            "--nnodes needs --dist-init-addr HOST:PORT, the same on every machine",
+        )
+        for flag, key in (("--api-key", self.api_key), ("--admin-api-key", self.admin_api_key)):
+            _require(key is None or bool(key), f"{flag} is empty: leave it out, or give a key")
+            _require(key is None or key == key.strip(), f"{flag} begins or ends with a space")
+        _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
+        _require(
+            "@" not in (self.register_url or ""),  # which is not repeated here
+            "--register-url must name no user and no password: it is logged, and shown by /server_info",
+        )
+        objection = None if self.register_url is None else objection_to_base_url(self.register_url)
+        _require(
+            objection is None,
+            f"--register-url must be http://HOST:PORT of a router, got {self.register_url!r}: {objection}",
+        )
+        _require(self.receive_timeout > 0, "--receive-timeout must be positive")
+        _require(
+            not (self.skip_tokenizer_init and (self.tool_call_parser or self.reasoning_parser)),
+            "--tool-call-parser and --reasoning-parser read text, and --skip-tokenizer-init makes none",
+        )
+        _require(self.latent_norm_eps is None or self.latent_norm_eps > 0, "--latent-norm-eps must be positive")
+        _ = self.model_overrides
+        _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
+        _require(
+            self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,
+            "--chunked-prefill-size must be at least 1, or -1 for no limit",
+        )
+        _require(self.max_total_tokens is None or self.max_total_tokens >= 2, "--max-total-tokens must be at least 2")
+        _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
+        _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
+        _require(self.cpu_weight_format in ("plain", "w8"), "--cpu-weight-format must be plain or w8")
+        _require(self.cuda_graph_max_bs is None or self.cuda_graph_max_bs >= 1, "--cuda-graph-max-bs must be positive")
+        _require(self.base_gpu_id >= 0, "--base-gpu-id must not be negative")
+        _require(
+            not self.base_gpu_id or self.device in ("cuda", "auto"),
+            f"--base-gpu-id counts CUDA devices: it needs --device cuda or auto, got --device {self.device}",
+        )
+        _require(
+            self.deepep_mode == "auto" or self.moe_a2a_backend == "deepep",
+            f"--deepep-mode {self.deepep_mode} needs --moe-a2a-backend deepep",
+        )
+        _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
+        _require(self.state_snapshot_interval >= 1, "--state-snapshot-interval must be at least 1")
+        _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")
+        _require(
+            not (self.session_pin_fraction and self.disable_radix_cache),
+            "--session-pin-fraction keeps cached prefixes, and --disable-radix-cache has none",
+        )
+        _require(self.session_pin_timeout > 0, "--session-pin-timeout must be positive")
+        _require(self.max_kv_version_lag >= -1, "--max-kv-version-lag must be -1 (no limit) or at least 0")
+        _require(
+            self.enable_memory_saver or not self.enable_weights_cpu_backup,
+            "--enable-weights-cpu-backup keeps what --enable-memory-saver releases: give both",
+        )
+        _require(
+            self.kv_events is None or not self.disable_radix_cache,
+            "--kv-events-config tells of the prefix cache, which --disable-radix-cache turns off",
+        )
+        _require(self.ep_num_redundant_experts >= 0, "--ep-num-redundant-experts must not be negative")
+        _require(self.eplb_algorithm in PLANNERS, f"--eplb-algorithm must be one of {', '.join(PLANNERS)}")
+        _require(self.eplb_rebalance_num_iterations >= 1, "--eplb-rebalance-num-iterations must be at least 1")
+        _require(
+            0.0 <= self.eplb_min_rebalancing_utilization_threshold <= 1.0,
+            "--eplb-min-rebalancing-utilization-threshold must be in 0..1",
+        )
+        _require(
+            self.eplb_rebalance_layers_per_chunk is None or self.eplb_rebalance_layers_per_chunk >= 1,
+            "--eplb-rebalance-layers-per-chunk must be at least 1",
+        )
+        _require(
+            not self.enable_eplb or self.ep_size > 1,
+            "--enable-eplb balances experts over ranks: give --ep-size of at least 2",
+        )
+        _require(self.weight_update_timeout > 0, "--weight-update-timeout must be positive")
+        _require(
+            self.max_weight_call_bytes is None or self.max_weight_call_bytes > 0,
+            "--max-weight-call-bytes must be positive",
+        )
+        _require(0 < self.max_payload_bytes < 2**32, "--max-payload-bytes must be in 1..4294967295")
+        _require(self.pause_timeout is None or self.pause_timeout > 0, "--pause-timeout must be positive")
+        _require(
+            self.weight_journal_dir is None or self.weight_staging == "journal",
+            "--weight-journal-dir is for --weight-staging journal",
+        )
+        _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
+        _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
+        _require(self.max_logprob_entries >= 0, "--max-logprob-entries must not be negative")
+        _require(self.max_request_mb >= 1, "--max-request-mb must be at least 1")
+        _require(self.sampling_mask_max_tokens >= 1, "--sampling-mask-max-tokens must be at least 1")
+        _require(bool(self.weight_version), "--weight-version must not be empty")
+        if not self.is_local and self.api_key is None and not self.allow_unauthenticated:
+            raise StartupError(
+                f"--host {self.host} is reachable from other machines: give --api-key, "
+                "or --allow-unauthenticated to accept that"
+            )
+
+    def public_dict(self) -> dict[str, Any]:
+        """Return all fields but the keys, for /server_info."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata.get("secret")}
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise StartupError(message)

@@ -1,0 +1,85 @@
+"""The scheduler's report of its state, for /server_info, /get_load, /v1/loads, /health and /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollout.core.messages.experts import EplbState, ExpertLoadState
+from rollout.core.messages.message import AnyRank, Reply, Total, TotalFloat
+from rollout.core.messages.update_state import EndedUpdateState, UpdateStateReply
+
+
+class PublishedWeights(msgspec.Struct, kw_only=True):
+    """One of the last weight versions.  `content_digest`: of the tensors as sent; `held_digest`: of memory."""
+
+    weight_version: str
+    weight_epoch: int
+    content_digest: str | None
+    held_digest: str | None
+
+
+class SchedulerState(Reply, kw_only=True):
+    """Counts, memory, version and health of an engine.  `withheld`, `poisoned`: why nothing may be served, if so.
+
+    `num_state_rows`: recurrent states, or pages of layers with a window; 0 where the model has neither.
+    `prefix_granularity`: the length of a prefix from which a request goes on is a multiple of it.
+    """
+
+    # requests and KV slots
+    num_running_reqs: Total
+    num_waiting_reqs: Total
+    num_used_tokens: Total
+    num_cached_tokens: Total
+    num_pinned_tokens: Total
+    num_running_sessions: Total
+    num_total_tokens: Total
+    max_total_num_tokens: Total
+    token_usage: float
+    num_used_state_rows: Total
+    num_state_rows: Total
+    prefix_granularity: int = 1
+    # since the start, or recently
+    gen_throughput: TotalFloat
+    cache_hit_rate: float
+    num_retracted_reqs: Total
+    num_generated_tokens: Total
+    num_prompt_tokens: Total
+    num_prompt_tokens_reused: Total
+    num_kv_event_batches: int | None
+    step_time_ms: dict[str, Any]
+    # gates
+    paused: AnyRank
+    withheld: str | None
+    poisoned: str | None
+    memory: dict[str, str]
+    # weights and experts
+    weights_path: str | None
+    weight_version: str
+    weight_epoch: int
+    placement_epoch: int
+    content_digest: str | None
+    held_digest: str | None
+    weight_versions: list[PublishedWeights]
+    weight_update: UpdateStateReply
+    ended_updates: list[EndedUpdateState]
+    expert_distribution: ExpertLoadState | None
+    eplb: EplbState | None
+    # what does not change
+    max_running_requests: int
+    context_length: int
+    dtype: str
+    device: str
+    overlap_schedule: bool  # whether a step is launched before the one before it is finished
+    model_bytes: Total
+    kv_bytes: Total
+    num_threads: int
+    cpu_isa: str  # "" without compiled operators
+    batch_invariant: bool
+    batch_invariance_note: str
+
+    def merged(self, replies: Sequence[SchedulerState]) -> SchedulerState:
+        found: SchedulerState = super().merged(replies)
+        return msgspec.structs.replace(found, token_usage=found.num_used_tokens / found.max_total_num_tokens)

@@ -1,0 +1,91 @@
+"""Replies about a weight update: the one that was published, and the one that is open."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from rollout.core.messages.message import Reply
+
+
+class CommitReply(Reply, kw_only=True):
+    """The published version; unset without one.  `content_digest`: of the tensors as sent; `held_digest`: of memory."""
+
+    weight_version: str | UnsetType = UNSET
+    weight_epoch: int | UnsetType = UNSET
+    content_digest: str | UnsetType | None = UNSET
+    held_digest: str | UnsetType | None = UNSET
+    placement_epoch: int | UnsetType = UNSET
+    placement_adopted: bool | UnsetType = UNSET
+    placement_note: str | UnsetType = UNSET
+    num_tensors: int | UnsetType = UNSET
+    num_bytes: int | UnsetType = UNSET
+    prepared_seconds: float | UnsetType | None = UNSET
+    staging_seconds: float | UnsetType = UNSET
+    receiving_seconds: float | UnsetType = UNSET
+    stall_seconds: float | UnsetType = UNSET
+
+
+class EndedUpdateState(msgspec.Struct, kw_only=True):
+    """The end of one of the last updates, see `weight_sync.update_book.EndedUpdate`."""
+
+    update_id: str | None
+    kind: Literal["committed", "lost", "aborted"]
+    weight_version: str | None
+    weight_epoch: int | None
+    reason: str | None
+    num_tensors: int
+    num_bytes: int
+    prepared_s: float | None = None
+    staging_s: float
+    receiving_s: float = 0.0
+    stall_s: float
+    steps_held: bool
+    ended_at: float
+
+
+class UpdateStateReply(Reply, kw_only=True):
+    """The state of the open update, `busy` to `poisoned`; or the `outcome` and `reason` of a named update.
+
+    `unpaired`: tensors that wait for their FP8 scales, or scales for their tensor; `unpaired_bytes`: memory of them.
+    For a committed update, the fields of its commit's reply are set too.
+    """
+
+    update_id: str | None
+    outcome: Literal["open", "verified", "committed", "lost", "aborted", "unknown"] | UnsetType = UNSET
+    reason: str | UnsetType | None = UNSET
+    open: bool | UnsetType = UNSET
+    implicit: bool | UnsetType = UNSET
+    bound: bool | UnsetType = UNSET
+    state: str | UnsetType | None = UNSET
+    weight_version: str | UnsetType | None = UNSET
+    coverage: Literal["full", "partial"] | UnsetType | None = UNSET
+    received: int | UnsetType | None = UNSET
+    missing: int | UnsetType | None = UNSET
+    received_names: list[str] | UnsetType | None = UNSET
+    missing_names: list[str] | UnsetType | None = UNSET
+    num_bytes: int | UnsetType | None = UNSET
+    unpaired: int | UnsetType | None = UNSET
+    unpaired_bytes: int | UnsetType | None = UNSET
+    lease_s: float | UnsetType | None = UNSET
+    lease_left_s: float | UnsetType | None = UNSET
+    failed: str | UnsetType | None = UNSET
+    staging: str | UnsetType = UNSET
+    last_failure: dict[str, Any] | UnsetType | None = UNSET
+    busy: bool | UnsetType = UNSET
+    steps_held: bool | UnsetType = UNSET
+    pause_left_s: float | UnsetType | None = UNSET
+    poisoned: str | UnsetType | None = UNSET
+    weight_epoch: int | UnsetType = UNSET
+    content_digest: str | UnsetType | None = UNSET
+    held_digest: str | UnsetType | None = UNSET
+    placement_epoch: int | UnsetType = UNSET
+    placement_adopted: bool | UnsetType = UNSET
+    placement_note: str | UnsetType = UNSET
+    num_tensors: int | UnsetType = UNSET
+    prepared_seconds: float | UnsetType | None = UNSET
+    staging_seconds: float | UnsetType = UNSET
+    receiving_seconds: float | UnsetType = UNSET
+    stall_seconds: float | UnsetType = UNSET

@@ -1,0 +1,396 @@
+"""The control verbs that concern weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from rollout.core.messages.message import (
+    GET_AND_POST,
+    AnyReply,
+    ControlReqInput,
+    Endpoint,
+    Limits,
+    Name,
+    NoReply,
+    Reply,
+    Size,
+    Total,
+    UpdateId,
+)
+from rollout.core.messages.update_state import CommitReply, UpdateStateReply
+
+_TARGETS: tuple[Any, Any] = (Literal["all", "target"], "all")
+_SELECTOR = {"selector": _TARGETS}
+_FLUSH = {"flush_cache": (bool, True)}
+"""SGLang's: here a refresh never has old prefixes matched, and the cache need not be emptied."""
+PackedBytes = Annotated[int, Limits(ge=1, lt=2**48)]
+DEFAULT_GROUP = "weight_update_group"
+
+# --- replies -----------------------------------------------------------------------------------------------------
+
+
+class BucketReply(CommitReply, kw_only=True):
+    """`weight_update`: the state of the open update, unless this call was one of its own."""
+
+    weight_update: UpdateStateReply | UnsetType = UNSET
+
+
+class DiskReply(BucketReply, kw_only=True):
+    num_paused_requests: Total | UnsetType = UNSET
+    model_path: str | UnsetType = UNSET
+
+
+class PullReply(CommitReply, kw_only=True):
+    """`start`: what the new version was made from; null: a full checkpoint.  `num_patched`: tensors that changed.
+
+    `memory`: how the weights that serve were brought there, null if they were not.
+    """
+
+    version: int
+    previous: int | None
+    start: int | None
+    num_deltas: int
+    num_patched: int
+    written_bytes: int
+    memory: Literal["delta", "full", "unchanged"] | None
+
+
+class BeginReply(Reply, kw_only=True):
+    update_id: str
+
+
+class VersionReply(Reply, kw_only=True):
+    new_version: str
+
+
+class WeightsReply(Reply, kw_only=True):
+    """`parameter`: nested lists.  `staged`: as it was sent, not as it serves."""
+
+    parameter: Any
+    staged: bool
+
+
+class CheckerReply(Reply, kw_only=True):
+    """`checksum`: the first four.  `snapshot`: from `num_tensors` to `weight_version`.  `compare`: the next four.
+
+    `checksums` and `held_digest` are of the tensors in memory; `digest` is of the tensors as sent, if memory holds
+    their result, else the same as `held_digest`.
+    """
+
+    checksums: dict[str, str] | UnsetType = UNSET
+    held_digest: str | UnsetType = UNSET
+    digest: str | UnsetType = UNSET
+    expected_digest: str | UnsetType | None = UNSET
+    num_tensors: int | UnsetType = UNSET
+    num_bytes: int | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+    equal: bool | UnsetType = UNSET
+    num_compared: int | UnsetType = UNSET
+    differing: list[dict[str, Any]] | UnsetType = UNSET
+    snapshot_weight_version: str | UnsetType = UNSET
+    poisoned: str | UnsetType = UNSET
+
+
+# --- groups ------------------------------------------------------------------------------------------------------
+
+
+class InitWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
+    """Join a process group with the trainer; replies when all members are there."""
+
+    endpoint = Endpoint(path="/init_weights_update_group", aliases=("/areal_init_weights_update_group",), tag="weights")
+
+    master_address: str
+    master_port: Annotated[int, Limits(ge=0, le=65535)]
+    rank_offset: Annotated[int, Limits(ge=0, lt=2**31)]
+    world_size: Annotated[int, Limits(ge=1, lt=2**31)]
+    group_name: str = DEFAULT_GROUP
+    backend: str | None = None
+
+
+class DestroyWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
+    """Leave a process group."""
+
+    endpoint = Endpoint(path="/destroy_weights_update_group", tag="weights")
+
+    group_name: str = DEFAULT_GROUP
+
+
+# --- one update --------------------------------------------------------------------------------------------------
+
+
+class ManifestEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A logical tensor as the trainer announces it.  There may be 100,000 in a body, which is read as these structs."""
+
+    name: str
+    dtype: str
+    shape: list[Annotated[Size, msgspec.Meta(ge=0, le=2**63 - 1)]]
+    fingerprint: str | None = None  # 16 hex digits, see weight_sync.fingerprint
+
+
+_PIECE = 1024
+
+
+def manifest_in_pieces(manifest: Sequence[ManifestEntry]) -> list[bytes]:
+    """A manifest as it goes to the engine, where no thread waits until all of it is decoded."""
+    return [msgspec.msgpack.encode(manifest[start : start + _PIECE]) for start in range(0, len(manifest), _PIECE)]
+
+
+class OfUpdateReqInput(ControlReqInput[AnyReply], kw_only=True):
+    """Base of the verbs that may name their weight update: they are refused unless it is open."""
+
+    update_id: UpdateId | None = None
+
+
+class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
+    """Open a weight update.  Nothing changes for requests until it ends.
+
+    `update_id`: chosen by the sender, all of whose calls must carry it then; null: the request's id becomes it.
+    """
+
+    endpoint = Endpoint(
+        path="/begin_weight_update",
+        tag="weights",
+        accepts=_SELECTOR,
+        hidden=frozenset({"counts_tensors", "manifest_pieces"}),
+    )
+
+    weight_version: str | None = None
+    coverage: Literal["full", "partial"] = "full"
+    manifest: list[ManifestEntry] | None = None
+    base_version: str | None = None  # what must be in force, or the update is refused
+    base_digest: Annotated[str, Limits(pattern="^[0-9a-fA-F]{64}$")] | None = None
+    placement_epoch: Size | None = None  # of the expert map that the sender goes by: it must be, and stays, in force
+    adopt_placement: bool | None = None  # put a fresh expert map in force with the weights; None: the server's default
+    lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
+    prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
+    cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
+    manifest_pieces: list[bytes] | None = None  # in place of a long manifest
+    counts_tensors: bool = False  # the label says how many came if not all did, as no part was announced
+
+    @property
+    def has_manifest(self) -> bool:
+        return self.manifest is not None or self.manifest_pieces is not None
+
+    def entries(self) -> Iterator[ManifestEntry]:
+        """Yield the entries of the manifest; its pieces are decoded one by one."""
+        yield from self.manifest or ()
+        for piece in self.manifest_pieces or ():
+            yield from msgspec.msgpack.decode(piece, type=list[ManifestEntry])
+
+
+class EndWeightUpdateReqInput(OfUpdateReqInput[CommitReply]):
+    """Verify what came and put it in force, all or nothing; with a `phase`, only one of the two.
+
+    `weight_version`: in place of the label so far.
+    """
+
+    endpoint = Endpoint(path="/end_weight_update", tag="weights", hidden=frozenset({"weight_version"}))
+
+    phase: Literal["verify", "commit"] | None = None
+    weight_version: str | None = None
+
+
+class AbortWeightUpdateReqInput(OfUpdateReqInput[NoReply]):
+    """Drop the open weight update: the previous weights serve."""
+
+    endpoint = Endpoint(path="/abort_weight_update", tag="weights")
+
+
+class GetWeightUpdateReqInput(OfUpdateReqInput[UpdateStateReply]):
+    """The open weight update: what came, what is missing, its lease; and why the last one failed.
+
+    With an `update_id`: what became of that one.  Answered at once.
+    """
+
+    endpoint = Endpoint(path="/weight_update", methods=("GET",), query=("GET",), tag="weights", shape="bare")
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------
+
+
+class UpdateWeightsReqInput(OfUpdateReqInput[AnyReply], kw_only=True):
+    """Base of the verbs that bring tensors.  `weight_version` names what they make up."""
+
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+
+
+class BringsTensorsReqInput(UpdateWeightsReqInput[AnyReply], kw_only=True):
+    """Base of the verbs whose tensors are a trainer's own, and no checkpoint.
+
+    `cast`: take tensors of other floating-point types than the model's, also where the cast loses something; null: as
+    the update began, or --cast-weight-updates.
+    """
+
+    cast: bool | None = None
+
+
+class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], kw_only=True):
+    """Receive tensors by broadcast from rank 0 of the group."""
+
+    endpoint = Endpoint(
+        path="/update_weights_from_distributed", tag="weights", accepts=_SELECTOR | _FLUSH, timed_as="distributed"
+    )
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[Size]]
+    group_name: str = DEFAULT_GROUP
+    load_format: str | None = None
+    packed_buffer_size_bytes: PackedBytes | None = None
+    """The size of a buffer with `load_format` "packed"."""
+
+
+class RefusedBucketReqInput(UpdateWeightsReqInput[BucketReply], kw_only=True):
+    """A call of `UpdateWeightsFromDistributedReqInput` that could not be read, and why.
+
+    Its broadcast may be on its way.  `group_name` None: not even that could be read.
+    """
+
+    reason: str
+    group_name: str | None
+
+
+class UpdateWeightsFromDiskReqInput(UpdateWeightsReqInput[DiskReply], kw_only=True):
+    """Load a checkpoint folder, all or nothing; `model_path` in /model_info changes only on success.
+
+    The fields from `flush_cache` on are SGLang's and change nothing here.
+    """
+
+    endpoint = Endpoint(
+        path="/update_weights_from_disk",
+        aliases=("/areal_update_weights",),
+        tag="weights",
+        accepts=_FLUSH
+        | _SELECTOR
+        | dict.fromkeys(("is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph"), (bool, False))
+        | {"token_step": (int, 0)},
+        timed_as="disk",
+    )
+
+    model_path: Name
+    load_format: str | None = None
+
+
+class PullWeightsReqInput(OfUpdateReqInput[PullReply], kw_only=True):
+    """Bring a local checkpoint folder to a published version and, if asked, the weights that serve.
+
+    As slime and miles send it; `update_memory` and `weight_version` (null: the target version) are our own.
+    """
+
+    endpoint = Endpoint(path="/pull_weights", tag="weights")
+
+    local_checkpoint_dir: Name
+    source_dir: Name
+    target_version: Size
+    update_memory: bool = False
+    weight_version: str | None = None
+
+
+class UpdateWeightsFromIPCReqInput(BringsTensorsReqInput[BucketReply], kw_only=True):
+    """Receive tensors from a parameter server on this machine, as a worker of checkpoint-engine does.
+
+    `zmq_handles`: address of the sender's socket, by device.
+    """
+
+    endpoint = Endpoint(path="/update_weights_from_ipc", tag="weights", accepts=_SELECTOR | _FLUSH, timed_as="ipc")
+
+    zmq_handles: dict[str, str]
+
+
+class UpdateWeightsFromTensorReqInput(BringsTensorsReqInput[BucketReply], kw_only=True):
+    """Receive tensors that are in the body, or in shared memory of this machine.
+
+    They are in `payload`, for all ranks, in `payloads`, one for each rank of an engine, or in shared memory; a body has
+    them in base64.  `format` null: pickled as SGLang's clients do.  `serialized_once`: fewer times than there are ranks
+    to read it.
+    """
+
+    endpoint = Endpoint(
+        path="/update_weights_from_tensor",
+        tag="weights",
+        hidden=frozenset({"payload", "payloads", "serialized_once"}),
+        accepts=_SELECTOR | _FLUSH | {"serialized_named_tensors": (list[str] | None, None)},
+        timed_as="tensor",
+    )
+
+    payload: bytearray | None = None
+    payloads: list[bytearray] | None = None
+    serialized_once: bool = False
+    load_format: str | None = None
+    format: Literal["safetensors"] | None = None
+    shm_name: str | None = None
+    shm_bytes: Annotated[int, Limits(ge=8, lt=2**48)] | None = None
+    shm_unlink: bool = False
+
+
+# --- labels and content ------------------------------------------------------------------------------------------
+
+
+class UpdateWeightVersionReqInput(OfUpdateReqInput[VersionReply], kw_only=True):
+    """Rename the version in force, or the one being received."""
+
+    endpoint = Endpoint(path="/update_weight_version", tag="weights")
+
+    new_version: Name
+    abort_all_requests: bool = True
+
+
+class GetWeightsByNameReqInput(ControlReqInput[WeightsReply]):
+    """The first `truncate_size` rows of a tensor as nested lists."""
+
+    endpoint = Endpoint(path="/get_weights_by_name", methods=GET_AND_POST, query=("GET",), tag="weights")
+
+    name: str
+    truncate_size: Annotated[int, Limits(ge=0, lt=2**31)] = 100
+
+
+class WeightsCheckerReqInput(ControlReqInput[CheckerReply]):
+    """Fingerprints of all logical tensors and their digest; a snapshot of them, or a comparison with it."""
+
+    endpoint = Endpoint(
+        path="/weights_checker",
+        methods=GET_AND_POST,
+        tag="weights",
+        accepts=_SELECTOR | {"allow_quant_error": (bool, False)},
+    )
+
+    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    keep_content: bool = False
+    skip_tensor_list: list[str] | None = None
+
+
+class DropSnapshotReply(Reply, kw_only=True):
+    """`num_bytes`: of host memory that the snapshot held on a rank."""
+
+    num_bytes: int
+
+
+class DropWeightSnapshotReqInput(ControlReqInput[DropSnapshotReply]):
+    """Forget the snapshot of `/weights_checker`, and give its memory back; without one nothing happens."""
+
+    endpoint = Endpoint(path="/drop_weight_snapshot", tag="weights")
+
+
+VERBS: tuple[type[ControlReqInput], ...] = (
+    InitWeightsUpdateGroupReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    AbortWeightUpdateReqInput,
+    GetWeightUpdateReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    RefusedBucketReqInput,
+    UpdateWeightsFromDiskReqInput,
+    PullWeightsReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+    GetWeightsByNameReqInput,
+    WeightsCheckerReqInput,
+    DropWeightSnapshotReqInput,
+)

@@ -1,0 +1,194 @@
+"""`ServerHistory`: the last minutes of a server, for a page that may be opened later.
+
+It asks the scheduler for its state once a second, as /metrics does at each scrape, and keeps what is shown over time.
+Everything is bounded.  Each entry gets the next number of one count, so that a reader asks for newer ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from rollout.core.errors import LockstepError
+from rollout.core.messages.experts import EplbState, ExpertLoadState
+from rollout.core.messages.io_struct import GetStateReqInput
+from rollout.core.messages.scheduler_state import SchedulerState
+from rollout.dashboard.refusals import RefusalLog
+from rollout.dashboard.route_probe import RouteProbe
+from rollout.tokenizer_manager.manager import Phase, TokenizerManager
+
+SAMPLE_EVERY_S = 1.0
+ANSWER_S = 4.0
+"""A scheduler that has not answered for so long is shown as silent."""
+SAMPLES_KEPT = 600
+UPDATES_KEPT = 200
+REBALANCES_KEPT = 400
+WINDOW = 100
+"""Forward passes over which expert loads are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The server at one moment.  `at`: seconds since 1970.  Rates are of the time since the sample before.
+
+    `balance`: by MoE layer, None where no loads were recorded since the sample before.
+    """
+
+    at: float
+    generated_per_s: float
+    prefilled_per_s: float
+    running: int
+    waiting: int
+    used_tokens: int
+    used_state_rows: int
+    paused: bool
+    weight_epoch: int
+    balance: list[float | None] | None
+
+
+class ServerHistory:
+    """Use from the manager's event loop, with `run()` as a task of it."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self.refusals = RefusalLog()
+        self.probe = RouteProbe(manager)
+        self.state: SchedulerState | None = None  # the last one
+        self.answered_at: float | None = None
+        self.unanswered: str | None = None  # why the last question has no answer
+        self._manager = manager
+        self._count = 0
+        self._samples: deque[tuple[int, Sample]] = deque(maxlen=SAMPLES_KEPT)
+        self._updates: deque[tuple[int, dict[str, Any]]] = deque(maxlen=UPDATES_KEPT)
+        self._rebalances: deque[tuple[int, dict[str, Any]]] = deque(maxlen=REBALANCES_KEPT)
+        self._flips: deque[tuple[int, dict[str, Any]]] = deque(maxlen=UPDATES_KEPT)
+        self._probing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Sample until cancelled."""
+        try:
+            while True:
+                await self.sample()
+                await asyncio.sleep(SAMPLE_EVERY_S)
+        finally:
+            if self._probing is not None:
+                self._probing.cancel()
+                await asyncio.gather(self._probing, return_exceptions=True)
+
+    async def sample(self) -> None:
+        """Ask once, and enter the answer."""
+        if self._manager.phase not in (Phase.SERVING, Phase.STOPPING):
+            return
+        try:
+            answer = await self._manager.communicator.call(GetStateReqInput, ANSWER_S)
+            if not answer.success:
+                raise LockstepError(answer.message)
+        except (LockstepError, msgspec.ValidationError) as error:
+            self.unanswered = str(error)
+            return
+        self.enter(answer.reply, time.time())
+        if self._manager.phase is Phase.SERVING and (self._probing is None or self._probing.done()):
+            self._probing = asyncio.create_task(self._probe(answer.reply))
+
+    async def _probe(self, state: SchedulerState) -> None:
+        flip = await self.probe.follow(state)
+        if flip is not None:
+            self._flips.append((self._next(), asdict(flip)))
+
+    def enter(self, state: SchedulerState, now: float) -> None:
+        """Take one state of the scheduler; `now` in seconds since 1970."""
+        self._enter_sample(state, now)
+        known = {(update["update_id"], update["ended_at"]) for _, update in self._updates}
+        for update in state.ended_updates:
+            if (update.update_id, update.ended_at) not in known:
+                self._updates.append((self._next(), msgspec.structs.asdict(update)))
+        if state.eplb is not None:
+            self._enter_rebalances(state.eplb, now)
+        self.state, self.answered_at, self.unanswered = state, now, None
+
+    def _enter_sample(self, state: SchedulerState, now: float) -> None:
+        before = self.state
+        generated = prefilled = 0.0
+        if before is not None and self.answered_at is not None and now > self.answered_at:
+            seconds = now - self.answered_at
+            generated = (state.num_generated_tokens - before.num_generated_tokens) / seconds
+            prefilled = (_num_prefilled(state) - _num_prefilled(before)) / seconds
+        sample = Sample(
+            at=round(now, 3),
+            generated_per_s=round(generated, 1),
+            prefilled_per_s=round(prefilled, 1),
+            running=state.num_running_reqs,
+            waiting=state.num_waiting_reqs,
+            used_tokens=state.num_used_tokens,
+            used_state_rows=state.num_used_state_rows,
+            paused=state.paused,
+            weight_epoch=state.weight_epoch,
+            balance=_balance(None if before is None else before.expert_distribution, state.expert_distribution),
+        )
+        self._samples.append((self._next(), sample))
+
+    def _enter_rebalances(self, eplb: EplbState, now: float) -> None:
+        """Enter the rebalances that ended after the last known one, and that one again once its effect was measured."""
+        last = self._rebalances[-1][1] if self._rebalances else None
+        for facts in eplb.rebalances:
+            new = _rebalance(facts)
+            if last is None or facts["number"] > last["number"]:
+                self._rebalances.append((self._next(), new | {"ended_at": round(now - facts["age_s"], 3)}))
+            elif facts["number"] == last["number"] and new["balancedness_measured"] != last["balancedness_measured"]:
+                self._rebalances[-1] = (self._next(), last | {"balancedness_measured": new["balancedness_measured"]})
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+    def since(self, count: int) -> dict[str, Any]:
+        """Return the entries after number `count`, oldest first; ask with `count` of the reply next."""
+        return {
+            "count": self._count,
+            "samples": [asdict(sample) for sample in _newer(self._samples, count)],
+            "updates": _newer(self._updates, count),
+            "rebalances": _newer(self._rebalances, count),
+            "flips": _newer(self._flips, count),
+            "refusals": self.refusals.entries(),
+        }
+
+
+def _newer(entries: Iterable[tuple[int, Any]], count: int) -> list[Any]:
+    return [entry for number, entry in entries if number > count]
+
+
+def _num_prefilled(state: SchedulerState) -> int:
+    """Prompt tokens that were computed, not taken from the prefix cache."""
+    return state.num_prompt_tokens - state.num_prompt_tokens_reused
+
+
+def _balance(before: ExpertLoadState | None, record: ExpertLoadState | None) -> list[float | None] | None:
+    """Return the balancedness of ranks; on one rank, where that is always even, of slots.
+
+    None if no pass has come since `before`.
+    """
+    if record is None or not record.recording:
+        return None
+    if before is not None and before.num_passes == record.num_passes:
+        return None
+    window = record.windows[0]
+    is_alone = all(len(loads) == 1 for loads in window.rank_loads)
+    values = window.slot_balancedness if is_alone else window.rank_balancedness
+    return [None if value is None else round(value, 3) for value in values]
+
+
+def _rebalance(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts to show of a rebalance: of the decision and its outcome."""
+    names = (
+        *("number", "reason", "algorithm", "num_experts_moved", "num_bytes"),
+        *("num_chunks", "chunks_done", "seconds", "longest_chunk_s", "dropped"),
+    )
+    balances = ("balancedness_before", "balancedness_after", "balancedness_measured")
+    balance = {name: (facts.get(name) or {}).get("mean") for name in balances}
+    moved = {"num_local_copies": facts.get("num_local_copies", 0)}
+    return {name: facts[name] for name in names} | balance | moved

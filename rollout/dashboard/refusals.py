@@ -1,0 +1,101 @@
+"""`RefusalLog`: the last requests that got an error, and why; an ASGI middleware notes them as answers go out."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout.http.io import CLIENT_CLOSED_REQUEST
+
+KEPT = 30
+MOST_PATH_CHARS = 120
+MOST_REASON_CHARS = 400
+_MOST_BODY_BYTES = 16_384
+PROBES = frozenset({"/health", "/health_generate", "/ready", "/liveness", "/ping"})
+"""Paths whose 503 is an answer: not ready yet, paused, or draining.  Probes ask again and again."""
+
+
+@dataclass(slots=True)
+class Refusal:
+    """A refused call; `at`: of the last time, in seconds since 1970; `times`: in a row."""
+
+    method: str
+    path: str
+    status: int
+    reason: str
+    times: int = 1
+    at: float = field(default_factory=time.time)
+
+
+class RefusalLog:
+    """The last ones; a refusal that is repeated right away is counted."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Refusal] = deque(maxlen=KEPT)
+
+    def note(self, method: str, path: str, status: int, reason: str) -> None:
+        new = Refusal(method[:16], _cut(path, MOST_PATH_CHARS), status, _cut(reason, MOST_REASON_CHARS))
+        last = self._entries[-1] if self._entries else None
+        if last is not None and (last.method, last.path, last.status, last.reason) == (
+            new.method, new.path, new.status, new.reason,
+        ):  # fmt: skip
+            last.times, last.at = last.times + 1, new.at
+        else:
+            self._entries.append(new)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Oldest first."""
+        return [asdict(entry) for entry in self._entries]
+
+
+class NoteRefusals:
+    """Notes in `log` every answer of the application from status 400 on, and what it raised, but not 503 to a probe.
+
+    Stands behind the keys, so that no client without one fills the log.
+    """
+
+    def __init__(self, app: ASGIApp, *, log: RefusalLog) -> None:
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif status >= 400:
+                if status != CLIENT_CLOSED_REQUEST and not (status == 503 and scope["path"] in PROBES):
+                    self._log.note(scope["method"], scope["path"], status, reason_in(message.get("body", b"")))
+                status = 0  # of a body in parts the first is enough
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            self._log.note(scope["method"], scope["path"], 500, f"internal error: {type(error).__name__}")
+            raise
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def reason_in(body: bytes) -> str:
+    """The message of an error's body; nothing where it has none."""
+    if len(body) > _MOST_BODY_BYTES:
+        return ""
+    try:
+        content = msgspec.json.decode(body)
+        return str(content["error"]["message"])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
+        return ""

@@ -1,0 +1,120 @@
+"""`/dashboard`: the page, which anybody may load, and its data, which take the admin key where there is one."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Query
+from starlette.responses import HTMLResponse, Response
+
+from rollout.core.errors import BadRequest
+from rollout.core.messages.scheduler_state import SchedulerState
+from rollout.core.version import VERSION
+from rollout.dashboard.history import WINDOW, ServerHistory
+from rollout.http.control.io import ControlRoute, add_route
+from rollout.http.io import json_body, json_response
+from rollout.http.protocol import RouteProbeRequest
+from rollout.http.web_page import Page
+from rollout.tokenizer_manager.manager import TokenizerManager
+
+ProbeBody = Annotated[RouteProbeRequest, Depends(json_body(RouteProbeRequest))]
+
+
+class DashboardRoutes:
+    """`history`: what is shown; somebody runs it."""
+
+    def __init__(self, manager: TokenizerManager, history: ServerHistory) -> None:
+        self._manager = manager
+        self._history = history
+        self._page = Page("rollout.dashboard")
+
+    def page_router(self) -> APIRouter:
+        """Return the page's routes, without data and without a key: a browser cannot send one to open a page."""
+        router = APIRouter(tags=["info"])
+        router.add_api_route("/dashboard", self.page, response_class=HTMLResponse)
+        return router
+
+    def data_router(self) -> APIRouter:
+        router = APIRouter(route_class=ControlRoute, tags=["dashboard"])
+        router.add_api_route("/dashboard/data", self.data)
+        add_route(router, "/dashboard/route_probe", self.route_probe, RouteProbeRequest)
+        return router
+
+    async def page(self) -> Response:
+        """The page; it asks /dashboard/data once a second."""
+        return self._page.response()
+
+    async def data(self, since: Annotated[int, Query(ge=0, lt=2**53)] = 0) -> Response:
+        """The server now, and what happened after number `since` of the history; 0: all that is kept."""
+        manager, history = self._manager, self._history
+        state = history.state
+        content = {
+            "now": time.time(),
+            "server": {
+                "model": manager.server_args.name,
+                "version": VERSION,
+                "started_at": manager.started_at,
+                "phase": manager.phase.value,
+                "failure": manager.failure_message,
+                "moe_layer_ids": list(manager.model_config.moe_layer_ids),
+                "num_experts": manager.model_config.num_experts,
+            },
+            "answered_at": history.answered_at,
+            "unanswered": history.unanswered,
+            "probe_tokens": history.probe.num_tokens,
+            "state": None if state is None else _shown(state),
+            **history.since(since),
+        }
+        return json_response(content)
+
+    async def route_probe(self, body: ProbeBody) -> Response:
+        """Score a text under each weight version from now on, for the share of routes that a refresh flips.
+
+        Neither `text` nor `input_ids`: no longer.
+        """
+        probe = self._history.probe
+        if body.text is not None and body.input_ids is not None:
+            raise BadRequest("give text or input_ids, not both")
+        input_ids = body.input_ids
+        if body.text is not None:
+            (input_ids,) = await self._manager.tokenizer.encode([body.text])
+        if input_ids is None:
+            probe.stop()
+        else:
+            await probe.start(input_ids)
+        return json_response({"num_tokens": probe.num_tokens, "success": True, "message": ""})
+
+
+def _shown(state: SchedulerState) -> dict[str, Any]:
+    """Return the part of the scheduler's state that the page shows."""
+    names = (
+        *("num_running_reqs", "num_waiting_reqs", "max_running_requests"),
+        *("num_used_tokens", "max_total_num_tokens", "num_used_state_rows", "num_state_rows"),
+        *("paused", "withheld", "poisoned", "memory"),
+        *("weight_version", "weight_epoch", "placement_epoch", "device", "dtype"),
+    )
+    experts, eplb = state.expert_distribution, state.eplb
+    shown: dict[str, Any] = {name: getattr(state, name) for name in names}
+    shown["versions"] = [(one.weight_epoch, one.weight_version) for one in state.weight_versions]
+    shown["weight_update"] = msgspec.to_builtins(state.weight_update)
+    shown["experts"] = None
+    if experts is not None:
+        (window,) = [one for one in experts.windows if one.window == WINDOW]
+        shown["experts"] = {
+            "recording": experts.recording,
+            "num_passes": window.num_passes,
+            "window": window.window,
+            "rank_loads": window.rank_loads,
+            "drift": experts.drift,
+        }
+    shown["eplb"] = None
+    if eplb is not None:
+        shown["eplb"] = {
+            "stage": eplb.stage,
+            "stuck": eplb.stuck,
+            "num_evaluations": eplb.num_evaluations,
+            "reason": (eplb.decision or {}).get("reason"),
+        }
+    return shown

@@ -1,0 +1,132 @@
+"""`GraphBuffers`: what captured steps read and write, at addresses that stay.
+
+    rows    0 .. n - 1     n .. size - 1      size .. B - 1
+            the step's     padding            padding: a larger captured step would read it
+
+A padding row is a sequence of one token in the padding row of the slot table: it writes KV to the padding slot, and
+attends to nothing else.  What it computes is left where it is.
+
+Shapes: B rows of the largest captured step, n of a step, L MoE layers, K top-k, D hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout.core.forward_batch import DecodeRows, ForwardBatch, WindowOperands
+from rollout.core.host_copy import to_device
+from rollout.memory.kv_pool import KVPool, ReqToTokenPool
+from rollout.sampling.batch_info import PlainRows
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutputs:
+    """`hidden` [B, D]; `routes` [B, L, K], logical ids; `token_ids` int64 and `logprobs` float32 [B]."""
+
+    hidden: torch.Tensor
+    routes: torch.Tensor
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+
+
+class GraphBuffers:
+    """For steps of at most `most` requests that decode.  `window_table`: that of layers with a window, if there is one.
+
+    `hidden_like` [D] and `routes_like` [L, K] say of which sizes, types and device the outputs are.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        kv_pool: KVPool,
+        pool: ReqToTokenPool,
+        window_table: torch.Tensor | None,
+        hidden_like: torch.Tensor,
+        routes_like: torch.Tensor,
+    ) -> None:
+        device = hidden_like.device
+        padding = {
+            "input_ids": 0,
+            "positions": 0,
+            "slots": kv_pool.padding_slot,
+            "window_slots": kv_pool.window_padding_slot,
+            "rows": pool.padding_row,
+            "seq_lens": 1,
+        }
+        self._padding = torch.tensor(list(padding.values()), dtype=torch.int64, device=device)[:, None]
+        self._inputs = self._padding.repeat(1, most)  # [inputs, B]
+        inputs = self._inputs.unbind()
+        self._input_ids, self._positions, self._slots, self._window_slots, self._rows, self._lens = inputs
+        self._padding_on_host = torch.tensor([[pool.padding_row], [1]], dtype=torch.int64)
+        self._on_host = self._padding_on_host.repeat(1, most)
+        self._num_real = 0  # rows from here on are padding
+        self._table, self._window_table = pool.table, window_table
+        zeros = torch.zeros(most, dtype=torch.int64, device=device)
+        self._plain = PlainRows(zeros.clone(), torch.ones(most, device=device), zeros == 0)
+        self._sample_positions = zeros.clone()
+        self.outputs = StepOutputs(
+            hidden=torch.zeros((most, *hidden_like.shape), dtype=hidden_like.dtype, device=device),
+            routes=torch.zeros((most, *routes_like.shape), dtype=routes_like.dtype, device=device),
+            token_ids=zeros.clone(),
+            logprobs=torch.zeros(most, dtype=torch.float32, device=device),
+        )
+
+    def batch(self, size: int) -> ForwardBatch:
+        """The step of the first `size` rows, as the model reads it whatever `fill` puts there."""
+        window = None
+        if self._window_table is not None:
+            window = WindowOperands(self._window_slots[:size], self._window_table)
+        return ForwardBatch(
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            out_cache_loc=self._slots[:size],
+            req_to_token=self._table,
+            extend_req_pool_indices=[],
+            extend_prefix_lens=[],
+            extend_lens=[],
+            decode=DecodeRows(self._rows[:size], self._lens[:size], self._on_host[0, :size], self._on_host[1, :size]),
+            logits_rows=torch.arange(size, device=self._rows.device),
+            window=window,
+        )
+
+    def plain_rows(self, size: int) -> tuple[PlainRows, torch.Tensor]:
+        """Return the sampling inputs of the first `size` rows: settings, and the position of each sampled token."""
+        seeds, temperatures, greedy = self._plain
+        return PlainRows(seeds[:size], temperatures[:size], greedy[:size]), self._sample_positions[:size]
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Fill the first rows with `batch`, a step that only decodes; the others are padding."""
+        count = batch.num_tokens
+        assert batch.req_to_token is self._table, "another slot table than was captured"
+        self._input_ids[:count].copy_(batch.input_ids)
+        self._positions[:count].copy_(batch.positions)
+        self._slots[:count].copy_(batch.out_cache_loc)
+        if batch.window is not None:
+            self._window_slots[:count].copy_(batch.window.slots)
+        self._rows[:count].copy_(batch.decode.req_pool_indices)
+        self._lens[:count].copy_(batch.decode.seq_lens)
+        self._on_host[0, :count].copy_(batch.decode.req_pool_indices_host)
+        self._on_host[1, :count].copy_(batch.decode.seq_lens_host)
+        self._pad(count)
+
+    def clear(self) -> None:
+        """Make all rows padding."""
+        self._pad(0)
+
+    def _pad(self, first: int) -> None:
+        if first < self._num_real:
+            self._inputs[:, first : self._num_real] = self._padding
+            self._on_host[:, first : self._num_real] = self._padding_on_host
+        self._num_real = first
+
+    def fill_plain(self, rows: PlainRows) -> None:
+        """Enter the sampling settings of the first rows; tokens that the others draw are not read."""
+        for held, given in zip(self._plain, rows, strict=True):
+            held[: len(given)].copy_(given)
+
+    def fill_positions(self, positions_N: torch.Tensor) -> None:
+        """`positions_N` int64 on the host, which may change once this has returned."""
+        held = self._sample_positions[: len(positions_N)]
+        held.copy_(to_device(positions_N, held.device))

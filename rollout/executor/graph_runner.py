@@ -1,0 +1,248 @@
+"""`GraphRunner`: steps that only decode, as recordings that a device plays without Python between its kernels.
+
+    startup     capture for 256, .. 4, 2, 1 requests             the sizes share their memory, the largest comes first
+    a step      fill the buffers | plan attention | replay       n requests take the next larger size, padded
+                copy out what they computed
+
+A replay reads what the plan of its step left in the buffers and in the attention's workspaces; without it, indices of
+another step or freed ones.  So each replay takes the `StepPlan` of its step, which allows it once.
+
+Two recordings a size: the forward, with the routers' choices written into a buffer, and output head and sampling, with
+the log-probabilities.  A step whose rows ask for more than a token and its log-probability replays the first alone.
+
+A recording reads weights, KV and expert tables where they lay when it was captured.  They keep their addresses under
+a refresh, and tables change in place, so it holds for every version; where something did move it is captured anew.
+
+Shapes: n requests of a step, D hidden, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from capture.capturer import RoutedExpertsCapturer
+from rollout.attention.base import AttentionBackend
+from rollout.core.errors import FatalError
+from rollout.core.forward_batch import ForwardBatch
+from rollout.core.sampling_params import SamplingParams
+from rollout.executor.graph_buffers import GraphBuffers
+from rollout.layers.context import ForwardContext
+from rollout.model.model_state import ModelState, ServingEpoch
+from rollout.model.weight_loading import weight_tensors
+from rollout.sampling.base import SampledTokens, Sampler
+from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
+
+Replay = Callable[[], None]
+
+
+class GraphPool(Protocol):
+    """Recordings that share the memory of their intermediate results: one is played at a time."""
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """Record the kernels that `run` launches.  What it returns launches them again, on the very same memory.
+
+        `run` is called several times.  It reads and writes tensors that outlive it, waits for nothing on the device,
+        and allocates nothing whose size depends on numbers there.  What it allocates must not be read after it.
+        """
+
+
+class StepPlan:
+    """A step of `count` requests that can be played now, as one of `size`: made by `GraphRunner` alone.
+
+    It allows each part of the step once, in their order, until the next step is planned.
+    """
+
+    def __init__(self, size: int, count: int) -> None:
+        self.size = size
+        self.count = count
+        self.played: list[str] = []
+
+
+PlannedReplay = Callable[[StepPlan], None]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """Steps of one size.  `sample` None: the sampler has no way that can be captured."""
+
+    batch: ForwardBatch
+    attention: AttentionBackend
+    forward: PlannedReplay
+    sample: PlannedReplay | None
+
+
+class GraphRunner:
+    """Called by `ModelRunner`.  `sizes`: ascending numbers of requests; `new_pool` makes memory for recordings."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        capturer: RoutedExpertsCapturer,
+        buffers: GraphBuffers,
+        sizes: Sequence[int],
+        new_pool: Callable[[], GraphPool],
+    ) -> None:
+        self._state = state
+        self._attention = attention
+        self._sampler = sampler
+        self._capturer = capturer
+        self._buffers = buffers
+        self.sizes = list(sizes)
+        self._new_pool = new_pool
+        self._pool = new_pool()
+        self._captured: dict[int, _Captured] = {}
+        self._weights = weight_tensors(state.model)
+        self._seen: tuple[ServingEpoch | None, int, bool] = (None, 0, False)  # under which `_holds_for` was found
+        self._holds_for: Hashable = None  # what the recordings were made under
+        self._plan: StepPlan | None = None  # of the step whose inputs are in the buffers
+        self._plain_of: SamplingBatchInfo | None = None  # whose rows are in the buffers
+        self._samples = sampler.plain_rows(_one_row(state), buffers.outputs.hidden.device) is not None
+
+    def capture_all(self, with_routes: bool) -> None:
+        """Capture every size, the largest first, whose memory the others then share.  `with_routes`: see `forward`."""
+        self._renew(with_routes)
+        for size in reversed(self.sizes):
+            self._capture(size, with_routes)
+
+    def forward(self, batch: ForwardBatch, with_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Hidden states [n, D] of the step, and with routes the logical ids [n, L, K]: copies.
+
+        None: the step is none that is captured.  It has prompts or routes to follow, or more requests than the largest
+        size.
+        """
+        plan = self.plan(batch, with_routes)
+        if plan is None:
+            return None
+        self._captured[plan.size].forward(plan)
+        outputs = self._buffers.outputs
+        return _owned(outputs.hidden, plan.count), _owned(outputs.routes, plan.count) if with_routes else None
+
+    def sample(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
+        """Sample as `Sampler.sample` does, for the step that `forward` was called for last.
+
+        None: that step was not replayed, or its rows ask for more than is captured.
+        """
+        plan = self._plan
+        if plan is None:
+            return None
+        play = self._captured[plan.size].sample
+        if play is None or not self._takes(info):
+            return None
+        self._buffers.fill_positions(positions_N)
+        play(plan)
+        outputs = self._buffers.outputs
+        logprobs = _owned(outputs.logprobs, plan.count).masked_fill_(~info.wants_logprob, torch.nan)
+        return SampledTokens.plain(_owned(outputs.token_ids, plan.count), logprobs)
+
+    def plan(self, batch: ForwardBatch, with_routes: bool) -> StepPlan | None:
+        """Fill the buffers with the step and plan its attention; None where `forward` gives None."""
+        self._plan = None
+        count = batch.num_tokens
+        is_captured = 0 < count <= self.sizes[-1] and not batch.extend_lens
+        if not is_captured or batch.forced_routes is not None or batch.states is not None:
+            return None
+        self._renew(with_routes)
+        size = self.sizes[bisect_left(self.sizes, count)]
+        step = self._captured.get(size) or self._capture(size, with_routes)
+        self._buffers.fill(batch)
+        return self._planned(step, size, count)
+
+    def plan_padding(self, size: int) -> StepPlan:
+        """The same for a step of a captured `size` without any request: all of its rows are padding."""
+        self._buffers.clear()
+        return self._planned(self._captured[size], size, 0)
+
+    def _planned(self, step: _Captured, size: int, count: int) -> StepPlan:
+        step.attention.plan(step.batch)
+        self._plan = StepPlan(size, count)
+        return self._plan
+
+    def _guarded(self, replay: Replay, size: int, part: str, after: list[str]) -> PlannedReplay:
+        """`replay`, for the plan of a step of `size` that is in the buffers and has played the parts `after`.
+
+        Raises `FatalError` before anything is launched.
+        """
+
+        def play(plan: StepPlan) -> None:
+            if plan is not self._plan or plan.size != size or plan.played != after:
+                raise FatalError(f"{part} of a captured step of {size} requests was replayed without a plan of its own")
+            plan.played.append(part)
+            replay()
+
+        return play
+
+    def _takes(self, info: SamplingBatchInfo) -> bool:
+        """Return whether the rows of `info` are plain; they are in the buffers then."""
+        if self._plain_of is not info:
+            rows = self._sampler.plain_rows(info, self._buffers.outputs.hidden.device)
+            if rows is None:
+                return False
+            self._buffers.fill_plain(rows)
+            self._plain_of = info
+        return True
+
+    def _renew(self, with_routes: bool) -> None:
+        """Drop the recordings if they hold for something else than is there now.  Looked up once for each epoch."""
+        epoch, placement = self._state.epoch, self._state.placement
+        if self._seen[0] is epoch and self._seen[1:] == (placement.epoch, with_routes):
+            return
+        self._seen = epoch, placement.epoch, with_routes
+        holds_for = with_routes, placement.form, tuple(tensor.data_ptr() for tensor in self._weights)
+        if holds_for != self._holds_for:
+            self._captured.clear()
+            self._pool = self._new_pool()
+            self._holds_for = holds_for
+
+    def _capture(self, size: int, with_routes: bool) -> _Captured:
+        attention = self._attention.for_graph(size)
+        assert attention is not None, "build asks before it makes a GraphRunner"
+        buffers, outputs, model = self._buffers, self._buffers.outputs, self._state.model
+        buffers.clear()
+        batch = buffers.batch(size)
+        attention.plan(batch)
+        hooks = [self._capturer.record] if with_routes else []
+        context = ForwardContext(batch, attention, hooks)
+        rows, positions = buffers.plain_rows(size)
+
+        def forward() -> None:
+            self._capturer.begin_step_in(outputs.routes[:size])
+            outputs.hidden[:size].copy_(model(batch, context))
+            if with_routes:
+                self._capturer.finish_step()
+
+        def sample() -> None:
+            logits = model.compute_logits(outputs.hidden[:size])
+            token_ids, logprobs = self._sampler.sample_plain(logits, rows, positions)
+            outputs.token_ids[:size].copy_(token_ids)
+            outputs.logprobs[:size].copy_(logprobs)
+
+        play_forward = self._guarded(self._pool.capture(forward), size, "forward", [])
+        play_sample = self._guarded(self._pool.capture(sample), size, "sample", ["forward"]) if self._samples else None
+        step = self._captured[size] = _Captured(batch, attention, play_forward, play_sample)
+        return step
+
+
+def graph_batch_sizes(most: int) -> list[int]:
+    """The numbers of requests for which a step is captured, ascending, up to `most` and with it.
+
+    Close together where a padding row is a large share of a step.
+    """
+    sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+def _owned(buffer: torch.Tensor, count: int) -> torch.Tensor:
+    """A copy of the first rows: the next replay overwrites the buffer, perhaps before this step is finished."""
+    return buffer[:count].clone()
+
+
+def _one_row(state: ModelState) -> SamplingBatchInfo:
+    row = SamplingRow(SamplingParams(temperature=0.0), 0, (), (), [])
+    return SamplingBatchInfo([row], state.model.config.vocab_size)

@@ -1,0 +1,105 @@
+"""Builds one step's `ForwardBatch` from plain lists and arrays.
+
+Shapes: B decoding requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout.core.forward_batch import DecodeRows, ForwardBatch
+from rollout.core.host_copy import to_device
+from rollout.memory.kv_pool import ReqToTokenPool
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendInput:
+    """`token_ids` go to positions `prefix_len ..` of row `pool_index`.  `wants_logits`: of the last of them."""
+
+    token_ids: list[int]
+    pool_index: int
+    prefix_len: int
+    wants_logits: bool
+
+
+@dataclass(slots=True)
+class DecodeInput:
+    """The newest token of each request, int64 on the host [B].
+
+    A batch that only decodes on the CPU holds these very tensors.  `on_device`: pool indices and rows there, since the
+    first step; they stay the same tensors, so that one step's tokens are the next one's input as they are.
+    """
+
+    pool_indices: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor  # positions + 1
+    rows: torch.Tensor  # 0 .. B - 1
+    on_device: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def build_forward_batch(
+    extends: list[ExtendInput], decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTokenPool
+) -> ForwardBatch:
+    """Return the step's batch.
+
+    `decode_slots` [B], on the host, are the slots of the decoding requests' tokens.  Slots of all tokens are entered in
+    `pool`, which also has the tokens that decode.  On a device, a step that only decodes costs one transfer.
+    """
+    decode_batch = _decode_only(decode, decode_slots, pool)
+    return _with_extends(extends, decode_batch) if extends else decode_batch
+
+
+def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTokenPool) -> ForwardBatch:
+    pool_indices, positions, seq_lens, rows = decode.pool_indices, decode.positions, decode.seq_lens, decode.rows
+    slots = decode_slots
+    if pool.is_apart:
+        if decode.on_device is None:
+            indices, numbers = to_device(torch.stack([pool_indices, rows]), pool.device).unbind()
+            decode.on_device = indices, numbers
+        pool_indices, rows = decode.on_device
+        positions, seq_lens, slots = to_device(torch.stack([positions, seq_lens, slots]), pool.device).unbind()
+        pool.table.index_put_((pool_indices, positions), slots)
+    return ForwardBatch(
+        input_ids=pool.newest_tokens.get(pool_indices),
+        positions=positions,
+        out_cache_loc=slots,
+        req_to_token=pool.table,
+        extend_req_pool_indices=[],
+        extend_prefix_lens=[],
+        extend_lens=[],
+        decode=DecodeRows(pool_indices, seq_lens, decode.pool_indices, decode.seq_lens),
+        logits_rows=rows,
+    )
+
+
+def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBatch:
+    """`decode` behind the tokens of `extends`."""
+    table = decode.req_to_token
+    device = table.device
+    lens = [len(item.token_ids) for item in extends]
+    token_ids = [token for item in extends for token in item.token_ids]
+    positions = [torch.arange(x.prefix_len, x.prefix_len + count, device=device) for x, count in zip(extends, lens)]
+    slots = [table[x.pool_index, x.prefix_len : x.prefix_len + count] for x, count in zip(extends, lens)]
+    wanted = to_device(torch.tensor(_logits_rows(extends), dtype=torch.int64), device)
+    return ForwardBatch(
+        input_ids=torch.cat([to_device(torch.tensor(token_ids, dtype=torch.int64), device), decode.input_ids]),
+        positions=torch.cat([*positions, decode.positions]),
+        out_cache_loc=torch.cat([*slots, decode.out_cache_loc]),
+        req_to_token=table,
+        extend_req_pool_indices=[item.pool_index for item in extends],
+        extend_prefix_lens=[item.prefix_len for item in extends],
+        extend_lens=lens,
+        decode=decode.decode,
+        logits_rows=torch.cat([wanted, decode.logits_rows + len(token_ids)]),
+    )
+
+
+def _logits_rows(extends: list[ExtendInput]) -> list[int]:
+    rows, end = [], 0
+    for item in extends:
+        end += len(item.token_ids)
+        if item.wants_logits:
+            rows.append(end - 1)
+    return rows

@@ -1,0 +1,88 @@
+"""Qwen3-Next (`Qwen3NextForCausalLM`).  Numerics as in transformers `models/qwen3_next`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rollout.core.specs.config_json import RotaryDefaults
+from rollout.core.specs.layer_specs import (
+    AttentionKind,
+    AttentionSpec,
+    DenseSpec,
+    GatedDeltaSpec,
+    LayerSpec,
+    MoESpec,
+    RouterSpec,
+)
+from rollout.core.specs.model_config import ModelConfig, common_fields, heads_of, refuse, warn_of_unused
+
+ROTARY = RotaryDefaults(partial=0.25)
+
+
+def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Mostly gated delta layers; every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
+
+    Tensors of the layers that predict several tokens at once are ignored.
+    """
+    sparse = experts_of(raw, normalise=bool(raw.get("norm_topk_prob", True)))
+    dense = DenseSpec(inner=int(raw["intermediate_size"]))
+    only_dense, step = set(raw.get("mlp_only_layers") or []), int(raw.get("decoder_sparse_step") or 1)
+    layers = tuple(
+        LayerSpec(attention=attention, mlp=dense if index in only_dense or (index + 1) % step else sparse)
+        for index, attention in enumerate(mixers_of(raw, merged_by_key_head=True))
+    )
+    return ModelConfig(**hybrid_fields(raw, generation), layers=layers, ignored_names=("mtp.",))
+
+
+def hybrid_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The common ones; norms multiply by one plus their weight."""
+    fields = common_fields(raw, generation)
+    return {**fields, "norm": replace(fields["norm"], weight_offset=1.0)}
+
+
+def experts_of(raw: Mapping[str, Any], *, normalise: bool) -> MoESpec:
+    """Softmax routers, and a shared expert behind a gate."""
+    router = RouterSpec(
+        num_experts=int(raw["num_experts"]),
+        top_k=int(raw["num_experts_per_tok"]),
+        normalise=normalise,
+    )
+    return MoESpec(
+        router=router,
+        inner=int(raw["moe_intermediate_size"]),
+        shared_inner=int(raw["shared_expert_intermediate_size"]),
+        shared_gate=True,
+        shared_name="shared_expert",
+    )
+
+
+def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[AttentionKind]:
+    """Return the mixer of tokens of each layer: attention behind a gate in every `full_attention_interval`-th, or as
+    `layer_types` says, the gated delta rule in the others."""
+    refuse({"attention_bias": bool(raw.get("attention_bias"))})
+    heads = heads_of(raw, default_head_dim=256, partly_rotated=True)
+    attention = AttentionSpec(**heads, qk_norm=True, output_gate=True)
+    delta = GatedDeltaSpec(
+        num_key_heads=int(raw["linear_num_key_heads"]),
+        num_value_heads=int(raw["linear_num_value_heads"]),
+        key_dim=int(raw["linear_key_head_dim"]),
+        value_dim=int(raw["linear_value_head_dim"]),
+        conv_size=int(raw["linear_conv_kernel_dim"]),
+        merged_by_key_head=merged_by_key_head,
+    )
+    refuse({f"linear_conv_kernel_dim {delta.conv_size}": not 1 < delta.conv_size <= 8})
+    if delta.num_value_heads % delta.num_key_heads:
+        raise ValueError(
+            f"{delta.num_value_heads} linear value heads are no multiple of {delta.num_key_heads} key heads"
+        )
+    num_layers, interval = int(raw["num_hidden_layers"]), int(raw.get("full_attention_interval") or 4)
+    default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
+    kinds: dict[str, AttentionKind] = {"linear_attention": delta, "full_attention": attention}
+    names = raw.get("layer_types") or default
+    refuse({f"layer type {name!r}": name not in kinds for name in names})
+    if len(names) != num_layers:
+        raise ValueError(f"{len(names)} layer_types for {num_layers} layers")
+    warn_of_unused(raw, "full_attention_interval", "layer_types", list(names) == default)
+    return [kinds[name] for name in names]

@@ -1,0 +1,85 @@
+"""HTTP bodies of control verbs: pydantic models made from the verbs' declarations, and a verb's fields from a body."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from pydantic import Field, WrapValidator, create_model
+
+from rollout.core.known_fields import HARMLESS_CONTROL_FIELDS
+from rollout.core.messages.message import ControlReqInput, body_fields
+from rollout.http.protocol import Body
+
+
+@functools.cache
+def body_of(verb: type[ControlReqInput]) -> type[Body]:
+    """Return the model of the fields that a body, or the URL, may have to call `verb`."""
+    declared = {item.name: (_pydantic_type(item.type), _default(item)) for item in body_fields(verb)}
+    others = {other: (declared[name][0] | None, None) for other, name in verb.endpoint.other_names.items()}
+    accepted = {name: (_pydantic_type(kind), default) for name, (kind, default) in verb.endpoint.accepts.items()}
+    body = _model(verb, declared | others | accepted)
+    body.unsupported = verb.endpoint.refuses
+    body.harmless = HARMLESS_CONTROL_FIELDS
+    body.struct_lists = {item.name: kind for item in body_fields(verb) if (kind := _struct_list(item.type)) is not None}
+    return body
+
+
+def fields_of(verb: type[ControlReqInput], body: Body) -> dict[str, Any]:
+    """The fields of the verb that `body` is for."""
+    values = {name: getattr(body, name) for name in type(body).model_fields}
+    for other, name in verb.endpoint.other_names.items():
+        if values[name] is None:
+            values[name] = values[other]
+    return {
+        item.name: msgspec.convert(values[item.name], item.type, from_attributes=True) for item in body_fields(verb)
+    }
+
+
+def _struct_list(kind: Any) -> Any:
+    """The list of structs that a field holds, perhaps or null; None if it holds none."""
+    for arm in (kind, *get_args(kind)):
+        if get_origin(arm) is list and _is_struct(get_args(arm)[0]):
+            return arm
+    return None
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _model(struct: type, fields: dict[str, tuple[Any, Any]]) -> type[Body]:
+    name = struct.__name__.removesuffix("ReqInput") + "Request"
+    return create_model(name, __base__=Body, __doc__=struct.__doc__, **fields)  # type: ignore[call-overload, no-any-return]
+
+
+def _default(item: msgspec.structs.FieldInfo) -> Any:
+    if item.default_factory is not msgspec.NODEFAULT:
+        return Field(default_factory=item.default_factory)
+    return ... if item.default is msgspec.NODEFAULT else item.default
+
+
+def _pydantic_type(kind: Any) -> Any:
+    """The same type with structs as bodies inside the body."""
+    if _is_struct(kind):
+        inner = {item.name: (_pydantic_type(item.type), _default(item)) for item in msgspec.structs.fields(kind)}
+        return _model(kind, inner)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (None, Literal, Annotated):
+        return kind
+    arms = tuple(_pydantic_type(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        return Union[arms]  # noqa: UP007 - made from a list
+    return origin[arms] if _struct_list(kind) is None else Annotated[origin[arms], WrapValidator(_unless(args[0]))]
+
+
+def _unless(struct: type[msgspec.Struct]) -> Callable[[Any, Callable[[Any], Any]], Any]:
+    """A validator of a list that lets one pass whose elements were decoded as these structs: all are, or none."""
+
+    def validate(value: Any, validated: Callable[[Any], Any]) -> Any:
+        return value if isinstance(value, list) and value and type(value[0]) is struct else validated(value)
+
+    return validate

@@ -1,0 +1,72 @@
+"""The answers of control endpoints: one reply shape, one refusal shape, one way to add a route.
+
+A refusal is `{"success": false, "message", "error": {"type", "message"}}` with its status; none can end the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import Response
+
+from rollout.core.errors import status_of
+from rollout.core.messages.message import ControlReqOutput
+from rollout.http import protocol
+from rollout.http.io import body_schema, describe_query, error_content, json_response, logger
+from rollout.http.unknown_fields import NamingRoute
+
+
+class ControlRoute(NamingRoute):
+    """A route whose errors take the control endpoints' shape."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except RequestValidationError as error:
+                return refusal("BadRequest", describe_query(error), 400)
+            except Exception as error:
+                if status_of(error) == 500:
+                    logger.exception("%s failed", request.url.path)
+                content = error_content(error)
+                return refusal(content["type"], content["message"], status_of(error))
+
+        return guarded
+
+
+def add_route(
+    router: APIRouter, path: str, handler: Callable[..., Any], body: type[protocol.Body], *methods: str, **options: Any
+) -> None:
+    """Add `handler`, POST unless other `methods` are given: one route per method, so that each has an operation id of
+    its own.  `options`: further arguments of FastAPI's.
+    """
+    for method in methods or ("POST",):
+        extra = body_schema(body) if method == "POST" else None
+        router.add_api_route(path, handler, methods=[method], openapi_extra=extra, **options)
+
+
+def reply(answer: ControlReqOutput, extra: dict[str, Any] | None = None) -> Response:
+    """The common shape: the fields of the verb's reply are at the top level."""
+    if answer.success:
+        return json_response(reply_fields(answer) | (extra or {}) | {"success": True, "message": answer.message})
+    return refusal(answer.error_type, answer.message, failed_status(answer))
+
+
+def reply_fields(answer: ControlReqOutput) -> dict[str, Any]:
+    """The reply of a verb that succeeded, as JSON has it."""
+    return msgspec.to_builtins(answer.reply)  # type: ignore[no-any-return]
+
+
+def refusal(kind: str, message: str, status_code: int) -> Response:
+    content = {"success": False, "message": message, "error": {"type": kind, "message": message}}
+    return json_response(content, status_code)
+
+
+def failed_status(answer: ControlReqOutput) -> int:
+    return answer.status_code if answer.status_code >= 400 else 400

@@ -1,0 +1,99 @@
+"""The particulars of weight verbs over HTTP: buckets that cannot be read, payloads, tensors as JSON, the checker."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.errors import LockstepError
+from rollout.core.messages.weights import (
+    BeginWeightUpdateReqInput,
+    GetWeightsByNameReqInput,
+    RefusedBucketReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+    manifest_in_pieces,
+)
+from rollout.http.control.body import body_of, fields_of
+from rollout.http.control.io import reply, reply_fields
+from rollout.http.control.tensor_body import read_tensor_body
+from rollout.http.control.verbs import VerbRoutes
+from rollout.http.io import accepted, json_response, parse_body, read_limited
+from rollout.http.protocol import Body, BucketAddress
+
+
+class WeightRoutes:
+    """SGLang's weight endpoints, and our own."""
+
+    def __init__(self, verbs: VerbRoutes, args: ServerArgs) -> None:
+        self._verbs = verbs
+        self._args = args
+
+    async def begin(self, _: Request, body: Body) -> Response:
+        """A manifest leaves in pieces, so that neither this process nor the engine stands still for it."""
+        fields = fields_of(BeginWeightUpdateReqInput, body)
+        if fields["manifest"]:
+            pieces = await asyncio.to_thread(manifest_in_pieces, fields["manifest"])
+            fields |= {"manifest": None, "manifest_pieces": pieces}
+        return reply(await self._verbs.ask(BeginWeightUpdateReqInput, **fields))
+
+    async def bucket(self, request: Request) -> Response:
+        return await self.receive_bucket(await self.read_bucket(request))
+
+    async def read_bucket(self, request: Request) -> Body:
+        """The body.  One that cannot be read is passed on to the engine, as its broadcast may come all the same."""
+        data = b"unread"
+        try:
+            data = await read_limited(request)
+            body = await asyncio.to_thread(parse_body, body_of(UpdateWeightsFromDistributedReqInput), data)
+            return accepted(request, body)
+        except LockstepError as error:
+            await self._refuse_bucket(data, error)
+            raise
+
+    async def receive_bucket(self, body: Body) -> Response:
+        return await self._verbs.respond(UpdateWeightsFromDistributedReqInput, body)
+
+    async def _refuse_bucket(self, data: bytes, error: LockstepError) -> None:
+        """Its sender broadcasts all the same, and the next bucket would be taken for what comes: the engine leaves the
+        group that the body names, or all if it names none that can be read.
+        """
+        address: dict[str, Any] = {"group_name": None}
+        with suppress(LockstepError):
+            address = (await asyncio.to_thread(parse_body, BucketAddress, data)).model_dump()
+        with suppress(LockstepError):
+            await self._verbs.ask(RefusedBucketReqInput, reason=str(error), **address)
+
+    async def from_tensor(self, request: Request) -> Response:
+        args = self._args
+        replicas = 1 if args.enable_dp_attention else args.dp_size
+        fields = await read_tensor_body(request, args.max_payload_bytes, args.tp_size, replicas)
+        return reply(await self._verbs.ask(UpdateWeightsFromTensorReqInput, **fields))
+
+    async def get_weights(self, _: Request, body: Body) -> Response:
+        """The bare tensor."""
+        answer = await self._verbs.ask(GetWeightsByNameReqInput, **fields_of(GetWeightsByNameReqInput, body))
+        return await asyncio.to_thread(json_response, answer.reply.parameter) if answer.success else reply(answer)
+
+    async def check_weights(self, _: Request, body: Body) -> Response:
+        """Checksums also under SGLang's names; a comparison that finds a difference is a failure."""
+        fields = fields_of(WeightsCheckerReqInput, body)
+        answer = await self._verbs.ask(WeightsCheckerReqInput, **fields)
+        if not answer.success:
+            return reply(answer)
+        found = answer.reply
+        if fields["action"] == "compare" and not found.equal:
+            error = {"type": "WeightsDiffer", "message": answer.message}
+            failed = {"success": False, "message": answer.message, "error": error}
+            return json_response(reply_fields(answer) | failed, 409)
+        if fields["action"] != "checksum":
+            return reply(answer)
+        facts = {"per_gpu_checksum": found.digest, "parallelism_info": {"tp_rank": 0, "tp_size": 1}}
+        rank = {"checksums": found.checksums, **facts}
+        return reply(answer, {"ranks": [rank], "per_engine_checksum": found.digest})

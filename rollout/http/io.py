@@ -1,0 +1,302 @@
+"""Reading of bodies, writing of errors and noticing of disconnects: the parts that every route file shares."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from rollout.core.errors import BadRequest, LockstepError, TooLarge, status_of
+from rollout.http.protocol import Body
+from rollout.http.unknown_fields import note_unknown, unknown_fields
+from rollout.tokenizer_manager.response import encode_json
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+THREAD_BODY_BYTES = 64 * 1024
+"""Bodies over this size are parsed off the event loop."""
+HEAVY_BODY_BYTES = 1024 * 1024
+"""Bodies over this size are parsed one at a time: parsed, they may take fifteen times their size."""
+MAX_BODY_OBJECTS = 1 << 20
+"""Strings, arrays and objects in a body; a manifest of 100,000 tensors has 900,000."""
+MAX_MESSAGE_CHARS = 4096
+LIST_PIECE = 1024
+"""Elements of a long list that are decoded at once: about a millisecond."""
+CLIENT_CLOSED_REQUEST = 499
+
+Model = TypeVar("Model", bound=Body)
+Result = TypeVar("Result")
+
+
+def json_response(content: Any, status_code: int = 200) -> Response:
+    return Response(encode_json(content), status_code, media_type="application/json")
+
+
+class JsonParts(Response):
+    """An answer whose JSON is in parts: the list of them, or the one that there is.  Each is given up as it is sent."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: list[bytes], *, is_list: bool) -> None:
+        self._pieces = [piece for part in parts for piece in (b",", part)][1:]
+        if is_list:
+            self._pieces = [b"[", *self._pieces, b"]"]
+        super().__init__()
+        self.headers["content-length"] = str(sum(map(len, self._pieces)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._pieces.reverse()
+        while self._pieces:
+            piece = self._pieces.pop()
+            await send({"type": "http.response.body", "body": piece, "more_body": bool(self._pieces)})
+
+
+def error_content(error: BaseException) -> dict[str, str]:
+    """`{"type", "message"}`; details of internal errors are logged, not returned.
+
+    A message may repeat what a client sent: it is cut at `MAX_MESSAGE_CHARS`.
+    """
+    if isinstance(error, HTTPException):
+        return {"type": "HTTPError", "message": str(error.detail)[:MAX_MESSAGE_CHARS]}
+    if isinstance(error, LockstepError) or hasattr(error, "status_code"):
+        return {"type": getattr(error, "kind", type(error).__name__), "message": str(error)[:MAX_MESSAGE_CHARS]}
+    return {"type": "InternalError", "message": f"internal error: {type(error).__name__}"}
+
+
+def error_response(error: BaseException) -> Response:
+    return json_response({"error": error_content(error)}, status_of(error))
+
+
+# --- bodies ------------------------------------------------------------------------------------------------------
+
+
+def json_body(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
+    """A FastAPI dependency that reads a body as `model`, whatever its content type; no body counts as `{}`.
+
+    The dependency raises `BadRequest`, `UnsupportedFeature`, or `TooLarge` over 64 MiB or `MAX_BODY_OBJECTS`.
+    """
+
+    async def read(request: Request) -> Model:
+        return accepted(
+            request, await parsed(request, await read_limited(request), lambda data: parse_body(model, data))
+        )
+
+    return read
+
+
+def accepted(request: Request, body: Model) -> Model:
+    """`body`, whose unknown fields the answer names.  Raises `BadRequest` for them under --strict-requests."""
+    note_unknown(request, body.unknown)
+    return body
+
+
+async def parsed(request: Request, data: bytes, parse: Callable[[bytes], Result]) -> Result:
+    """`parse(data)`, off the event loop unless it is short."""
+    if len(data) <= THREAD_BODY_BYTES:
+        return parse(data)
+    async with request.app.state.heavy_bodies if len(data) > HEAVY_BODY_BYTES else contextlib.nullcontext():
+        return await asyncio.to_thread(parse, data)
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The `openapi_extra` that documents a body read by `json_body`."""
+    schema = model.model_json_schema()
+    content = _inline(schema, schema.pop("$defs", {}))
+    return {"requestBody": {"content": {"application/json": {"schema": content}}}}
+
+
+def _inline(node: Any, definitions: dict[str, Any]) -> Any:
+    """Return `node` with each `$ref` replaced by its definition: an operation's schema cannot hold definitions."""
+    if isinstance(node, list):
+        return [_inline(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inline(value, definitions) for key, value in node.items()}
+
+
+def parse_body(model: type[Model], data: bytes) -> Model:
+    """Decode and validate as `validated` does; raises `BadRequest` for invalid JSON, and `TooLarge`."""
+    try:
+        raw = _decode(data, model.struct_lists) if data.strip() else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    return validated(model, raw)
+
+
+def validated(model: type[Model], raw: Any) -> Model:
+    """Raises `BadRequest` or `UnsupportedFeature` saying what is wrong with which field."""
+    if not isinstance(raw, dict):
+        raise BadRequest("the body must be a JSON object")
+    try:
+        body = model.model_validate(raw)
+    except ValidationError as error:
+        raise BadRequest(_describe(error)) from None
+    body.unknown = unknown_fields(model, raw)
+    return body
+
+
+def _decode(data: bytes, struct_lists: Mapping[str, Any]) -> Any:
+    if len(data) <= HEAVY_BODY_BYTES:
+        return _decode_structs(data, struct_lists)
+    _check_objects(data)
+    gc.disable()  # collections would visit a million new lists again and again, and block everything meanwhile
+    try:
+        return _decode_structs(data, struct_lists)
+    finally:
+        gc.enable()
+
+
+def _decode_structs(data: bytes, struct_lists: Mapping[str, Any]) -> Any:
+    """The body, its `struct_lists` in their types if they fit; what does not fit is plain, and refused later."""
+    if not struct_lists:
+        return msgspec.json.decode(data)
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:  # no object
+        return msgspec.json.decode(data)
+    return {name: _decode_field(raw, struct_lists.get(name)) for name, raw in fields.items()}
+
+
+def _decode_field(raw: msgspec.Raw, kind: Any) -> Any:
+    if kind is not None:
+        with contextlib.suppress(msgspec.ValidationError):
+            return _decode_list(raw, kind)
+    return msgspec.json.decode(raw)
+
+
+def _decode_list(raw: msgspec.Raw, kind: Any) -> list[Any]:
+    """Piece by piece: all threads wait for one call of the decoder.  Raises `msgspec.ValidationError`."""
+    elements = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    found: list[Any] = []
+    for start in range(0, len(elements), LIST_PIECE):
+        piece = b",".join(elements[start : start + LIST_PIECE])  # type: ignore[arg-type]  # of what has a buffer
+        found += msgspec.json.decode(b"[%b]" % piece, type=kind)
+    return found
+
+
+def _check_objects(data: bytes) -> None:
+    """Refuse what would take thirty times its size in memory, before it does.  Raises `TooLarge`."""
+    if data.count(b'"') // 2 + data.count(b"[") + data.count(b"{") <= MAX_BODY_OBJECTS:
+        return
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
+    count = plain.count(b'"') // 2
+    if count <= MAX_BODY_OBJECTS:
+        outside = b"".join(plain.split(b'"')[::2])
+        count += outside.count(b"[") + outside.count(b"{")
+    if count > MAX_BODY_OBJECTS:
+        raise TooLarge(f"the body has over {MAX_BODY_OBJECTS} strings, arrays and objects")
+
+
+def _describe(error: ValidationError) -> str:
+    """The first complaint, without pydantic's names for the arms of a union."""
+    item = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(part) for part in item["loc"] if isinstance(part, int) or str(part).isidentifier()]
+    return f"{'.'.join(path[:3]) or 'body'}: {item['msg']}"
+
+
+def describe_query(error: RequestValidationError) -> str:
+    """Describe what is wrong with the parameters in a URL."""
+    return "; ".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
+
+
+async def read_limited(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The body.  Raises `TooLarge` over `limit` bytes, before as much is held, and `ClientGone`."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise TooLarge(f"the body has {declared} bytes; the limit is {limit}")
+    chunks = bytearray()
+    try:
+        async for chunk in request.stream():
+            chunks += chunk
+            if len(chunks) > limit:
+                raise TooLarge(f"the body is over the limit of {limit} bytes")
+    except ClientDisconnect:
+        raise ClientGone("the client closed the connection") from None
+    return bytes(chunks)
+
+
+# --- disconnects -------------------------------------------------------------------------------------------------
+
+
+class ClientGone(LockstepError):
+    """The client closed the connection before its answer was ready; the answer is discarded."""
+
+    status_code = CLIENT_CLOSED_REQUEST
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
+    """The result of `work`, which is cancelled if the client goes away first.  Raises `ClientGone` then."""
+    task = asyncio.current_task()
+    assert task is not None
+    watcher = asyncio.create_task(_cancel_when_gone(receive, task))
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # Somebody else may cancel this task, too.
+        if watcher.done() and not watcher.cancelled() and task.uncancel() == 0:
+            raise ClientGone("the client closed the connection") from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    task.cancel()
+
+
+class SseResponse(StreamingResponse):
+    """Server-sent events from a generator of JSON bytes, ended by `data: [DONE]`.
+
+    An error of the generator becomes an event with `error`.  A client that goes away closes the generator.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None]) -> None:
+        """`on_close` is called however the stream ends, also when it never began."""
+        self._framed = _framed(events)
+        self._on_close = on_close
+        super().__init__(self._framed, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(ClientGone, OSError):
+                await until_disconnect(receive, self.stream_response(send))
+        finally:
+            await self._framed.aclose()
+            self._on_close()
+
+
+async def _framed(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        try:
+            async for event in events:
+                yield b"data: " + event + b"\n\n"
+        except Exception as error:
+            if status_of(error) == 500:
+                logger.exception("a stream failed")
+            yield b"data: " + encode_json({"error": _stream_error(error)}) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def _stream_error(error: Exception) -> dict[str, Any]:
+    status = status_of(error)
+    return error_content(error) | {"code": status, "retryable": status == 503}

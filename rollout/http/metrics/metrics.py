@@ -1,0 +1,267 @@
+"""Prometheus metrics: one set of numbers, under the names that SGLang's and vLLM's dashboards and controllers read.
+
+Fed by the manager (it is a `RequestObserver`) and by the scheduler's state at each scrape.
+Each number is kept once, and shown under every one of its names with the labels of both families: `engine` (vLLM's)
+and `dp_rank` (SGLang's) are the same data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from rollout.core.messages.scheduler_state import SchedulerState
+from rollout.http.metrics.experts import ExpertMetrics
+from rollout.http.metrics.sessions import SessionMetrics
+from rollout.tokenizer_manager.sample import SampleRecord
+
+logger = logging.getLogger(__name__)
+
+_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_LABELS = ("model_name", "engine", "dp_rank", "engine_type")
+
+# Of the scheduler's state: key, help, names.  Of counters the names are without "_total".
+_GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("num_running_reqs", "Requests that hold KV", ("sglang:num_running_reqs", "vllm:num_requests_running")),
+    ("num_waiting_reqs", "Requests that wait", ("sglang:num_queue_reqs", "vllm:num_requests_waiting")),
+    ("num_used_tokens", "KV slots in use, in tokens", ("sglang:num_used_tokens",)),
+    ("max_total_num_tokens", "KV slots, in tokens", ("sglang:max_total_num_tokens",)),
+    (
+        "token_usage",
+        "Share of KV slots in use",
+        ("sglang:token_usage", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    ),
+    ("gen_throughput", "Generated tokens per second, recent", ("sglang:gen_throughput",)),
+    ("cache_hit_rate", "Share of prompt tokens taken from the prefix cache", ("sglang:cache_hit_rate",)),
+    ("num_retracted_reqs", "Retractions since start", ("sglang:num_retracted_reqs",)),
+    ("num_running_sessions", "Sessions with requests that hold KV", ("sglang:num_unique_running_routing_keys",)),
+    ("num_pinned_tokens", "Cached tokens kept from eviction for sessions", ("lockstep:session_pinned_tokens",)),
+    ("num_used_state_rows", "Recurrent states, or pages of windows, in use", ("lockstep:used_state_rows",)),
+    ("num_state_rows", "Recurrent states, or pages of windows, that there are", ("lockstep:state_rows",)),
+    ("paused", "1 while generation is paused", ("sglang:paused",)),
+)
+_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "num_prompt_tokens",
+        "Prompt tokens of samples whose prompt is computed",
+        (
+            "sglang:prompt_tokens",
+            "vllm:prompt_tokens",
+            "vllm:prefix_cache_queries",
+            "vllm:gpu_prefix_cache_queries",
+        ),
+    ),
+    (
+        "num_prompt_tokens_reused",
+        "Prompt tokens taken from the prefix cache",
+        (
+            "sglang:cached_tokens",
+            "vllm:prompt_tokens_cached",
+            "vllm:prefix_cache_hits",
+            "vllm:gpu_prefix_cache_hits",
+        ),
+    ),
+    ("num_generated_tokens", "Tokens generated", ("sglang:generation_tokens", "vllm:generation_tokens")),
+    (
+        "num_retracted_reqs",
+        "Samples put back for want of KV slots",
+        ("sglang:num_retracted_requests", "vllm:num_preemptions"),
+    ),
+)
+
+# Of each sample that has ended: help, names.  Times are of samples that got a first token.
+_SECONDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "first_token": (
+        "From arrival to first token",
+        ("sglang:time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+    ),
+    "latency": (
+        "From arrival to last token",
+        ("sglang:e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+    ),
+    "queue": ("From arrival to the first KV", ("sglang:queue_time_seconds", "vllm:request_queue_time_seconds")),
+    "prefill": ("From the first KV to the first token", ("vllm:request_prefill_time_seconds",)),
+    "decode": ("From the first to the last token", ("vllm:request_decode_time_seconds",)),
+    "per_token": (
+        "Mean time from one token of a sample to the next",
+        (
+            "sglang:inter_token_latency_seconds",
+            "sglang:time_per_output_token_seconds",
+            "vllm:inter_token_latency_seconds",
+            "vllm:request_time_per_output_token_seconds",
+            "vllm:time_per_output_token_seconds",
+        ),
+    ),
+}
+_TOKENS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "prompt": ("Prompt tokens of a sample", ("sglang:prompt_tokens_histogram", "vllm:request_prompt_tokens")),
+    "generation": (
+        "Tokens generated for a sample",
+        ("vllm:request_generation_tokens", "vllm:request_max_num_generation_tokens"),
+    ),
+}
+
+
+class Metrics:
+    """One server's metrics; `dp_size` data-parallel ranks."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, model_name: str, dp_size: int = 1) -> None:
+        self._registry = CollectorRegistry()
+        self._labels = [(model_name, str(rank), str(rank), "unified") for rank in range(dp_size)]
+        self._updated_at: float | None = None
+        self._age = Gauge(
+            "lockstep:state_age_seconds",
+            "Seconds since the scheduler last gave the gauges",
+            ["model_name"],
+            registry=self._registry,
+        ).labels(model_name)
+        self._state = _SchedulerState(self._labels)
+        self._registry.register(self._state)
+        self._requests = Counter("requests", "Samples ended, aborted ones included", _LABELS, registry=None)
+        self._aborted = Counter("aborted", "Samples aborted", _LABELS, registry=None)
+        self._success = Counter("success", "Samples ended, by the reason", [*_LABELS, "finished_reason"], registry=None)
+        self._seconds = {key: _histogram(key, text, _LATENCY_BUCKETS) for key, (text, _) in _SECONDS.items()}
+        self._tokens = {key: _histogram(key, text, _TOKEN_BUCKETS) for key, (text, _) in _TOKENS.items()}
+        self._registry.register(
+            _Named(
+                [(self._requests, ["sglang:num_requests"])]
+                + [(self._aborted, ["sglang:num_aborted_requests"])]
+                + [(self._success, ["vllm:request_success"])]
+                + [(self._seconds[key], names) for key, (_, names) in _SECONDS.items()]
+                + [(self._tokens[key], names) for key, (_, names) in _TOKENS.items()]
+            )
+        )
+        for labels in self._labels:  # a reader sees zeros before the first sample
+            for metric in (self._requests, self._aborted, *self._seconds.values(), *self._tokens.values()):
+                metric.labels(*labels)
+            for reason in ("stop", "length", "abort"):
+                self._success.labels(*labels, reason)
+        self._model_name = model_name
+        self._weight_load = Histogram(
+            "sglang:weight_load_duration_seconds",
+            "Duration of weight update calls",
+            ["model_name", "source"],
+            buckets=_LATENCY_BUCKETS,
+            registry=self._registry,
+        )
+        self._experts = ExpertMetrics(model_name)
+        self._registry.register(self._experts)
+        self._sessions = SessionMetrics(model_name, self._registry)
+
+    # --- RequestObserver -----------------------------------------------------------------------------------------
+
+    def on_first_token(self, record: SampleRecord) -> None:
+        assert record.first_token_at is not None
+        self._seconds["first_token"].labels(*self._labels[record.dp_rank]).observe(
+            record.first_token_at - record.created_at
+        )
+
+    def on_finished(self, record: SampleRecord) -> None:
+        finished, labels = record.finished, self._labels[record.dp_rank]
+        assert finished is not None and record.finished_at is not None
+        self._requests.labels(*labels).inc()
+        self._aborted.labels(*labels).inc(finished.reason.type == "abort")
+        self._success.labels(*labels, finished.reason.type).inc()
+        self._tokens["prompt"].labels(*labels).observe(len(record.prompt_ids))
+        self._tokens["generation"].labels(*labels).observe(len(record.output_ids))
+        seconds = {"latency": record.finished_at - record.created_at}
+        if record.first_token_at is not None:
+            until_first = record.first_token_at - record.created_at
+            seconds["queue"] = finished.queue_s
+            seconds["prefill"] = max(0.0, until_first - finished.queue_s)
+            seconds["decode"] = record.finished_at - record.first_token_at
+            if len(record.output_ids) > 1:
+                seconds["per_token"] = seconds["decode"] / (len(record.output_ids) - 1)
+        for key, value in seconds.items():
+            self._seconds[key].labels(*labels).observe(value)
+        self._sessions.on_finished(record)
+
+    # --- other sources -------------------------------------------------------------------------------------------
+
+    def on_weight_load(self, source: str, seconds: float) -> None:
+        self._weight_load.labels(self._model_name, source).observe(seconds)
+
+    def update(self, state: SchedulerState) -> None:
+        """Take the gauges from the scheduler's state."""
+        self._state.by_rank = state.of_ranks
+        self._experts.recorder = state.expert_distribution
+        self._experts.balancer = state.eplb
+        self._updated_at = time.monotonic()
+
+    def note_scrape_failure(self, error: Exception) -> None:
+        logger.warning("metrics: no state from the scheduler: %s", error)
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        self._age.set(float("nan") if self._updated_at is None else time.monotonic() - self._updated_at)
+        return generate_latest(self._registry)
+
+
+def _histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+    return Histogram(name, text, _LABELS, buckets=buckets, registry=None)
+
+
+class _Named(Collector):
+    """Metrics that are in no registry, each under all of its names."""
+
+    def __init__(self, metrics: Sequence[tuple[Counter | Histogram, Sequence[str]]]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        for metric, names in self._metrics:
+            (family,) = metric.collect()
+            for name in names:
+                named = Metric(name, family.documentation, family.type)
+                named.samples = [
+                    sample._replace(name=name + sample.name.removeprefix(family.name)) for sample in family.samples
+                ]
+                yield named
+
+
+class _SchedulerState(Collector):
+    """The last state of each data-parallel rank."""
+
+    def __init__(self, labels: Sequence[tuple[str, ...]]) -> None:
+        self.by_rank: list[SchedulerState] = []
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        for kind, numbers in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for key, text, names in numbers:
+                for name in names:
+                    family = kind(name, text, labels=_LABELS)
+                    for labels, state in zip(self._labels, self.by_rank):
+                        family.add_metric(labels, float(getattr(state, key)))
+                    yield family
+        yield self._waiting_by_reason()
+        yield from self._cache_config()
+
+    def _waiting_by_reason(self) -> Metric:
+        """`capacity`: for want of KV slots or of a place in the batch; `deferred`: nothing may run now."""
+        text = "Requests that wait, by the reason"
+        family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", text, labels=[*_LABELS, "reason"])
+        for labels, state in zip(self._labels, self.by_rank):
+            stands_still = state.paused or state.withheld is not None
+            for reason, counts in (("capacity", not stands_still), ("deferred", stands_still)):
+                family.add_metric([*labels, reason], float(state.num_waiting_reqs) if counts else 0.0)
+        return family
+
+    def _cache_config(self) -> Iterator[Metric]:
+        """A page, or block, is one token: the granularity of the prefix cache."""
+        for name, block_size, num_blocks in (
+            ("vllm:cache_config_info", "block_size", ("num_gpu_blocks", "kv_cache_size_tokens")),
+            ("sglang:cache_config_info", "page_size", ("num_pages",)),
+        ):
+            family = GaugeMetricFamily(name, "The KV pool, as labels", labels=[*_LABELS, block_size, *num_blocks])
+            for labels, state in zip(self._labels, self.by_rank):
+                family.add_metric([*labels, "1", *[str(state.max_total_num_tokens)] * len(num_blocks)], 1.0)
+            yield family

@@ -1,0 +1,273 @@
+"""Native responses as OpenAI's: choices, log-probabilities, usage, and SGLang's additions.
+
+Pure functions over the dicts that `tokenizer_manager.response` builds.
+
+A native log-probability entry is `[log-probability or None, token id, text or None]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.http.openai.messages import ChatMessage
+from rollout.http.openai.protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from rollout.http.openai.text_offsets import TextOffsets
+from rollout.text.token_vocabulary import TokenVocabulary
+
+LOWEST_LOGPROB = -3.4028234663852886e38
+"""Stands for minus infinity, as clients of this format demand a number: the lowest float32.
+
+Not vLLM's -9999, which its clients take for a log-probability that is missing.
+"""
+
+Native = dict[str, Any]
+Entry = list[Any]
+
+
+def response_head(object_name: str, model: str, created: int, first: Native) -> dict[str, Any]:
+    """The fields that every response and chunk begins with."""
+    return {"id": first["meta_info"]["id"], "object": object_name, "created": created, "model": model}
+
+
+def response_tail(request: OpenAIRequest, natives: Sequence[Native]) -> dict[str, Any]:
+    """`usage`, the versions and, where routes were asked for, `sglext` of the first choice."""
+    label = natives[0]["meta_info"]["weight_version"]
+    tail: dict[str, Any] = {"usage": usage(natives, request.n)} | versions(natives[0]) | ignored_fields(natives[0])
+    if label.isdecimal():  # rllm's gateway reads a number there, and goes without one
+        tail["weight_version"] = label
+    if isinstance(request, ChatCompletionRequest):  # vLLM's place for fields of the one prompt
+        if request.return_token_ids:
+            tail["prompt_token_ids"] = natives[0]["prompt_token_ids"]
+        if request.prompt_logprobs is not None:
+            tail["prompt_logprobs"] = prompt_logprobs(natives[0]["meta_info"], request.prompt_logprobs)
+    extension = sglext(request, natives[0])
+    return tail | ({"sglext": extension} if extension else {})
+
+
+def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
+    """Tokens; the prompt of a group of n samples counts once."""
+    metas = [native["meta_info"] for native in natives]
+    prompt = sum(meta["prompt_tokens"] for meta in metas[::n])
+    completion = sum(meta["completion_tokens"] for meta in metas)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(meta["cached_tokens"] for meta in metas[::n])},
+    }
+
+
+def versions(native: Native) -> dict[str, Any]:
+    """Return `version_info`, and its fields that are text as `metadata`: OpenAI's type holds nothing else there."""
+    facts = version_info(native)
+    return {
+        "metadata": {name: value for name, value in facts.items() if isinstance(value, str)},
+        "version_info": facts,
+    }
+
+
+def ignored_fields(native: Native) -> dict[str, Any]:
+    """Return the unknown fields of the request, if there are any."""
+    names = native["meta_info"].get("ignored_fields")
+    return {} if names is None else {"ignored_fields": names}
+
+
+def version_info(native: Native) -> dict[str, Any]:
+    """The fields of `meta_info` on weight versions and the session."""
+    meta = native["meta_info"]
+    names = (
+        "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
+        "kv_weight_version_oldest", "kv_weight_epoch_oldest", "session_id",
+    )  # fmt: skip
+    return {name: meta[name] for name in names if name in meta}
+
+
+def sglext(request: OpenAIRequest, native: Native) -> dict[str, Any]:
+    """Routed experts of one choice; with `return_meta_info` every choice carries its own instead."""
+    if request.return_meta_info:
+        return {}
+    return {key: value for key, value in native["meta_info"].items() if key.startswith("routed_experts")}
+
+
+def prompt_logprobs(meta: dict[str, Any], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each prompt token an object from token id to log-probability and rank, null for the first.
+
+    The token itself comes first, then the `num_top` most probable ones.  The rank of a token that is not among those
+    is `num_top + 1`: it is not lower.
+    """
+    entries = meta["input_token_logprobs"]
+    tops = beside(meta, "input_top_logprobs", 0, entries, num_top)
+    return [None if entry[0] is None else _ranked(entry, top) for entry, top in zip(entries, tops)]
+
+
+def _ranked(own: Entry, top: Sequence[Entry]) -> dict[str, Any]:
+    ranks = {entry[1]: rank for rank, entry in enumerate(top, start=1)}
+    return {
+        str(entry[1]): {
+            "logprob": finite(entry[0]), "rank": ranks.get(entry[1], len(top) + 1), "decoded_token": entry[2],
+        }
+        for entry in [own, *top]
+    }  # fmt: skip
+
+
+def finish_fields(native: Native) -> dict[str, Any]:
+    """`finish_reason` as one word (it may be `abort`) and what matched."""
+    reason = native["meta_info"]["finish_reason"]
+    if reason is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": reason["type"], "matched_stop": reason.get("matched")}
+
+
+# --- completions -------------------------------------------------------------------------------------------------
+
+
+def completion_logprobs(
+    request: CompletionRequest, meta: dict[str, Any], offsets: TextOffsets, first: int = 0, prompt_text: str = ""
+) -> dict[str, Any]:
+    """Parallel lists over the output tokens from `first` on.
+
+    With echo, where `first` is 0, the prompt's tokens come before them, whose text is `prompt_text`.
+    """
+    entries: list[Entry] = meta["output_token_logprobs"][first:]
+    tops = beside(meta, "output_top_logprobs", first, entries, request.logprobs)
+    places = []
+    if request.echo:
+        prompt = meta["input_token_logprobs"]
+        places = offsets.prompt([entry[1] for entry in prompt], prompt_text)
+        entries = prompt + entries
+        tops = beside(meta, "input_top_logprobs", 0, prompt, request.logprobs) + tops
+    places += offsets.output([entry[1] for entry in entries[len(places) :]])
+    return {
+        "tokens": [_token_text(entry) for entry in entries],
+        "token_logprobs": [None if entry[0] is None else finite(entry[0]) for entry in entries],
+        "top_logprobs": [None if entry[0] is None else _top_dict(entry, top) for entry, top in zip(entries, tops)],
+        "text_offset": places,
+    }
+
+
+def beside(
+    meta: dict[str, Any], name: str, first: int, entries: Sequence[Entry], num_top: int | None
+) -> list[list[Entry]]:
+    """The `num_top` most probable tokens beside `entries`; a request has as many for its prompt as for its output."""
+    return [(top or [])[:num_top] for top in meta[name][first:]] if num_top else [[] for _ in entries]
+
+
+def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
+    """Text -> log-probability, best first; of tokens with the same text the best counts."""
+    result: dict[str, float] = {}
+    for entry in [*top, sampled]:
+        result.setdefault(_token_text(entry), finite(entry[0]))
+    return result
+
+
+# --- chat --------------------------------------------------------------------------------------------------------
+
+
+def chat_finish_fields(message: ChatMessage, native: Native) -> dict[str, Any]:
+    """Like `finish_fields`; an answer that ends by itself, and calls tools, ends for their sake."""
+    fields = finish_fields(native)
+    return (
+        fields | {"finish_reason": "tool_calls"} if message.num_calls and fields["finish_reason"] == "stop" else fields
+    )
+
+
+def chat_logprobs(
+    meta: dict[str, Any], first: int, num_top: int | None, vocabulary: TokenVocabulary | None
+) -> dict[str, Any]:
+    """One object per output token from `first` on, with the `num_top` most probable ones."""
+    entries = meta["output_token_logprobs"][first:]
+    content = [
+        _chat_entry(entry, vocabulary) | {"top_logprobs": [_chat_entry(item, vocabulary) for item in top]}
+        for entry, top in zip(entries, beside(meta, "output_top_logprobs", first, entries, num_top))
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_entry(entry: Entry, vocabulary: TokenVocabulary | None) -> dict[str, Any]:
+    """`bytes` may be part of a character, whose text is U+FFFD; null where the token's name is its id."""
+    encoded = None if vocabulary is None or entry[2] is None else list(vocabulary.bytes_of(entry[1]))
+    return {"token": _token_text(entry), "logprob": finite(entry[0]), "bytes": encoded}
+
+
+# --- choices -----------------------------------------------------------------------------------------------------
+
+
+class ChoiceCursor:
+    """The part of one choice that was sent: native responses are cumulative, OpenAI's chunks are not.
+
+    Without a stream the whole choice is its only chunk.  `vocabulary` None: the server has no tokenizer.
+    """
+
+    def __init__(self, request: OpenAIRequest, vocabulary: TokenVocabulary | None) -> None:
+        self._vocabulary = vocabulary
+        self._offsets = TextOffsets(vocabulary, skips_special=request.skip_special_tokens is not False)
+        self._is_first = True
+        self._num_chars = 0
+        self._num_tokens = 0
+        self._num_logprobs = 0
+
+    def completion(self, request: CompletionRequest, index: int, native: Native, prompt_text: str) -> dict[str, Any]:
+        """Return the new part as a choice of a completion; `prompt_text` is empty unless echoed."""
+        is_first, self._is_first = self._is_first, False
+        text = (prompt_text if is_first else "") + self._new_text(native)
+        logprobs = None
+        # The prompt's log-probabilities come first but are known last: with echo all go into the last chunk.
+        if request.logprobs is not None and (not request.echo or _is_finished(native)):
+            meta = native["meta_info"]
+            logprobs = completion_logprobs(request, meta, self._offsets, self._num_logprobs, prompt_text)
+            self._num_logprobs += len(logprobs["tokens"])
+        choice = {"index": index, "text": text, "logprobs": logprobs}
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(native["meta_info"], request.prompt_logprobs)
+        if request.wants_prompt_token_ids and is_first:
+            choice["prompt_token_ids"] = native["prompt_token_ids"]
+        return choice | self._ids(request, native) | finish_fields(native) | self._extras(request, native)
+
+    def chat(self, request: ChatCompletionRequest, message: ChatMessage, index: int, native: Native) -> dict[str, Any]:
+        """Return the new part as a choice of a chat."""
+        logprobs = None
+        if request.logprobs:
+            logprobs = chat_logprobs(native["meta_info"], self._num_tokens, request.top_logprobs, self._vocabulary)
+        delta = message.delta(self._new_text(native), is_last=_is_finished(native))
+        if not request.stream and "tool_calls" in delta:
+            delta["content"] = delta["content"] or None
+        spoken = {"delta": delta} if request.stream else {"message": {"role": "assistant"} | delta}
+        choice = {"index": index, **spoken, "logprobs": logprobs}
+        if request.wants_prompt_token_ids and _is_finished(native):
+            choice["prompt_token_ids"] = native["prompt_token_ids"]
+        finish = chat_finish_fields(message, native)
+        return choice | self._ids(request, native) | finish | self._extras(request, native)
+
+    def _new_text(self, native: Native) -> str:
+        text = native.get("text", "")
+        new = text[self._num_chars :]
+        self._num_chars = len(text)
+        return new
+
+    def _ids(self, request: OpenAIRequest, native: Native) -> dict[str, Any]:
+        new = native["output_ids"][self._num_tokens :]
+        self._num_tokens += len(new)
+        return {"token_ids": new} if request.return_token_ids else {}
+
+    @staticmethod
+    def _extras(request: OpenAIRequest, native: Native) -> dict[str, Any]:
+        """Return the fields that RL clients ask for on every choice that has ended."""
+        extras: dict[str, Any] = {}
+        if request.return_meta_info and _is_finished(native):
+            extras["meta_info"] = native["meta_info"]
+        return extras
+
+
+def _is_finished(native: Native) -> bool:
+    return native["meta_info"]["finish_reason"] is not None
+
+
+def _token_text(entry: Entry) -> str:
+    """The token's text, or its id on a server without a tokenizer and where the request prefers that."""
+    return f"token_id:{entry[1]}" if entry[2] is None else entry[2]
+
+
+def finite(value: float) -> float:
+    """`value`, or the lowest float32 for minus infinity."""
+    return max(value, LOWEST_LOGPROB)

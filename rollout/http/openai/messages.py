@@ -1,0 +1,148 @@
+"""Texts of answers as the messages of chats: with reasoning and tool calls apart, where parsers are configured.
+
+The formats of models are in `parsers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from rollout.core.errors import StartupError
+from rollout.http.openai.parsers import harmony
+from rollout.http.openai.parsers.answer import AnswerParser, names_of
+from rollout.http.openai.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from rollout.http.openai.parsers.said import ToolCall
+from rollout.http.openai.parsers.tool_calls import TOOL_CALL_READERS, CallFormat
+from rollout.http.openai.protocol import ChatCompletionRequest
+from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.request import GenerateReqInput
+from rollout.tokenizer_manager.validation import check_token_ids
+
+PROMPT_TAIL = 16
+"""Tokens at the end of a prompt that may hold the marker of a thought, spelled out."""
+
+Kind = TypeVar("Kind")
+
+
+class ChatMessage:
+    """One choice's message, from text as it comes."""
+
+    def __init__(
+        self, parser: AnswerParser, *, shows_reasoning: bool, streams_reasoning: bool, most_calls: int | None
+    ) -> None:
+        self.num_calls = 0
+        self._most_calls = most_calls
+        self._call_ids: set[str] = set()
+        self._parser = parser
+        self._shows_reasoning = shows_reasoning
+        self._streams_reasoning = streams_reasoning
+        self._held_reasoning = ""
+
+    def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """Return the part that `text` adds to the message; a tool call comes whole, once it is complete."""
+        pieces = [self._parser.feed(text)] + ([self._parser.finish()] if is_last else [])
+        delta: dict[str, Any] = {"content": "".join(piece.content for piece in pieces)}
+        self._held_reasoning += "".join(piece.reasoning for piece in pieces)
+        is_shown = self._streams_reasoning or is_last or not self._parser.is_thinking
+        if self._held_reasoning and is_shown:
+            if self._shows_reasoning:
+                # SGLang's name, and vLLM's.
+                delta |= {"reasoning_content": self._held_reasoning, "reasoning": self._held_reasoning}
+            self._held_reasoning = ""
+        calls = [call for piece in pieces for call in piece.calls]
+        if self._most_calls is not None:
+            calls = calls[: self._most_calls - self.num_calls]
+        if calls:
+            delta["tool_calls"] = [self._call(call) for call in calls]
+        return delta
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        index, self.num_calls = self.num_calls, self.num_calls + 1
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": index, "id": self._call_id(call), "type": "function", "function": function}
+
+    def _call_id(self, call: ToolCall) -> str:
+        """The model's own, unless it gave it twice."""
+        call_id = call.id
+        if call_id is None or call_id in self._call_ids:
+            call_id = f"call_{uuid.uuid4().hex[:24]}"
+        self._call_ids.add(call_id)
+        return call_id
+
+
+class ChatMessages:
+    """Makes the messages of a server's answers, with the parsers that it was started with."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        """Raises `StartupError` for a parser that does not exist, or two that do not go together."""
+        args = manager.server_args
+        self._manager = manager
+        self._call_format = _named(TOOL_CALL_READERS, "--tool-call-parser", args.tool_call_parser)
+        self._reasoning_format = _named(REASONING_FORMATS, "--reasoning-parser", args.reasoning_parser)
+        formats = [each for each in (self._call_format, self._reasoning_format) if each is not None]
+        self._is_harmony = any(each.is_harmony for each in formats)
+        if self._is_harmony and not all(each.is_harmony for each in formats):
+            raise StartupError(
+                f"--tool-call-parser {args.tool_call_parser} does not go with --reasoning-parser "
+                f"{args.reasoning_parser}: the harmony format of gpt-oss has both or none"
+            )
+
+    def complete(self, body: ChatCompletionRequest, wanted: GenerateReqInput) -> GenerateReqInput:
+        """Add to the request that answers `body` what its parsers need: tokens to show, and ends of the turn."""
+        reasoning_format, call_format = self._formats(body)
+        kept = [*harmony.MARKERS] if self._is_harmony else []
+        kept += [] if reasoning_format is None else [*reasoning_format.markers]
+        kept += [] if call_format is None else [*call_format.markers]
+        call_ends = () if self._call_format is None else self._call_format.ends
+        ends = self._manager.token_ids_of(harmony.ENDS_OF_TURN if self._is_harmony else call_ends)
+        params = wanted.sampling_params
+        assert isinstance(params, dict)
+        if ends and not params.get("ignore_eos"):
+            params = params | {"stop_token_ids": [*(params.get("stop_token_ids") or ()), *sorted(ends)]}
+        return dataclasses.replace(wanted, kept_special_tokens=tuple(kept), sampling_params=params)
+
+    def _formats(self, body: ChatCompletionRequest) -> tuple[ReasoningFormat | None, CallFormat | None]:
+        """The formats that the answer to `body` is read by."""
+        return (
+            self._reasoning_format if body.separate_reasoning else None,
+            self._call_format if body.template_tools() else None,
+        )
+
+    def maker(self, body: ChatCompletionRequest, prompt_ids: list[int]) -> Callable[[], ChatMessage]:
+        """Return a maker of the messages that answer `body`, whose prompt has the given ids.
+
+        Raises `BadRequest` for ids that do not exist, and for invalid messages.
+        """
+        tools = body.template_tools() or []
+        format_, call_format = self._formats(body)
+        in_thought = False
+        if format_ is not None:
+            tail = prompt_ids[-PROMPT_TAIL:]
+            check_token_ids(tail, self._manager.limits.vocab_size, "input_ids")
+            text = self._manager.tokenizer.decode(tail, skip_special_tokens=False)
+            in_thought = format_.begins_in_thought(text, body.begun_answer())
+        names = names_of(tools)
+        return lambda: ChatMessage(
+            AnswerParser(
+                format_,
+                call_format,
+                tools,
+                function_names=names,
+                in_thought=in_thought,
+                is_harmony=self._is_harmony,
+            ),
+            shows_reasoning=body.include_reasoning,
+            streams_reasoning=body.stream_reasoning,
+            most_calls=None if body.parallel_tool_calls else 1,
+        )
+
+
+def _named(table: Mapping[str, Kind], flag: str, name: str | None) -> Kind | None:
+    if name is None:
+        return None
+    if name not in table:
+        raise StartupError(f"{flag} {name} is not known: there are {', '.join(sorted(table))}")
+    return table[name]

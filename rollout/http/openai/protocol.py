@@ -1,0 +1,307 @@
+"""Bodies of /v1/completions and /v1/chat/completions, and what they ask of the engine.
+
+Responses are in `openai_format`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import Field
+
+from rollout.core.errors import BadRequest, UnsupportedFeature
+from rollout.core.known_fields import (
+    HARMLESS_OPENAI_FIELDS,
+    HARMLESS_SAMPLING_FIELDS,
+    SGLANG_SAMPLING_FIELDS,
+    UNSUPPORTED_GENERATE_FIELDS,
+    UNSUPPORTED_SAMPLING_FIELDS,
+)
+from rollout.core.sampling_params import SamplingLogprobsMode
+from rollout.http.protocol import (
+    AnyGeneration,
+    Body,
+    FreeForm,
+    FreeObject,
+    Messages,
+    TokenIds,
+    Tools,
+    template_variables,
+)
+from rollout.tokenizer_manager.request import FILL_CONTEXT, GenerateReqInput, RoutesFormat
+
+_RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_NOT_SAMPLING = {"include_stop_str_in_output", "prompt_logprobs"}
+Count = Annotated[int, Field(ge=0)]
+
+
+class StreamOptions(Body):
+    unsupported = frozenset({"continuous_usage_stats"})
+
+    include_usage: bool = False
+
+
+class SamplingFields(Body):
+    """Sampling parameters by OpenAI's and vLLM's names."""
+
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING_FIELDS
+    other_names: ClassVar[dict[str, str]] = SGLANG_SAMPLING_FIELDS
+    harmless: ClassVar[frozenset[str]] = HARMLESS_SAMPLING_FIELDS
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: Count | None = None
+
+    def engine_sampling(self, max_new_tokens: int | None) -> dict[str, Any]:
+        """`sampling_params` of a `GenerateReqInput`; None leaves the length to the server."""
+        names = SamplingFields.model_fields.keys() - _NOT_SAMPLING
+        sampling = {_RENAMED.get(name, name): getattr(self, name) for name in names}
+        sampling["max_new_tokens"] = max_new_tokens
+        if self.seed == -1:  # vLLM's value for none
+            sampling["sampling_seed"] = None
+        if self.include_stop_str_in_output:
+            sampling["no_stop_trim"] = True
+        return {name: value for name, value in sampling.items() if value is not None}
+
+    def engine_logprobs(self, num_top: int | None, *, stream: bool) -> dict[str, Any]:
+        """Fields of a `GenerateReqInput` for `num_top` alternatives of each output token, None for none of it.
+
+        Raises `UnsupportedFeature`.
+        """
+        if self.prompt_logprobs is not None and stream:
+            raise UnsupportedFeature("prompt_logprobs cannot be streamed")
+        wanted = [count for count in (num_top, self.prompt_logprobs) if count is not None]
+        return {
+            "return_logprob": bool(wanted),
+            "top_logprobs_num": max(wanted, default=0),
+            "logprob_start_len": -1 if self.prompt_logprobs is None else 0,
+        }
+
+
+class OpenAIRequest(SamplingFields, AnyGeneration):
+    """The fields that both endpoints share.  `priority` is refused: lower ones go first in vLLM, and last in SGLang."""
+
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_GENERATE_FIELDS | {
+        *("priority", "kv_transfer_params", "return_prompt_text", "replay_routed_experts"),
+        *("return_input_ids_in_sglext", "return_output_ids_in_sglext"),
+    }
+
+    harmless: ClassVar[frozenset[str]] = HARMLESS_OPENAI_FIELDS
+    default_new_tokens: ClassVar[int]
+
+    model: str | None = None
+    response_format: FreeObject | None = None
+    user: str | None = None
+    stream_options: StreamOptions = StreamOptions()
+    rid: str | None = None
+    request_id: str | None = None  # vLLM's name for it
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int = 0
+    routed_experts_format: RoutesFormat = "compatible"
+    return_meta_info: bool = False
+    return_sampling_mask: bool | None = None
+    sampling_logprobs_mode: SamplingLogprobsMode | None = None
+    return_token_ids: bool = False
+    return_prompt_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @property
+    def wants_prompt_token_ids(self) -> bool:
+        return self.return_prompt_token_ids or self.return_token_ids
+
+    def _engine_fields(self, max_new_tokens: int | None, num_top: int | None) -> dict[str, Any]:
+        """Fields of `GenerateReqInput` that do not depend on the endpoint; `num_top` as in `engine_logprobs`.
+
+        Raises `BadRequest`.
+        """
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise UnsupportedFeature("response_format other than text is not supported by this server")
+        if self.return_sampling_mask and not self.return_meta_info:
+            raise BadRequest("return_sampling_mask requires return_meta_info=true")
+        logprobs = self.engine_logprobs(0 if num_top is None and self.return_meta_info else num_top, stream=self.stream)
+        return (
+            self.common_fields()
+            | logprobs
+            | {
+                "sampling_params": self.engine_sampling(max_new_tokens),
+                "rid": self.rid or self.request_id,
+                "return_text_in_logprobs": num_top is not None and not self.return_tokens_as_token_ids,
+                "return_routed_experts": self.return_routed_experts,
+                "routed_experts_start_len": self.routed_experts_start_len,
+                "routed_experts_format": self.routed_experts_format,
+                "return_sampling_mask": self.return_sampling_mask if self.return_meta_info else False,
+                "sampling_logprobs_mode": self.sampling_logprobs_mode,
+                "return_prompt_token_ids": self.wants_prompt_token_ids,
+                "default_new_tokens": self.default_new_tokens,
+                "is_reformed": True,
+            }
+        )
+
+
+class CompletionRequest(OpenAIRequest):
+    """POST /v1/completions.  `user` has no effect."""
+
+    unsupported = OpenAIRequest.unsupported | {"suffix"}
+    default_new_tokens = 16
+
+    prompt: Annotated[str | list[str] | TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
+    max_tokens: int | None = None
+    logprobs: Count | None = None
+    echo: bool = False
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    def to_request(self) -> GenerateReqInput:
+        """Raises `BadRequest`."""
+        if self.best_of is not None and self.best_of != self.n:
+            raise BadRequest(f"best_of must equal n ({self.n}): candidates are not ranked, got {self.best_of}")
+        prompt = self.prompt
+        if isinstance(prompt, list) and not prompt:
+            raise BadRequest("prompt is an empty list")
+        is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
+        if is_text and not self.add_special_tokens:
+            raise UnsupportedFeature(
+                "add_special_tokens: false is not supported for text; send the token ids that /tokenize gives with it"
+            )
+        fields = self._engine_fields(self.max_tokens, self.logprobs)
+        if self.logprobs is not None and self.echo:
+            fields["logprob_start_len"] = 0
+        return GenerateReqInput(
+            text=prompt if is_text else None,  # type: ignore[arg-type]
+            input_ids=None if is_text else prompt,  # type: ignore[arg-type]
+            **fields,
+        )
+
+
+class ChatCompletionRequest(OpenAIRequest):
+    """POST /v1/chat/completions.  `input_ids` replaces the rendered messages as the prompt."""
+
+    default_new_tokens = FILL_CONTEXT
+
+    unsupported = OpenAIRequest.unsupported | {
+        *("echo", "chat_template", "add_special_tokens", "documents", "thinking", "task", "reasoning")
+    }
+
+    messages: Messages = []
+    input_ids: TokenIds | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Count | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[Any, FreeForm] = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    include_reasoning: bool = True
+    chat_template_kwargs: FreeObject = {}
+    reasoning_effort: str | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """Tools that the template shows to the model, and whose calls are looked for in its answer."""
+        return None if self.tool_choice == "none" else self.tools
+
+    def template_variables(self) -> dict[str, Any]:
+        """Return the template's other variables; an effort also says whether to think.  Raises `UnsupportedFeature`."""
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
+        return effort | template_variables(self.chat_template_kwargs)
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """Messages with content parts joined to plain text.  Raises `BadRequest`."""
+        return plain_messages(self.messages)
+
+    def begun_answer(self) -> str:
+        """The beginning of the answer that the prompt holds."""
+        return (
+            str(self.template_messages()[-1]["content"] or "") if self.continue_final_message and self.messages else ""
+        )
+
+    def to_request(self, prompt_ids: list[int]) -> GenerateReqInput:
+        """Raises `BadRequest`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs needs logprobs to be true")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise UnsupportedFeature("tool_choice other than auto and none is not supported by this server")
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        num_top = (self.top_logprobs or 0) if self.logprobs else None
+        return GenerateReqInput(input_ids=prompt_ids, **self._engine_fields(limit, num_top))
+
+
+def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates take them: content as text, arguments of calls as objects.  Raises `BadRequest`.
+
+    Content that is null stays null beside calls, which some templates tell from an empty text.
+    """
+    if not messages:
+        raise BadRequest("messages is empty")
+    return [_plain_message(index, message) for index, message in enumerate(messages)]
+
+
+def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise BadRequest(f"messages[{index}] has no role")
+    if isinstance(message.get("tool_calls"), list):
+        message = message | {"tool_calls": [_with_arguments(call) for call in message["tool_calls"]]}
+    content = message.get("content")
+    if content is None:
+        return message if "content" in message and message.get("tool_calls") else message | {"content": ""}
+    if isinstance(content, str):
+        return message
+    if not isinstance(content, list):
+        raise BadRequest(f"messages[{index}].content must be text or a list of parts")
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadRequest(f"messages[{index}].content holds a part that is not text; this server takes text only")
+        texts.append(part["text"])
+    return message | {"content": "".join(texts)}
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call with its arguments as an object, as templates take them; clients send them as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return call | {"function": function | {"arguments": CallArguments(arguments, function["arguments"])}}
+
+
+class CallArguments(dict[str, Any]):
+    """Arguments of a call: an object for most templates, and text for others, which join it to text, as DeepSeek's."""
+
+    def __init__(self, values: dict[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text

@@ -1,0 +1,91 @@
+"""Bodies of vLLM's control and weight endpoints, and of AReaL's, as pydantic models."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rollout.core.messages.message import Name, Size
+from rollout.core.messages.weights import InitWeightsUpdateGroupReqInput, PackedBytes
+from rollout.http.control.body import body_of
+from rollout.http.protocol import Body
+
+SleepTag = Literal["weights", "kv_cache"]
+DEFAULT_PACKED_BYTES = 1 << 30  # vLLM's
+
+
+class AbortRequestsRequest(Body):
+    """Null aborts all requests.  An empty list names no request."""
+
+    request_ids: list[str] | None = None
+
+
+class ResetPrefixCacheRequest(Body):
+    """SkyRL's clients send in the body what vLLM takes from the query."""
+
+    reset_running_requests: bool = False
+
+
+class InitInfo(body_of(InitWeightsUpdateGroupReqInput)):  # type: ignore[misc]
+    """The form of coming tensors: their group, and whether in packed buffers.  `packed_num_buffers` is the sender's."""
+
+    unsupported = frozenset({"nccl_unique_id_b64"})
+
+    packed: bool = False
+    packed_buffer_size_bytes: PackedBytes = DEFAULT_PACKED_BYTES
+    packed_num_buffers: int = 2
+
+
+class InitWeightTransferEngineRequest(Body):
+    init_info: InitInfo
+
+
+class StartWeightUpdateRequest(Body):
+    """`cast`: our own, as of /begin_weight_update."""
+
+    is_checkpoint_format: Literal[True] = True
+    cast: bool | None = None
+
+
+class UpdateInfo(Body):
+    """The tensors that are about to come.  Clients of older versions say here, not before, that they are packed."""
+
+    unsupported = frozenset({"ipc_handles", "ipc_handles_pickled", "tensor_sizes"})
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[Size]]
+    packed: bool | None = None
+    packed_buffer_size_bytes: PackedBytes | None = None
+    cast: bool | None = None
+
+
+class UpdateWeightsRequest(Body):
+    """POST /update_weights: `update_info` as vLLM's clients send it, or `weight_dir` as prime-rl's do."""
+
+    update_info: UpdateInfo | None = None
+    weight_dir: Name | None = None
+
+
+class FinishWeightUpdateRequest(Body):
+    weight_version: Name | None = None
+
+
+class CollectiveRpcRequest(Body):
+    """POST /collective_rpc.  `timeout` has no effect: every verb has a deadline of its own."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+class SleepForWeightSync(Body):
+    """SkyRL's.  The KV of requests cannot be offloaded: they give it up, and compute it again."""
+
+    unsupported = frozenset({"offload_kv"})
+
+    offload_kv: bool = False
+
+
+class WakeForWeightSync(Body):
+    tags: list[SleepTag] | None = None

@@ -1,0 +1,242 @@
+"""vLLM's weight transfer: init, start, update, finish, as one transaction of the engine.  May demand the admin key.
+
+    /init_weight_transfer_engine   join the trainer's group; packed buffers or not
+    /start_weight_update           begin, with partial coverage, under an id of this server's own
+    /update_weights                one bucket, in packed buffers or a broadcast for each tensor
+    /finish_weight_update          end: all of it in force, or nothing
+
+vLLM's clients carry no ids, so ids of updates that they started are kept here, and so are the group's settings.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from rollout.core.errors import BadRequest, Conflict, LockstepError
+from rollout.core.messages.message import ControlReqOutput
+from rollout.core.messages.weights import (
+    AbortWeightUpdateReqInput,
+    BeginWeightUpdateReqInput,
+    BucketReply,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    GetWeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    RefusedBucketReqInput,
+    UpdateStateReply,
+    UpdateWeightsFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+)
+from rollout.http.control.io import ControlRoute, add_route, reply
+from rollout.http.control.verbs import VerbRoutes
+from rollout.http.io import json_body
+from rollout.http.protocol import EmptyRequest
+from rollout.http.vllm.control_protocol import (
+    FinishWeightUpdateRequest,
+    InitInfo,
+    InitWeightTransferEngineRequest,
+    StartWeightUpdateRequest,
+    UpdateInfo,
+    UpdateWeightsRequest,
+)
+
+InitBody = Annotated[InitWeightTransferEngineRequest, Depends(json_body(InitWeightTransferEngineRequest))]
+StartBody = Annotated[StartWeightUpdateRequest, Depends(json_body(StartWeightUpdateRequest))]
+FinishBody = Annotated[FinishWeightUpdateRequest, Depends(json_body(FinishWeightUpdateRequest))]
+
+_OF_THE_GROUP = set(InitWeightsUpdateGroupReqInput.__struct_fields__)
+
+
+MAX_UNANSWERED = 64
+"""Starts whose clients left or whose answers are late; one more drops them all."""
+
+
+class StartedUpdates:
+    """Ids of updates that may be open: the one that the engine confirmed, and starts that it has not answered.
+
+    The engine begins updates in the order in which they were started, one at a time.
+    """
+
+    def __init__(self) -> None:
+        self.confirmed: str | None = None
+        self.unanswered: list[str] = []
+
+    @property
+    def ids(self) -> list[str]:
+        return [*filter(None, [self.confirmed]), *self.unanswered]
+
+    @property
+    def current(self) -> str | None:
+        """The update that buckets belong to."""
+        return self.confirmed or (self.unanswered[-1] if self.unanswered else None)
+
+    def start(self) -> str:
+        """Return the id of a new update."""
+        self.unanswered.append(f"vllm-{uuid.uuid4().hex}")
+        return self.unanswered[-1]
+
+    def confirm(self, update_id: str) -> None:
+        """Take in that the engine began this update, so that all updates before it are over."""
+        if update_id in self.unanswered:
+            del self.unanswered[: self.unanswered.index(update_id) + 1]
+            self.confirmed = update_id
+
+    def forget(self, update_id: str) -> None:
+        """Take in that this update is over or never began.  Another call may have started the next one meanwhile."""
+        if update_id in self.unanswered:
+            self.unanswered.remove(update_id)
+        if self.confirmed == update_id:
+            self.confirmed = None
+
+
+class VllmWeightRoutes:
+    """One for a server: it holds the group that was joined and the updates that were started."""
+
+    def __init__(self, verbs: VerbRoutes) -> None:
+        self._send = verbs.ask
+        self._joined: InitInfo | None = None
+        self._started = StartedUpdates()
+
+    def router(self) -> APIRouter:
+        router = APIRouter(route_class=ControlRoute, tags=["vLLM weights"])
+        add_route(router, "/init_weight_transfer_engine", self.init_engine, InitWeightTransferEngineRequest)
+        add_route(router, "/shutdown_weight_transfer_engine", self.shutdown_engine, EmptyRequest)
+        add_route(router, "/start_weight_update", self.start_update, StartWeightUpdateRequest)
+        add_route(router, "/update_weights", self.update_weights, UpdateWeightsRequest)
+        add_route(router, "/finish_weight_update", self.finish_update, FinishWeightUpdateRequest)
+        return router
+
+    async def init_engine(self, body: InitBody) -> Response:
+        """Join a process group with the trainer; replies when all members are there.
+
+        A new trainer: what the one before started and did not finish is dropped.
+        """
+        await self._drop_all()
+        info = body.init_info
+        answer = await self._send(InitWeightsUpdateGroupReqInput, **info.model_dump(include=_OF_THE_GROUP))
+        if answer.success:
+            self._joined = info
+        return reply(answer)
+
+    async def shutdown_engine(self) -> Response:
+        """Leave the group."""
+        answer = await self._send(DestroyWeightsUpdateGroupReqInput, group_name=self._require_joined().group_name)
+        self._joined = None
+        return reply(answer)
+
+    async def start_update(self, body: StartBody) -> Response:
+        """Open a weight update of whatever tensors come.  Nothing changes for requests until it is finished.
+
+        vLLM's clients cannot say whether all tensors will come, so the label counts them where they did not.  One that
+        failed and was not finished makes room.
+        """
+        await self._make_room()
+        update_id = self._started.start()
+        fields = {"update_id": update_id, "coverage": "partial", "counts_tensors": True, "cast": body.cast}
+        answer = await self._send(BeginWeightUpdateReqInput, **fields)
+        if answer.success:
+            self._started.confirm(update_id)
+        else:
+            self._started.forget(update_id)
+        return reply(answer)
+
+    async def update_weights(self, request: Request) -> Response:
+        """Receive tensors by broadcast from the trainer; with `weight_dir`, load a checkpoint folder as a whole."""
+        try:
+            body = await json_body(UpdateWeightsRequest)(request)
+        except LockstepError as error:
+            await self.refuse(error)
+            raise
+        return await self.update(body)
+
+    async def update(self, body: UpdateWeightsRequest) -> Response:
+        """The same, of a body that was read."""
+        if body.update_info is not None:
+            return reply(await self._receive(body.update_info))
+        if body.weight_dir is None:
+            raise BadRequest("update_info is missing, and so is weight_dir")
+        await self._make_room()
+        if (started := self._started.current) is not None:
+            raise Conflict(
+                "a weight update was started and is not finished: POST /finish_weight_update, wait for the end of its "
+                f"lease, or drop it with abort_weight_update with update_id {started!r}"
+            )
+        return reply(await self._send(UpdateWeightsFromDiskReqInput, model_path=body.weight_dir))
+
+    async def _receive(self, info: UpdateInfo) -> ControlReqOutput[BucketReply]:
+        joined = self._require_joined()
+        is_packed = joined.packed if info.packed is None else info.packed
+        return await self._send(
+            UpdateWeightsFromDistributedReqInput,
+            names=info.names,
+            dtypes=info.dtype_names,
+            shapes=info.shapes,
+            group_name=joined.group_name,
+            load_format="packed" if is_packed else None,
+            packed_buffer_size_bytes=info.packed_buffer_size_bytes or joined.packed_buffer_size_bytes,
+            update_id=self._started.current,
+            cast=info.cast,
+        )
+
+    async def finish_update(self, body: FinishBody) -> Response:
+        """Verify what came and put it in force, all or nothing, under `weight_version` if there is one.
+
+        The update is over, whether it succeeds or fails.
+        """
+        started = self._started.current
+        if started is None:
+            raise Conflict("no weight update was started: POST /start_weight_update")
+        answer = await self._send(EndWeightUpdateReqInput, update_id=started, weight_version=body.weight_version)
+        if answer.success:
+            self._started.forget(started)
+        else:
+            await self._drop(started)  # one whose turn came too late has ended nothing
+        return reply(answer)
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _require_joined(self) -> InitInfo:
+        if self._joined is None:
+            raise Conflict("no group was joined: POST /init_weight_transfer_engine")
+        return self._joined
+
+    async def refuse(self, error: Exception) -> None:
+        """A body that cannot be read: as its broadcast may come all the same, the engine leaves the group."""
+        if self._joined is not None:
+            group, update_id = self._joined.group_name, self._started.current
+            await self._send(RefusedBucketReqInput, reason=str(error), group_name=group, update_id=update_id)
+
+    async def _make_room(self) -> None:
+        """Drop an update that failed and was not finished, and forget one that is over."""
+        if len(self._started.unanswered) >= MAX_UNANSWERED:
+            await self._drop_all()
+        started = self._started.confirmed
+        if started is not None:
+            found = await self._look(started)
+            if found is None or isinstance(found.failed, str):
+                await self._drop(started)
+
+    async def _drop_all(self) -> None:
+        for update_id in self._started.ids:
+            await self._drop(update_id)
+
+    async def _drop(self, update_id: str) -> None:
+        """Drop this update where it is open.
+
+        The beginning of one that was not answered may still wait for its turn.  The drop takes its turn behind it.
+        """
+        waits = update_id in self._started.unanswered
+        if waits or await self._look(update_id) is not None:
+            answer = await self._send(AbortWeightUpdateReqInput, update_id=update_id)
+            if not answer.success and (not waits or await self._look(update_id) is not None):
+                return
+        self._started.forget(update_id)
+
+    async def _look(self, update_id: str) -> UpdateStateReply | None:
+        """Return the state of this update, or None where it is not open."""
+        found = (await self._send(GetWeightUpdateReqInput)).data
+        return found if found is not None and found.update_id == update_id else None

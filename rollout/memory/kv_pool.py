@@ -1,0 +1,230 @@
+"""KV by slot: the tensors that hold it, the free list of slots, and the table of each request's slots.
+
+A slot holds the keys and values of one token in all layers.  The pool also keeps, per slot, the weight epoch that wrote
+it, so that the age of KV is always known.
+
+Shapes: S slots, T tokens of a step, H_kv key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rollout.core.errors import InvariantError
+from rollout.core.host_copy import to_device
+from rollout.core.specs.layer_specs import KVKind, WindowKV
+
+
+class KVPool:
+    """`k[layer]`: [S + 1, H_kv, key size], `v[layer]`: [S + 1, H_kv, value size].  They keep their addresses.
+
+    Values may be a part of the keys, in the same memory.  A layer that keeps nothing of a token has empty ones.  With
+    `num_window_slots`, layers with a window have that many slots of their own instead.  The last slot, `padding_slot`
+    or `window_padding_slot`, belongs to no request: rows that fill up a captured step write there.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        layers: Sequence[KVKind | None],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        num_window_slots: int | None = None,
+    ) -> None:
+        self.padding_slot = num_slots
+        self.window_padding_slot = apart = num_slots if num_window_slots is None else num_window_slots
+        both = [_empty(x, 1 + (apart if isinstance(x, WindowKV) else num_slots), dtype, device) for x in layers]
+        self.k, self.v = [keys for keys, _ in both], [values for _, values in both]
+        self._epoch = np.empty(num_slots, dtype=np.int32)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that take memory, each once."""
+        apart = [v for k, v in zip(self.k, self.v, strict=True) if v.data_ptr() != k.data_ptr()]
+        return [tensor for tensor in (*self.k, *apart) if tensor.numel()]
+
+    def stamp(self, slots: torch.Tensor, weight_epoch: int) -> None:
+        """Note that the step being launched writes `slots` [T], on the host, under `weight_epoch`."""
+        self._epoch[slots.numpy()] = weight_epoch
+
+    def epochs(self, slots: np.ndarray) -> np.ndarray:
+        """The weight epochs int32 that wrote `slots`."""
+        return self._epoch[slots]
+
+
+def _empty(
+    layer: KVKind | None, num_slots: int, dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if layer is None:
+        nothing = torch.empty((num_slots, 0, 0), dtype=dtype, device=device)
+        return nothing, nothing
+    keys = torch.empty((num_slots, layer.num_heads, layer.key_size), dtype=dtype, device=device)
+    if layer.values_in_keys:
+        return keys, keys[..., : layer.value_size]
+    return keys, torch.empty((num_slots, layer.num_heads, layer.value_size), dtype=dtype, device=device)
+
+
+def kv_bytes_per_token(layers: Sequence[KVKind | None], dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one token over all `layers`."""
+    return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
+
+
+_FREE, _HELD, _CACHED = 0, 1, 2  # holder of a slot: none, a request, the prefix cache
+
+
+class SlotAllocator:
+    """A stack of free slot numbers, preallocated.  Slots are handed out, kept and returned on the host.
+
+    Every slot is at any time in exactly one place: here, in the prefix cache, or private to one request.  Each change
+    of place is checked, at the cost of a pass over the slots that change it: KV in two places is wrong in silence.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._stack = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
+        self._num_free = num_slots
+        self._place = np.full(num_slots, _FREE, dtype=np.uint8)
+        self.num_cached = 0
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_held(self) -> int:
+        """Slots of requests."""
+        return self.num_slots - self._num_free - self.num_cached
+
+    def alloc(self, count: int) -> torch.Tensor:
+        """`count` slots [count] int64.  The caller has checked `count <= num_free`."""
+        assert 0 <= count <= self._num_free, (count, self._num_free)
+        slots = self._stack[self._num_free - count : self._num_free].copy()
+        self._move(slots, _FREE, _HELD)
+        self._num_free -= count
+        return torch.from_numpy(slots)
+
+    def keep(self, slots: torch.Tensor) -> None:
+        """The prefix cache takes `slots` [n] int64 from a request.  Raises `InvariantError`."""
+        self._move(slots.numpy(), _HELD, _CACHED)
+        self.num_cached += slots.shape[0]
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Return slots [n] int64 of a request to the free list.  Raises `InvariantError`."""
+        self._move(slots.numpy(), _HELD, _FREE)
+        self._push(slots)
+
+    def free_cached(self, slots: torch.Tensor) -> None:
+        """Return slots [n] int64 of the prefix cache to the free list.  Raises `InvariantError`."""
+        self._move(slots.numpy(), _CACHED, _FREE)
+        self.num_cached -= slots.shape[0]
+        self._push(slots)
+
+    def free_slots(self) -> torch.Tensor:
+        """Copy of the free slots, for integrity checks."""
+        return torch.from_numpy(self._stack[: self._num_free].copy())
+
+    def _push(self, slots: torch.Tensor) -> None:
+        count = slots.shape[0]
+        self._stack[self._num_free : self._num_free + count] = slots.numpy()
+        self._num_free += count
+
+    def _move(self, slots: np.ndarray, source: int, target: int) -> None:
+        misplaced = np.count_nonzero(self._place[slots] != source)
+        if misplaced:
+            names = ("free", "a request's", "the prefix cache's")
+            raise InvariantError(
+                f"{misplaced} of {len(slots)} KV slots are not {names[source]}, but change to {names[target]}"
+            )
+        self._place[slots] = target
+
+
+class NewestTokens:
+    """The token that was sampled last for each request row, which the next step reads without a copy to the host.
+
+    What was put last is written to the table when other rows are put or read, so that while the same requests decode,
+    one step's tokens are the next one's input as they are.
+    """
+
+    def __init__(self, max_requests: int, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._table = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self._rows = torch.empty(0, dtype=torch.int64, device=device)
+        self._tokens = self._rows
+
+    def put(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Distinct rows [n] and a token for each; neither is changed later."""
+        if rows is not self._rows:
+            self._table.index_copy_(0, self._rows, self._tokens)
+        self._rows, self._tokens = rows, token_ids
+
+    def get(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of `rows` [n]; not to be changed."""
+        if rows is self._rows:
+            return self._tokens
+        self._table.index_copy_(0, self._rows, self._tokens)
+        return self._table.index_select(0, rows)
+
+
+class ReqToTokenPool:
+    """A row belongs to one request while it holds KV.
+
+    `table` [max_requests + 1, max_context] int64: the KV slot of each position, as a step on the device reads it.
+    `host_table` is the same for the host, which never reads the device's; on a CPU it is the very tensor.  The last
+    row, `padding_row`, belongs to no request: its one token has the KV slot `padding_slot`.
+    """
+
+    def __init__(
+        self, max_requests: int, max_context: int, padding_slot: int, device: torch.device | str = "cpu"
+    ) -> None:
+        # empty, not zeros: rows that are never used never take memory
+        self.host_table = torch.empty((max_requests + 1, max_context), dtype=torch.int64)
+        self.is_apart = torch.device(device).type != "cpu"
+        self.table = torch.empty_like(self.host_table, device=device) if self.is_apart else self.host_table
+        self.padding_row = max_requests
+        self._padding_slot = padding_slot
+        self.enter_padding()
+        self.newest_tokens = NewestTokens(max_requests, device)
+        self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._is_free = bytearray(b"\1") * max_requests
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free_rows)
+
+    def alloc(self) -> int:
+        """A free row.  The caller has checked `num_free`."""
+        row = self._free_rows.pop()
+        self._is_free[row] = False
+        return row
+
+    def enter_padding(self) -> None:
+        """Set the slot of the padding row: at first, and after the table's memory was released."""
+        self.enter_span(self.padding_row, 0, torch.tensor([self._padding_slot]))
+
+    def enter_span(self, row: int, start: int, slots: torch.Tensor) -> None:
+        """Set the slots [n] of the positions `start ..` of a row, on the host and on the device."""
+        end = start + slots.shape[0]
+        self.host_table[row, start:end] = slots
+        if self.is_apart and end > start:
+            self.table[row, start:end] = to_device(slots, self.device)
+
+    def enter_ahead(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set the slots of positions in rows, all int64 and of shapes that broadcast to that of `slots`.
+
+        For steps to come: each brings its own to the device.
+        """
+        self.host_table.index_put_((rows, positions), slots)
+
+    def free(self, row: int) -> None:
+        """Raises `InvariantError` for a row that is free."""
+        if self._is_free[row]:
+            raise InvariantError(f"row {row} of the slot table was freed twice")
+        self._is_free[row] = True
+        self._free_rows.append(row)

@@ -1,0 +1,110 @@
+"""`MemorySaver`: gives the memory of whole groups of tensors back to the system, and keeps their addresses.
+
+So kernels, views, loaders and captured graphs that hold an address go on as before.  How pages go back and come again
+is in `host_pages` (a CPU) and `device_pages` (CUDA).
+
+    release(tag)    content -> [kept copy in an unnamed file] -> pages returned
+    resume(tag)     pages, zeros -> [kept copy -> content, checked]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+import torch
+
+from rollout.core.errors import LockstepError
+from rollout.core.messages.io_struct import MemoryTag
+from rollout.memory.host_pages import HostPages, MemoryPages, Span, spans_of
+from weight_sync.unnamed_file import UnnamedFile
+
+TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
+
+
+class KeptCopyError(LockstepError):
+    """A copy of released content could not be written, or is not what was written."""
+
+
+class KeptCopy:
+    """The bytes of some storages in an unnamed file of the temporary folder ($TMPDIR), deleted when closed."""
+
+    def __init__(self, pages: MemoryPages, spans: Sequence[Span]) -> None:
+        """Raises `KeptCopyError` where they cannot be written."""
+        self._pages, self._spans = pages, spans
+        self._file: UnnamedFile | None = None
+        try:
+            self._file = UnnamedFile("lockstep-weights-")
+            self._entries = [self._file.append(part) for span in spans for part in pages.read(span)]
+        except OSError as error:
+            self.close()
+            raise KeptCopyError(f"no copy of the weights could be kept: {error}") from error
+
+    def restore(self) -> None:
+        """Write the bytes back to where they were.  Raises `KeptCopyError`; their contents are undefined then."""
+        assert self._file is not None
+        parts = (part for span in self._spans for part in self._pages.fill(span))
+        try:
+            for part, entry in zip(parts, self._entries, strict=True):
+                self._file.read(entry, part)
+        except OSError as error:
+            raise KeptCopyError(f"the kept copy of the weights cannot be read: {error}") from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class MemorySaver:
+    """`tensors[tag]` is what a tag stands for; a tag without tensors holds no memory here.  `pages`: of their device.
+
+    Raises `StartupError` for tensors whose pages cannot go back.
+    """
+
+    def __init__(self, tensors: Mapping[MemoryTag, Sequence[torch.Tensor]], pages: MemoryPages | None = None) -> None:
+        self._pages: MemoryPages = HostPages() if pages is None else pages
+        for group in tensors.values():
+            self._pages.check(group)
+        self._tensors = tensors  # keeps the storages alive
+        self._spans = {tag: spans_of(group) for tag, group in tensors.items()}
+        self._copies: dict[MemoryTag, KeptCopy] = {}
+
+    def nbytes(self, tag: MemoryTag) -> int:
+        """Bytes of the storages of `tag`."""
+        return sum(span.nbytes for span in self._spans.get(tag, ()))
+
+    def keep_copy(self, tag: MemoryTag) -> None:
+        """Copy the content to a file, for `restore`.  Raises `KeptCopyError`; nothing changed."""
+        self.drop_copy(tag)
+        self._copies[tag] = KeptCopy(self._pages, self._spans.get(tag, ()))
+
+    def has_copy(self, tag: MemoryTag) -> bool:
+        return tag in self._copies
+
+    def drop_copy(self, tag: MemoryTag) -> None:
+        copy = self._copies.pop(tag, None)
+        if copy is not None:
+            copy.close()
+
+    def restore(self, tag: MemoryTag) -> None:
+        """Put the kept copy back, bit for bit; it stays until it is dropped.
+
+        Raises `KeptCopyError`; content and copy are lost then.
+        """
+        try:
+            self._copies[tag].restore()
+        except KeptCopyError:
+            self.drop_copy(tag)
+            raise
+
+    def discard(self, tag: MemoryTag) -> None:
+        """The content of `tag` is lost, and whole pages go back to the system."""
+        self._pages.discard(self._spans.get(tag, ()))
+
+    def provide(self, tags: Sequence[MemoryTag]) -> None:
+        """Have memory for these tags, all or none: zeros where it was given back.  Raises `MemoryTakenError`."""
+        self._pages.provide([span for tag in tags for span in self._spans.get(tag, ())])
+
+    def is_provided(self, tag: MemoryTag) -> bool:
+        """Return whether the memory of `tag` may be read and written."""
+        return self._pages.is_provided(self._spans.get(tag, ()))

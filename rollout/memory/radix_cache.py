@@ -1,0 +1,378 @@
+"""Prefix cache: one radix tree of token ids a namespace, slots in its nodes, LRU eviction.
+
+A namespace is `(extra_key, weight_epoch)`: prefixes written under other weights can never match.
+
+    match()   longest cached prefix -> (node to lock, its slots)
+    match_state()   the same of a model with recurrent layers: as far as there is a snapshot of their states
+    insert()  give the tree a finished prefix; it keeps the part it lacks
+    lock()    everything from a node up to its root stays until unlock()
+    pin()     the same, counted separately: kept although no request uses it
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rollout.memory.kv_pool import SlotAllocator
+from rollout.memory.radix_node import (
+    NO_IDS,
+    NO_SLOTS,
+    Namespace,
+    RadixNode,
+    Root,
+    common_prefix,
+    postorder,
+    root_of,
+)
+from rollout.memory.state_pool import SnapshotRows
+
+
+class CacheListener(Protocol):
+    """Notified of every change of what a request can go on from.
+
+    That is every prefix.  With snapshots it is what lies before one: the last of a path ends what is notified of it.
+    """
+
+    def stored(self, node: RadixNode, namespace: Namespace, end: int) -> None:
+        """A request can go on from its first `end` tokens, more than before; sets `node.block_hashes`."""
+
+    def removed(self, node: RadixNode, start: int) -> None:
+        """Withdraw the node's named tokens from `start` on: no request can go on from them any more."""
+
+    def cleared(self) -> None:
+        """Withdraw everything: all nodes were removed, or can never be matched again."""
+
+
+class RadixCache:
+    """Owns the slots in its nodes; returns them to `allocator` on eviction."""
+
+    keeps_prefixes = True
+
+    def __init__(
+        self,
+        allocator: SlotAllocator,
+        listener: CacheListener | None = None,
+        snapshots: SnapshotRows | None = None,
+    ) -> None:
+        self._allocator = allocator
+        self._listener = listener
+        self._snapshots = snapshots  # None: sequences have no recurrent state
+        if snapshots is not None and listener is not None:
+            snapshots.on_drop = self._withdraw
+        self._roots: dict[Namespace, Root] = {}
+        self._retired_below = 0  # namespaces of older weight epochs are never used again
+        self._clock = count(1)
+        self._heap: list[tuple[int, int, RadixNode]] = []  # (last_access, tie-break, leaf); stale entries are skipped
+        self._tie_break = count()
+        self._heap_floor = 1024
+        self.num_cached = 0
+        self.num_locked = 0
+        self.num_pinned = 0
+        self.num_inserts = 0  # that added something: while it stays, no match gets longer
+
+    @property
+    def num_evictable(self) -> int:
+        return self.num_cached - self.num_locked
+
+    def match(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
+        """The node where the longest cached prefix of `tokens` [n] ends, and the prefix's slots [m <= n]."""
+        return self.match_below(self._root(namespace), tokens)
+
+    def match_below(self, node: RadixNode, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
+        """Match the tokens after the prefix that ends at `node`, as `match` does; that prefix itself costs nothing."""
+        slots: list[torch.Tensor] = []
+        now = next(self._clock)
+        for above in self.path(node):
+            self._touch(above, now)
+        position = 0
+        while position < len(tokens):
+            child = node.children.get(int(tokens[position]))
+            if child is None:
+                break
+            shared = common_prefix(child.tokens, tokens[position:])
+            if shared < len(child):
+                child = self._split(child, shared)
+            self._touch(child, now)
+            slots.append(child.slots)
+            position += shared
+            node = child
+        return node, torch.cat(slots) if slots else NO_SLOTS
+
+    def match_state(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor, int]:
+        """Match the longest prefix with a recurrent state, as `match` does; return its row too, -1 without a prefix."""
+        assert self._snapshots is not None
+        node, slots = self.match(namespace, tokens)
+        length = slots.shape[0]
+        for walker in self.path(node):
+            if walker.states:
+                offset = max(walker.states)
+                row = walker.states[offset]
+                self._snapshots.use(row)
+                length -= len(walker) - offset
+                return self._split(walker, offset) if offset < len(walker) else walker, slots[:length], row
+            length -= len(walker)
+        return self._root(namespace), NO_SLOTS, -1
+
+    def keep_states(self, node: RadixNode, rows: Mapping[int, int]) -> set[int]:
+        """Keep `rows` of snapshots by length of the prefix whose state they are; `node` ends no shorter prefix.
+
+        They belong to the tree from now on, except the rows of the lengths that are returned: it has those lengths
+        already.
+        """
+        assert self._snapshots is not None
+        superfluous = set()
+        path = self.path(node)
+        end = sum(map(len, path))
+        for walker in path:
+            start = end - len(walker)
+            for length, row in rows.items():
+                if start < length <= end and not self._snapshots.keep(row, walker, length - start):
+                    superfluous.add(length)
+            end = start
+        if len(superfluous) < len(rows):
+            self._announce(path)
+        return superfluous
+
+    def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
+        """Give the tree `slots` [n] for `tokens` [n].
+
+        Returns the node where `tokens` ends and how many leading tokens the tree had already: their slots in
+        `slots` stay the caller's, the rest now belong to the tree.
+        """
+        return self.insert_below(self._root(namespace), tokens, slots)
+
+    def insert_below(self, node: RadixNode, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
+        """Insert the tokens after the prefix that ends at `node`, as `insert` does."""
+        node, present = self.match_below(node, tokens)
+        known = present.shape[0]
+        if known < len(tokens):
+            child = RadixNode(node, tokens[known:].copy(), slots[known:].clone())
+            node.children[int(tokens[known])] = child
+            self._allocator.keep(child.slots)
+            self.num_cached += len(child)
+            self.num_inserts += 1
+            self._touch(child, next(self._clock))
+            if self._listener is not None and self._snapshots is None:
+                self._listener.stored(child, root_of(node).namespace, len(child))
+            node = child
+        return node, known
+
+    def lock(self, node: RadixNode) -> None:
+        walker: RadixNode | None = node
+        while walker is not None:
+            if walker.lock_count == 0:
+                self.num_locked += len(walker)
+            walker.lock_count += 1
+            walker = walker.parent
+
+    def unlock(self, node: RadixNode) -> None:
+        walker: RadixNode | None = node
+        while walker is not None:
+            assert walker.lock_count > 0
+            walker.lock_count -= 1
+            if walker.lock_count == 0:
+                self.num_locked -= len(walker)
+                self._offer(walker)
+            walker = walker.parent
+
+    def pin(self, node: RadixNode) -> None:
+        for walker in self.path(node):
+            self.num_pinned += len(walker) if walker.pin_count == 0 else 0
+            walker.pin_count += 1
+        self.lock(node)
+
+    def unpin(self, node: RadixNode) -> None:
+        for walker in self.path(node):
+            walker.pin_count -= 1
+            self.num_pinned -= len(walker) if walker.pin_count == 0 else 0
+        self.unlock(node)
+
+    @staticmethod
+    def path(node: RadixNode) -> list[RadixNode]:
+        """The nodes of the prefix that ends at `node`, last first."""
+        nodes = []
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes
+
+    def evict(self, wanted: int) -> int:
+        """Free at least `wanted` slots if that many are evictable, least recently used leaves first.
+
+        Returns the number freed.
+        """
+        freed = 0
+        while freed < wanted and self._heap:
+            last_access, _, node = heapq.heappop(self._heap)
+            if self._is_evictable(node) and node.last_access == last_access:
+                freed += self._remove_leaf(node)
+        return freed
+
+    def retire(self, current_epoch: int) -> None:
+        """Drop all namespaces of weight epochs before `current_epoch`; what is locked is evicted once it is unlocked.
+
+        With the epoch of the last call, everything stays, and the listener is not notified.
+        """
+        if current_epoch == self._retired_below:
+            return
+        self._retired_below = current_epoch
+        if self._listener is not None:
+            self._listener.cleared()
+        self.drop_retired()
+
+    def drop_retired(self) -> None:
+        """Drop what is left of namespaces that are never used again, as far as it is not locked."""
+        for root in [root for (_, epoch), root in self._roots.items() if epoch < self._retired_below]:
+            for node in list(postorder(root)):
+                node.block_hashes, node.num_named = NO_IDS, 0
+                if self._is_evictable(node):
+                    self._remove_leaf(node)
+                else:
+                    node.last_access = 0  # evicted first once unlocked
+        self._drop_stale_entries()
+
+    def flush(self) -> None:
+        """Drop everything.  The caller has checked that nothing is locked."""
+        assert self.num_locked == 0
+        for root in self._roots.values():
+            for node in postorder(root):
+                if node.parent is not None:
+                    self._allocator.free_cached(node.slots)
+                    self._free_states(node)
+        self._roots.clear()
+        self._heap.clear()
+        self.num_cached = 0
+        if self._listener is not None:
+            self._listener.cleared()
+
+    def cached_slots(self) -> torch.Tensor:
+        """Return all slots in the tree [num_cached], for integrity checks."""
+        slots = [node.slots for root in self._roots.values() for node in postorder(root)]
+        return torch.cat(slots) if slots else NO_SLOTS
+
+    def _root(self, namespace: Namespace) -> RadixNode:
+        assert namespace[1] >= self._retired_below, "a retired namespace is never matched"
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Root(namespace)
+        return root
+
+    def _split(self, child: RadixNode, length: int) -> RadixNode:
+        """Cut an edge after `length` tokens:  parent -> child   becomes   parent -> upper -> child."""
+        parent = child.parent
+        assert parent is not None
+        # Copies: a view would keep the memory of the whole edge when the other part is evicted.
+        upper = RadixNode(parent, child.tokens[:length].copy(), child.slots[:length].clone())
+        upper.lock_count, upper.pin_count = child.lock_count, child.pin_count
+        upper.last_access = child.last_access
+        upper.block_hashes = child.block_hashes[:length].copy()
+        child.block_hashes = child.block_hashes[length:].copy()
+        upper.num_named = int(len(child.block_hashes) > 0)
+        if self._snapshots is not None:
+            offsets = sorted(child.states)
+            self._snapshots.move(child, upper, {offset: offset for offset in offsets if offset <= length})
+            self._snapshots.move(child, child, {offset: offset - length for offset in offsets if offset > length})
+        parent.children[int(upper.tokens[0])] = upper
+        child.tokens, child.slots = child.tokens[length:].copy(), child.slots[length:].clone()
+        child.parent = upper
+        upper.children[int(child.tokens[0])] = child
+        return upper
+
+    def _touch(self, node: RadixNode, now: int) -> None:
+        node.last_access = now
+        self._offer(node)
+
+    def _offer(self, node: RadixNode) -> None:
+        """Enter an unused leaf into the eviction order, and drop an unused root: there is no bound on extra keys."""
+        if isinstance(node, Root) and not node.children and node.lock_count == 0:
+            self._roots.pop(node.namespace, None)
+        if not self._is_evictable(node):
+            return
+        heapq.heappush(self._heap, (node.last_access, next(self._tie_break), node))
+        if len(self._heap) > 4 * self._heap_floor:
+            self._drop_stale_entries()
+
+    def _drop_stale_entries(self) -> None:
+        self._heap = [
+            entry for entry in self._heap if self._is_evictable(entry[2]) and entry[2].last_access == entry[0]
+        ]
+        heapq.heapify(self._heap)
+        self._heap_floor = max(1024, len(self._heap))
+
+    @staticmethod
+    def _is_evictable(node: RadixNode) -> bool:
+        attached = node.parent is not None and len(node) > 0
+        return attached and not node.children and node.lock_count == 0
+
+    def _remove_leaf(self, node: RadixNode) -> int:
+        parent, length = node.parent, len(node)
+        assert parent is not None
+        del parent.children[int(node.tokens[0])]
+        node.parent = None
+        is_named = self._listener is not None and len(node.block_hashes) > 0
+        if self._listener is not None and is_named:
+            self._listener.removed(node, 0)
+        self._allocator.free_cached(node.slots)
+        self._free_states(node)
+        self.num_cached -= length
+        node.tokens, node.slots, node.block_hashes = NO_IDS, NO_SLOTS, NO_IDS  # stale entries still name it
+        if is_named and self._snapshots is not None:
+            parent.num_named -= 1
+            self._withdraw(parent)
+        self._offer(parent)
+        return length
+
+    def _announce(self, path: list[RadixNode]) -> None:
+        """Notify the listener of the tokens of `path`, last node first, up to its last snapshot."""
+        below = next((place for place, node in enumerate(path) if node.states), None)
+        if self._listener is None or below is None:
+            return
+        namespace = root_of(path[-1]).namespace
+        assert namespace[1] >= self._retired_below, "the listener was told that all of it is gone"
+        for place in range(len(path) - 1, below - 1, -1):
+            node, known = path[place], len(path[place].block_hashes)
+            end = max(node.states) if place == below else len(node)
+            if end > known:
+                self._listener.stored(node, namespace, end)
+                if known == 0 and node.parent is not None:
+                    node.parent.num_named += 1
+
+    def _withdraw(self, node: RadixNode) -> None:
+        """Notify the listener of the tokens after the last snapshot of a path through `node`, which lost some."""
+        assert self._listener is not None
+        while node.parent is not None and node.num_named == 0:
+            end = max(node.states, default=0)
+            if end >= len(node.block_hashes):
+                return
+            self._listener.removed(node, end)
+            node.block_hashes = node.block_hashes[:end].copy()
+            if end > 0:
+                return
+            node = node.parent
+            node.num_named -= 1
+
+    def _free_states(self, node: RadixNode) -> None:
+        if self._snapshots is not None:
+            self._snapshots.free_of(node)
+
+
+class NoPrefixCache(RadixCache):
+    """The same interface with prefix reuse off: nothing ever matches, what is inserted is freed at once."""
+
+    keeps_prefixes = False
+
+    def match(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
+        return self._root(namespace), NO_SLOTS
+
+    def match_state(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor, int]:
+        return self._root(namespace), NO_SLOTS, -1
+
+    def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
+        self._allocator.free(slots)
+        return self._root(namespace), 0

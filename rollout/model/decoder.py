@@ -1,0 +1,176 @@
+"""The decoder of every family: embedding, layers built from their specs, final norm, output head.
+
+Layers have their names in the Hugging Face checkpoints.
+
+Shapes: T tokens, N rows whose logits are wanted, D hidden, V vocabulary, rd rotated elements of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from eplb.placement import ExpertPlacement
+from rollout.core.forward_batch import ForwardBatch
+from rollout.core.specs.layer_specs import LayerSpec, MoESpec, RotarySpec
+from rollout.core.specs.model_config import ModelConfig
+from rollout.distributed.parallel import Parallel
+from rollout.kernels.ops import Ops
+from rollout.layers.attention_kinds import ATTENTION_LAYERS
+from rollout.layers.build import Build
+from rollout.layers.context import ForwardContext
+from rollout.layers.embedding import Embedding, OutputHead, TiedEmbedding
+from rollout.layers.layer import Layer
+from rollout.layers.mlp import DenseMLP
+from rollout.layers.moe.dispatchers.base import Dispatcher, LocalDispatcher
+from rollout.layers.moe.dispatchers.select import DispatcherNeeds, MoeBackend, select_dispatcher, tokens_by_rank
+from rollout.layers.moe.layer import MoELayer
+from rollout.layers.norm_rotary import RMSNorm, RotaryTable
+from rollout.layers.shard import Shard
+from rollout.model.weight_loading import WeightIndex
+
+
+class DecoderLayer(Layer):
+    """Attention and feed-forward, each behind a norm and added to the residual stream.
+
+    The only definition of the order of operations, on every device and path.  `moe_layer`: its ordinal among the MoE
+    layers, where it is one.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        config: ModelConfig,
+        layer_id: int,
+        moe_layer: int,
+        placement: ExpertPlacement,
+        dispatcher: Dispatcher,
+        build: Build,
+    ) -> None:
+        hidden_size, norm = config.hidden_size, config.norm
+        self.rotary: RotarySpec | None = spec.attention.rotary
+        self.input_layernorm = RMSNorm(hidden_size, norm, build)
+        kind = ATTENTION_LAYERS[type(spec.attention)]
+        attention = kind(spec.attention, hidden_size, layer_id, norm, build)
+        setattr(self, kind.name, attention)  # its name in checkpoints
+        self._attention = attention
+        self.post_attention_layernorm = RMSNorm(hidden_size, norm, build)
+        self.mlp: DenseMLP | MoELayer
+        if isinstance(spec.mlp, MoESpec):
+            self.mlp = MoELayer(spec.mlp, hidden_size, moe_layer, placement, dispatcher, build)
+        else:
+            self.mlp = DenseMLP(spec.mlp, hidden_size, build)
+
+    def __call__(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        angles: torch.Tensor | None,
+        context: ForwardContext,
+    ) -> torch.Tensor | None:
+        """The block's output, not yet added to the residual stream, which is changed in place; None if it is added."""
+        attended_TD = self._attention(residual_TD, hidden_TD, self.input_layernorm, angles, context)
+        return self.mlp(residual_TD, attended_TD, self.post_attention_layernorm, context)
+
+
+class Decoder(Layer):
+    """Embedding, layers, final norm.  `dispatcher` is that of the MoE layers."""
+
+    def __init__(self, config: ModelConfig, placement: ExpertPlacement, dispatcher: Dispatcher, build: Build) -> None:
+        self._layout, self._dispatcher = build.parallel.layout, dispatcher
+        self.embed_tokens: Embedding | TiedEmbedding
+        if config.tie_word_embeddings:
+            self.embed_tokens = TiedEmbedding(Shard.whole(config.hidden_size), config.vocab_size, build)
+        else:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
+        ordinals = {layer_id: ordinal for ordinal, layer_id in enumerate(config.moe_layer_ids)}
+        self.layers = [
+            DecoderLayer(spec, config, layer_id, ordinals.get(layer_id, -1), placement, dispatcher, build)
+            for layer_id, spec in enumerate(config.layers)
+        ]
+        self.norm = RMSNorm(config.hidden_size, config.norm, build)
+        self._rotary: dict[RotarySpec, RotaryTable] = {}
+        for layer in self.layers:
+            if layer.rotary is not None and layer.rotary not in self._rotary:
+                self._rotary[layer.rotary] = RotaryTable(layer.rotary, config.max_position_embeddings, build)
+
+    def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
+        if self._layout.tp_size > 1:
+            tokens = batch.global_num_tokens or [batch.num_tokens]
+            scattered = self._dispatcher.scatters_tokens
+            self._dispatcher.plan_step(tokens_by_rank(self._layout, tokens, scattered=scattered))
+        angles: dict[RotarySpec | None, torch.Tensor] = {}
+        for rotary, table in self._rotary.items():
+            angles[rotary] = table.angles(batch.positions)
+        residual_TD, hidden_TD = self.embed_tokens(batch.input_ids), None
+        for layer in self.layers:
+            hidden_TD = layer(residual_TD, hidden_TD, angles.get(layer.rotary), context)
+        return self.norm(residual_TD, hidden_TD)
+
+
+class DecoderForCausalLM(Layer):
+    """A model as the engine sees it.
+
+    `weights` is its side of loading and refresh; `moe_layer_ids` are the hidden layers whose routes hooks see, in the
+    order of their ordinals.  Run it without autograd.
+
+    On several ranks, all of an engine call it together, each with the tokens of its attention-DP rank, perhaps none;
+    `compute_logits` is called together by the ranks that share tokens.  `parallel` is this rank's view, of an engine of
+    one rank by default; `placement` has a row for each MoE layer and is shared by routers and weights.  `kv_layers`:
+    the KV that each layer keeps of a token on this rank.  Raises `StartupError` for sizes that do not divide over the
+    ranks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        placement: ExpertPlacement,
+        ops: Ops,
+        parallel: Parallel | None = None,
+        moe_backend: MoeBackend | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.parallel = parallel = parallel or Parallel()
+        build = Build(ops, dtype, device, parallel)
+        self.dispatcher = dispatcher = _dispatcher(config, placement, moe_backend or MoeBackend(), build)
+        self.scatters_tokens = dispatcher.scatters_tokens and parallel.attn_tp.size > 1
+        self.moe_layer_ids = config.moe_layer_ids
+        self.model = Decoder(config, placement, dispatcher, build)
+        self.kv_layers = [
+            ATTENTION_LAYERS[type(layer.attention)].kept(layer.attention, parallel) for layer in config.layers
+        ]
+        self.state_layers = [
+            ATTENTION_LAYERS[type(layer.attention)].state(layer.attention, parallel) for layer in config.layers
+        ]
+        embedding = self.model.embed_tokens
+        tied_to = embedding if isinstance(embedding, TiedEmbedding) else None
+        self.lm_head = OutputHead(config.vocab_size, config.hidden_size, build, tied_to)
+        aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied_to else {}
+        self.weights = WeightIndex(self, aliases, config.ignored_names, config.renamed_prefixes)
+
+    def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
+        """Final-normed hidden states [T, D] of the step's tokens."""
+        return self.model(batch, context)
+
+    def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] in the model's dtype."""
+        return self.lm_head(hidden_ND)
+
+
+def _dispatcher(config: ModelConfig, placement: ExpertPlacement, backend: MoeBackend, build: Build) -> Dispatcher:
+    """One for all MoE layers.  A dense model has no use for it."""
+    if not config.is_moe:
+        return LocalDispatcher()
+    return select_dispatcher(
+        DispatcherNeeds(
+            parallel=build.parallel,
+            backend=backend,
+            num_physical_experts=placement.num_physical_experts,
+            hidden_size=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+            dtype=build.dtype,
+            device=torch.device(build.device),
+        )
+    )

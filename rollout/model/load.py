@@ -1,0 +1,134 @@
+"""Cold load: from a Hugging Face checkpoint folder to a model, through the same path as a live refresh.
+
+Every fault of the folder is found before any tensor is read, and is one line that names the file and says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from eplb.placement import ExpertPlacement
+from rollout.core.errors import StartupError
+from rollout.core.specs.model_config import ModelConfig
+from rollout.core.specs.stored_format import StoredFormat
+from rollout.distributed.parallel import Parallel
+from rollout.kernels.ops import Ops
+from rollout.layers.moe.dispatchers.select import MoeBackend
+from rollout.model.decoder import DecoderForCausalLM
+from weight_sync.bucket import runs_of
+from weight_sync.checkpoint_folder import open_checkpoint_folder
+from weight_sync.errors import ContentError, WeightSyncError
+from weight_sync.fp8_wire import PairedTensors, kind_of, whole_metas
+from weight_sync.loading import WeightLedger, is_finite, load_weights
+from weight_sync.mxfp4 import Mxfp4Experts, value_metas
+from weight_sync.safetensors_file import SafetensorsFile
+from weight_sync.splitting import split_wire
+from weight_sync.staging import DirectSink
+from weight_sync.tensor_meta import LogicalWeights, TensorMeta
+
+Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+MAPPED_BYTES = 256 * 2**20  # read from one mapping of a file
+
+
+def load_model(
+    model_path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    placement: ExpertPlacement,
+    ops: Ops,
+    progress: Progress | None = None,
+    parallel: Parallel | None = None,
+    moe_backend: MoeBackend | None = None,
+    memory: AbstractContextManager[object] | None = None,
+) -> DecoderForCausalLM:
+    """Build the model of `config` and fill every weight of this rank from `model_path`, cast to `dtype`.
+
+    `parallel` is this rank's view, of an engine of one rank by default; `placement` is of the same rank.  Names, shapes
+    and coverage are checked before any tensor is read.  FP8 and MXFP4 weights become their values.  `memory`: entered
+    while the tensors of the weights are made.  Raises `StartupError` in one line.
+    """
+    with memory or nullcontext():
+        model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
+    shards = open_checkpoint(model_path)
+    metas = [meta for shard in shards for meta in shard.metas]
+    total = sum(meta.nbytes for meta in metas)
+    try:
+        _check(model.weights, metas, config.stored_format)
+        ledger, sink, done = WeightLedger(model.weights.metas()), DirectSink(model.weights), 0
+        experts, pairs = Mxfp4Experts(model.weights), PairedTensors(model.weights)
+        for shard in shards:
+            for name, tensor in read_tensors(shard):
+                for each in pairs.take(experts.take(name, tensor)):
+                    if each.pair is not None and not is_finite(each.content):
+                        raise ContentError(f"values that are not finite in {each.name}")
+                    load_weights(model.weights, [(each.name, each.content)], sink, ledger, cast=True)
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
+        ledger.settle()
+    except WeightSyncError as error:
+        raise StartupError(f"{model_path} does not fit its config.json: {error}") from None
+    model.weights.recompute_derived()
+    return model
+
+
+def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: StoredFormat) -> None:
+    """Check that a checkpoint's tensors are the model's, all of them, in the format that its `config.json` states.
+
+    Raises `WeightSyncError`.
+    """
+    quantised = [meta.name for meta in metas if kind_of(weights, meta) == "weight"]
+    if quantised and stored_format != "fp8":
+        raise ContentError(
+            f"{quantised[0]} is float8_e4m3fn, and there is no quantization_config that says in which blocks"
+        )
+    values, announced = whole_metas(weights, value_metas(metas)), WeightLedger(weights.metas())
+    for meta, pieces in zip(values, split_wire(weights, values, cast=True), strict=True):
+        for piece in pieces:
+            announced.record(meta.name, piece.name)
+    announced.settle()
+
+
+def quantised_names(model_path: str | Path, weights: LogicalWeights) -> frozenset[str]:
+    """The logical tensors that a checkpoint stores quantised.  Raises `StartupError`, also where there are none."""
+    metas = [meta for shard in open_checkpoint(model_path) for meta in shard.metas]
+    quantised = (meta for meta in metas if kind_of(weights, meta) == "weight")
+    names = frozenset(piece.name for meta in quantised for piece in weights.split(meta))
+    if not names:
+        raise StartupError(f"--quantize-weight-updates quantises what {model_path} has in FP8, which is nothing")
+    return names
+
+
+def open_checkpoint(model_path: str | Path) -> tuple[SafetensorsFile, ...]:
+    """The files of a checkpoint folder, headers read.
+
+    Raises `StartupError` when there is no safetensors file, one that the index names is missing, one is truncated or
+    lacks a tensor that the index puts there, or a tensor lies in two of them.
+    """
+    try:
+        return open_checkpoint_folder(Path(model_path)).files
+    except ContentError as error:
+        raise StartupError(f"{error}; copy it again") from None
+    except WeightSyncError as error:
+        raise StartupError(str(error)) from None
+
+
+def read_tensors(file: SafetensorsFile) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of one file, on the CPU, in the order of their content.  Raises `StartupError`.
+
+    A tensor is a view of the mapped file.  The mapping is renewed now and then: what was read of it would otherwise
+    count as resident, beside the weights made from it, until the whole file is read.
+    """
+    try:
+        for metas in runs_of(file.metas, MAPPED_BYTES):
+            with safe_open(file.path, framework="pt") as mapped:
+                for meta in metas:
+                    yield meta.name, mapped.get_tensor(meta.name)
+    except (SafetensorError, OSError) as error:
+        raise StartupError(f"{file.path} is truncated or damaged ({error}); copy it again") from None

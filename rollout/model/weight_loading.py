@@ -1,0 +1,145 @@
+"""`WeightIndex`: a model's weights by logical name, collected from its layers.
+
+Cold load and live refresh both go through this object, which splits wire tensors into logical ones and writes this
+rank's part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from types import MappingProxyType
+
+import torch
+
+from rollout.layers.layer import Layer
+from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
+from weight_sync.derived_names import is_derived
+from weight_sync.errors import ShapeMismatchError, UnknownTensorError, shown
+from weight_sync.held_format import HeldFormats
+from weight_sync.mxfp4 import is_mxfp4
+from weight_sync.nearest_name import NearestName
+from weight_sync.tensor_meta import Piece, Place, TensorMeta
+
+
+class WeightIndex:
+    """`weight_sync.tensor_meta.LogicalWeights` over the layers of `model`.
+
+    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings); `renamed` has
+    beginnings of names, each with its canonical form; tensors whose names begin with one of `ignored` may come, and
+    nothing is kept of them, nor of tensors that are derived from the configuration.
+    """
+
+    def __init__(
+        self,
+        model: Layer,
+        aliases: Mapping[str, str],
+        ignored: Sequence[str] = (),
+        renamed: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self._is_proposed = False
+        self._nearest: NearestName | None = None  # made when a name is wrong for the first time
+        self._entries: dict[str, WeightEntry] = {}
+        self._fused: dict[str, FusedForm] = {}
+        self._aliases = dict(aliases)
+        self._ignored = tuple(ignored)
+        self._renamed = tuple(renamed)
+        for prefix, layer in model.named_layers():
+            if isinstance(layer, WeightLayer):
+                for entry in layer.weight_entries(prefix):
+                    assert entry.name not in self._entries, f"two layers hold {entry.name}"
+                    self._entries[entry.name] = entry
+                self._fused.update((form.name, form) for form in layer.fused_forms(prefix))
+        self._metas = {name: TensorMeta(name, entry.dtype, entry.shape) for name, entry in self._entries.items()}
+
+    def metas(self) -> Mapping[str, TensorMeta]:
+        """Every logical tensor by canonical name, in the order of the model's layers."""
+        return MappingProxyType(self._metas)
+
+    def split(self, wire: TensorMeta) -> list[Piece]:
+        """The logical tensors inside `wire`; none of one that the model ignores.
+
+        Raises `UnknownTensorError`, `ShapeMismatchError`.
+        """
+        name = self._renamed_name(wire.name)
+        if name in self._metas:
+            _require_shape(wire.name, wire.shape, self._metas[name].shape)
+            return [Piece(name)]
+        if name in self._fused:
+            _require_shape(wire.name, wire.shape, self._fused[name].shape)
+            return list(self._fused[name].pieces)
+        if (self._ignored and name.startswith(self._ignored)) or is_derived(name):
+            return []
+        if is_mxfp4(wire) and wire.name.removesuffix("_blocks").removesuffix("_scales") in self._fused:
+            raise UnknownTensorError(f"{wire.name} is in MXFP4, which only a start reads: send its values in bfloat16")
+        raise UnknownTensorError(f"the model has no tensor {shown(wire.name)}", wire.name)
+
+    def nearest(self, name: str) -> str | None:
+        """The name that it accepts and that a wrong one was meant to be, if one is like it."""
+        if self._nearest is None:
+            self._nearest = NearestName({*self._entries, *self._fused, *self._aliases})
+        return self._nearest.of(name)
+
+    def held_formats(self) -> HeldFormats:
+        """Return the formats of the tensors that this model quantises as they are written."""
+        return {name: entry.held for name, entry in self._entries.items() if entry.held is not None}
+
+    def write(self, name: str, source: torch.Tensor) -> None:
+        """Copy `source` to every place of the logical tensor, cast to its dtype.
+
+        Raises `UnknownTensorError` unless `name` is canonical, `ShapeMismatchError`.
+        """
+        entry = self._entry(name)
+        _require_shape(name, tuple(source.shape), entry.shape)
+        for place in self._places(entry):
+            place.write(source)
+
+    def places(self, name: str) -> Sequence[Place]:
+        """Every place of the logical tensor on this rank under the current placement.  Raises `UnknownTensorError`."""
+        return self._places(self._entry(name))
+
+    def under_proposed_placement(self) -> WeightIndex:
+        """The same weights where they lie under the proposed placement: where a refresh that adopts it stages them."""
+        other = copy(self)
+        other._is_proposed = True
+        return other
+
+    def restore(self, name: str, content: torch.Tensor) -> None:
+        """Copy to every place of this rank what one of them held.  Raises `UnknownTensorError`."""
+        for place in self.places(name):
+            place.restore(content)
+
+    def canonical_name(self, name: str) -> str:
+        """`name`, or what it is an alias of.  Raises `UnknownTensorError` for anything that `read` would not take."""
+        return self._entry(self._renamed_name(name)).name
+
+    def recompute_derived(self) -> None:
+        """Nothing to do: these models hold nothing that is computed from weights."""
+
+    def _renamed_name(self, name: str) -> str:
+        for prefix, canonical in self._renamed:
+            if name.startswith(prefix):
+                name = canonical + name.removeprefix(prefix)
+        return self._aliases.get(name, name)
+
+    def _places(self, entry: WeightEntry) -> Sequence[Place]:
+        return entry.proposed() if self._is_proposed and entry.proposed is not None else entry.places()
+
+    def _entry(self, name: str) -> WeightEntry:
+        if name not in self._entries:
+            near = self.nearest(name)
+            hint = f"; the nearest that it has is {near!r}" if near is not None else ""
+            raise UnknownTensorError(f"the model has no tensor {shown(name)}{hint}")
+        return self._entries[name]
+
+
+def _require_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(shape) != tuple(expected):
+        raise ShapeMismatchError(f"{name} has shape {list(shape)}, the model expects {list(expected)}")
+
+
+def weight_tensors(model: Layer) -> list[torch.Tensor]:
+    """Every tensor that holds weights of `model`, each once; not what is computed from its settings."""
+    layers = [layer for _, layer in model.named_layers() if isinstance(layer, WeightLayer)]
+    held = (value for layer in layers for value in vars(layer).values())
+    return list({id(value): value for value in held if isinstance(value, torch.Tensor)}.values())

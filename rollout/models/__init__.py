@@ -1,1 +1,0 @@
-"""`rollout.models`."""
