@@ -44,7 +44,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 # What must not depend on the version of transformers runs in .venv with the newest, and here with the oldest.
 TEST_OLDEST := $(OLDEST)/bin/python -m pytest --tier gate \
-	$(addprefix tests/unit/test_,tokenizer_files.py chat_template.py tokenizers_published.py core_detokenizer.py)
+	$(addprefix tests/unit/text/test_,tokenizer_files.py chat_template.py tokenizers_published.py detokenizer.py)
 test: lint test-oldest  ## Run lint, types and the gate: what every change must pass
 	$(PYTEST) --tier gate
 
@@ -53,7 +53,7 @@ test-oldest: $(OLDEST)/.installed  ## Test tokenizers and templates with the old
 
 # One job of the hosted CI: the gate's tests of some files, as `.ci/files` prints them.
 test-part: install-dev  ## Run the gate's tests of some files; FILES=paths
-	@test -n "$(FILES)" || { echo "FILES is empty: name test files, as make test-part FILES=tests/unit/test_docs.py"; exit 1; }
+	@test -n "$(FILES)" || { echo "FILES is empty: name test files, as make test-part FILES=tests/unit/repository/test_docs.py"; exit 1; }
 	$(PYTEST) --tier gate $(FILES)
 
 # Everything there is: docs/testing.md.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from eplb.algorithms.registry import PLANNERS, TARGET
+from eplb.algorithms import TARGET
+from eplb.algorithms.registry import PLANNERS
 
 COUNTS, MAP, SPLIT = "logical_count", "physical_to_logical_map", "split"
 

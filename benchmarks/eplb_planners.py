@@ -1,7 +1,7 @@
 """The planners beside DeepSeek's published algorithm: balance, duplicates, copies and time, in one run.
 
 The reference is `tests/eplb_reference.py`, written from the published description with torch scalars, layer by layer,
-item by item, as the published code computes; `test_eplb_deepseek.py` holds `deepseek` to its maps.  Times are
+item by item, as the published code computes; `test_deepseek.py` holds `deepseek` to its maps.  Times are
 processor seconds of one thread for the whole model.
 
     fresh    balanced against the reference, on the same loads

@@ -19,8 +19,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weight_sync.block_sums import BLOCK, wrapping_block_sums
+from weight_sync.block_sums import wrapping_block_sums
 from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprint_update
+from weight_sync.fingerprint_words import BLOCK
 
 GOAL = 4.0  # reads of the same bytes that a bf16 fingerprint may take
 MATRIX_ROWS = 2048  # a tensor [rows, columns] for the shards

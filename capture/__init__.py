@@ -1,1 +1,4 @@
-"""Routed experts: recording, keeping, encoding and forcing them.  A library of its own: needs torch and safetensors."""
+"""Routes, sampling masks and log-probabilities as values and on the wire.
+
+It imports no other package of this project.
+"""

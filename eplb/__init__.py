@@ -1,1 +1,1 @@
-"""Expert placement: a library of its own, which needs torch."""
+"""Expert placement: load counts, planners, moves.  It imports no other package of this project."""

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from eplb.algorithms import TARGET
 from eplb.algorithms.bounds import balancedness
-from eplb.algorithms.registry import TARGET, make_plan
+from eplb.algorithms.registry import make_plan
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, even_split
 from eplb.errors import EplbRequestError, MapError, RebalanceRefused
 from eplb.migration import Migration, plan_migration

@@ -2,7 +2,7 @@
 
 Two halves of one buffer take turns; tensors begin at multiples of 256; a bucket is announced when the answer to the
 message before it has come; an answer that is not empty ends it with an exception; two ends.  In this order the package
-talks to its own worker, which `test_weight_sync_ipc_package.py` runs against this stand-in.
+talks to its own worker, which `test_ipc_package.py` runs against this stand-in.
 
 `form` "pickle": what `send_pyobj` and torch's reductions make, the buffer in shared memory by file name.
 `form` "json": the engine's form without pickle.

@@ -1,1 +1,1 @@
-"""Weight refresh: a transaction over any transport, for any engine that offers `LogicalWeights`."""
+"""Weight refresh: transactions, transports, fingerprints.  It imports no other package of this project."""

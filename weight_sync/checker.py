@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weight_sync.block_sums import SIGNED
 from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError, listed
+from weight_sync.fingerprint_words import SIGNED
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
 

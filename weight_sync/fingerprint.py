@@ -19,8 +19,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from weight_sync.block_sums import BLOCK, UNSIGNED, block_sums, kernels_of, mix_odd, multipliers
+from weight_sync.block_sums import block_sums, kernels_of
 from weight_sync.errors import WeightRequestError
+from weight_sync.fingerprint_words import BLOCK, UNSIGNED, mix_odd, multipliers
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name
 
 _PRODUCTS = 1 << 19  # of one chunk of runs: 4 MiB of int64

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from weight_sync.block_sums import BLOCK, UNSIGNED, kernels_of, mix_odd, multipliers
+from weight_sync.block_sums import kernels_of
 from weight_sync.bucket import copy_into
 from weight_sync.errors import WeightRequestError
 from weight_sync.fingerprint import NO_MASK, fingerprint
+from weight_sync.fingerprint_words import BLOCK, UNSIGNED, mix_odd, multipliers
 from weight_sync.tensor_meta import DTYPES, dtype_name
 
 _BATCH_BLOCKS = 1024

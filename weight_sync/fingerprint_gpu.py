@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weight_sync.block_sums import BLOCK, UNSIGNED, multipliers
+from weight_sync.fingerprint_words import BLOCK, UNSIGNED, multipliers
 
 _ROWS = 4
 _NUM_WARPS = 8

@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from weight_sync.block_sums import BLOCK
 from weight_sync.errors import ContentError, CoverageError, listed
 from weight_sync.fingerprint import fingerprint_hex, fingerprints_apart, fingerprints_end_to_end
+from weight_sync.fingerprint_words import BLOCK
 from weight_sync.splitting import Announced, split_wire
 from weight_sync.staging import WeightSink
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from eplb.algorithms import TARGET
 from eplb.algorithms.balanced import balanced
 from eplb.algorithms.bounds import balancedness
 from eplb.algorithms.min_move import min_move
-from eplb.algorithms.registry import TARGET
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map
 from eplb.expert_location import find_duplicate
 

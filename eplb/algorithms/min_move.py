@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eplb.algorithms import TARGET
 from eplb.algorithms.moves import Candidate, all_moves, copies_out, exchanges_out
-from eplb.algorithms.registry import TARGET
 from eplb.algorithms.split import NEGLIGIBLE, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, checked_map, shares_of
 from eplb.errors import EplbRequestError

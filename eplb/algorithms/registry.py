@@ -5,14 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from eplb.algorithms import TARGET
 from eplb.errors import EplbRequestError
 
 if TYPE_CHECKING:  # so that a command line that lists the planners loads neither numpy nor torch
     import numpy as np
 
     from eplb.algorithms.types import ExpertLayout, Plan
-
-TARGET = 0.98  # balancedness beyond which sampling noise of a batch hides the rest
 
 # name -> (module, what the planner takes beside counts and layout)
 PLANNERS: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -1,1 +1,1 @@
-"""`rollout.attention`."""
+"""The attention backends.  It imports `rollout.core` and `rollout.memory`."""

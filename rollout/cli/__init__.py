@@ -1,1 +1,4 @@
-"""TODO."""
+"""The command `lockstep`: its subcommands, and parsers that need no torch.
+
+It imports `rollout.core`, `rollout.kernels` and `rollout.server`.
+"""

@@ -1,4 +1,7 @@
-"""Clients of one rollout server or of several, synchronous and asynchronous.  No torch: httpx, msgspec, numpy, rich."""
+"""Clients of one rollout server or of several, synchronous and asynchronous, without torch.
+
+It imports `capture`, `weight_sync` and `rollout.core`.
+"""
 
 from rollout.client.async_client import AsyncRolloutClient
 from rollout.client.blocking_fleet import RolloutFleet

@@ -1,1 +1,5 @@
-"""The control verbs: weights, memory, experts, sessions, profiles."""
+"""The control verbs: weights, memory, experts, sessions, profiles.
+
+It imports `eplb`, `weight_sync`, `rollout.core`, `rollout.distributed`, `rollout.executor`, `rollout.families`,
+`rollout.memory`, `rollout.model` and `rollout.scheduler`.
+"""

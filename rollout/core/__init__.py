@@ -1,1 +1,4 @@
-"""`rollout.core`."""
+"""Records that all packages share: settings, messages, errors, specifications of models, `ForwardBatch`.
+
+It imports `eplb`.
+"""

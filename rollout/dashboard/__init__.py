@@ -1,1 +1,4 @@
-"""`GET /dashboard`: a page that shows the server live, and what it is fed from."""
+"""The dashboard: its page, its history and its queries.
+
+It imports `capture`, `rollout.core`, `rollout.http` and `rollout.tokenizer_manager`.
+"""

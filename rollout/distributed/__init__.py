@@ -1,1 +1,1 @@
-"""`rollout.distributed`."""
+"""The layout of ranks, and collectives with deadlines.  It imports `rollout.core`."""

@@ -1,1 +1,6 @@
-"""One engine: its parts put together, and the loop of a rank's process."""
+"""One engine put together, and the loop of a rank's process.
+
+It imports `capture`, `eplb`, `weight_sync`, `rollout.attention`, `rollout.control`, `rollout.core`,
+`rollout.distributed`, `rollout.executor`, `rollout.families`, `rollout.kernels`, `rollout.layers`, `rollout.memory`,
+`rollout.model`, `rollout.sampling`, `rollout.scheduler` and `rollout.text`.
+"""

@@ -1,1 +1,1 @@
-"""`rollout.families`."""
+"""One file a model family: its kinds of layers, as data, without torch.  It imports `rollout.core`."""

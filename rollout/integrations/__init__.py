@@ -1,5 +1,5 @@
-"""Integrations for frameworks that start their engine themselves: they call these instead of their own.
+"""Entry points for frameworks that start their engine themselves: SGLang's launcher, verl's replica, OpenRLHF's engine.
 
-`sglang_launch`: SGLang's launch call and flags.  `verl`: a rollout replica.  `openrlhf`: the engine of its actors.
-None of them is imported by the rest of the package.
+It imports `capture`, `weight_sync`, `rollout.cli`, `rollout.client`, `rollout.core`, `rollout.http` and
+`rollout.server`.
 """

@@ -1,1 +1,4 @@
-"""The memory of KV: slots, the table of each request's slots, the prefix cache."""
+"""Memory: KV slots, the prefix tree, rows of recurrent states, pages of windows, release to the system.
+
+It imports `weight_sync`, `rollout.core` and `rollout.kernels`.
+"""

@@ -1,1 +1,4 @@
-"""TODO."""
+"""The decoder, its weights by name, and `ModelState`, sole owner of weights and version.
+
+It imports `eplb`, `weight_sync`, `rollout.core`, `rollout.distributed`, `rollout.kernels` and `rollout.layers`.
+"""

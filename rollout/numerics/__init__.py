@@ -9,6 +9,9 @@ engine       the engine's model over a trainer's tensors
 logprobs     `engine_logprobs`, `with_gradient_of`
 checks       what is refused
 model        `use_engine_numerics`
+
+It imports `capture`, `eplb`, `weight_sync`, `rollout.attention`, `rollout.core`, `rollout.families`,
+`rollout.kernels`, `rollout.layers`, `rollout.memory`, `rollout.model` and `rollout.sampling`.
 """
 
 from rollout.numerics.logprobs import engine_logprobs, with_gradient_of

@@ -1,1 +1,5 @@
-"""The scheduler process: requests in, steps, records out.  Never imports the tokenizer manager or the client."""
+"""Requests over time in the scheduler process: policy, steps, append-only records.
+
+It imports `capture`, `rollout.core`, `rollout.distributed`, `rollout.executor`, `rollout.memory`, `rollout.model`,
+`rollout.sampling` and `rollout.text`.
+"""

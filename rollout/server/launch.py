@@ -31,15 +31,13 @@ from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.http.metrics.metrics import Metrics
 from rollout.memory.allocator import share_freed_memory
 from rollout.server.app import build_app
+from rollout.server.checks import bind, checked_config, remote_host
 from rollout.server.connections import BoundedServer, connections_within, quiet_about_files, raise_file_limit
 from rollout.server.router_registration import RouterRegistration, own_url
 from rollout.server.scheduler_process import WORKER_COMMAND, SchedulerProcesses, run_follower
-from rollout.server.serve import bind, checked_config, main, remote_host
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
-
-__all__ = ["main", "run_server"]
 
 PROGRESS_EVERY_S = 5.0
 DRAIN_MARGIN_S = 5.0

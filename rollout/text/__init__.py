@@ -1,1 +1,1 @@
-"""TODO."""
+"""Text and token ids: tokenizer files, chat templates, detokenizing.  It imports `rollout.core`."""

@@ -1,1 +1,4 @@
-"""`rollout.tokenizer_manager`: text in, token ids to the scheduler, token ids back, text out."""
+"""Requests of the HTTP process on their way to the scheduler, and answers on their way back.
+
+It imports `capture`, `rollout.core` and `rollout.text`.
+"""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rollout.server import launch
+from rollout.server import launch, serve
 from tests.abuse.usage import MB
 
 Message = MutableMapping[str, Any]
@@ -293,4 +293,4 @@ def broken(app: App) -> App:
 if __name__ == "__main__":
     build_app = launch.build_app
     with mock.patch.object(launch, "build_app", lambda *args: broken(build_app(*args))):
-        sys.exit(launch.main(sys.argv[1:]))
+        sys.exit(serve.main(sys.argv[1:]))

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from rollout.cli import main as cli
-from rollout.server import launch
+from rollout.server import serve
 from tests.tiny_tokenizer import write_model_folder
 from weight_sync.process_group import free_port
 
@@ -269,7 +269,7 @@ def test_bad_settings_are_one_line_and_start_nothing(
         }  # fmt: skip
         words = [word.format(**names) for word in arguments]
         started = time.monotonic()
-        assert launch.main(words) == 1
+        assert serve.main(words) == 1
         assert time.monotonic() - started < 15.0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("lockstep: error: ")

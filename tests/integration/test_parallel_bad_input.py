@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollout.core.errors import StartupError
-from rollout.server import launch
+from rollout.server import serve
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.server_process import ServerProcess, alive
@@ -88,7 +88,7 @@ def located(*rows: list[int]) -> list[str]:
 def test_sizes_that_cannot_be(
     folders: dict[str, str], capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert launch.main(["--model-path", folders["moe"], "--port", str(free_port()), *words]) == 1
+    assert serve.main(["--model-path", folders["moe"], "--port", str(free_port()), *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("lockstep: error: ") and message in line, line
 
@@ -105,7 +105,7 @@ def test_unknown_names_are_answered_with_the_known_ones(
 ) -> None:
     """The answer is argparse's: the usage, and one line."""
     with pytest.raises(SystemExit) as caught:
-        launch.main(["--model-path", folders["moe"], *words])
+        serve.main(["--model-path", folders["moe"], *words])
     assert caught.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert f"argument {words[0]}: invalid choice: '{words[1]}'" in last and all(name in last for name in choices)

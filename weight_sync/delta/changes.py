@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weight_sync.block_sums import SIGNED
 from weight_sync.errors import ContentError, DtypeMismatchError, ShapeMismatchError
 from weight_sync.fingerprint import fingerprint_update
+from weight_sync.fingerprint_words import SIGNED
 from weight_sync.tensor_meta import Region, dtype_name
 
 

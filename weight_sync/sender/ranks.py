@@ -16,8 +16,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from weight_sync.block_sums import signed
 from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.fingerprint_words import signed
 from weight_sync.sender.statement import RefreshStatement, digest_of
 
 T = TypeVar("T")

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The settings of a server and their flags."""

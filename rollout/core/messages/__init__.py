@@ -1,1 +1,1 @@
-"""TODO."""
+"""The messages between the HTTP process and the scheduler, and the records in them."""

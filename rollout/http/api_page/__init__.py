@@ -1,1 +1,1 @@
-"""The page at `/docs`: every endpoint with its fields, from the server's own `/openapi.json`."""
+"""The page that documents the routes."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Control verbs over HTTP, each made from its message."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The metrics of a server in Prometheus' text format."""

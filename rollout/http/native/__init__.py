@@ -1,1 +1,1 @@
-"""TODO."""
+"""The native dialect: SGLang's `/generate`, sessions, information."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""OpenAI's dialect: completions and chats."""

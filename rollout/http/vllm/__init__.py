@@ -1,1 +1,1 @@
-"""TODO."""
+"""vLLM's dialect: generation, control, weights."""

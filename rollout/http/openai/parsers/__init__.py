@@ -1,1 +1,1 @@
-"""Answers of models as reasoning, content and tool calls."""
+"""Reasoning and tool calls, read from the text of an answer."""

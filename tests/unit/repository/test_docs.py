@@ -1,0 +1,167 @@
+"""The docs against the code: routes, fields, flags and defaults, files and links."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from examples.make_checkpoint.spec import FAMILIES
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.io_struct import VERBS
+from rollout.core.sampling_params import SamplingParams
+from rollout.dashboard.history import ServerHistory
+from rollout.families import registry
+from rollout.families.registry import load_model_config
+from rollout.http import protocol
+from rollout.http.control.body import body_of
+from rollout.http.metrics.metrics import Metrics
+from rollout.http.openai.protocol import ChatCompletionRequest
+from rollout.http.vllm import control_protocol as vllm_control_protocol
+from rollout.server.app import build_app
+from rollout.tokenizer_manager.channel import SchedulerChannel
+from rollout.tokenizer_manager.manager import TokenizerManager
+from tests.model_zoo import tiny_checkpoint
+
+ROOT = Path(__file__).resolve().parents[3]
+API = (ROOT / "docs" / "http_api.md").read_text()
+README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+MODELS = (ROOT / "docs" / "models.md").read_text()
+CLIENT = (ROOT / "docs" / "client.md").read_text()
+NUMERICS = (ROOT / "docs" / "exact_numerics.md").read_text()
+RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
+GPU = (ROOT / "docs" / "gpu.md").read_text()
+# Fields of OpenAI's own documentation, and the few that have no effect.
+OPENAI_FIELDS = {
+    *("model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "user"),
+    *("response_format", "temperature", "top_p", "n", "seed", "stop", "frequency_penalty", "presence_penalty"),
+    *("logit_bias", "stream"),
+}
+NOT_FOR_RL = {"spaces_between_special_tokens"}
+
+
+def documented_names(text: str) -> set[str]:
+    """Words in code font."""
+    return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[\w./{}-]+", code)}
+
+
+def app_paths(folder: Path) -> set[tuple[str, str]]:
+    """(method, path) of every route in the schema."""
+
+    async def build() -> set[tuple[str, str]]:
+        channel = SchedulerChannel(str(folder))
+        try:
+            manager = TokenizerManager(ServerArgs(model_path=str(folder)), load_model_config(folder), channel, [])
+            app = build_app(manager, Metrics("docs"), ServerHistory(manager))
+        finally:
+            channel.close()
+        return {(method, path) for path, methods in app.openapi()["paths"].items() for method in methods}
+
+    return asyncio.run(build())
+
+
+def test_every_route_is_documented(tmp_path: Path) -> None:
+    paths = app_paths(tiny_checkpoint(tmp_path / "model", "dense"))
+    assert len(paths) > 30
+    names = documented_names(API) | set(re.findall(r"POST (\S+?),?$", API, re.MULTILINE))
+    headings = {word.strip(",") for line in API.splitlines() if line.startswith("## ") for word in line.split()}
+    assert not {path for _, path in paths} - names - headings
+    assert "/no_such_route" not in names | headings
+
+
+def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
+    paths = {path for _, path in app_paths(tiny_checkpoint(tmp_path / "model", "dense"))}
+    rows = [line for line in API.splitlines() if re.match(r"\| `(GET|POST)", line)]
+    named = {path for row in rows for path in re.findall(r"`(?:GET |POST )?(/[\w/{}]+)`", row.split("|")[1])}
+    assert len(named) > 20 and not named - paths
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        protocol.GenerateRequest,
+        protocol.AbortRequest,
+        protocol.RouteProbeRequest,
+        *(body_of(verb) for verb in VERBS if verb.endpoint.path is not None),
+        vllm_control_protocol.AbortRequestsRequest,
+        vllm_control_protocol.ResetPrefixCacheRequest,
+        vllm_control_protocol.InitInfo,
+        vllm_control_protocol.StartWeightUpdateRequest,
+        vllm_control_protocol.UpdateInfo,
+        vllm_control_protocol.UpdateWeightsRequest,
+        vllm_control_protocol.FinishWeightUpdateRequest,
+        vllm_control_protocol.CollectiveRpcRequest,
+        vllm_control_protocol.SleepForWeightSync,
+        vllm_control_protocol.WakeForWeightSync,
+        ChatCompletionRequest,
+    ],
+)
+def test_every_body_field_is_documented(body: type[protocol.Body]) -> None:
+    fields = set(body.model_fields) - {"selector"}  # accepted for SGLang's clients, both values mean the same
+    if body is ChatCompletionRequest:
+        fields -= OPENAI_FIELDS
+    assert not fields - documented_names(API) - {"stream_options"}
+
+
+def test_every_sampling_parameter_is_documented() -> None:
+    assert not set(SamplingParams.__struct_fields__) - documented_names(API) - NOT_FOR_RL
+
+
+def flag_row(field: dataclasses.Field) -> str:
+    default = "-" if field.default is None else f"`{field.default}`"
+    if isinstance(field.default, bool):
+        default = "on" if field.default else "off"
+    if field.metadata.get("required"):
+        default = "required"
+    return f"| `--{field.name.replace('_', '-')}` | {default} | {field.metadata['help']} |"
+
+
+def test_the_flags_table_is_the_settings() -> None:
+    rows = [line for line in API.splitlines() if line.startswith("| `--")]
+    assert rows == [flag_row(field) for field in dataclasses.fields(ServerArgs)]
+
+
+def test_the_files_named_in_the_readme_exist() -> None:
+    (tree,) = re.findall(r"^## Files\n\n```\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+    parents: list[str] = []
+    for line in tree.splitlines():
+        indent, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
+        parents = [*parents[: len(indent) // 2], name]
+        folder = ROOT.joinpath(*parents)
+        assert folder.is_dir(), line
+        for inner in re.findall(r"\b(\w+(?:/|\.py|\.md))(?=[,:]|$)", line[len(indent) + len(name) :]):
+            assert (folder / inner).exists(), f"{line}: {inner}"
+    packages = {path.parent.name for path in ROOT.glob("rollout/*/__init__.py")}
+    assert not packages - {word.strip("/") for word in tree.split()}
+
+
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [
+        (README, ""),
+        (API, "docs"),
+        (ARCHITECTURE, "docs"),
+        (RELIABILITY, "docs"),
+        (MODELS, "docs"),
+        (CLIENT, "docs"),
+        (NUMERICS, "docs"),
+        (GPU, "docs"),
+    ],
+    ids=["README", "http_api", "architecture", "reliability", "models", "client", "exact_numerics", "gpu"],
+)
+def test_links_and_paths_lead_somewhere(text: str, folder: str) -> None:
+    links = [ROOT / folder / target for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in target]
+    paths = [ROOT / path for path in re.findall(r"`([a-z_]+/[\w/]+\.py|[a-z_]+/[\w/]+/)`", text)]
+    assert [target for target in links + paths if not target.exists()] == []
+
+
+def test_every_family_and_architecture_is_in_the_table_of_models() -> None:
+    rows = [line.split("|") for line in MODELS.splitlines() if line.startswith("| `")]
+    names = [set(re.findall(r"`([^`]+)`", row[1])) for row in rows]
+    architectures = [set(re.findall(r"`(\w+)`", row[2])) for row in rows]
+    assert set().union(*names) >= set(FAMILIES)
+    assert set().union(*architectures) >= set(registry.FAMILIES)
