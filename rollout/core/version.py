@@ -3,4 +3,4 @@
 `pyproject.toml` reads it from here, so that a tree that is not installed knows it, too.
 """
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
