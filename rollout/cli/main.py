@@ -29,7 +29,6 @@ class Command(NamedTuple):
     parser: str | None = None
 
 
-_PARSERS = "rollout.cli.parsers"
 COMMANDS = {
     "serve": Command("rollout.server.serve", "serve a checkpoint over HTTP"),
     "demo": Command(
@@ -38,7 +37,7 @@ COMMANDS = {
         "examples.demo.flags:parser",
     ),
     "make-checkpoint": Command(
-        "examples.make_checkpoint.run", "write a small random checkpoint", f"{_PARSERS}:make_checkpoint_parser"
+        "examples.make_checkpoint.run", "write a small random checkpoint", "examples.make_checkpoint.flags:parser"
     ),
     "bench": Command(
         "benchmarks.profile.run",
@@ -51,7 +50,7 @@ COMMANDS = {
     "build-kernels": Command(
         "rollout.cli.build_kernels",
         "compile the CPU operators for this machine",
-        f"{_PARSERS}:build_kernels_parser",
+        "rollout.cli.parsers:build_kernels_parser",
     ),
 }
 

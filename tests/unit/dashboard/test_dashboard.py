@@ -153,7 +153,7 @@ def test_the_endpoints_are_shown_offline_and_ask_for_the_key_n22(folder: Path, s
     """N22: the page loaded scripts from elsewhere, and was a bare 401 where there is a key."""
     shown = shared.client.get("/docs")
     assert shown.status_code == 200 and shown.headers["content-type"].startswith("text/html")
-    sources = SOURCES.parent / "api_page"
+    sources = ROOT / "rollout" / "http" / "api_page"
     script = (sources / "page.js").read_text()
     assert is_allowed(policy_of(shown), "script-src", script) and markup_in(script) == []
     assert loaded_by((sources / "page.html").read_text() + (sources / "page.css").read_text()) == []

@@ -1,6 +1,6 @@
 """The attention operator's arithmetic, compiled for this processor and for lesser ones.
 
-Also with a mistake put in, so that the checks of `attention.cpp` are known to bite.
+Also with a mistake put in, so that the checks of `check_attention.cpp` are known to bite.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from tests.check_programs import TARGETS, headers_with, run_check
 
-PROGRAM = Path(__file__).with_name("attention.cpp")
+PROGRAM = Path(__file__).with_name("check_attention.cpp")
 
 
 @pytest.mark.full(but=("native", "emulated_amx"))

@@ -24,7 +24,7 @@ SIZES = [
 ]
 LENS = (1, 37, 3, 16, 2, 65)
 SIZE = Sizes(2, 4, 24, 40, 4)
-PROGRAM = Path(__file__).with_name("delta_rule.cpp")
+PROGRAM = Path(__file__).with_name("check_delta_rule.cpp")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The sampler's arithmetic, compiled for this processor and for lesser ones.
 
-Also with a mistake put in, so that the checks of `sampler.cpp` are known to bite.
+Also with a mistake put in, so that the checks of `check_sampler.cpp` are known to bite.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from tests.check_programs import TARGETS, headers_with, run_check
 
-PROGRAM = Path(__file__).with_name("sampler.cpp")
+PROGRAM = Path(__file__).with_name("check_sampler.cpp")
 FLAGS = ("-O1", "-D_GLIBCXX_ASSERTIONS", "-DNDEBUG")
 
 

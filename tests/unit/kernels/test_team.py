@@ -1,4 +1,4 @@
-"""The team of threads that operators share: `team.cpp`, also under the thread sanitizer.
+"""The team of threads that operators share: `check_team.cpp`, also under the thread sanitizer.
 
 With mistakes put in, too, so that its checks are known to bite.
 """
@@ -15,7 +15,7 @@ import pytest
 
 from tests.check_programs import headers_with, run_check
 
-PROGRAM = Path(__file__).with_name("team.cpp")
+PROGRAM = Path(__file__).with_name("check_team.cpp")
 SOON = ("-DLOCKSTEP_DEADLINE_SECONDS=20",)  # some mistakes make it wait for ever
 
 

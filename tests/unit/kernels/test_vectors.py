@@ -1,6 +1,6 @@
 """The vectors that the operators are written with, compiled for this processor and for lesser ones.
 
-Also with a mistake put in, so that the checks of `vectors.cpp` are known to bite.
+Also with a mistake put in, so that the checks of `check_vectors.cpp` are known to bite.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from tests.check_programs import TARGETS, headers_with, run_check
 
-PROGRAM = Path(__file__).with_name("vectors.cpp")
+PROGRAM = Path(__file__).with_name("check_vectors.cpp")
 FLAGS = ("-DNDEBUG",)
 
 
