@@ -47,7 +47,7 @@ def checked_missing_rows(ids_TLK: np.ndarray, num_experts: int, missing: int) ->
     an expert twice.  `ids_TLK` may have any integer dtype.
     """
     is_missing_TLK = ids_TLK == missing
-    missing_T = is_missing_TLK.all(axis=(1, 2))
+    missing_T: np.ndarray = is_missing_TLK.all(axis=(1, 2))
     partial_T = is_missing_TLK.any(axis=(1, 2)) & ~missing_T
     if partial_T.any():
         raise RouteValueError(f"row {int(partial_T.argmax())} is neither wholly valid nor wholly missing")
@@ -111,23 +111,26 @@ class RoutedExperts:
         return checked_missing_rows(ids_TLK, self.num_experts, missing_id(self.num_experts))
 
     def __len__(self) -> int:
-        return self.logical_ids_TLK.shape[0]
+        num_rows: int = self.logical_ids_TLK.shape[0]
+        return num_rows
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RoutedExperts):
             return NotImplemented
         return self._facts() == other._facts() and np.array_equal(self.logical_ids_TLK, other.logical_ids_TLK)
 
-    def _facts(self) -> tuple:
+    def _facts(self) -> tuple[int, tuple[int, ...], int, int, tuple[VersionSpan, ...]]:
         return self.num_experts, self.moe_layer_ids, self.num_hidden_layers, self.start, self.weight_versions
 
     @property
     def num_moe_layers(self) -> int:
-        return self.logical_ids_TLK.shape[1]
+        num_layers: int = self.logical_ids_TLK.shape[1]
+        return num_layers
 
     @property
     def top_k(self) -> int:
-        return self.logical_ids_TLK.shape[2]
+        top_k: int = self.logical_ids_TLK.shape[2]
+        return top_k
 
     def missing_rows(self) -> np.ndarray:
         """Indices [M] int64 of the rows that are MISSING, ascending."""

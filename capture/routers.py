@@ -24,7 +24,8 @@ def weights_of(router: Any, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> to
         scores_TK = logits_TE.sigmoid().gather(1, ids_TK)
         if router.norm_topk_prob:
             scores_TK = scores_TK / (scores_TK.sum(dim=-1, keepdim=True) + LEAST_SUM)
-        return scores_TK * router.routed_scaling_factor
+        scaled_TK: torch.Tensor = scores_TK * router.routed_scaling_factor
+        return scaled_TK
     if hasattr(router, "bias"):
         return torch.softmax(logits_TE.gather(1, ids_TK), dim=-1)
     scores_TK = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).gather(1, ids_TK)

@@ -38,7 +38,7 @@ class RouteSlotStore:
 
     def read(self, slots: np.ndarray) -> np.ndarray:
         """A copy [T, L, K] of the rows of `slots` [T] int64; a slot without a row comes back MISSING."""
-        rows_TLK = self._rows[slots]
+        rows_TLK: np.ndarray = self._rows[slots]
         written_T = self._written[slots]
         if not written_T.all():
             rows_TLK[~written_T] = self._missing

@@ -81,7 +81,7 @@ class CudaStorage:
         handle = self.handle
         handle.check_counter()
         try:
-            content = rebuild_cuda_tensor(
+            content: torch.Tensor = rebuild_cuda_tensor(
                 torch.Tensor,
                 (handle.nbytes,),
                 (1,),

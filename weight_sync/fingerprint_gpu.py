@@ -29,7 +29,7 @@ _TYPES = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*i64"}
 
 
 @triton.jit
-def _mix_odd(k):  # type: ignore[no-untyped-def]
+def _mix_odd(k):
     """Compute `block_sums.mix_odd`, uint64."""
     z = (k + 1) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -38,7 +38,7 @@ def _mix_odd(k):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _block_sums(  # type: ignore[no-untyped-def]
+def _block_sums(
     words,
     table,
     sums,

@@ -20,8 +20,8 @@ import torch
 from weight_sync.content import Content, by_name
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint import fingerprint
-from weight_sync.fp8_blocks import scales_of
-from weight_sync.fp8_wire import SCALE_SUFFIX, Pair, PairedTensors, value_metas
+from weight_sync.fp8_blocks import SCALE_SUFFIX, scales_of
+from weight_sync.fp8_wire import Pair, PairedTensors, value_metas
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.loading import (
     Arrival,

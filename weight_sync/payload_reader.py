@@ -134,7 +134,8 @@ class PayloadReader:
         return taken
 
     def _number(self, layout: struct.Struct) -> int:
-        return layout.unpack(self._take(layout.size))[0]
+        number: int = layout.unpack(self._take(layout.size))[0]
+        return number
 
     def _line(self) -> str:
         window = bytes(self._data[self.position : self.position + _MAX_NAME_BYTES])

@@ -195,7 +195,8 @@ def _no_hooks(*arguments: Any) -> None:
 
 def _size(sizes: Any) -> tuple[Any, ...]:
     _require(isinstance(sizes, tuple), "a shape")
-    return sizes
+    size: tuple[Any, ...] = sizes
+    return size
 
 
 def _rebuild_tensor_v2(
@@ -214,7 +215,8 @@ def _rebuild_tensor_v3(
 
 def _rebuild_parameter(tensor: Any, requires_grad: Any, hooks: Any) -> TensorPlace:
     _require(isinstance(tensor, TensorPlace) and hooks is None, "a parameter without hooks")
-    return tensor
+    place: TensorPlace = tensor
+    return place
 
 
 def _rebuild_shared_tensor(kind: Any, storage: Any, metadata: Any) -> TensorPlace:
@@ -278,22 +280,26 @@ def _place(storage: Any, dtype: torch.dtype | None, size: Any, stride: Any, offs
 
 def _storage(value: Any) -> Storage:
     _require(isinstance(value, (InlineStorage, SegmentStorage, CudaStorage)), "a storage")
-    return value
+    storage: Storage = value
+    return storage
 
 
 def _dtype(value: Any) -> torch.dtype:
     _require(isinstance(value, torch.dtype), "a dtype")
-    return value
+    dtype: torch.dtype = value
+    return dtype
 
 
 def _number(value: Any) -> int:
     _require(type(value) is int and 0 <= value < 2**48, "a size")
-    return value
+    number: int = value
+    return number
 
 
 def _short(value: Any) -> Sequence[int] | memoryview:
     _require(isinstance(value, memoryview) and len(value) <= _MAX_HANDLE_BYTES, "a handle")
-    return value
+    content: memoryview = value
+    return content
 
 
 def _require(holds: bool, what: str) -> None:

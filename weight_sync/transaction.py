@@ -35,7 +35,8 @@ from weight_sync.errors import (
     listed,
 )
 from weight_sync.fingerprint import parse_fingerprint
-from weight_sync.fp8_wire import SCALE_SUFFIX, weight_name, whole_metas
+from weight_sync.fp8_blocks import SCALE_SUFFIX
+from weight_sync.fp8_wire import weight_name, whole_metas
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging

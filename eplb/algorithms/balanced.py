@@ -33,9 +33,9 @@ from eplb.algorithms.types import (
     checked_counts,
     even_split,
     greedy_replica_order,
-    replica_counts,
     shares_of,
 )
+from eplb.expert_location import replica_counts
 
 LINK = 0.1  # load by which a rank may be heavier and still be chosen for the link that it makes
 NEARLY_FULL = 0.97  # load of a rank beyond which no link is worth it

@@ -15,12 +15,13 @@ def rank_loads(counts_LE: np.ndarray, plan: Plan) -> np.ndarray:
     shares_LE = shares_of(checked_counts(counts_LE, plan.layout))
     per_slot_LP = np.take_along_axis(shares_LE, plan.physical_to_logical_LP, axis=1) * plan.split_LP
     ranks = plan.layout.num_ranks
-    return per_slot_LP.reshape(len(shares_LE), ranks, plan.layout.slots_per_rank).sum(axis=2) * ranks
+    loads_LR: np.ndarray = per_slot_LP.reshape(len(shares_LE), ranks, plan.layout.slots_per_rank).sum(axis=2) * ranks
+    return loads_LR
 
 
 def balancedness(counts_LE: np.ndarray, plan: Plan) -> np.ndarray:
     """Return the mean load of a rank over the largest, for each layer [L] float64: 1 is perfect, 1/G the worst."""
-    return 1.0 / rank_loads(counts_LE, plan).max(axis=1)
+    return np.asarray(1.0 / rank_loads(counts_LE, plan).max(axis=1))
 
 
 def even_split_bound(counts_LE: np.ndarray, layout: ExpertLayout) -> np.ndarray:
@@ -35,7 +36,7 @@ def even_split_bound(counts_LE: np.ndarray, layout: ExpertLayout) -> np.ndarray:
     counts = greedy_replica_counts(shares_LE, layout.num_physical_experts, layout.num_ranks)
     largest_L = (shares_LE / counts).max(axis=1)
     smallest = np.sort(shares_LE / most_replicas, axis=1)[:, : layout.slots_per_rank - 1].sum(axis=1)
-    return 1.0 / np.maximum(1.0, (largest_L + smallest) * layout.num_ranks)
+    return np.asarray(1.0 / np.maximum(1.0, (largest_L + smallest) * layout.num_ranks))
 
 
 def cross_rank_copies(before_LP: np.ndarray, after_LP: np.ndarray, layout: ExpertLayout) -> np.ndarray:
@@ -48,4 +49,4 @@ def cross_rank_copies(before_LP: np.ndarray, after_LP: np.ndarray, layout: Exper
     for table, physical_to_logical in zip(held, (before_LP, after_LP), strict=True):
         by_rank = physical_to_logical.reshape(layers, layout.num_ranks, layout.slots_per_rank)
         np.put_along_axis(table, by_rank, True, axis=2)
-    return (held[1] & ~held[0]).sum(axis=2)
+    return np.asarray((held[1] & ~held[0]).sum(axis=2))

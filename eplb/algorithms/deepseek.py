@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, even_split, greedy_replica_order, replica_counts
+from eplb.algorithms.types import ExpertLayout, Plan, checked_counts, even_split, greedy_replica_order
 from eplb.errors import LayoutError
+from eplb.expert_location import replica_counts
 
 
 def deepseek(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
@@ -63,7 +64,8 @@ def _copy_and_pack(loads_RE: np.ndarray, num_slots: int, num_packs: int) -> np.n
 
 
 def _positions(pack: np.ndarray, index_in_pack: np.ndarray, pack_size: int) -> np.ndarray:
-    return pack * pack_size + index_in_pack
+    positions: np.ndarray = pack * pack_size + index_in_pack
+    return positions
 
 
 def _pack(loads_RX: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,5 +50,5 @@ def make_plan(
         raise EplbRequestError(f"the target balancedness must be over 0 and at most 1, got {target}")
     module, takes = PLANNERS[algorithm]
     given: dict[str, Any] = {"current_LP": current_LP, "target": target, "copies_are_free": copies_are_free}
-    planner = getattr(import_module(module), algorithm)
+    planner: Callable[..., Plan] = getattr(import_module(module), algorithm)
     return planner(counts_LE, layout, **{name: given[name] for name in takes})

@@ -124,7 +124,8 @@ def shares_of(counts_LE: np.ndarray) -> np.ndarray:
     """Return counts [L, E] divided by their sum in each layer; a layer without counts counts as uniform."""
     total_L = counts_LE.sum(axis=1, keepdims=True)
     uniform = np.full_like(counts_LE, 1.0 / counts_LE.shape[1])
-    return np.divide(counts_LE, total_L, out=uniform, where=total_L > 0)
+    shares_LE: np.ndarray = np.divide(counts_LE, total_L, out=uniform, where=total_L > 0)
+    return shares_LE
 
 
 def checked_map(

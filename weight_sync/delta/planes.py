@@ -135,7 +135,7 @@ def _read_gaps(gaps_G: np.ndarray, count: int, limit: int) -> np.ndarray:
     is_last_G = gaps_G != _ESCAPE
     if np.count_nonzero(is_last_G) != count or (gaps_G.size and not is_last_G[-1]):
         raise ContentError("the positions of a delta are cut off")
-    positions = np.cumsum(gaps_G + is_last_G.astype(np.int64), dtype=np.int64)[is_last_G] - 1
+    positions: np.ndarray = np.cumsum(gaps_G + is_last_G.astype(np.int64), dtype=np.int64)[is_last_G] - 1
     if positions.size and int(positions[-1]) >= limit:
         raise ContentError(f"a delta changes element {int(positions[-1])} of {limit}")
     return positions
