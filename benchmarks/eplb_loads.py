@@ -44,4 +44,5 @@ def synthetic(spec: str, num_layers: int, num_logical_experts: int, seed: int = 
 
 
 def _counts(weights_LE: np.ndarray) -> np.ndarray:
-    return np.rint(weights_LE / weights_LE.sum(axis=1, keepdims=True) * TOKENS).astype(np.int64)
+    counts_LE: np.ndarray = np.rint(weights_LE / weights_LE.sum(axis=1, keepdims=True) * TOKENS).astype(np.int64)
+    return counts_LE

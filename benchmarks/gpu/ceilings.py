@@ -84,4 +84,5 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    seconds: float = begin.elapsed_time(end) / 1e3
+    return seconds

@@ -28,7 +28,7 @@ class Cost:
     dtype: torch.dtype
 
 
-def operator_cost(operator: OpOverload, args: tuple, kwargs: Mapping[str, Any], result: object) -> Cost:
+def operator_cost(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> Cost:
     """Cost of the call `operator(*args, **kwargs)` that gave `result`.
 
     An operator without entries of its own reads every tensor that it is given, writes every tensor that it returns or
@@ -57,38 +57,43 @@ def nbytes(*values: object) -> int:
 
 def _linear_flops(arguments: Arguments, result: object) -> int:
     """[T, D] to `out_size` features."""
-    return 2 * _token_rows(arguments).numel() * arguments["out_size"]
+    flops: int = 2 * _token_rows(arguments).numel() * arguments["out_size"]
+    return flops
 
 
 def _route_flops(arguments: Arguments, result: object) -> int:
     """[T, D] to `num_experts` logits."""
-    return 2 * _token_rows(arguments).numel() * arguments["num_experts"]
+    flops: int = 2 * _token_rows(arguments).numel() * arguments["num_experts"]
+    return flops
 
 
 def _token_rows(arguments: Arguments) -> torch.Tensor:
     """Return the rows; with a norm before the operator, the residual has them."""
-    return arguments["residual"] if "residual" in arguments else arguments["hidden"]
+    rows: torch.Tensor = arguments["residual"] if "residual" in arguments else arguments["hidden"]
+    return rows
 
 
 def _experts_bytes(arguments: Arguments, result: object) -> int:
     """Count the experts in `ids`, of `w13`, `w2` and their biases [P, ...], and the activations."""
     held = [arguments.get(name) for name in ("w13", "w2", "w13_bias", "w2_bias")]
-    used = arguments["ids"].unique().numel()
+    used: int = arguments["ids"].unique().numel()
     activations = nbytes(arguments["hidden"], arguments["ids"], arguments["weights"], result)
-    return used * (nbytes(*held) // arguments["w13"].shape[0]) + activations
+    experts: int = arguments["w13"].shape[0]
+    return used * (nbytes(*held) // experts) + activations
 
 
 def _experts_flops(arguments: Arguments, result: object) -> int:
     """Every (token, slot) pair of `ids` [T, K] is three products of D * `inner_size`."""
     hidden_size = arguments["hidden"].shape[1]
-    return 2 * arguments["ids"].numel() * 3 * hidden_size * arguments["inner_size"]
+    flops: int = 2 * arguments["ids"].numel() * 3 * hidden_size * arguments["inner_size"]
+    return flops
 
 
 def _attention_bytes(arguments: Arguments, result: object) -> int:
     """The KV of a request is read once, for any number of queries: `kv_lens` [N] slots each, or those in a window."""
     keys, values = arguments["k_pool"], arguments["v_pool"]
     is_shared = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-    slot = nbytes(keys[0], None if is_shared else values[0]) + arguments["req_to_token"].itemsize
+    slot: int = nbytes(keys[0], None if is_shared else values[0]) + arguments["req_to_token"].itemsize
     kv_lens, window = arguments["kv_lens"], arguments.get("window")
     if window is not None:
         kv_lens = torch.minimum(kv_lens, arguments["query_lens"] + window - 1)
@@ -106,7 +111,8 @@ def _attention_flops(arguments: Arguments, result: object) -> int:
         return within * (within + 1) // 2 + (length - within) * within
 
     pairs = int((seen(kv_lens) - seen(kv_lens - arguments["query_lens"])).sum())
-    return 2 * pairs * arguments["q"].shape[1] * (arguments["q"].shape[2] + arguments["v_pool"].shape[2])
+    flops: int = 2 * pairs * arguments["q"].shape[1] * (arguments["q"].shape[2] + arguments["v_pool"].shape[2])
+    return flops
 
 
 def _store_bytes(arguments: Arguments, result: object) -> int:
@@ -124,26 +130,29 @@ def _latent_query_flops(arguments: Arguments, result: object) -> int:
     """Count the first part of each head of [T, H (nope + rd)] times [nope, R]."""
     query, rank = arguments["query"], arguments["norm_weight"].shape[0]
     rotated = arguments["num_heads"] * arguments["angles"].shape[-1]
-    return 2 * query.shape[0] * (query.shape[1] - rotated) * rank
+    flops: int = 2 * query.shape[0] * (query.shape[1] - rotated) * rank
+    return flops
 
 
 def _latent_values_flops(arguments: Arguments, result: object) -> int:
     """[T, H R] by head times [R, v]."""
-    return 2 * arguments["latents"].numel() * arguments["value_size"]
+    flops: int = 2 * arguments["latents"].numel() * arguments["value_size"]
+    return flops
 
 
 def _delta_bytes(arguments: Arguments, result: object) -> int:
     """A state is read and written once a sequence, and written once a snapshot."""
     pools = (arguments["conv_pool"], arguments["state_pool"])
-    row = sum(pool[0].nbytes for pool in pools)
-    copies = 2 * arguments["rows"].numel() + arguments["snapshots"].shape[0]
+    row: int = sum(pool[0].nbytes for pool in pools)
+    copies: int = 2 * arguments["rows"].numel() + arguments["snapshots"].shape[0]
     return copies * row + nbytes(*(value for name, value in arguments.items() if "pool" not in name), result)
 
 
 def _delta_flops(arguments: Arguments, result: object) -> int:
     """A token decays a state [dk, dv], reads it twice and adds to it, in each of H heads."""
     heads, key_dim, value_dim = arguments["state_pool"].shape[1:]
-    return 7 * arguments["projected"].shape[0] * heads * key_dim * value_dim
+    flops: int = 7 * arguments["projected"].shape[0] * heads * key_dim * value_dim
+    return flops
 
 
 # --- operators that touch a part of their arguments ---------------------------------------------------------------
@@ -210,7 +219,7 @@ FLOPS: Mapping[str, Count] = {
 # --- any operator -------------------------------------------------------------------------------------------------
 
 
-def _bind(operator: OpOverload, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bind(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     names = [argument.name for argument in operator._schema.arguments]
     return dict(zip(names, args)) | dict(kwargs)
 
@@ -227,7 +236,7 @@ def _generic_bytes(operator: OpOverload, arguments: Arguments, result: object) -
     return nbytes(*arguments.values(), *written, fresh)
 
 
-def _torch_flops(operator: OpOverload, args: tuple, kwargs: Mapping[str, Any], result: object) -> int:
+def _torch_flops(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> int:
     count = flop_registry.get(operator.overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 

@@ -45,7 +45,9 @@ class OperatorTimer(TorchDispatchMode):
         self._clock = clock
         self._uses: dict[str, OperatorUse] = defaultdict(OperatorUse)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "lockstep" and func._can_decompose():
             with self:

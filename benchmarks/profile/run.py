@@ -101,12 +101,16 @@ def _engine(args: argparse.Namespace, model_path: Path, config: ModelConfig) -> 
 def _pool_tokens(args: argparse.Namespace) -> int:
     """Slots for the largest run.  The cache is emptied after each."""
     needs = [size * (_decode_tokens(args, size) + SLOTS_KEPT_PER_REQUEST) for size in args.batch_sizes]
-    return max(*needs, args.prefill + SLOTS_KEPT_PER_REQUEST)
+    tokens: int = max(*needs, args.prefill + SLOTS_KEPT_PER_REQUEST)
+    return tokens
 
 
 def _decode_tokens(args: argparse.Namespace, batch_size: int) -> int:
     """Prompt and output of one request."""
-    return args.input_len + args.output_len + decode_head_start(batch_size, args.input_len, args.chunked_prefill_size)
+    tokens: int = (
+        args.input_len + args.output_len + decode_head_start(batch_size, args.input_len, args.chunked_prefill_size)
+    )
+    return tokens
 
 
 def _check(args: argparse.Namespace, config: ModelConfig) -> None:

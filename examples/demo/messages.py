@@ -79,4 +79,5 @@ def encode(message: Message) -> bytes:
 
 def decode(line: bytes) -> Message:
     """Raises `msgspec.DecodeError` or `msgspec.ValidationError`."""
-    return msgspec.json.decode(line, type=Message)
+    message: Message = msgspec.json.decode(line, type=Message)
+    return message

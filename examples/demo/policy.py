@@ -26,7 +26,10 @@ from examples.demo.rollouts import SampleGroup
 
 def load_model(path: str | Path) -> torch.nn.Module:
     """The checkpoint in `transformers`, float32, without dropout."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False).eval()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=False
+    ).eval()
+    return model
 
 
 def has_experts(model: torch.nn.Module) -> bool:
@@ -50,7 +53,8 @@ def output_logprobs(model: Any, group: SampleGroup) -> torch.Tensor:
     logits_NSV = model(input_ids=group.input_ids_NS, use_cache=False).logits
     targets_NO = group.input_ids_NS[:, group.prompt_len :]
     logprobs_NOV = logits_NSV[:, group.prompt_len - 1 : -1].log_softmax(dim=-1)
-    return logprobs_NOV.gather(-1, targets_NO[..., None]).squeeze(-1)
+    logprobs_NO: torch.Tensor = logprobs_NOV.gather(-1, targets_NO[..., None]).squeeze(-1)
+    return logprobs_NO
 
 
 def forced(model: torch.nn.Module, group: SampleGroup) -> AbstractContextManager[Any]:

@@ -184,6 +184,7 @@ class Fleet:
 
 async def _end_of(actor: Any) -> str:
     try:
-        return await actor.ended.remote()
+        reason: str = await actor.ended.remote()
+        return reason
     except RayError as error:
         return f"its actor ended: {error}"

@@ -27,7 +27,8 @@ from transformers.utils import logging as transformers_logging
 
 from examples.demo.checks import Row
 from examples.demo.display import results_table
-from examples.demo.run import SIZES, signals_interrupt
+from examples.demo.flags import SIZES
+from examples.demo.run import signals_interrupt
 from examples.fleet import check
 from examples.fleet.display import View, engines_table, events_table, runs_of
 from examples.fleet.errors import FleetError

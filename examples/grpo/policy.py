@@ -114,7 +114,8 @@ def output_logits(model: Any, batch: Batch, variant: Variant) -> torch.Tensor:
     """The trainer's logits [T, V] of the positions that predict output tokens."""
     with replaying(model, batch, variant):
         logits_NSV = model(input_ids=batch.input_ids_NS, use_cache=False).logits
-    return logits_NSV[:, batch.prompt_len - 1 : -1][batch.mask_NO]
+    logits_TV: torch.Tensor = logits_NSV[:, batch.prompt_len - 1 : -1][batch.mask_NO]
+    return logits_TV
 
 
 def trainer_logprobs(logits_TV: torch.Tensor, batch: Batch, variant: Variant) -> torch.Tensor:
