@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from rollout.control.eplb_control import EplbControl, NoExpertsToMove
@@ -21,7 +20,7 @@ from rollout.core.messages.io_struct import (
 )
 from rollout.core.messages.message import ControlReqOutput, NoReply, failure
 from rollout.core.messages.scheduler_state import PublishedWeights, SchedulerState
-from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.scheduler import Scheduler, VerbHandler
 
 
 class Control:
@@ -48,7 +47,7 @@ class Control:
         self._drain_until = 0.0
 
     @property
-    def verbs(self) -> dict[type, Callable]:
+    def verbs(self) -> dict[type, VerbHandler]:
         return {
             PauseGenerationReqInput: self._pause,
             GiveUpPauseReqInput: self._give_up,

@@ -34,7 +34,7 @@ from rollout.core.console import say
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
 from rollout.core.messages.experts import EplbRebalanceReply, EplbRebalanceReqInput, EplbState
 from rollout.core.messages.message import ControlReqOutput, failure
-from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.scheduler import Scheduler, VerbHandler
 
 logger = logging.getLogger(__name__)
 _OVERDUE = 10
@@ -74,7 +74,7 @@ class EplbControl:
         self._timed = (0, 0.0)  # steps and their seconds at the last evaluation
 
     @property
-    def verbs(self) -> dict[type, Callable]:
+    def verbs(self) -> dict[type, VerbHandler]:
         return {EplbRebalanceReqInput: self._on_verb}
 
     def status(self) -> EplbState:
@@ -280,7 +280,7 @@ class NoExpertsToMove:
         self._reason = reason
 
     @property
-    def verbs(self) -> dict[type, Callable]:
+    def verbs(self) -> dict[type, VerbHandler]:
         return {EplbRebalanceReqInput: self._on_verb}
 
     def advance(self) -> None:

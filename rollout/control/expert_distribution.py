@@ -6,8 +6,6 @@ moment.  What is counted is in `eplb.load_recorder`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import torch
 
@@ -30,7 +28,7 @@ from rollout.core.messages.message import ControlReqOutput
 from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.communicator import Communicator
 from rollout.model.model_state import ServingEpoch
-from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.scheduler import Scheduler, VerbHandler
 
 
 def recorded_model(config: ModelConfig) -> RecordedModel:
@@ -49,7 +47,7 @@ class ExpertDistribution:
         self._recorder: LoadRecorder | None = None
 
     @property
-    def verbs(self) -> dict[type, Callable]:
+    def verbs(self) -> dict[type, VerbHandler]:
         return {
             StartExpertDistributionReqInput: self._start,
             StopExpertDistributionReqInput: self._stop,

@@ -21,6 +21,7 @@ A call of the open update that came in time is waited for: its turn may come aft
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from rollout.core.console import say
 from rollout.core.messages.io_struct import (
@@ -75,11 +76,11 @@ class LeaseMonitor:
         if self._pause_timeout_s is not None:
             self._pause = Lease(self._pause_timeout_s, lambda: self._scheduler.now)
 
-    def on_start(self, verb: ControlReqInput) -> None:
+    def on_start(self, verb: ControlReqInput[Any]) -> None:
         """Note that a weight verb begins."""
         self._open_before, self._is_own = self._updater.open_id, self._is_of_update(verb)
 
-    def on_verb(self, verb: ControlReqInput, succeeded: bool) -> None:
+    def on_verb(self, verb: ControlReqInput[Any], succeeded: bool) -> None:
         """End the weight verb that began last: renew the leases that it renews."""
         self._is_checked = False
         if self._is_own:
@@ -89,7 +90,7 @@ class LeaseMonitor:
         if self._pause is not None and (self._is_own or has_opened or is_work):
             self._pause.renew()
 
-    def check(self, waiting: Iterable[tuple[float, ControlReqInput]] = ()) -> None:
+    def check(self, waiting: Iterable[tuple[float, ControlReqInput[Any]]] = ()) -> None:
         """Drop what has expired, and report torn weights.  `waiting`: the verbs whose turn has not come, with the times
         at which they came.
         """
@@ -101,7 +102,7 @@ class LeaseMonitor:
         if self._torn is not None and self._scheduler.serving.poisoned is None:
             self._scheduler.poison(self._torn)
 
-    def _await_own(self, waiting: Iterable[tuple[float, ControlReqInput]]) -> None:
+    def _await_own(self, waiting: Iterable[tuple[float, ControlReqInput[Any]]]) -> None:
         """Renew the leases within which a call of the sender came that waits for its turn."""
         for came, verb in waiting:
             is_own = self._is_of_update(verb)
@@ -110,7 +111,7 @@ class LeaseMonitor:
             if self._pause is not None and (is_own or isinstance(verb, ContinueGenerationReqInput)):
                 self._pause.renew(came)
 
-    def _is_of_update(self, verb: ControlReqInput) -> bool:
+    def _is_of_update(self, verb: ControlReqInput[Any]) -> bool:
         """Return whether `verb` is a call of the open update."""
         updater = self._updater
         if not updater.is_open or not isinstance(verb, OfUpdateReqInput):

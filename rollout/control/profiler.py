@@ -42,7 +42,7 @@ from rollout.core.messages.profile import (
     StartProfileReqInput,
     StopProfileReqInput,
 )
-from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.scheduler import Scheduler, VerbHandler
 
 T = TypeVar("T")
 _ACTIVITIES = {"CPU": ProfilerActivity.CPU, "GPU": ProfilerActivity.CUDA}
@@ -91,7 +91,7 @@ class StepProfiler:
         self._file: Future[None] | None = None  # done once that trace is written
 
     @property
-    def verbs(self) -> dict[type, Callable]:
+    def verbs(self) -> dict[type, VerbHandler]:
         return {StartProfileReqInput: self._start, StopProfileReqInput: self._stop}
 
     def _start(self, verb: StartProfileReqInput) -> None:

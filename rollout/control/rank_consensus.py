@@ -29,7 +29,7 @@ class PeerRankError(LockstepError):
 
     def __init__(self, message: str, status_code: int) -> None:
         super().__init__(message)
-        self.status_code = status_code  # type: ignore[misc]
+        self.status_code = status_code
 
 
 class VerbMark(msgspec.Struct, frozen=True):

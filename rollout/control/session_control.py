@@ -5,8 +5,6 @@ Which engine a session goes to, and when, is the router's decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rollout.core.messages.message import ControlReqOutput
 from rollout.core.messages.sessions import (
     FinishSessionReply,
@@ -16,7 +14,7 @@ from rollout.core.messages.sessions import (
     SessionsReply,
 )
 from rollout.memory.radix_node import RadixNode
-from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.scheduler import Scheduler, VerbHandler
 
 
 class SessionControl:
@@ -26,7 +24,7 @@ class SessionControl:
         self._scheduler = scheduler
 
     @property
-    def verbs(self) -> dict[type, Callable]:
+    def verbs(self) -> dict[type, VerbHandler]:
         return {GetSessionsReqInput: self._get, FinishSessionReqInput: self._finish}
 
     def advance(self) -> None:

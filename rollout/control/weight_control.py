@@ -49,7 +49,7 @@ from rollout.core.messages.weights import (
     UpdateWeightVersionReqInput,
     VersionReply,
 )
-from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.scheduler import Scheduler, VerbHandler
 from weight_sync.checker import live_fingerprints
 from weight_sync.content import Digests
 from weight_sync.errors import BaseMismatchError, TransactionStateError
@@ -113,12 +113,12 @@ class WeightControl:
         )
 
     @property
-    def verbs(self) -> dict[type, Callable]:
+    def verbs(self) -> dict[type, VerbHandler]:
         """The verbs that are handled at once."""
         return {ContinueGenerationReqInput: self._on_continue, GetWeightUpdateReqInput: self._get_update}
 
     @property
-    def queued_verbs(self) -> dict[type, Callable]:
+    def queued_verbs(self) -> dict[type, VerbHandler]:
         """The verbs that take their turn."""
         return self._queue.verbs
 
@@ -182,7 +182,7 @@ class WeightControl:
             UpdateStateReply(update_id=verb.update_id, outcome=found.kind, reason=found.reason, **found.answer)
         )
 
-    def _wait_limit(self, verb: ControlReqInput) -> float | None:
+    def _wait_limit(self, verb: ControlReqInput[Any]) -> float | None:
         """Return the seconds that a verb lets the one before it wait for its sender; None: to its own deadline."""
         if isinstance(verb, AbortWeightUpdateReqInput):
             return 0.0 if self._updater.foreign(verb.update_id) is None else None
@@ -204,7 +204,7 @@ class WeightControl:
         """Return the last updates that ended, oldest first."""
         return [EndedUpdateState(**asdict(update)) for update in tuple(self._updater.book.ended)]
 
-    def _after_verb(self, verb: ControlReqInput, succeeded: bool) -> None:
+    def _after_verb(self, verb: ControlReqInput[Any], succeeded: bool) -> None:
         self._forget_loss()
         self._leases.on_verb(verb, succeeded)
         if self._found_digests is not None:
@@ -268,7 +268,7 @@ class WeightControl:
         if actual != verb.base_digest.lower():
             raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
 
-    def _receive(self, verb: UpdateWeightsReqInput) -> Job:
+    def _receive(self, verb: UpdateWeightsReqInput[Any]) -> Job:
         updater = self._updater
         is_latest = updater.is_bound or self._opened_in_pause == self._num_pauses
         stale = verb.update_id is None and updater.is_implicit and not is_latest

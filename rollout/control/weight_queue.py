@@ -28,7 +28,7 @@ import torch
 from rollout.control.rank_consensus import RankConsensus, VerbMark
 from rollout.core.errors import FatalError
 from rollout.core.messages.message import ControlReqInput, Reply, failure
-from rollout.scheduler.scheduler import Scheduler
+from rollout.scheduler.scheduler import Scheduler, VerbHandler
 from weight_sync.device_queue import use_own_stream
 from weight_sync.waiting import Patience
 
@@ -76,7 +76,7 @@ class Job:
     interpreter, and gives a device nothing to do.
     """
 
-    verb: ControlReqInput
+    verb: ControlReqInput[Any]
     io: Callable[[], Any]
     step: Callable[[Any], tuple[str, Reply]]
     holds_steps: bool = False
@@ -99,10 +99,10 @@ class WeightQueue:
         wake: Callable[[], None],
         consensus: RankConsensus,
         *,
-        starting: Callable[[ControlReqInput], None],
-        finished: Callable[[ControlReqInput, bool], None],
-        settle: Callable[[Iterable[tuple[float, ControlReqInput]]], None],
-        wait_limit: Callable[[ControlReqInput], float | None],
+        starting: Callable[[ControlReqInput[Any]], None],
+        finished: Callable[[ControlReqInput[Any], bool], None],
+        settle: Callable[[Iterable[tuple[float, ControlReqInput[Any]]]], None],
+        wait_limit: Callable[[ControlReqInput[Any]], float | None],
     ) -> None:
         self._scheduler = scheduler
         self._wake = wake
@@ -118,10 +118,10 @@ class WeightQueue:
         # for longer than they would.
         self._brief = ThreadPoolExecutor(1, thread_name_prefix="weight-brief")
         self._planners: dict[type, Callable[[Any], Job]] = {}
-        self._waiting: deque[tuple[float, ControlReqInput]] = deque()  # with the times at which they came
+        self._waiting: deque[tuple[float, ControlReqInput[Any]]] = deque()  # with the times at which they came
         self._num_started = 0
         self._job: Job | None = None
-        self._future: Future | None = None
+        self._future: Future[object] | None = None
 
     @property
     def busy(self) -> bool:
@@ -138,10 +138,10 @@ class WeightQueue:
         self._planners.update(planners)
 
     @property
-    def verbs(self) -> dict[type, Callable]:
+    def verbs(self) -> dict[type, VerbHandler]:
         return dict.fromkeys(self._planners, self.put)
 
-    def put(self, verb: ControlReqInput) -> None:
+    def put(self, verb: ControlReqInput[Any]) -> None:
         """Put the verb into the queue."""
         self._waiting.append((self._scheduler.now, verb))
 
@@ -180,7 +180,7 @@ class WeightQueue:
         self._scheduler.poll_quickly(mine and not everywhere)
         return everywhere
 
-    def _start(self, verb: ControlReqInput) -> None:
+    def _start(self, verb: ControlReqInput[Any]) -> None:
         self._num_started += 1
         self._starting(verb)
         try:
@@ -206,7 +206,7 @@ class WeightQueue:
         self._future = thread.submit(self._consensus.run, mark, io, job.roll_back)
         self._future.add_done_callback(lambda _: self._wake())
 
-    def _plan(self, verb: ControlReqInput) -> Job:
+    def _plan(self, verb: ControlReqInput[Any]) -> Job:
         verb.require_in_time(self._scheduler.now)
         return self._planners[type(verb)](verb)
 
@@ -230,7 +230,7 @@ class WeightQueue:
         self._scheduler.reply(answer)
 
 
-def _refused(verb: ControlReqInput, error: Exception) -> Job:
+def _refused(verb: ControlReqInput[Any], error: Exception) -> Job:
     """Return the job of a verb that this rank cannot plan: the others learn of it as of any failure."""
 
     def io() -> None:

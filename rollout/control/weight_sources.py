@@ -56,7 +56,7 @@ def _tensor(verb: UpdateWeightsFromTensorReqInput, updater: WeightUpdater) -> Bu
     )
 
 
-SOURCES: dict[type[UpdateWeightsReqInput], SourceFactory] = {
+SOURCES: dict[type[UpdateWeightsReqInput[Any]], SourceFactory] = {
     UpdateWeightsFromDistributedReqInput: _distributed,
     RefusedBucketReqInput: _refused,
     UpdateWeightsFromTensorReqInput: _tensor,

@@ -12,17 +12,17 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from rollout.core.console import say
 from rollout.core.errors import BadRequest, FatalError, LockstepError, Unavailable, status_of
 from rollout.core.messages.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
-    ControlReqOutput,
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
-from rollout.core.messages.message import ControlReqInput, failure
+from rollout.core.messages.message import ControlReqInput, ControlReqOutput, failure
 from rollout.core.messages.req_output import FinishReason, ReqOutput
 from rollout.core.messages.unreadable import Unreadable
 from rollout.distributed.parallel import Parallel
@@ -42,6 +42,8 @@ from rollout.scheduler.stop import StopChecker
 
 _IDLE_WAIT_MS = 200
 _SOON_MS = 1
+VerbHandler = Callable[..., ControlReqOutput[Any] | None]
+"""Function that carries out one control verb.  None: the answer comes later."""
 
 
 class Scheduler:
@@ -92,7 +94,7 @@ class Scheduler:
         self._soon = False
         self._arrivals = 0
         self._by_rid: dict[str, Req] = {}
-        self._verbs: dict[type, Callable[[ControlReqInput], ControlReqOutput | None]] = {}
+        self._verbs: dict[type, VerbHandler] = {}
         self._queued: set[type] = set()
         self._between_steps: Sequence[Callable[[], None]] = ()
 
@@ -100,8 +102,8 @@ class Scheduler:
 
     def connect(
         self,
-        verbs: Mapping[type, Callable],
-        queued_verbs: Mapping[type, Callable],
+        verbs: Mapping[type, VerbHandler],
+        queued_verbs: Mapping[type, VerbHandler],
         between_steps: Sequence[Callable[[], None]],
     ) -> None:
         """Set the handlers by message type, and the functions called at every step boundary, in that order.
@@ -381,7 +383,7 @@ class Scheduler:
 
     # --- control verbs --------------------------------------------------------------------------------------------
 
-    def _control(self, message: ControlReqInput) -> None:
+    def _control(self, message: ControlReqInput[Any]) -> None:
         """Handle a verb, which may be refused; it never ends the loop, unless ranks may differ after it."""
         try:
             if type(message) not in self._queued:
@@ -394,6 +396,6 @@ class Scheduler:
         if answer is not None:
             self.reply(answer)
 
-    def reply(self, answer: ControlReqOutput) -> None:
+    def reply(self, answer: ControlReqOutput[Any]) -> None:
         answer.dp_rank = self.parallel.position.dp_rank
         self._channel.send(answer)

@@ -243,7 +243,7 @@ class ServerArgs:
     def model_overrides(self) -> dict[str, Any]:
         """The settings that stand in the place of those in `config.json`.  Raises `StartupError`."""
         try:
-            overrides = json.loads(self.json_model_override_args or "{}")
+            overrides: dict[str, Any] = json.loads(self.json_model_override_args or "{}")
         except ValueError as error:
             raise StartupError(f"--json-model-override-args is not JSON: {error}") from None
         _require(

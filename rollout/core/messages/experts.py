@@ -160,7 +160,7 @@ class EplbRebalanceReqInput(ControlReqInput[EplbRebalanceReply]):
     split: list[list[float]] | None = None
 
 
-VERBS: tuple[type[ControlReqInput], ...] = (
+VERBS: tuple[type[ControlReqInput[Any]], ...] = (
     StartExpertDistributionReqInput,
     StopExpertDistributionReqInput,
     DumpExpertDistributionReqInput,

@@ -224,7 +224,7 @@ class ShutdownReqInput(ControlReqInput[NoReply]):
     drain_s: float = 5.0
 
 
-VERBS: tuple[type[ControlReqInput], ...] = (
+VERBS: tuple[type[ControlReqInput[Any]], ...] = (
     PauseGenerationReqInput,
     GiveUpPauseReqInput,
     ContinueGenerationReqInput,
@@ -240,7 +240,7 @@ VERBS: tuple[type[ControlReqInput], ...] = (
 )
 """Every control verb."""
 
-SchedulerInput = TokenizedGenerateReqInput | AbortReqInput | ControlReqInput
+SchedulerInput = TokenizedGenerateReqInput | AbortReqInput | ControlReqInput[Any]
 
 # --- scheduler -> main -------------------------------------------------------------------------------------------
 
@@ -268,14 +268,14 @@ class SchedulerFailed(Message):
     traceback: str = ""
 
 
-SchedulerOutput = BatchTokenOutput | ControlReqOutput | SchedulerReady | SchedulerFailed
+SchedulerOutput = BatchTokenOutput | ControlReqOutput[Any] | SchedulerReady | SchedulerFailed
 
 
 _encoder = msgspec.msgpack.Encoder()
 _input_decoder: msgspec.msgpack.Decoder[SchedulerInput] = msgspec.msgpack.Decoder(
     Union[(TokenizedGenerateReqInput, AbortReqInput, *VERBS)]
 )
-_output_decoder = msgspec.msgpack.Decoder(BatchTokenOutput | ControlReqOutput[Any] | SchedulerReady | SchedulerFailed)
+_output_decoder: msgspec.msgpack.Decoder[SchedulerOutput] = msgspec.msgpack.Decoder(SchedulerOutput)
 
 
 def encode(message: Any) -> bytes:

@@ -109,7 +109,7 @@ class ControlReqOutput(Message, Generic[AnyReply]):
         return self.data
 
 
-def failure(request_id: str, error: Exception) -> ControlReqOutput:
+def failure(request_id: str, error: Exception) -> ControlReqOutput[Any]:
     """The answer to a verb that was refused or failed."""
     return ControlReqOutput(
         request_id=request_id,
@@ -189,7 +189,7 @@ def reply_type(verb: type[ControlReqInput[AnyReply]]) -> type[AnyReply]:
     raise TypeError(f"{verb.__name__} does not declare its reply")
 
 
-def body_fields(verb: type[ControlReqInput]) -> list[msgspec.structs.FieldInfo]:
+def body_fields(verb: type[ControlReqInput[Any]]) -> list[msgspec.structs.FieldInfo]:
     """Return the fields of a verb that a body carries, the verb's own before the fields of its bases."""
     not_sent = {*ControlReqInput.__struct_fields__, *verb.endpoint.hidden}
     return [item for item in msgspec.structs.fields(verb) if item.name not in not_sent]

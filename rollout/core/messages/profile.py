@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -47,4 +47,4 @@ class StopProfileReqInput(ControlReqInput[ProfileReply]):
     endpoint = Endpoint(path="/stop_profile", methods=GET_AND_POST, tag="profile", timeout_s=600.0)
 
 
-VERBS: tuple[type[ControlReqInput], ...] = (StartProfileReqInput, StopProfileReqInput)
+VERBS: tuple[type[ControlReqInput[Any]], ...] = (StartProfileReqInput, StopProfileReqInput)

@@ -38,4 +38,4 @@ class FinishSessionReqInput(ControlReqInput[FinishSessionReply]):
     session_id: Name
 
 
-VERBS: tuple[type[ControlReqInput], ...] = (GetSessionsReqInput, FinishSessionReqInput)
+VERBS = (GetSessionsReqInput, FinishSessionReqInput)

@@ -15,7 +15,6 @@ import msgspec
 from rollout.core.errors import BadRequest
 from rollout.core.messages.io_struct import (
     BatchTokenOutput,
-    ControlReqOutput,
     SchedulerInput,
     SchedulerOutput,
     TokenizedGenerateReqInput,
@@ -23,7 +22,7 @@ from rollout.core.messages.io_struct import (
     decode_output,
     encode,
 )
-from rollout.core.messages.message import failure
+from rollout.core.messages.message import ControlReqOutput, failure
 from rollout.core.messages.req_output import ReqOutput
 
 MAX_REASON_CHARS = 400

@@ -376,7 +376,7 @@ class DropWeightSnapshotReqInput(ControlReqInput[DropSnapshotReply]):
     endpoint = Endpoint(path="/drop_weight_snapshot", tag="weights")
 
 
-VERBS: tuple[type[ControlReqInput], ...] = (
+VERBS: tuple[type[ControlReqInput[Any]], ...] = (
     InitWeightsUpdateGroupReqInput,
     DestroyWeightsUpdateGroupReqInput,
     BeginWeightUpdateReqInput,
