@@ -75,7 +75,8 @@ class NativeCpuBackend(AttentionBackend):
         if window is not None:
             operands = operands._replace(req_to_token=self._window_table)
         out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *operands, scale, window, sinks)
-        return out.flatten(1)
+        rows: torch.Tensor = out.flatten(1)
+        return rows
 
 
 class _CapturedCpuBackend(NativeCpuBackend):

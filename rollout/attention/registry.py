@@ -26,7 +26,7 @@ def create_attention_backend(name: str, kv: KVPool, kernels_available: bool = Tr
     for candidate in names:
         if candidate in ATTENTION_BACKENDS:
             module, class_name = ATTENTION_BACKENDS[candidate]
-            backend = getattr(import_module(module), class_name)
+            backend: type[AttentionBackend] = getattr(import_module(module), class_name)
             obstacle = backend.obstacle(kv, kernels_available)
             if obstacle is None:
                 return backend(kv)

@@ -148,7 +148,7 @@ class Calls(GenerationCalls, WeightCalls):
         return method_call(StopProfileReqInput, locals())
 
     @method
-    def control(self, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> Call[AnyReply]:
+    def control(self, /, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> Call[AnyReply]:
         """Any control verb of `rollout.core.messages.io_struct.VERBS`, with the fields of its body; its typed reply.
 
         Not for `/flush_cache` and `/get_weights_by_name`, which answer with something else.

@@ -121,8 +121,9 @@ def num_samples(body: Mapping[str, Any]) -> int | None:
     is_batch = not isinstance(prompts, str) and len(prompts) > 0 and not isinstance(prompts[0], int)
     params = body.get("sampling_params") or {}
     if not isinstance(params, Mapping):
-        return sum(each.get("n", 1) for each in params)
-    per_prompt = params.get("n", 1)
+        total: int = sum(each.get("n", 1) for each in params)
+        return total
+    per_prompt: int = params.get("n", 1)
     if is_batch:
         return len(prompts) * per_prompt
     return None if per_prompt == 1 else per_prompt
@@ -320,10 +321,11 @@ def _logprob_lists(meta: Mapping[str, Any], key: str) -> TopLogprobs | None:
     return [None if entries is None else [TokenLogprob(*entry) for entry in entries] for entries in positions]
 
 
-def plain_ids(ids: Any) -> list:
+def plain_ids(ids: Any) -> list[Any]:
     """Nested lists of ints out of lists, tuples, arrays or tensors."""
     if hasattr(ids, "tolist"):
-        return ids.tolist()
+        plain: list[Any] = ids.tolist()
+        return plain
     return [each if isinstance(each, int) else each.item() if _is_scalar(each) else plain_ids(each) for each in ids]
 
 

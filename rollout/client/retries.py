@@ -33,7 +33,8 @@ def repeated(call: Call[T], within_s: float) -> Steps[T]:
     wait_s = FIRST_WAIT_S
     while True:
         try:
-            return (yield call)
+            result: T = yield call
+            return result
         except ClientError as error:
             pause_s = getattr(error, "retry_after_s", None) or wait_s * random.uniform(0.5, 1.0)
             if not is_safe(call, error) or time.monotonic() + pause_s > deadline:

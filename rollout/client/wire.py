@@ -169,7 +169,7 @@ def health_call(timeout_s: float) -> Call[Health]:
 
 
 def verb_call(
-    verb: type[ControlReqInput],
+    verb: type[ControlReqInput[Any]],
     parse: Callable[[Reply], T],
     *,
     timeout_s: float | None = None,
@@ -210,7 +210,7 @@ def require_known(given: Iterable[str], known: Collection[str], advice: str = ""
             raise BadRequest(unknown_field(f"{place}{name}", known) + advice)
 
 
-def method_call(verb: type[ControlReqInput], arguments: Mapping[str, Any]) -> Call[JsonObject]:
+def method_call(verb: type[ControlReqInput[Any]], arguments: Mapping[str, Any]) -> Call[JsonObject]:
     """The call of a client's method; `arguments` are its own, `self` included, and have the names of the verb's fields.
 
     Bytes are sent as base64.  Raises `BadRequest` for what JSON cannot hold.

@@ -139,4 +139,5 @@ class RouteProbe:
 
 def flips(before_TLK: np.ndarray, after_TLK: np.ndarray) -> np.ndarray:
     """Bool [T, L]: the sets of experts differ, in whatever order they are named."""
-    return (np.sort(before_TLK, axis=2) != np.sort(after_TLK, axis=2)).any(axis=2)
+    differs_TL: np.ndarray = (np.sort(before_TLK, axis=2) != np.sort(after_TLK, axis=2)).any(axis=2)
+    return differs_TL

@@ -82,11 +82,13 @@ class Tape:
     operators: tuple[Any, ...]
 
     def play(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        return self.player.play(inputs)
+        result: torch.Tensor = self.player.play(inputs)
+        return result
 
     def play_clocked(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
         """The same, and the nanoseconds of each operator, from call to return."""
-        return self.player.play_clocked(inputs)
+        result: tuple[torch.Tensor, list[int]] = self.player.play_clocked(inputs)
+        return result
 
 
 class _Recorder(TorchDispatchMode):

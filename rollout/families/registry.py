@@ -69,7 +69,7 @@ def model_config_from_dict(
     settings = settings_of(raw, getattr(family, "ROTARY", RotaryDefaults()), overrides)
     refuse_common(settings)
     try:
-        config = family.parse(settings, generation or {})
+        config: ModelConfig = family.parse(settings, generation or {})
     except KeyError as missing:
         raise StartupError(f"config.json has no {missing.args[0]!r}, which {architecture} needs") from None
     except (TypeError, ValueError) as error:

@@ -185,7 +185,7 @@ def _decode_list(raw: msgspec.Raw, kind: Any) -> list[Any]:
     elements = msgspec.json.decode(raw, type=list[msgspec.Raw])
     found: list[Any] = []
     for start in range(0, len(elements), LIST_PIECE):
-        piece = b",".join(elements[start : start + LIST_PIECE])  # type: ignore[arg-type]  # of what has a buffer
+        piece = b",".join(elements[start : start + LIST_PIECE])  # of what has a buffer
         found += msgspec.json.decode(b"[%b]" % piece, type=kind)
     return found
 

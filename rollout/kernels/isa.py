@@ -87,7 +87,7 @@ def _first_processor(field: str) -> str:
 def request_tiles() -> bool:
     """Asks Linux to let this process use tile registers, which take 8 KiB of every thread's saved state."""
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+    return bool(libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
 
 def tiles_refusal(library: Path) -> str:

@@ -78,7 +78,8 @@ class Packed(RowMajor):
     def empty_matrix(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
-        return torch.ops.lockstep.empty_packed([], out_features, in_features, dtype)
+        packed: torch.Tensor = torch.ops.lockstep.empty_packed([], out_features, in_features, dtype)
+        return packed
 
     def matrix_place(self, weight: torch.Tensor, rows: range, in_features: int) -> Place:
         return PackedPlace(weight, rows, in_features)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -83,8 +83,8 @@ class PackedPlace:
         torch.ops.lockstep.pack_rows(self._packed, source, self._rows.start, *self._layout)
 
     def read(self) -> torch.Tensor:
-        rows = self._rows
-        return torch.ops.lockstep.unpack_rows(self._packed, self._in_features, rows.start, len(rows), *self._layout)
+        unpack: Callable[..., torch.Tensor] = torch.ops.lockstep.unpack_rows
+        return unpack(self._packed, self._in_features, self._rows.start, len(self._rows), *self._layout)
 
     def restore(self, content: torch.Tensor) -> None:
         self.write(content)
@@ -125,7 +125,8 @@ class W8Place:
         torch.ops.lockstep.pack_rows_w8(self._packed, values, 0, *self._layout)
 
     def read(self) -> torch.Tensor:
-        return torch.ops.lockstep.unpack_rows_w8(self._packed, self._in_features, 0, self._rows, *self._layout)
+        unpack: Callable[..., torch.Tensor] = torch.ops.lockstep.unpack_rows_w8
+        return unpack(self._packed, self._in_features, 0, self._rows, *self._layout)
 
     def restore(self, content: torch.Tensor) -> None:
         self.write(content)

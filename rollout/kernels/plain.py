@@ -116,6 +116,7 @@ def qk_norm_rope_store(
     query_key, value = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     if weight is not None:
         query_key = _rms_norm(query_key, weight, eps, weight_offset)
+    query: torch.Tensor
     query, key = rotate(query_key, angles).split([num_heads, num_kv_heads], dim=1)
     k_pool.index_copy_(0, slots, key)
     v_pool.index_copy_(0, slots, value)
@@ -151,7 +152,7 @@ def latent_values(latents: torch.Tensor, weight: torch.Tensor, num_heads: int, v
 
 
 def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    groups_TGn = hidden.unflatten(1, (gate.shape[1], -1))
+    groups_TGn: torch.Tensor = hidden.unflatten(1, (gate.shape[1], -1))
     return (groups_TGn * gate.sigmoid().unsqueeze(-1)).flatten(1)
 
 
@@ -191,7 +192,7 @@ def rotate(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 def rotate_pairs(x: torch.Tensor, cos_and_sin: Sequence[torch.Tensor]) -> torch.Tensor:
     """Elements 2 i and 2 i + 1 of the last dimension turned by cos and sign-folded sin."""
     cos, signed_sin = cos_and_sin
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    swapped: torch.Tensor = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return swapped * signed_sin + x * cos
 
 
@@ -208,7 +209,7 @@ def _of_best_groups(choices_TE: torch.Tensor, num_groups: int, top_groups: int) 
     """-inf for experts outside of the best groups; a group counts as much as its two best experts together."""
     if num_groups == 1:
         return choices_TE
-    by_group_TGN = choices_TE.unflatten(1, (num_groups, -1))
+    by_group_TGN: torch.Tensor = choices_TE.unflatten(1, (num_groups, -1))
     totals_TG = by_group_TGN.topk(min(2, by_group_TGN.shape[-1]), dim=-1).values.sum(dim=-1)
     best_TG = torch.zeros_like(totals_TG, dtype=torch.bool).scatter_(1, totals_TG.topk(top_groups).indices, True)
     return by_group_TGN.masked_fill(~best_TG.unsqueeze(-1), float("-inf")).flatten(1)

@@ -48,7 +48,8 @@ class SliceRoutes:
     def routes(self) -> torch.Tensor:
         """Logical ids [T, L, K] in the order of the batch."""
         assert self._rows_Tn is not None, "no MoE layer sent the routes"
-        return self._rows_Tn.unflatten(1, (self._capturer.num_moe_layers, self._capturer.top_k))
+        routes_TLK: torch.Tensor = self._rows_Tn.unflatten(1, (self._capturer.num_moe_layers, self._capturer.top_k))
+        return routes_TLK
 
 
 class States(NamedTuple):

@@ -168,4 +168,5 @@ def _between(area: range, spans: Sequence[Span]) -> Iterator[range]:
 
 
 def _reason(library: ctypes.CDLL) -> str:
-    return library.lockstep_pages_error().decode()
+    reason: bytes = library.lockstep_pages_error()
+    return reason.decode()

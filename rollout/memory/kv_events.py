@@ -105,14 +105,14 @@ class KVEvents(CacheListener):
         self._sent: deque[tuple[int, bytes]] = deque()
         self._sent_bytes = 0
         self._asked: list[_Asked] = []
-        self._replay: zmq.Socket | None = None
+        self._replay: zmq.Socket[bytes] | None = None
         replay = config.replay_endpoint_of(dp_rank)
         if replay is not None:
             self._replay = self._open(zmq.ROUTER, replay, True, _REPLAY_HWM)
             self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what does not fit is refused, not lost
         self.cleared()
 
-    def _open(self, kind: int, endpoint: str, bind: bool, hwm: int) -> zmq.Socket:
+    def _open(self, kind: int, endpoint: str, bind: bool, hwm: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(hwm)
         socket.setsockopt(zmq.LINGER, 0)
@@ -191,7 +191,7 @@ class KVEvents(CacheListener):
         while len(self._sent) > self._config.buffer_steps or self._sent_bytes > REPLAY_BYTES:
             self._sent_bytes -= len(self._sent.popleft()[1])
 
-    def _take_request(self, socket: zmq.Socket) -> None:
+    def _take_request(self, socket: zmq.Socket[bytes]) -> None:
         """Take a request [identity, empty, first sequence number]; it waits in the socket while many are answered."""
         if len(self._asked) == _MOST_ASKED or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
@@ -200,7 +200,7 @@ class KVEvents(CacheListener):
             first = min(int.from_bytes(frames[2], "big"), self.num_batches)
             self._asked.append(_Asked(frames[0], first, self.num_batches))
 
-    def _answer_all(self, socket: zmq.Socket) -> None:
+    def _answer_all(self, socket: zmq.Socket[bytes]) -> None:
         """Answer each as far as there is room; two requests of one peer are answered in order."""
         left: dict[bytes, list[_Asked]] = {}
         for asked in self._asked:
@@ -208,7 +208,7 @@ class KVEvents(CacheListener):
                 left.setdefault(asked.identity, []).append(asked)
         self._asked = [asked for waiting in left.values() for asked in waiting]
 
-    def _answer(self, socket: zmq.Socket, asked: _Asked) -> bool:
+    def _answer(self, socket: zmq.Socket[bytes], asked: _Asked) -> bool:
         """Send one message a batch, and -1 at the end; what has no room follows later.
 
         True once all is sent, or the peer has disconnected.

@@ -52,7 +52,8 @@ class KVPool:
 
     def epochs(self, slots: np.ndarray) -> np.ndarray:
         """The weight epochs int32 that wrote `slots`."""
-        return self._epoch[slots]
+        epochs: np.ndarray = self._epoch[slots]
+        return epochs
 
 
 def _empty(

@@ -124,4 +124,5 @@ def _tensor_pairs(one: Layer, other: Layer) -> Iterator[tuple[torch.Tensor, torc
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address

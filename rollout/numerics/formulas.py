@@ -33,7 +33,7 @@ class _Product(torch.autograd.Function):
         return x.new_zeros(()).expand(x.shape[0], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
@@ -44,7 +44,8 @@ class _Product(torch.autograd.Function):
 
 
 def linear(hidden: torch.Tensor, weight: torch.Tensor, out_size: int, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return _Product.apply(hidden, weight, bias)
+    product: torch.Tensor = _Product.apply(hidden, weight, bias)
+    return product
 
 
 def matrix_rows(weight: torch.Tensor, ids: torch.Tensor, depth: int, padding_id: int | None = None) -> torch.Tensor:
@@ -126,7 +127,7 @@ class _GroupedProduct(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight)
         for expert, rows in _spans(ctx.counts):
@@ -157,7 +158,7 @@ class _Combination(torch.autograd.Function):
         return inner_AI.new_zeros(()).expand(num_tokens, w2_PDI.shape[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inner_AI, weight_A, w2_PDI, bias_PD, rows_A = ctx.saved_tensors
         gradient_AD = gradient.index_select(0, rows_A)
         of_inner, of_w2 = torch.empty_like(inner_AI), torch.zeros_like(w2_PDI)
@@ -202,7 +203,8 @@ def fused_experts(
     gate_up = _GroupedProduct.apply(hidden.index_select(0, rows_A), w13, counts)
     inner_AI = ExpertForm(w13_bias, w2_bias, limit, alpha).inner(gate_up, experts_A)
     weight_A = weights.flatten().index_select(0, order_A)
-    return _Combination.apply(inner_AI, weight_A, w2, w2_bias, rows_A, counts, hidden.shape[0])
+    combined: torch.Tensor = _Combination.apply(inner_AI, weight_A, w2, w2_bias, rows_A, counts, hidden.shape[0])
+    return combined
 
 
 def gated_delta(

@@ -28,7 +28,7 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, token_ids = ctx.saved_tensors
         of_logits = (logits.to(gradient.dtype) / ctx.temperature).softmax(-1).neg_()
         of_logits.scatter_add_(1, token_ids[:, None], torch.ones_like(gradient)[:, None])
@@ -43,7 +43,7 @@ class _WithGradientOf(torch.autograd.Function):
         return values.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, gradient
 
 
@@ -84,4 +84,5 @@ def engine_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: 
     if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < logits.shape[-1]:
         raise BadRequest(f"token ids must be in 0..{logits.shape[-1] - 1}; give ones that count, and mask the result")
     flat = logits.flatten(0, -2) if logits.ndim > 1 else logits[None]
-    return _Logprobs.apply(flat, token_ids.reshape(-1), float(temperature)).view(token_ids.shape)
+    logprobs: torch.Tensor = _Logprobs.apply(flat, token_ids.reshape(-1), float(temperature)).view(token_ids.shape)
+    return logprobs

@@ -141,7 +141,7 @@ class Operation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call, saved = ctx.call, ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         flows_needed, parts_needed = needed[: len(call.flows)], needed[len(call.flows) :]
@@ -215,7 +215,8 @@ class Differentiable:
             return (operator(*arguments.values()),)
         call = Call(operator, rule, {**arguments, **dict.fromkeys(flows)}, flows, matrices, self._dtype)
         parts = [self.named[name] for assembly in matrices.values() for name in assembly.names]
-        return Operation.apply(call, *(arguments[name] for name in flows), *parts)
+        results: tuple[torch.Tensor, ...] = Operation.apply(call, *(arguments[name] for name in flows), *parts)
+        return results
 
     def _operator(self, operator: Callable[..., Any], name: str, rule: Rule) -> Callable[..., Any]:
         declared = getattr(torch.ops.lockstep, name).default._schema.arguments

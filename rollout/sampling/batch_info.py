@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -152,7 +152,7 @@ class SamplingBatchInfo:
         self.rows_with_lists = [(i, row) for i, row in enumerate(rows) if row.has_lists]
         self._lists, self._numbers = lists, places
         self._table: np.ndarray | None = None  # `settings` with spans; None: not asked for yet
-        self._operands: tuple = ()
+        self._operands: tuple[Any, ...] = ()
         self._penalised: list[int] = []
         self._histories: list[tuple[Place, list[int]]] = []
 
@@ -161,7 +161,7 @@ class SamplingBatchInfo:
         return _table_of([row.settings for row in self.rows])
 
     @property
-    def operands(self) -> tuple:
+    def operands(self) -> tuple[Any, ...]:
         if self._table is None:
             self._place_rows()
         return self._operands
@@ -333,7 +333,8 @@ class SamplingBatchInfo:
         """[N] bool: random, with top-k, top-p or min-p."""
         table = self.settings
         filters = (table["top_p"] < 1.0) | (table["top_k"] > 0) | (table["min_p"] > 0.0)
-        return (table["is_greedy"] == 0) & filters
+        has_filters: np.ndarray = (table["is_greedy"] == 0) & filters
+        return has_filters
 
     def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return to_device(torch.from_numpy(self.settings[name].copy()).to(dtype), self.device)

@@ -47,5 +47,6 @@ def select_sampler(dtype: torch.dtype, device: torch.device | str, kernels_avail
     if kernels_available and dtype in DTYPES and torch.device(device).type == "cpu":
         return NativeSampler()
     if kernels_available and dtype in GPU_DTYPES and torch.device(device).type == "cuda":
-        return import_module("rollout.sampling.gpu_sampler").GpuSampler()  # which loads triton
+        sampler: Sampler = import_module("rollout.sampling.gpu_sampler").GpuSampler()  # which loads triton
+        return sampler
     return TorchSampler()

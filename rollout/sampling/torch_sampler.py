@@ -160,7 +160,8 @@ def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def uniform_of_bits(seeds_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,8 @@ def _address_facing(url: str) -> str | None:
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
-            return probe.getsockname()[0]
+            own: str = probe.getsockname()[0]
+            return own
     return None
 
 

@@ -29,8 +29,8 @@ class Communicator:
     def __init__(self, send: Callable[[Any], None], num_answers: int = 1) -> None:
         self._send = send
         self._num_answers = num_answers
-        self._waiting: dict[str, asyncio.Future[list[ControlReqOutput]]] = {}
-        self._answers: dict[str, list[ControlReqOutput]] = {}
+        self._waiting: dict[str, asyncio.Future[list[ControlReqOutput[Any]]]] = {}
+        self._answers: dict[str, list[ControlReqOutput[Any]]] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -47,7 +47,7 @@ class Communicator:
         for a reply that is not the verb's.
         """
         request_id = uuid.uuid4().hex
-        future: asyncio.Future[list[ControlReqOutput]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[ControlReqOutput[Any]]] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         try:
             self._send(verb(request_id=request_id, deadline=time.monotonic() + timeout_s, **fields))
@@ -63,7 +63,7 @@ class Communicator:
             self._answers.pop(request_id, None)
         return merge_answers([_typed(answer, reply_type(verb)) for answer in answers])
 
-    def resolve(self, output: ControlReqOutput) -> None:
+    def resolve(self, output: ControlReqOutput[Any]) -> None:
         """Take in an answer; the last one of a verb ends its `call`."""
         future = self._waiting.get(output.request_id)
         if future is None or future.done():
@@ -96,7 +96,7 @@ def merge_answers(answers: Sequence[ControlReqOutput[AnyReply]]) -> ControlReqOu
     return msgspec.structs.replace(first, data=first.reply.merged([answer.reply for answer in in_order]))
 
 
-def _typed(answer: ControlReqOutput, reply: type[AnyReply]) -> ControlReqOutput[AnyReply]:
+def _typed(answer: ControlReqOutput[Any], reply: type[AnyReply]) -> ControlReqOutput[AnyReply]:
     """Return `answer` with the struct of its reply, which comes over a socket as plain values."""
     if not answer.success or isinstance(answer.data, Reply):
         return answer

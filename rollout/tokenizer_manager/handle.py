@@ -34,7 +34,7 @@ class RefusedByScheduler(LockstepError):
     def __init__(self, reason: FinishReason) -> None:
         super().__init__(reason.message or "the scheduler refused the request")
         assert reason.status_code is not None
-        self.status_code = reason.status_code  # type: ignore[misc]
+        self.status_code = reason.status_code
 
 
 class SampleText:

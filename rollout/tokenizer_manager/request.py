@@ -199,9 +199,9 @@ def _prompts(request: GenerateReqInput) -> tuple[list[str | None], list[list[int
     if not input_ids:
         raise BadRequest("input_ids is empty")
     if isinstance(input_ids[0], list):
-        batch: list[list[int]] = input_ids  # type: ignore[assignment]
+        batch: list[list[int]] = input_ids
         return [None] * len(batch), list(batch), True
-    single: list[int] = input_ids  # type: ignore[assignment]
+    single: list[int] = input_ids
     return [None], [single], False
 
 

@@ -16,7 +16,7 @@ from rollout.http.protocol import Body
 
 
 @functools.cache
-def body_of(verb: type[ControlReqInput]) -> type[Body]:
+def body_of(verb: type[ControlReqInput[Any]]) -> type[Body]:
     """Return the model of the fields that a body, or the URL, may have to call `verb`."""
     declared = {item.name: (_pydantic_type(item.type), _default(item)) for item in body_fields(verb)}
     others = {other: (declared[name][0] | None, None) for other, name in verb.endpoint.other_names.items()}
@@ -28,7 +28,7 @@ def body_of(verb: type[ControlReqInput]) -> type[Body]:
     return body
 
 
-def fields_of(verb: type[ControlReqInput], body: Body) -> dict[str, Any]:
+def fields_of(verb: type[ControlReqInput[Any]], body: Body) -> dict[str, Any]:
     """The fields of the verb that `body` is for."""
     values = {name: getattr(body, name) for name in type(body).model_fields}
     for other, name in verb.endpoint.other_names.items():

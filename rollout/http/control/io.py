@@ -51,14 +51,14 @@ def add_route(
         router.add_api_route(path, handler, methods=[method], openapi_extra=extra, **options)
 
 
-def reply(answer: ControlReqOutput, extra: dict[str, Any] | None = None) -> Response:
+def reply(answer: ControlReqOutput[Any], extra: dict[str, Any] | None = None) -> Response:
     """The common shape: the fields of the verb's reply are at the top level."""
     if answer.success:
         return json_response(reply_fields(answer) | (extra or {}) | {"success": True, "message": answer.message})
     return refusal(answer.error_type, answer.message, failed_status(answer))
 
 
-def reply_fields(answer: ControlReqOutput) -> dict[str, Any]:
+def reply_fields(answer: ControlReqOutput[Any]) -> dict[str, Any]:
     """The reply of a verb that succeeded, as JSON has it."""
     return msgspec.to_builtins(answer.reply)  # type: ignore[no-any-return]
 
@@ -68,5 +68,5 @@ def refusal(kind: str, message: str, status_code: int) -> Response:
     return json_response(content, status_code)
 
 
-def failed_status(answer: ControlReqOutput) -> int:
+def failed_status(answer: ControlReqOutput[Any]) -> int:
     return answer.status_code if answer.status_code >= 400 else 400

@@ -44,7 +44,7 @@ class VerbRoutes:
             self._metrics.on_weight_load(verb.endpoint.timed_as, time.monotonic() - started)
         return answer
 
-    async def respond(self, verb: type[ControlReqInput], body: Body) -> Response:
+    async def respond(self, verb: type[ControlReqInput[Any]], body: Body) -> Response:
         """Send the verb that `body` is for; the reply in its declared shape."""
         answer = await self.ask(verb, **fields_of(verb, body))
         if verb.endpoint.shape == "status":
@@ -55,8 +55,8 @@ class VerbRoutes:
 
     def routers(
         self,
-        responders: Mapping[type[ControlReqInput], Responder],
-        functions: Mapping[type[ControlReqInput], RouteFunction],
+        responders: Mapping[type[ControlReqInput[Any]], Responder],
+        functions: Mapping[type[ControlReqInput[Any]], RouteFunction],
     ) -> tuple[APIRouter, APIRouter]:
         """Return the routes that may demand the admin key, and the routes that take the API key.
 
@@ -74,7 +74,9 @@ class VerbRoutes:
         return admin, api
 
     @staticmethod
-    def _add(router: APIRouter, verb: type[ControlReqInput], method: str, path: str, function: RouteFunction) -> None:
+    def _add(
+        router: APIRouter, verb: type[ControlReqInput[Any]], method: str, path: str, function: RouteFunction
+    ) -> None:
         endpoint = verb.endpoint
         options: dict[str, Any] = {
             "name": path.strip("/"),
@@ -86,7 +88,7 @@ class VerbRoutes:
         else:
             add_route(router, path, function, body_of(verb), method, **options)
 
-    def _function(self, verb: type[ControlReqInput], method: str, responder: Responder | None) -> RouteFunction:
+    def _function(self, verb: type[ControlReqInput[Any]], method: str, responder: Responder | None) -> RouteFunction:
         model = body_of(verb)
         source = Query() if method in verb.endpoint.query else Depends(json_body(model))
 

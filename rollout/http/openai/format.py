@@ -240,7 +240,7 @@ class ChoiceCursor:
         return choice | self._ids(request, native) | finish | self._extras(request, native)
 
     def _new_text(self, native: Native) -> str:
-        text = native.get("text", "")
+        text: str = native.get("text", "")
         new = text[self._num_chars :]
         self._num_chars = len(text)
         return new

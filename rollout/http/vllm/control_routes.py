@@ -76,7 +76,7 @@ class VllmControlRoutes:
         `wait_for_inflight_requests` is the old name of mode wait.
         """
         mode = "wait" if wait_for_inflight_requests else mode
-        answer: ControlReqOutput = await pause(self._manager, _PAUSES[mode], request.receive)
+        answer: ControlReqOutput[Any] = await pause(self._manager, _PAUSES[mode], request.receive)
         if answer.success and clear_cache and mode != "keep":
             flushed = await self._manager.control(FlushCacheReqInput)
             answer = answer if flushed.success else flushed
@@ -136,11 +136,13 @@ class VllmControlRoutes:
         self._require_sleep(2, list(_SLEEPS))
         return reply(await self._release(list(_SLEEPS), "retract"))
 
-    async def _release(self, tags: list[SleepTag], mode: PauseMode, receive: Receive | None = None) -> ControlReqOutput:
+    async def _release(
+        self, tags: list[SleepTag], mode: PauseMode, receive: Receive | None = None
+    ) -> ControlReqOutput[Any]:
         """Pause, then release what is in use of `tags`.  A refused release leaves no pause behind."""
         state = await state_of(self._manager)
         in_use: list[MemoryTag] = [tag for tag in tags if state.memory[tag] != "released"]
-        answer: ControlReqOutput = await pause(self._manager, mode, receive)
+        answer: ControlReqOutput[Any] = await pause(self._manager, mode, receive)
         if not answer.success or not in_use:
             return answer
         answer = await self._manager.control(ReleaseMemoryOccupationReqInput, tags=in_use)
@@ -152,7 +154,7 @@ class VllmControlRoutes:
         self, tags: Annotated[list[Literal["weights", "kv_cache", "scheduling"]] | None, Query()] = None
     ) -> Response:
         """Take memory again, and go on once nothing sleeps any more.  What is awake already stays so."""
-        answer: ControlReqOutput | None
+        answer: ControlReqOutput[Any] | None
         answer, asleep = await self._resume_memory(tags)
         if answer is None or answer.success:
             answer = answer if asleep else await self._continue()
@@ -164,7 +166,7 @@ class VllmControlRoutes:
         answer, _ = await self._resume_memory(body.tags)
         return json_response({"success": True}) if answer is None else reply(answer)
 
-    async def _resume_memory(self, tags: list[Any] | None) -> tuple[ControlReqOutput | None, list[MemoryTag]]:
+    async def _resume_memory(self, tags: list[Any] | None) -> tuple[ControlReqOutput[Any] | None, list[MemoryTag]]:
         """Resume what is released of `tags`, or all; the answer, None if there was nothing, and what sleeps on.
 
         Raises `BadRequest` for an empty list: it names nothing.

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from rollout.core.errors import BadRequest, Conflict, LockstepError
 from rollout.core.messages.message import ControlReqOutput
+from rollout.core.messages.update_state import UpdateStateReply
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -27,7 +28,6 @@ from rollout.core.messages.weights import (
     GetWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     RefusedBucketReqInput,
-    UpdateStateReply,
     UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
 )

@@ -101,7 +101,7 @@ def _key(text: Text) -> Reading[str]:
     if (yield from text.character()) != '"':
         raise NotACall
     yield from _string(text)
-    key = json.loads(text.since(begin))
+    key: str = json.loads(text.since(begin))
     yield from text.run(_SPACE)
     yield from text.expect(":")
     return key

@@ -64,6 +64,7 @@ class NormalMode(DeepEpMode):
         return DispatchOutput(received_RD, local_ids_RK.long(), weights_RK, handle, has_holes=True)
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        combined_TD: torch.Tensor
         combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
         return combined_TD
 
@@ -96,6 +97,7 @@ class LowLatencyMode(DeepEpMode):
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
         packed_handle, ids_TK, weights_TK = handle
+        combined_TD: torch.Tensor
         combined_TD, _, _ = self.buffer.low_latency_combine(
             x=expert_out.reshape(self.shape.slots_per_rank, -1, self.shape.hidden_size),
             topk_idx=ids_TK,
@@ -131,6 +133,7 @@ class ElasticMode(DeepEpMode):
         return DispatchOutput(received_RD, ids_RK, weights_RK, handle, has_holes=True)
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
+        combined_TD: torch.Tensor
         combined_TD, _, _ = self.buffer.combine(x=expert_out.contiguous(), handle=handle)
         return combined_TD
 
