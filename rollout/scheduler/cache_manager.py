@@ -22,11 +22,10 @@ from rollout.core.errors import InvariantError
 from rollout.core.forward_batch import ForwardBatch
 from rollout.memory.kv_pool import ReqToTokenPool, SlotAllocator
 from rollout.memory.radix_cache import CacheListener, NoPrefixCache, RadixCache
-from rollout.memory.radix_node import RadixNode
+from rollout.memory.radix_node import Namespace, RadixNode
+from rollout.memory.sequence import CachedSequence
 from rollout.memory.session_pins import SessionPins
 from rollout.memory.state_pool import SnapshotRows
-from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.req import Extend, Req
 
 MAX_STEPS_AHEAD = 16
 
@@ -54,17 +53,22 @@ class SequenceMemory(Protocol):
     def shareable(self, length: int) -> int:
         """Return the longest prefix of `length` tokens that can have a snapshot."""
 
-    def begin(self, req: Req, row: int) -> None:
-        """Let `req` go on from the snapshot in `row`, or from nothing: -1.  It has its row in the slot table."""
+    def begin(self, sequence: CachedSequence, row: int) -> None:
+        """Let `sequence` go on from the snapshot in `row`, or from nothing: -1.  It has its row in the slot table."""
 
-    def prepare(self, batch: ForwardBatch, extends: Sequence[Extend], decodes: DecodeBatch) -> None:
-        """Add to `batch` what its layers need.  Called once a step, before it is launched."""
+    def prepare(
+        self, batch: ForwardBatch, extends: Sequence[CachedSequence], decodes: Sequence[CachedSequence]
+    ) -> None:
+        """Add to `batch` what its layers need.  Called once a step, before it is launched.
 
-    def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
-        """Give `node` the snapshots of the first `num_tokens` of `req`, which are in `cache` now and end at `node`."""
+        `extends` and `decodes`: the batch's sequences that extend and that decode, in its order.
+        """
 
-    def end(self, req: Req) -> None:
-        """Take back all that `req` has."""
+    def hand_over(self, sequence: CachedSequence, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
+        """Give `node` the snapshots of `sequence`'s first `num_tokens`, which are in `cache` now and end at `node`."""
+
+    def end(self, sequence: CachedSequence) -> None:
+        """Take back all that `sequence` has."""
 
     def check(self) -> None:
         """Assert that every row is in exactly one place."""
@@ -108,35 +112,34 @@ class CacheManager:
         """The length of a prefix from which a request goes on is a multiple of it."""
         return 1 if self.states is None else self.states.granularity
 
-    def attach(self, req: Req, weight_epoch: int) -> None:
-        """Give `req` a row and the longest cached prefix of its namespace, locked."""
-        assert req.pool_index == -1
-        req.namespace = (req.source.extra_key, weight_epoch)
-        tokens, row = req.token_array(0, req.matchable_len()), -1
+    def attach(self, sequence: CachedSequence, namespace: Namespace) -> None:
+        """Give `sequence` a row and the longest cached prefix of `namespace`, locked."""
+        assert sequence.pool_index == -1
+        sequence.namespace = namespace
+        tokens, row = sequence.token_array(0, sequence.matchable_len), -1
         if self.states is None:
-            node, slots = self.prefix_cache.match(req.namespace, tokens)
+            node, slots = self.prefix_cache.match(namespace, tokens)
         else:
-            node, slots, row = self.prefix_cache.match_state(req.namespace, tokens)
+            node, slots, row = self.prefix_cache.match_state(namespace, tokens)
         self.prefix_cache.lock(node)
-        req.prefix_node = node
-        req.pool_index = self.pool.alloc()
-        req.cached_len = req.device_len = slots.shape[0]
-        self.pool.enter_span(req.pool_index, 0, slots)
+        sequence.prefix_node = node
+        sequence.pool_index = self.pool.alloc()
+        sequence.cached_len = sequence.device_len = slots.shape[0]
+        self.pool.enter_span(sequence.pool_index, 0, slots)
         if self.states is not None:
-            self.states.begin(req, row)
-        if req.num_retractions == 0:
-            req.cached_tokens = slots.shape[0]
+            self.states.begin(sequence, row)
 
-    def shareable_len(self, req: Req) -> int:
-        """Return the number of prompt tokens that `req` can take over from a request with the same prompt: each
-        computes the last one.
+    def shareable_len(self, sequence: CachedSequence) -> int:
+        """Return how many prompt tokens `sequence` can take over from another one with the same prompt.
+
+        Each computes the last one.
         """
-        length = min(req.prompt_len - 1, req.matchable_len())
+        length = min(sequence.prompt_len - 1, sequence.matchable_len)
         return length if self.states is None else self.states.shareable(length)
 
-    def extend(self, req: Req, count: int) -> None:
-        """Take slots for the next `count` tokens of `req`.  The caller has checked `num_available`."""
-        self.pool.enter_span(req.pool_index, req.device_len, self._alloc(count))
+    def extend(self, sequence: CachedSequence, count: int) -> None:
+        """Take slots for the next `count` tokens of `sequence`.  The caller has checked `num_available`."""
+        self.pool.enter_span(sequence.pool_index, sequence.device_len, self._alloc(count))
 
     def extend_each(self, generation: int, pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Take a slot for one position of each row: `pool_indices`, `positions` and the slots returned are int64 [B],
@@ -153,69 +156,72 @@ class CacheManager:
         self.num_private += count
         return slots
 
-    def slots(self, req: Req, start: int, end: int) -> torch.Tensor:
+    def slots(self, sequence: CachedSequence, start: int, end: int) -> torch.Tensor:
         """Return a view of the slots of positions `start .. end - 1`, in the host's table."""
-        return self.pool.host_table[req.pool_index, start:end]
+        return self.pool.host_table[sequence.pool_index, start:end]
 
-    def share_prompt(self, req: Req, weight_epoch: int) -> None:
-        """Insert the computed prompt of `req` into the prefix cache while it runs.
+    def share_prompt(self, sequence: CachedSequence, weight_epoch: int) -> None:
+        """Insert the computed prompt of `sequence` into the prefix cache while it runs.
 
-        Skipped when the cache meanwhile got more of this prompt from another request: the slots that `req` computed
+        Skipped when the cache meanwhile got more of this prompt from another one: the slots that `sequence` computed
         stay its own, so that its rows come from its own forwards.  With snapshots it takes over the cache's slots
         instead: it began at a snapshot, which may be before the end of what the cache had.
         """
-        if not self.prefix_cache.keeps_prefixes or req.namespace is None or req.namespace[1] != weight_epoch:
+        namespace = sequence.namespace
+        if not self.prefix_cache.keeps_prefixes or namespace is None or namespace[1] != weight_epoch:
             return
-        assert req.prefix_node is not None
-        tokens = req.token_array(req.cached_len, req.device_len)
-        node, more = self.prefix_cache.match_below(req.prefix_node, tokens)
+        assert sequence.prefix_node is not None
+        tokens = sequence.token_array(sequence.cached_len, sequence.device_len)
+        node, more = self.prefix_cache.match_below(sequence.prefix_node, tokens)
         present = more.shape[0]
         if present and self.states is None:
             return
-        self._take_over(req, more)
-        slots = self.slots(req, req.cached_len, req.device_len)
+        self._take_over(sequence, more)
+        slots = self.slots(sequence, sequence.cached_len, sequence.device_len)
         node, _ = self.prefix_cache.insert_below(node, tokens[present:], slots)
-        self._move_lock(req, node)
+        self._move_lock(sequence, node)
         if self.states is not None:
-            self.states.hand_over(req, self.prefix_cache, node, req.device_len)
-        self.num_private -= req.device_len - req.cached_len
-        req.cached_len = req.device_len
+            self.states.hand_over(sequence, self.prefix_cache, node, sequence.device_len)
+        self.num_private -= sequence.device_len - sequence.cached_len
+        sequence.cached_len = sequence.device_len
 
-    def detach(self, req: Req, weight_epoch: int) -> None:
-        """Free the row and all slots of `req`; what it computed under the current weights goes into the prefix cache.
+    def detach(self, sequence: CachedSequence, weight_epoch: int, session_to_pin: str | None = None) -> None:
+        """Free the row and all slots of `sequence`; what was computed under the current weights goes into the prefix
+        cache.
 
-        There it is pinned for the session of a request that has finished.  Raises `InvariantError` where a slot would
-        be in two places afterwards.
+        There it is pinned for the session `session_to_pin`.  Raises `InvariantError` where a slot would be in two
+        places afterwards.
         """
-        if req.pool_index == -1:
+        if sequence.pool_index == -1:
             return
-        assert req.namespace is not None and req.prefix_node is not None
-        count = superfluous = req.recorded_len
-        if not req.cached_len <= count <= req.device_len:
+        assert sequence.namespace is not None and sequence.prefix_node is not None
+        count = superfluous = sequence.recorded_len
+        if not sequence.cached_len <= count <= sequence.device_len:
             raise InvariantError(
-                f"the prefix cache has {req.cached_len} tokens of a request whose record covers {count} of "
-                f"{req.device_len}"
+                f"the prefix cache has {sequence.cached_len} tokens of a request whose record covers {count} of "
+                f"{sequence.device_len}"
             )
-        if req.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
-            tokens, slots = req.token_array(req.cached_len, count), self.slots(req, req.cached_len, count)
-            node, known = self.prefix_cache.insert_below(req.prefix_node, tokens, slots)
-            superfluous = req.cached_len + known
+        if sequence.namespace[1] == weight_epoch and self.prefix_cache.keeps_prefixes:
+            tokens = sequence.token_array(sequence.cached_len, count)
+            slots = self.slots(sequence, sequence.cached_len, count)
+            node, known = self.prefix_cache.insert_below(sequence.prefix_node, tokens, slots)
+            superfluous = sequence.cached_len + known
             if self.states is not None:
-                self.states.hand_over(req, self.prefix_cache, node, count)
-            if req.finished and req.finished.type != "abort" and req.may_pin and req.source.session_id is not None:
-                self.pins.keep(req.source.session_id, node)
-        if superfluous > req.cached_len:
-            self.allocator.free(self.slots(req, req.cached_len, superfluous))
-        if req.device_len > count:  # of a step that was launched before the request was known to have ended
-            self.allocator.free(self.slots(req, count, req.device_len))
-        self.num_private -= req.device_len - req.cached_len
-        self.prefix_cache.unlock(req.prefix_node)
-        self.pool.free(req.pool_index)
+                self.states.hand_over(sequence, self.prefix_cache, node, count)
+            if session_to_pin is not None:
+                self.pins.keep(session_to_pin, node)
+        if superfluous > sequence.cached_len:
+            self.allocator.free(self.slots(sequence, sequence.cached_len, superfluous))
+        if sequence.device_len > count:  # of a step that was launched before it was known to have ended
+            self.allocator.free(self.slots(sequence, count, sequence.device_len))
+        self.num_private -= sequence.device_len - sequence.cached_len
+        self.prefix_cache.unlock(sequence.prefix_node)
+        self.pool.free(sequence.pool_index)
         if self.states is not None:
-            self.states.end(req)
-        req.prefix_node = None
-        req.pool_index = -1
-        req.cached_len = req.device_len = 0
+            self.states.end(sequence)
+        sequence.prefix_node = None
+        sequence.pool_index = -1
+        sequence.cached_len = sequence.device_len = 0
         self.require_accounted()
 
     def flush(self) -> None:
@@ -280,17 +286,17 @@ class CacheManager:
             self.allocator.free(slots)
         self._ahead, self._num_ahead = [], 0
 
-    def _take_over(self, req: Req, slots: torch.Tensor) -> None:
+    def _take_over(self, sequence: CachedSequence, slots: torch.Tensor) -> None:
         """Use the cache's `slots` of the next tokens in place of own ones, which have the same content."""
-        start, end = req.cached_len, req.cached_len + slots.shape[0]
-        own = self.slots(req, start, end).clone()
-        self.pool.enter_span(req.pool_index, start, slots)
+        start, end = sequence.cached_len, sequence.cached_len + slots.shape[0]
+        own = self.slots(sequence, start, end).clone()
+        self.pool.enter_span(sequence.pool_index, start, slots)
         self.allocator.free(own)
         self.num_private -= end - start
-        req.cached_len = end
+        sequence.cached_len = end
 
-    def _move_lock(self, req: Req, node: RadixNode) -> None:
-        assert req.prefix_node is not None
+    def _move_lock(self, sequence: CachedSequence, node: RadixNode) -> None:
+        assert sequence.prefix_node is not None
         self.prefix_cache.lock(node)
-        self.prefix_cache.unlock(req.prefix_node)
-        req.prefix_node = node
+        self.prefix_cache.unlock(sequence.prefix_node)
+        sequence.prefix_node = node

@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 
 from rollout.executor.input_builder import DecodeInput
-from rollout.scheduler.req import Req, StepCount
+from rollout.memory.sequence import StepCount
+from rollout.scheduler.req import Req
 
 
 class DecodeBatch:
@@ -43,7 +44,7 @@ class DecodeBatch:
         joining = list(reqs)
         assert all(req.device_len == req.num_tokens for req in joining), "a request decodes once it is prefilled"
         if joining:
-            columns = torch.tensor([_column(req, len(req.output.token_ids) + 1) for req in joining]).T
+            columns = torch.tensor([_column(req, len(req.output_ids) + 1) for req in joining]).T
             for req in joining:
                 req.begin_decoding(self._num_steps)
             self.needs_history = self.needs_history or _need_history(joining)
@@ -81,7 +82,7 @@ class DecodeBatch:
         inputs = self.inputs
         arrays = (inputs.pool_indices, inputs.positions, inputs.seq_lens, self.output_counts)
         columns = list(zip(*(array.tolist() for array in arrays), strict=True))
-        expected = [_column(req, len(req.output.token_ids) + (req in in_flight)) for req in self.reqs]
+        expected = [_column(req, len(req.output_ids) + (req in in_flight)) for req in self.reqs]
         assert columns == expected, "the arrays and the requests differ"
         assert inputs.rows.tolist() == list(range(len(self.reqs)))
         assert [req.device_len for req in self.reqs] == inputs.positions.tolist(), "lengths were counted wrong"

@@ -179,7 +179,9 @@ class Policy:
             kept = reserved + _SLOTS_KEPT_PER_RUNNING * len(plan.decodes)
             if self._is_known_misfit(req, cache.num_available - kept):
                 break
-            cache.attach(req, weight_epoch)
+            cache.attach(req, (req.source.extra_key, weight_epoch))
+            if not req.has_begun:
+                req.cached_tokens = req.cached_len
             count = min(req.extend_len, budget) if self._splits_prompts else req.extend_len
             fits = cache.num_available - kept >= req.extend_len
             if not fits:

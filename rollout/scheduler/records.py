@@ -71,7 +71,7 @@ class SampledRows:
         self._chosen_rows = [row for row in more if wants[row].chosen_ids]
         self._mask_rows = [row for row in more if wants[row].wants_mask]
         self._stop_string_rows = [row for row, req in enumerate(reqs) if req.stop_text is not None]
-        self._streams = any(req.streams for req in reqs)
+        self._streams = any(req.source.stream for req in reqs)
 
     def enter(self, tokens: SampledTokens, epoch: ServingEpoch, last: Sequence[int], ended: Sequence[int]) -> list[Req]:
         """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming.
@@ -87,7 +87,7 @@ class SampledRows:
         if epoch is not self._marked_epoch:
             for row, req in enumerate(self.reqs):
                 if row not in ended:
-                    req.output.versions.note(epoch, len(req.output.token_ids))
+                    req.output.versions.note(epoch, len(req.output_ids))
             self._marked_epoch = epoch
         token_ids_N = tokens.token_ids.tolist()
         appends = self._append_token
@@ -215,15 +215,15 @@ class RecordReader:
     def output(self, req: Req) -> ReqOutput:
         """Return the tokens since the last call, and the finished record once `req.finished` is set."""
         record, first = req.output, req.num_sent
-        req.num_sent = len(record.token_ids)
+        req.num_sent = len(req.output_ids)
         version = record.versions.last_version
         logprobs = None
         if req.source.return_logprob:
             logprobs = LogprobDelta(values=record.logprobs[first:], alternatives=record.alternatives.message(first))
         return ReqOutput(
             rid=req.rid,
-            token_ids=record.token_ids[first:],
-            num_output_tokens=len(record.token_ids),
+            token_ids=req.output_ids[first:],
+            num_output_tokens=len(req.output_ids),
             weight_version=self._state.epoch.weight_version if version is None else version,
             logprobs=logprobs,
             mask=_mask_delta(req, first) if req.source.return_sampling_mask else None,
@@ -240,7 +240,7 @@ class RecordReader:
             queue_s=0.0 if times.admitted is None else times.admitted - times.received,
             cached_tokens=req.cached_tokens,
             num_retractions=req.num_retractions,
-            weight_versions=req.output.versions.spans(len(req.output.token_ids)),
+            weight_versions=req.output.versions.spans(len(req.output_ids)),
             prefill_weight_versions=self._epoch_spans(_prompt_epochs(req, epochs)),
             kv_weight_version_oldest=None if oldest is None else self._state.version_of(oldest),
             kv_weight_epoch_oldest=oldest,

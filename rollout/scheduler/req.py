@@ -1,17 +1,7 @@
-"""`Req`: one sample in the making, and its append-only record.
+"""`Req`: one sample in the making: a sequence in memory (`CachedSequence`), and its append-only record.
 
-Three lengths give a request's progress, over its tokens `prompt + output`:
-
-    0 <= cached_len <= recorded_len <= device_len <= num_tokens <= max_len
-
-    |-- cached_len --|                        tokens whose slots the prefix cache owns (locked for this request)
-    |------ device_len ------|                tokens whose KV was computed, or is by a step in flight
-    |------------ num_tokens ------------|    prompt and output that have reached the host
-
-A request that decodes has `device_len == num_tokens - 1` between steps, and up to one more for each of its steps in
-flight: `device_len` is counted as steps are launched, not derived from tokens that the host may not have.  A retraction
-sets the first two to 0 and leaves the record: ids, log-probabilities, versions and route rows that exist are never
-recomputed or replaced.
+A retraction gives up what the sequence has in memory and leaves the record: ids, log-probabilities, versions and route
+rows that exist are never recomputed or replaced.
 """
 
 from __future__ import annotations
@@ -23,9 +13,8 @@ import numpy as np
 
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.req_output import FinishReason, VersionSpan
-from rollout.core.prompt import Prompt
 from rollout.core.sampling_params import SamplingParams
-from rollout.memory.radix_node import Namespace, RadixNode
+from rollout.memory.sequence import CachedSequence
 from rollout.model.model_state import ServingEpoch
 from rollout.sampling.batch_info import SamplingRow
 from rollout.scheduler.alternatives import AlternativesRecord
@@ -59,20 +48,10 @@ class VersionMarks:
         return [VersionSpan(version, start, end, epoch) for (version, epoch, start), end in marked if start < end]
 
 
-class StepCount:
-    """The steps that a decode batch has launched: the KV of each of its requests has grown by as many tokens."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-
 @dataclass(eq=False, slots=True)
 class OutputRecord:
-    """Append-only: one entry a sampled token."""
+    """Append-only: beside `output_ids`, one entry a sampled token."""
 
-    token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: AlternativesRecord = field(default_factory=AlternativesRecord)
     kept_ids: list[np.ndarray] = field(default_factory=list)  # int32 [m]
@@ -114,33 +93,25 @@ class Times:
     first_token: float | None = None
 
 
-class Req:
-    """See the module docstring.  The cache manager changes `cached_len`, `device_len`, `prefix_node`, `pool_index`."""
+class Req(CachedSequence):
+    """See the module docstring."""
 
     __slots__ = (
-        "_device_len",
-        "_num_steps",
         "arrival",
-        "cached_len",
         "cached_tokens",
         "end_ids",
         "finished",
         "given_up_epochs",
         "may_pin",
-        "namespace",
         "num_retractions",
         "num_sent",
         "oldest_epoch",
         "output",
-        "pool_index",
-        "prefix_node",
-        "prompt_ids",
         "prompt_record",
         "sampling_row",
         "saved_rows",
         "source",
         "stop_text",
-        "streams",
         "times",
     )
 
@@ -155,24 +126,17 @@ class Req:
         sibling: Req | None = None,
     ) -> None:
         """Begin with an empty record.  `sibling`: another sample of the same message, whose lists are the same."""
+        self.sampling_row = _sampling_row(source, seed, end_ids)
+        if sibling is not None:
+            self.sampling_row.shared = sibling.sampling_row.shared
+        super().__init__(self.sampling_row.shared.prompt, self.sampling_row.output_ids)
         self.source = source
         self.arrival = arrival
         self.end_ids = end_ids  # token ids that finish the request
-        self.streams = source.stream
         self.stop_text = stop_text  # of the output, with special tokens; None without stop strings
-        self.prompt_ids = source.input_ids
         self.output = OutputRecord()
-        self.sampling_row = _sampling_row(source, seed, end_ids, self.output)
-        if sibling is not None:
-            self.sampling_row.shared = sibling.sampling_row.shared
         wants_prompt = source.return_logprob and 0 <= source.logprob_start_len < len(source.input_ids)
         self.prompt_record = PromptRecord(source.logprob_start_len) if wants_prompt else None
-        self.namespace: Namespace | None = None  # set when it first takes KV, again after a retraction
-        self.prefix_node: RadixNode | None = None
-        self.pool_index = -1
-        self.cached_len = 0
-        self._device_len = 0
-        self._num_steps: StepCount | None = None  # of the decode batch that it is in
         self.cached_tokens = 0  # prefix hit of the last admission before any retraction
         self.saved_rows: SavedRows | None = None
         self.oldest_epoch: int | None = None  # of KV given up in retractions
@@ -189,34 +153,6 @@ class Req:
         return self.num_retractions > 0
 
     @property
-    def device_len(self) -> int:
-        """Tokens whose KV was computed, or is by a step in flight."""
-        return self._device_len if self._num_steps is None else self._device_len + self._num_steps.value
-
-    @device_len.setter
-    def device_len(self, value: int) -> None:
-        assert self._num_steps is None, "the decode batch counts the tokens of its requests"
-        self._device_len = value
-
-    def begin_decoding(self, num_steps: StepCount) -> None:
-        """Let every step that `num_steps` counts from now on compute one more token."""
-        self.device_len -= num_steps.value
-        self._num_steps = num_steps
-
-    def end_decoding(self) -> None:
-        self._device_len, self._num_steps = self.device_len, None
-
-    @property
-    def recorded_len(self) -> int:
-        """The tokens of `device_len` that the record covers.
-
-        The KV of the newest output token, and of those after it, only a step in flight computes.  An exception are
-        tokens that the prefix cache has: it takes none but known ones.  A request that was retracted comes back with
-        all its tokens computed and shared, and may end without another one.
-        """
-        return max(self.cached_len, min(self.device_len, self.num_tokens - bool(self.output.token_ids)))
-
-    @property
     def rid(self) -> str:
         return self.source.rid
 
@@ -225,20 +161,8 @@ class Req:
         return self.source.sampling_params
 
     @property
-    def prompt(self) -> Prompt:
-        return self.sampling_row.shared.prompt
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.prompt_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output.token_ids)
-
-    @property
     def max_len(self) -> int:
-        return len(self.prompt_ids) + self.sampling_params.max_new_tokens
+        return self.prompt_len + self.sampling_params.max_new_tokens
 
     @property
     def extend_len(self) -> int:
@@ -252,29 +176,24 @@ class Req:
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the known token ids of positions `start .. end - 1`."""
-        prompt = self.prompt_len
+        prompt_ids, prompt = self.source.input_ids, self.prompt_len
         if end <= prompt:
-            return self.prompt_ids[start:end]
+            return prompt_ids[start:end]
         if start >= prompt:
-            return self.output.token_ids[start - prompt : end - prompt]
-        return self.prompt_ids[start:] + self.output.token_ids[: end - prompt]
+            return self.output_ids[start - prompt : end - prompt]
+        return prompt_ids[start:] + self.output_ids[: end - prompt]
 
-    def token_array(self, start: int, end: int) -> np.ndarray:
-        """Return the known token ids of positions `start .. end - 1`, int64; not to be changed."""
-        prompt = self.prompt.array
-        if end <= len(prompt):
-            return prompt[start:end]
-        output = self.output.token_ids[max(start - len(prompt), 0) : end - len(prompt)]
-        return np.concatenate([prompt[start:], np.fromiter(output, np.int64, len(output))])
-
+    @property
     def matchable_len(self) -> int:
-        """Return the longest prefix that a cache hit may skip: the last token, and those whose logits are wanted, are
-        computed.
-        """
-        limit = self.num_tokens - 1
-        if self.prompt_record is not None:
-            limit = min(limit, self.prompt_record.next_position)
-        return limit
+        """The longest prefix that a cache hit may skip: tokens whose logits are wanted are computed, too."""
+        limit = super().matchable_len
+        return limit if self.prompt_record is None else min(limit, self.prompt_record.next_position)
+
+    @property
+    def session_to_pin(self) -> str | None:
+        """The session for which its prefix stays in the cache once it has finished."""
+        stays = self.may_pin and self.finished is not None and self.finished.type != "abort"
+        return self.source.session_id if stays else None
 
     def check(self) -> None:
         assert 0 <= self.cached_len <= self.device_len <= self.num_tokens <= max(self.max_len, self.prompt_len)
@@ -290,9 +209,7 @@ class Extend:
     completes: bool
 
 
-def _sampling_row(
-    source: TokenizedGenerateReqInput, seed: int, end_ids: frozenset[int], output: OutputRecord
-) -> SamplingRow:
+def _sampling_row(source: TokenizedGenerateReqInput, seed: int, end_ids: frozenset[int]) -> SamplingRow:
     """Return the request's settings for the sampler, the same in every batch."""
     wants_logprobs = source.return_logprob
     return SamplingRow(
@@ -300,7 +217,7 @@ def _sampling_row(
         seed,
         tuple(end_ids),
         source.input_ids,
-        output.token_ids,
+        [],
         wants_logprob=wants_logprobs,
         top_logprobs=source.top_logprobs_num if wants_logprobs else 0,
         chosen_ids=(source.token_ids_logprob or ()) if wants_logprobs else (),

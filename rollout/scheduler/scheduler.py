@@ -253,7 +253,7 @@ class Scheduler:
         for req in reqs:
             outputs.append(self.records.output(req))
             if req.finished:
-                self.cache.detach(req, self.runner.state.epoch.weight_epoch)
+                self.cache.detach(req, self.runner.state.epoch.weight_epoch, req.session_to_pin)
                 del self._by_rid[req.rid]
         if outputs:
             self._channel.send(BatchTokenOutput(outputs=outputs))
@@ -345,7 +345,7 @@ class Scheduler:
         queues = self.queues
         for req in targets:
             waited = queues.waiting.discard(req)
-            message = "Abort in waiting queue" if waited and not req.output.token_ids else "Aborted"
+            message = "Abort in waiting queue" if waited and not req.output_ids else "Aborted"
             req.finished = FinishReason(
                 type="abort",
                 message=str(error) if error else reason or message,

@@ -17,9 +17,8 @@ import torch
 from rollout.core.forward_batch import ForwardBatch, StateOperands
 from rollout.memory.radix_cache import RadixCache
 from rollout.memory.radix_node import RadixNode
+from rollout.memory.sequence import CachedSequence
 from rollout.memory.state_pool import SnapshotRows
-from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.req import Extend, Req
 
 NO_STATE = -1
 _NONE = torch.empty((0, 3), dtype=torch.int64)
@@ -44,7 +43,7 @@ class StateRows:
         self.rows = rows
         self.interval = interval
         self._keeps_prefixes = keeps_prefixes
-        self._of: dict[Req, _Held] = {}
+        self._of: dict[CachedSequence, _Held] = {}
         self._ones_B = torch.empty(0, dtype=torch.int64)
 
     @property
@@ -63,41 +62,39 @@ class StateRows:
         """Return the longest prefix of `length` tokens that can have a snapshot."""
         return length // self.interval * self.interval
 
-    def begin(self, req: Req, row: int) -> None:
-        """Start `req` from the snapshot in `row`, or from `NO_STATE`."""
-        self._of[req] = _Held(row)
+    def begin(self, sequence: CachedSequence, row: int) -> None:
+        """Start `sequence` from the snapshot in `row`, or from `NO_STATE`."""
+        self._of[sequence] = _Held(row)
 
-    def prepare(self, batch: ForwardBatch, extends: Sequence[Extend], decodes: DecodeBatch) -> None:
+    def prepare(
+        self, batch: ForwardBatch, extends: Sequence[CachedSequence], decodes: Sequence[CachedSequence]
+    ) -> None:
         """Say where the states of the step's sequences lie.  Called once a step, before it is launched."""
-        batch.states = self._operands(extends, decodes)
-
-    def _operands(self, extends: Sequence[Extend], decodes: DecodeBatch) -> StateOperands:
-        inputs = decodes.inputs
-        if self._ones_B.shape != inputs.pool_indices.shape:
-            self._ones_B = torch.ones_like(inputs.pool_indices)
-        begins = [self._of[item.req].source for item in extends]
-        copies = self._copies(extends, decodes, begins) if self._keeps_prefixes else []
-        lens, rows, sources = self._ones_B, inputs.pool_indices, inputs.pool_indices
+        decoding = batch.decode.req_pool_indices_host
+        if self._ones_B.shape != decoding.shape:
+            self._ones_B = torch.ones_like(decoding)
+        begins = [self._of[sequence].source for sequence in extends]
+        copies = self._copies(batch, extends, decodes, begins) if self._keeps_prefixes else []
+        lens, rows, sources = self._ones_B, decoding, decoding
         if extends:
-            own = [item.req.pool_index for item in extends]
-            lens = torch.cat([torch.tensor([item.count for item in extends]), lens])
-            rows = torch.cat([torch.tensor(own), rows])
+            lens = torch.cat([torch.tensor(batch.extend_lens), lens])
+            rows = torch.cat([torch.tensor(batch.extend_req_pool_indices), rows])
             sources = torch.cat([torch.tensor(begins), sources])
-            for item in extends:
-                self._of[item.req].source = item.req.pool_index
+            for sequence in extends:
+                self._of[sequence].source = sequence.pool_index
         snapshots = torch.tensor(copies, dtype=torch.int64) if copies else _NONE
-        return StateOperands(lens, rows, sources, snapshots)
+        batch.states = StateOperands(lens, rows, sources, snapshots)
 
-    def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
-        """Give `node` the snapshots of the first `num_tokens` of `req`, which are in `cache` now and end at `node`."""
-        snapshots = self._of[req].snapshots
+    def hand_over(self, sequence: CachedSequence, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
+        """Give `node` the snapshots of `sequence`'s first `num_tokens`, which are in `cache` now and end at `node`."""
+        snapshots = self._of[sequence].snapshots
         covered = {length: snapshots.pop(length) for length in list(snapshots) if length <= num_tokens}
         for length in cache.keep_states(node, covered):
             self.rows.free(covered[length])
 
-    def end(self, req: Req) -> None:
-        """Take back the row of `req`, and the snapshots that it still has."""
-        for row in self._of.pop(req).snapshots.values():
+    def end(self, sequence: CachedSequence) -> None:
+        """Take back the row of `sequence`, and the snapshots that it still has."""
+        for row in self._of.pop(sequence).snapshots.values():
             self.rows.free(row)
 
     def check(self) -> None:
@@ -105,36 +102,40 @@ class StateRows:
         self.rows.check([row for held in self._of.values() for row in held.snapshots.values()])
 
     def _copies(
-        self, extends: Sequence[Extend], decodes: DecodeBatch, sources: Collection[int]
+        self,
+        batch: ForwardBatch,
+        extends: Sequence[CachedSequence],
+        decodes: Sequence[CachedSequence],
+        sources: Collection[int],
     ) -> list[tuple[int, int, int]]:
         """Return the snapshots to copy; rows in `sources`, where sequences begin, are neither dropped nor written."""
         copies = []
-        for number, item in enumerate(extends):
-            for position in self._taken(item, sources):
-                copies.append((number, position - item.start, self._of[item.req].snapshots[position]))
-        reached = (decodes.inputs.seq_lens.numpy() % self.interval == 0).nonzero()[0]
-        for row in reached.tolist():
-            req, position = decodes.reqs[row], int(decodes.inputs.seq_lens[row])
-            snapshots = self._of[req].snapshots
-            for old in [old for old in snapshots if old > req.prompt_len]:
+        for number, sequence in enumerate(extends):
+            start = batch.extend_prefix_lens[number]
+            for position in self._taken(sequence, start, start + batch.extend_lens[number], sources):
+                copies.append((number, position - start, self._of[sequence].snapshots[position]))
+        lens_B = batch.decode.seq_lens_host
+        for row in (lens_B.numpy() % self.interval == 0).nonzero()[0].tolist():
+            sequence, position = decodes[row], int(lens_B[row])
+            snapshots = self._of[sequence].snapshots
+            for old in [old for old in snapshots if old > sequence.prompt_len]:
                 self.rows.free(snapshots.pop(old))
-            if self._take(req, position, sources, drops=True):
+            if self._take(sequence, position, sources, drops=True):
                 copies.append((len(extends) + row, 1, snapshots[position]))
         return copies
 
-    def _taken(self, item: Extend, sources: Collection[int]) -> Iterable[int]:
-        """Return the multiples in a chunk for which there is a row, ascending.
+    def _taken(self, sequence: CachedSequence, start: int, end: int, sources: Collection[int]) -> Iterable[int]:
+        """Return the multiples in a chunk of positions `start .. end - 1` for which there is a row, ascending.
 
         A prompt that ends at one is not found by itself again, as its last token is always computed: the one before is
         worth as much.
         """
-        end = item.start + item.count
-        positions = range(self.shareable(end), item.start, -self.interval)
+        positions = range(self.shareable(end), start, -self.interval)
         worth = 2 if self.shareable(end) == end else 1
-        return sorted(p for i, p in enumerate(positions) if self._take(item.req, p, sources, drops=i < worth))
+        return sorted(p for i, p in enumerate(positions) if self._take(sequence, p, sources, drops=i < worth))
 
-    def _take(self, req: Req, position: int, sources: Collection[int], *, drops: bool) -> bool:
-        snapshots = self._of[req].snapshots
+    def _take(self, sequence: CachedSequence, position: int, sources: Collection[int], *, drops: bool) -> bool:
+        snapshots = self._of[sequence].snapshots
         if position in snapshots:
             return True
         row = self.rows.take(drops=drops, but=sources)

@@ -167,7 +167,7 @@ class StepRunner:
             stamp(cache.slots(item.req, item.start, item.start + item.count), epoch.weight_epoch)
         batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, cache.pool)
         if cache.states is not None:
-            cache.states.prepare(batch, extends, decodes)
+            cache.states.prepare(batch, [item.req for item in extends] if extends else (), decodes.reqs)
         if self._replays(plan):
             batch.forced_routes = _forced_routes(plan, cache.pool.device)
         return batch
@@ -178,7 +178,7 @@ class StepRunner:
         if reqs:
             newest = self._cache.pool.newest_tokens
             rows = SampledRows(reqs, self._stop, self._vocab_size, newest.device, self._lists)
-            counts = [len(req.output.token_ids) for req in reqs]  # nothing of theirs is in flight
+            counts = [len(req.output_ids) for req in reqs]  # nothing of theirs is in flight
             tokens = self._sampler.sample(logits_NV[: len(reqs)], rows.info, torch.tensor(counts))
             newest.put(to_device(torch.tensor([req.pool_index for req in reqs]), newest.device), tokens.token_ids)
             last = [row for row, req in enumerate(reqs) if counts[row] + 1 >= req.sampling_params.max_new_tokens]
@@ -224,7 +224,7 @@ class StepRunner:
         temperature = req.sampling_params.effective_temperature
         for logits_NV in self._runner.logits_in_chunks(hidden_ND):
             targets = to_device(
-                torch.tensor(req.prompt_ids[position : position + len(logits_NV)]), self._cache.pool.device
+                torch.tensor(req.prompt.ids[position : position + len(logits_NV)]), self._cache.pool.device
             )
             chosen_ids, top_n = source.token_ids_logprob or [], source.top_logprobs_num
             scored.append((req, self._sampler.score(logits_NV, targets, temperature, chosen_ids, top_n)))

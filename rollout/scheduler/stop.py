@@ -58,7 +58,7 @@ class StopChecker:
             return FinishReason(type="abort", message=message, status_code=400)
         if most is not None and total > most:
             message = (
-                f"the sampling masks of {len(req.output.token_ids) + 1} tokens have {total} ids; each sample of the "
+                f"the sampling masks of {len(req.output_ids) + 1} tokens have {total} ids; each sample of the "
                 f"request may have {most}. Ask for fewer samples or tokens, or for columns; lower top_p, or give a "
                 "top_k. The server's flags are --max-logprob-entries and --max-request-mb."
             )
@@ -67,7 +67,7 @@ class StopChecker:
 
     def check(self, req: Req) -> FinishReason | None:
         """Return the reason if the last token finished `req`; an end token wins over a stop string over the length."""
-        output, params = req.output.token_ids, req.sampling_params
+        output, params = req.output_ids, req.sampling_params
         last = output[-1]
         if last in req.end_ids:
             return FinishReason(type="stop", matched=last)

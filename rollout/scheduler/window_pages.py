@@ -21,9 +21,8 @@ from rollout.core.forward_batch import ForwardBatch, WindowOperands
 from rollout.core.specs.layer_specs import KVKind, WindowKV
 from rollout.memory.radix_cache import RadixCache
 from rollout.memory.radix_node import RadixNode
+from rollout.memory.sequence import CachedSequence
 from rollout.memory.state_pool import SnapshotRows
-from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.req import Extend, Req
 
 _GRAIN = 128  # attention reads whole blocks of this many positions
 _PAGES_PER_REQUEST = 3  # beside the pages of tokens that a step computes: one before, and parts at both ends
@@ -102,11 +101,11 @@ class WindowPages:
         self.table[max_requests, 0] = sizes.num_slots
         self._offsets = torch.arange(sizes.page_size, device=device)
         self._keeps_prefixes = keeps_prefixes
-        self._of: dict[Req, _Held] = {}
+        self._of: dict[CachedSequence, _Held] = {}
         self._readers: Counter[int] = Counter()  # requests by row of the tree that they read
         self._most_spare = sizes.num_pages - sizes.most_needed
         self._num_spare = 0
-        self._extended: list[tuple[Req, _Held, int]] = []  # in the last step, and up to where
+        self._extended: list[tuple[CachedSequence, _Held, int]] = []  # in the last step, and up to where
 
     @property
     def num_rows(self) -> int:
@@ -124,50 +123,54 @@ class WindowPages:
         """Return the longest prefix of `length` tokens that can end with a page."""
         return length // self.page_size * self.page_size
 
-    def begin(self, req: Req, row: int) -> None:
-        """Let `req` go on from the page in `row`, or from nothing: -1.  It has its row in the slot table."""
-        held = self._of[req] = _Held()
+    def begin(self, sequence: CachedSequence, row: int) -> None:
+        """Let `sequence` go on from the page in `row`, or from nothing: -1.  It has its row in the slot table."""
+        held = self._of[sequence] = _Held()
         if row >= 0:
-            self._read(req, held, req.cached_len // self.page_size - 1, row)
+            self._read(sequence, held, sequence.cached_len // self.page_size - 1, row)
 
-    def prepare(self, batch: ForwardBatch, extends: Sequence[Extend], decodes: DecodeBatch) -> None:
-        """Give the requests of the step the pages that it needs.  Called once a step, before it is launched."""
-        for req, held, end in self._extended:
-            self._give_up(req, held, end // self.page_size - 1)
-        self._extended = [(item.req, self._of[item.req], item.start + item.count) for item in extends]
+    def prepare(
+        self, batch: ForwardBatch, extends: Sequence[CachedSequence], decodes: Sequence[CachedSequence]
+    ) -> None:
+        """Give the sequences of the step the pages that it needs.  Called once a step, before it is launched."""
+        size = self.page_size
+        for sequence, held, end in self._extended:
+            self._give_up(sequence, held, end // size - 1)
+        self._extended = []
         slots = []
-        for item in extends:
-            end = item.start + item.count
-            for number in range(item.start // self.page_size, -(-end // self.page_size)):
-                self._write(item.req, number)
-            slots.append(self.table[item.req.pool_index, item.start : end])
-        positions = decodes.inputs.positions
-        for row in (positions.numpy() % self.page_size == 0).nonzero()[0].tolist():
-            req, number = decodes.reqs[row], int(positions[row]) // self.page_size
-            self._give_up(req, self._of[req], number - 1)
-            self._write(req, number)
+        for sequence, start, count in zip(extends, batch.extend_prefix_lens, batch.extend_lens, strict=True):
+            end = start + count
+            for number in range(start // size, -(-end // size)):
+                self._write(sequence, number)
+            slots.append(self.table[sequence.pool_index, start:end])
+            self._extended.append((sequence, self._of[sequence], end))
+        lens_B = batch.decode.seq_lens_host
+        for row in (lens_B.numpy() % size == 1).nonzero()[0].tolist():  # whose newest token begins a page
+            sequence, number = decodes[row], int(lens_B[row]) // size
+            self._give_up(sequence, self._of[sequence], number - 1)
+            self._write(sequence, number)
         slots.append(self.table[batch.decode.req_pool_indices, batch.positions[batch.num_extend_tokens :]])
         batch.window = WindowOperands(torch.cat(slots) if extends else slots[0], self.table)
 
-    def hand_over(self, req: Req, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
-        """Give `node` the full pages it lacks of the first `num_tokens` of `req`, which are in `cache` now and end at
+    def hand_over(self, sequence: CachedSequence, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
+        """Give `node` the full pages it lacks of `sequence`'s first `num_tokens`, which are in `cache` now and end at
         `node`.
         """
-        held, size = self._of[req], self.page_size
+        held, size = self._of[sequence], self.page_size
         full = {(n + 1) * size: row for n, row in {**held.spare, **held.own}.items() if (n + 1) * size <= num_tokens}
         superfluous = cache.keep_states(node, full)
         for length in full.keys() - superfluous:
             number = length // size - 1
             if number in held.own:
-                self._read(req, held, number, held.own.pop(number))
+                self._read(sequence, held, number, held.own.pop(number))
             else:
                 del held.spare[number]
                 self._num_spare -= 1
         held.offered = num_tokens
 
-    def end(self, req: Req) -> None:
-        """Take back all pages of `req`."""
-        held = self._of.pop(req)
+    def end(self, sequence: CachedSequence) -> None:
+        """Take back all pages of `sequence`."""
+        held = self._of.pop(sequence)
         self._num_spare -= len(held.spare)
         for row in (*held.own.values(), *held.spare.values()):
             self.rows.free(row)
@@ -183,26 +186,26 @@ class WindowPages:
         assert all(self.rows.keeps(row) for row in self._readers), "a page was dropped that a request reads"
         assert self._num_spare == sum(len(held.spare) for held in helds) <= self._most_spare
 
-    def _write(self, req: Req, number: int) -> None:
-        own = self._of[req].own
+    def _write(self, sequence: CachedSequence, number: int) -> None:
+        own = self._of[sequence].own
         if number not in own:
             row = self.rows.take(drops=True, but=self._readers)
             if row is None:
                 row = self.rows.take(drops=True, but=self._readers, even_pinned=True)
             assert row is not None, "requests need more pages than they can"
             own[number] = row
-            self._enter(req, number, row)
+            self._enter(sequence, number, row)
 
-    def _read(self, req: Req, held: _Held, number: int, row: int) -> None:
+    def _read(self, sequence: CachedSequence, held: _Held, number: int, row: int) -> None:
         held.shared[number] = row
         self._readers[row] += 1
-        self._enter(req, number, row)
+        self._enter(sequence, number, row)
 
-    def _enter(self, req: Req, number: int, row: int) -> None:
+    def _enter(self, sequence: CachedSequence, number: int, row: int) -> None:
         size = self.page_size
-        self.table[req.pool_index, number * size : (number + 1) * size] = self._offsets + row * size
+        self.table[sequence.pool_index, number * size : (number + 1) * size] = self._offsets + row * size
 
-    def _give_up(self, req: Req, held: _Held, first: int) -> None:
+    def _give_up(self, sequence: CachedSequence, held: _Held, first: int) -> None:
         """Give up the pages before number `first`; full ones of the prompt stay for the tree, as far as there may be
         such.
         """
@@ -210,7 +213,7 @@ class WindowPages:
             self._unread(held.shared.pop(number))
         for number in [number for number in held.own if number < first]:
             row, length = held.own.pop(number), (number + 1) * self.page_size
-            is_wanted = self._keeps_prefixes and held.offered < length <= req.prompt_len
+            is_wanted = self._keeps_prefixes and held.offered < length <= sequence.prompt_len
             if is_wanted and self._num_spare < self._most_spare:
                 held.spare[number] = row
                 self._num_spare += 1

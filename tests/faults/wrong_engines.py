@@ -29,6 +29,8 @@ from rollout.distributed.parallel import Parallel
 from rollout.engine import build
 from rollout.executor.model_runner import ModelRunner
 from rollout.memory.radix_cache import RadixCache
+from rollout.memory.radix_node import Namespace
+from rollout.memory.sequence import CachedSequence
 from rollout.model.model_state import ModelState, ServingEpoch
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.records import RecordReader
@@ -209,14 +211,14 @@ def hangs_when_a_bucket_is_refused() -> Context:
 
 
 class _OneNamespace(CacheManager):
-    def attach(self, req: Req, weight_epoch: int) -> None:
-        super().attach(req, 0)
+    def attach(self, sequence: CachedSequence, namespace: Namespace) -> None:
+        super().attach(sequence, (namespace[0], 0))
 
-    def share_prompt(self, req: Req, weight_epoch: int) -> None:
-        super().share_prompt(req, 0)
+    def share_prompt(self, sequence: CachedSequence, weight_epoch: int) -> None:
+        super().share_prompt(sequence, 0)
 
-    def detach(self, req: Req, weight_epoch: int) -> None:
-        super().detach(req, 0)
+    def detach(self, sequence: CachedSequence, weight_epoch: int, session_to_pin: str | None = None) -> None:
+        super().detach(sequence, 0, session_to_pin)
 
 
 @noticed_by("histories")

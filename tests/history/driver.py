@@ -135,7 +135,7 @@ class Driver(RefreshHarness):
         """One turn of the loop; then what it did is noted, and what it finished is checked."""
         ran = super().tick()
         for req in self.scheduler.queues.all():
-            self.traces[req.rid].advance(self.expected, req.num_retractions, req.device_len, len(req.output.token_ids))
+            self.traces[req.rid].advance(self.expected, req.num_retractions, req.device_len, len(req.output_ids))
         for rid, result in self.results.items():
             if result.finished is not None and rid not in self._checked:
                 self._checked.add(rid)

@@ -170,7 +170,7 @@ class Engine(Harness):
         for rid, other in self.results.items():
             if rid != result.rid and self.watches[rid].key == key:
                 req = self.scheduler._by_rid.get(rid)
-                tokens = np.array(other.prompt_ids + (other.token_ids if req is None else req.output.token_ids))
+                tokens = np.array(other.prompt_ids + (other.token_ids if req is None else req.output_ids))
                 length = min(len(tokens), len(prompt))
                 differs = np.flatnonzero(tokens[:length] != prompt[:length])
                 most = max(most, int(differs[0]) if len(differs) else length)
@@ -203,7 +203,7 @@ class Engine(Harness):
         turn = Turn(late, self._launched if late else now, now)
         self._launched = now
         for req in self.scheduler.queues.all():
-            self.watches[req.rid].advance(req.num_retractions, req.device_len, len(req.output.token_ids), turn)
+            self.watches[req.rid].advance(req.num_retractions, req.device_len, len(req.output_ids), turn)
         for rid in self.open_rids:
             result = self.results[rid]
             if result.finished is not None:

@@ -104,14 +104,14 @@ def frees_a_slot_of_the_tree() -> Context:
     """
 
     def recorded_len(self: Req) -> int:
-        return min(self.device_len, self.num_tokens - bool(self.output.token_ids))
+        return min(self.device_len, self.num_tokens - bool(self.output_ids))
 
     detach = CacheManager.detach
 
-    def wrong(self: CacheManager, req: Req, weight_epoch: int) -> None:
+    def wrong(self: CacheManager, req: Req, *arguments: Any) -> None:
         lost = max(0, req.cached_len - recorded_len(req)) if req.pool_index != -1 else 0
         slots = self.slots(req, req.cached_len - lost, req.cached_len).clone() if lost else None
-        detach(self, req, weight_epoch)
+        detach(self, req, *arguments)
         if slots is not None:
             self.allocator.free(slots)
 
@@ -126,9 +126,9 @@ def frees_a_slot_of_the_tree() -> Context:
 def keeps_the_slots_of_the_aborted() -> Context:
     detach = CacheManager.detach
 
-    def wrong(self: CacheManager, req: Req, weight_epoch: int) -> None:
+    def wrong(self: CacheManager, req: Req, *arguments: Any) -> None:
         if req.finished is None or req.finished.type != "abort":
-            detach(self, req, weight_epoch)
+            detach(self, req, *arguments)
 
     return _replaced((CacheManager, "detach", wrong))
 

@@ -90,7 +90,7 @@ def run_to(harness: Harness, rid: str, length: int) -> None:
     for _ in range(200):
         harness.tick()
         req, step = scheduler._by_rid[rid], scheduler._in_flight
-        if len(req.output.token_ids) + (step is not None and req in step.sampling) == length:
+        if len(req.output_ids) + (step is not None and req in step.sampling) == length:
             return
     raise AssertionError(f"{rid} does not get there")
 
@@ -263,7 +263,7 @@ def test_rows_of_states_and_of_the_slot_table_that_leave_a_place_where_they_are_
 
 def old_length(req: Req) -> int:
     """The mistake of before: a token of the tree that the record does not cover."""
-    return min(req.device_len, req.num_tokens - bool(req.output.token_ids))
+    return min(req.device_len, req.num_tokens - bool(req.output_ids))
 
 
 def test_wrong_accounting_ends_the_server_where_it_happens(

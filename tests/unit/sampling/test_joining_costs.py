@@ -90,7 +90,7 @@ class Decoding:
 
     def join(self, req: Req) -> SampledRows:
         self.batch.join([req])
-        req.output.token_ids.append(self.count % VOCAB)
+        req.output_ids.append(self.count % VOCAB)
         return self.rows()
 
     def leave(self, req: Req) -> SampledRows:

@@ -30,10 +30,10 @@ class Rows:
             TokenizedGenerateReqInput(rid=str(length), input_ids=tokens, sampling_params=params),
             arrival=length, seed=0, end_ids=frozenset(),
         )  # fmt: skip
-        self.cache.attach(req, 0)
+        self.cache.attach(req, (None, 0))
         self.cache.extend(req, length)
         req.device_len = length
-        req.output.token_ids.append(0)
+        req.output_ids.append(0)
         return req
 
     def step(self) -> None:
@@ -43,7 +43,7 @@ class Rows:
         assert torch.equal(self.cache.pool.table[pool_indices, positions], slots)
         for req in self.reqs:
             req.device_len += 1
-            req.output.token_ids.append(0)
+            req.output_ids.append(0)
         self.check()
 
     def check(self) -> None:

@@ -49,7 +49,7 @@ class Stepper:
         joining = [self.request() for _ in range(count)]
         self.batch.join(joining)
         for req in joining:
-            req.output.token_ids.append(7)  # what the step sampled that completed the prompt
+            req.output_ids.append(7)  # what the step sampled that completed the prompt
 
     def request(self) -> Req:
         self.made += 1
@@ -62,7 +62,7 @@ class Stepper:
     def step(self, token_ids: list[int]) -> None:
         assert not self.batch.advance()
         for req, token_id in zip(self.batch, token_ids):
-            req.output.token_ids.append(token_id)
+            req.output_ids.append(token_id)
 
 
 @given(actions=st.lists(ACTIONS, max_size=25))

@@ -149,7 +149,7 @@ def tokens_of_the_list(patch: pytest.MonkeyPatch) -> None:
 
     def built(*args: Any) -> Any:
         batch = build_batch(*args)
-        newest = torch.tensor([(req.output.token_ids or [0])[-1] for req in batch_of[0]], dtype=torch.int64)
+        newest = torch.tensor([(req.output_ids or [0])[-1] for req in batch_of[0]], dtype=torch.int64)
         batch.input_ids = torch.cat([batch.input_ids[: len(batch.input_ids) - len(newest)], newest])
         return batch
 
@@ -290,9 +290,9 @@ def test_nothing_is_in_flight_behind_a_closed_gate(folders: tuple[Path, Path], l
     assert harness.control(PauseGenerationReqInput, mode="in_place").data["num_running"] == 1
     assert harness.scheduler._in_flight is None
     (req,) = harness.scheduler.queues.running
-    known = len(req.output.token_ids)
+    known = len(req.output_ids)
     assert known == 6 and req.device_len == req.num_tokens - 1
-    assert not harness.tick() and len(req.output.token_ids) == known
+    assert not harness.tick() and len(req.output_ids) == known
     assert harness.control(ContinueGenerationReqInput).success
     harness.run()
     harness.check_idle()

@@ -144,7 +144,7 @@ def with_rows(monkeypatch: pytest.MonkeyPatch, change: Callable[[Req, np.ndarray
 
 
 def shifted(req: Req, routes: np.ndarray) -> np.ndarray:
-    return np.roll(routes, len(req.output.token_ids), axis=0)
+    return np.roll(routes, len(req.output_ids), axis=0)
 
 
 def duplicated(req: Req, routes: np.ndarray) -> np.ndarray:

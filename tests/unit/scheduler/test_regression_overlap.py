@@ -231,7 +231,7 @@ def ranks_agree(folder: Path, patch: pytest.MonkeyPatch) -> bool:
 
     def noted(self: Scheduler, reqs: Any) -> None:
         reqs = list(reqs)
-        records[self.parallel.position.world_rank].update({req.rid: list(req.output.token_ids) for req in reqs})
+        records[self.parallel.position.world_rank].update({req.rid: list(req.output_ids) for req in reqs})
         emit(self, reqs)
 
     patch.setattr(Scheduler, "_emit", noted)

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from rollout.memory.kv_pool import SlotAllocator
+from rollout.core.forward_batch import StateOperands
+from rollout.core.prompt import Prompt
+from rollout.executor.input_builder import ExtendInput, build_forward_batch
+from rollout.memory.kv_pool import ReqToTokenPool, SlotAllocator
 from rollout.memory.radix_cache import RadixCache
+from rollout.memory.radix_node import NO_SLOTS
+from rollout.memory.sequence import CachedSequence
 from rollout.memory.state_pool import SnapshotRows
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.req import Extend, Req
 from rollout.scheduler.state_rows import StateRows
 
 SPACE = (None, 0)
 
 
-class Request:
-    """The part of a request that the rows depend on."""
-
-    prompt_len = 100
-
-    def __init__(self, pool_index: int) -> None:
-        self.pool_index = pool_index
+def sequence_in(pool_index: int) -> CachedSequence:
+    sequence = CachedSequence(Prompt([0] * 100), [])
+    sequence.pool_index = pool_index
+    return sequence
 
 
-def request(pool_index: int) -> Req:
-    return cast(Req, Request(pool_index))
-
-
-def extend(req: Req, start: int, count: int) -> Extend:
-    return Extend(req, start, count, completes=False)
+def operands_of(states: StateRows, sequence: CachedSequence, start: int, count: int) -> StateOperands:
+    """Prepare a step of `count` tokens of `sequence`."""
+    item = ExtendInput([0] * count, sequence.pool_index, start, wants_logits=False)
+    batch = build_forward_batch([item], DecodeBatch().inputs, NO_SLOTS, ReqToTokenPool(4, 64, 0))
+    states.prepare(batch, [sequence], [])
+    assert batch.states is not None
+    return batch.states
 
 
 def kept(rows: SnapshotRows, cache: RadixCache, tokens: list[int], position: int) -> int:
@@ -51,15 +53,15 @@ def test_a_snapshot_that_a_request_begins_from_is_not_dropped_in_that_step() -> 
     oldest = kept(rows, cache, [1, 2, 3, 4], 4)
     other = kept(rows, cache, [5, 6, 7, 8], 4)
     rows.use(other)
-    first, second = request(0), request(1)
-    for req in (first, second):
-        states.begin(req, oldest)
+    first, second = sequence_in(0), sequence_in(1)
+    for sequence in (first, second):
+        states.begin(sequence, oldest)
     states.end(second)
-    operands = states._operands([extend(first, 4, 6)], DecodeBatch())
+    operands = operands_of(states, first, 4, 6)
     assert operands.sources.tolist() == [oldest] and operands.rows.tolist() == [0]
     assert operands.snapshots.tolist() == [[0, 4, other]], "the other one is dropped, though used later"
     states.check()
-    again = states._operands([extend(first, 10, 6)], DecodeBatch())
+    again = operands_of(states, first, 10, 6)
     assert again.sources.tolist() == [0], "a request goes on from its own row"
     states.check()
 
@@ -67,19 +69,19 @@ def test_a_snapshot_that_a_request_begins_from_is_not_dropped_in_that_step() -> 
 def test_rows_come_back() -> None:
     rows: Any = SnapshotRows(8, 5)
     states = StateRows(rows, 4, keeps_prefixes=True)
-    req = request(0)
-    states.begin(req, -1)
-    operands = states._operands([extend(req, 0, 16)], DecodeBatch())
+    sequence = sequence_in(0)
+    states.begin(sequence, -1)
+    operands = operands_of(states, sequence, 0, 16)
     assert operands.sources.tolist() == [-1]
     assert [(number, done) for number, done, _ in operands.snapshots.tolist()] == [(0, 4), (0, 8), (0, 12), (0, 16)]
     states.check()
-    states.end(req)
+    states.end(sequence)
     states.check()
     assert rows.num_free == 5
 
 
 def test_without_a_prefix_cache_nothing_is_copied() -> None:
     states = StateRows(SnapshotRows(8, 5), 4, keeps_prefixes=False)
-    req = request(0)
-    states.begin(req, -1)
-    assert states._operands([extend(req, 0, 16)], DecodeBatch()).snapshots.shape == (0, 3)
+    sequence = sequence_in(0)
+    states.begin(sequence, -1)
+    assert operands_of(states, sequence, 0, 16).snapshots.shape == (0, 3)

@@ -47,7 +47,7 @@ def matches(checker: StopChecker, token_ids: list[int], **params: object) -> lis
     req = Req(source, arrival=0, seed=0, end_ids=checker.end_ids(source), stop_text=checker.text_for(source))
     answers: list[object] = []
     for token_id in token_ids:
-        req.output.token_ids.append(token_id)
+        req.output_ids.append(token_id)
         reason = checker.check(req)
         answers.append(reason.matched if reason else None)
     return answers
@@ -96,6 +96,6 @@ def test_an_end_token_wins_over_a_stop_string_and_that_over_the_length(tokenizer
             rid="r", input_ids=[0], sampling_params=SamplingParams(max_new_tokens=1, **params)
         )
         req = Req(source, arrival=0, seed=0, end_ids=checker.end_ids(source), stop_text=checker.text_for(source))
-        req.output.token_ids.append(a)
+        req.output_ids.append(a)
         reason = checker.check(req)
         assert (reason.type, reason.matched) == answer

@@ -18,6 +18,7 @@ from rollout.core.messages.req_output import FinishReason
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.specs.layer_specs import FullKV, WindowKV
 from rollout.executor.input_builder import ExtendInput, build_forward_batch
+from rollout.memory.sequence import CachedSequence
 from rollout.memory.state_pool import SnapshotRows
 from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
@@ -88,7 +89,7 @@ class Machine(RuleBasedStateMachine):
             ExtendInput(x.req.tokens(x.start, x.start + x.count), x.req.pool_index, x.start, True) for x in extends
         ]
         batch = build_forward_batch(inputs, decodes.inputs, slots, self.cache.pool)
-        self.pages.prepare(batch, extends, decodes)
+        self.pages.prepare(batch, [item.req for item in extends], decodes.reqs)
         self.compute(batch, [(x.req, x.start, x.count) for x in extends] + [(r, r.device_len, 1) for r in decodes])
         self.seen["hits"] += sum(x.start > 0 and x.start == x.req.cached_len for x in extends)
         completed = [item.req for item in extends if item.completes]
@@ -100,11 +101,11 @@ class Machine(RuleBasedStateMachine):
             self.cache.share_prompt(req, self.epoch)
         self.queues.enter_launch(completed, [])
         for req in [*going, *completed]:
-            req.output.token_ids.append(self.tokens.randrange(2))
-            if len(req.output.token_ids) == req.sampling_params.max_new_tokens:
+            req.output_ids.append(self.tokens.randrange(2))
+            if len(req.output_ids) == req.sampling_params.max_new_tokens:
                 req.finished = FinishReason(type="length", length=0)
                 self.queues.running.remove(req)
-                self.cache.detach(req, self.epoch)
+                self.cache.detach(req, self.epoch, req.session_to_pin)
         helds = self.pages._of.values()
         self.seen["spare"] += sum(len(held.spare) for held in helds)
         self.seen["shared"] += sum(len(held.shared) for held in helds)
@@ -141,18 +142,18 @@ class Machine(RuleBasedStateMachine):
 
 
 class GivesUpTooEarly(WindowPages):
-    def _give_up(self, req: Req, held: Any, first: int) -> None:
-        super()._give_up(req, held, first + 1)
+    def _give_up(self, sequence: CachedSequence, held: Any, first: int) -> None:
+        super()._give_up(sequence, held, first + 1)
 
 
 class NeverGivesUp(WindowPages):
-    def _give_up(self, req: Req, held: Any, first: int) -> None:
+    def _give_up(self, sequence: CachedSequence, held: Any, first: int) -> None:
         pass
 
 
 class HandsOverPartPages(WindowPages):
-    def hand_over(self, req: Req, cache: Any, node: Any, num_tokens: int) -> None:
-        super().hand_over(req, cache, node, -(-num_tokens // self.page_size) * self.page_size)
+    def hand_over(self, sequence: CachedSequence, cache: Any, node: Any, num_tokens: int) -> None:
+        super().hand_over(sequence, cache, node, -(-num_tokens // self.page_size) * self.page_size)
 
 
 def play(kind: type[WindowPages], count: int) -> dict[str, int]:
@@ -198,7 +199,7 @@ def test_a_page_that_is_read_stays_when_others_need_pages() -> None:
     first = [1] * PAGE
     serve_one(machine, [*first, 0])
     reader = request("reader", [*first, 1])
-    machine.cache.attach(reader, 0)
+    machine.cache.attach(reader, (None, 0))
     assert reader.cached_len == PAGE
     (row,) = machine.pages._readers
     for number in range(NEEDED + 2):
@@ -209,7 +210,7 @@ def test_a_page_that_is_read_stays_when_others_need_pages() -> None:
     for number in range(NEEDED + 2):
         serve_one(machine, [99 + number] * (PAGE + 1))
     again = request("again", [*first, 1])
-    machine.cache.attach(again, 0)
+    machine.cache.attach(again, (None, 0))
     assert again.cached_len == 0, "the least recently used page goes once nobody reads it"
 
 
