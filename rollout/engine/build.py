@@ -39,26 +39,26 @@ from rollout.kernels.ops import select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.memory.allocator import keep_freed_memory
 from rollout.memory.available import Kept, available_memory_bytes, kv_pool_tokens
+from rollout.memory.cache_manager import CacheManager, SequenceMemory
 from rollout.memory.device_pages import select_pages
 from rollout.memory.kv_events import KVEvents
 from rollout.memory.kv_pool import KVPool, kv_bytes_per_token
 from rollout.memory.state_pool import SnapshotRows, StatePool, num_state_rows, state_bytes_per_row
+from rollout.memory.state_rows import StateRows
+from rollout.memory.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.load import load_model
 from rollout.model.model_state import ModelState
 from rollout.sampling.base import Sampler
 from rollout.sampling.native_sampler import select_sampler
 from rollout.sampling.row_lists import RowLists
-from rollout.scheduler.cache_manager import CacheManager, SequenceMemory
 from rollout.scheduler.channel import Channel, RawChannel, SharedChannel
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.state_rows import StateRows
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
-from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
 from rollout.text.tokenizer_files import has_tokenizer, read_tokenizer
 
 _PLAIN_TORCH = (

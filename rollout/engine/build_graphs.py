@@ -17,10 +17,10 @@ from rollout.executor.graph_runner import GraphPool, GraphRunner, graph_batch_si
 from rollout.executor.model_runner import ModelRunner
 from rollout.kernels.ops import Ops
 from rollout.memory.available import available_memory_bytes
+from rollout.memory.cache_manager import CacheManager
+from rollout.memory.window_pages import WindowPages
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.sampling.base import Sampler
-from rollout.scheduler.cache_manager import CacheManager
-from rollout.scheduler.window_pages import WindowPages
 
 DEFAULT_MAX_BS = 256
 

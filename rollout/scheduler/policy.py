@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.scheduler.cache_manager import CacheManager
+from rollout.memory.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Extend, Req
 from rollout.scheduler.waiting_queue import WaitingQueue

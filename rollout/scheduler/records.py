@@ -28,13 +28,13 @@ from rollout.core.messages.req_output import (
     SamplingMaskDelta,
     VersionSpan,
 )
+from rollout.memory.cache_manager import CacheManager
 from rollout.memory.kv_pool import KVPool
 from rollout.model.model_state import ModelState, ServingEpoch
 from rollout.sampling.base import SampledTokens, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.alternatives import host_floats, host_ids
-from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.req import PromptRecord, Req, SavedRows
 from rollout.scheduler.stop import StopChecker
 

@@ -3,7 +3,7 @@
     inbox -> accept / abort / control verbs -> plan -> launch -> finish -> outbox
                                                         n        n, or with `overlaps` n - 1
 
-What runs next is in `policy`, slots in `cache_manager`, a step's two halves in `step`, messages out in `records`,
+What runs next is in `policy`, slots in `rollout.memory`, a step's two halves in `step`, messages out in `records`,
 control verbs in `rollout.control`.
 """
 
@@ -27,8 +27,8 @@ from rollout.core.messages.req_output import FinishReason, ReqOutput
 from rollout.core.messages.unreadable import Unreadable
 from rollout.distributed.parallel import Parallel
 from rollout.executor.model_runner import ModelRunner
+from rollout.memory.cache_manager import CacheManager
 from rollout.memory.kv_events import KVEvents
-from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan

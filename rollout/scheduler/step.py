@@ -25,10 +25,10 @@ from rollout.core.host_copy import HostCopies, to_device
 from rollout.core.messages.req_output import FinishReason
 from rollout.executor.input_builder import ExtendInput, build_forward_batch
 from rollout.executor.model_runner import ModelRunner, StepRoutes
+from rollout.memory.cache_manager import CacheManager
 from rollout.model.model_state import ServingEpoch
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.row_lists import RowLists
-from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import StepPlan
 from rollout.scheduler.records import SampledRows, enter_scores

@@ -28,11 +28,11 @@ from rollout.distributed.communicator import Communicator, RankLostError
 from rollout.distributed.parallel import Parallel
 from rollout.engine import build
 from rollout.executor.model_runner import ModelRunner
+from rollout.memory.cache_manager import CacheManager
 from rollout.memory.radix_cache import RadixCache
 from rollout.memory.radix_node import Namespace
 from rollout.memory.sequence import CachedSequence
 from rollout.model.model_state import ModelState, ServingEpoch
-from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler

@@ -17,24 +17,24 @@ import torch
 from capture.slot_store import RouteSlotStore
 from rollout.control import kv_age, weight_control
 from rollout.engine import build
+from rollout.memory.cache_manager import CacheManager
 from rollout.memory.kv_events import KVEvents
 from rollout.memory.kv_pool import SlotAllocator
 from rollout.memory.radix_cache import RadixCache
 from rollout.memory.session_pins import SessionPins
+from rollout.memory.state_rows import StateRows
+from rollout.memory.window_pages import WindowPages
 from rollout.model.model_state import ModelState
 from rollout.sampling import batch_info
 from rollout.sampling.base import SampledTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.scheduler import step as step_module
-from rollout.scheduler.cache_manager import CacheManager
 from rollout.scheduler.records import RecordReader, SampledRows
 from rollout.scheduler.req import Req, VersionMarks
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.serving_state import ServingState
-from rollout.scheduler.state_rows import StateRows
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
-from rollout.scheduler.window_pages import WindowPages
 from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
 from tests.mixed.engine import Engine
 from tests.mixed.play import MixedFailed, play

@@ -31,7 +31,7 @@ from rollout.executor.graph_buffers import GraphBuffers
 from rollout.executor.graph_runner import GraphRunner, graph_batch_sizes
 from rollout.kernels.ops import plain_ops
 from rollout.layers.moe.experts import Experts
-from rollout.scheduler.window_pages import WindowPages
+from rollout.memory.window_pages import WindowPages
 from tests.family_zoo import family_checkpoint
 from tests.graph_loop import captured_engines
 from tests.graph_stand_in import StandInGraphPool

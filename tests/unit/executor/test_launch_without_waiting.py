@@ -21,11 +21,11 @@ from rollout.core.messages.io_struct import AbortReqInput, ContinueGenerationReq
 from rollout.engine import build
 from rollout.executor import input_builder
 from rollout.memory import kv_pool
+from rollout.memory.cache_manager import CacheManager
 from rollout.sampling import torch_sampler
 from rollout.sampling.base import SampledTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.sampling.torch_sampler import TorchSampler
-from rollout.scheduler.cache_manager import CacheManager
 from tests.device_engine import device_engine, stand_in_device
 from tests.device_stand_in import DEVICE, HostWaitsError
 from tests.family_zoo import FAMILIES, family_checkpoint, with_experts

@@ -28,7 +28,7 @@ from rollout.core.messages.io_struct import (
 )
 from rollout.core.messages.weights import UpdateWeightVersionReqInput
 from rollout.engine import build, build_control
-from rollout.scheduler.cache_manager import CacheManager
+from rollout.memory.cache_manager import CacheManager
 from rollout.scheduler.req import Req
 from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
 from tests.in_turn import InTurn

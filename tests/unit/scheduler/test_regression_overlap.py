@@ -18,12 +18,12 @@ from examples.make_checkpoint.run import make_checkpoint
 from rollout.core.host_copy import HostCopies, to_device
 from rollout.distributed.parallel import Parallel
 from rollout.executor import input_builder
-from rollout.memory import kv_pool
+from rollout.memory import cache_manager, kv_pool
 from rollout.memory.kv_pool import NewestTokens
 from rollout.memory.radix_cache import RadixCache
 from rollout.memory.radix_node import Namespace, RadixNode
 from rollout.sampling import torch_sampler
-from rollout.scheduler import cache_manager, scheduler
+from rollout.scheduler import scheduler
 from rollout.scheduler import step as step_module
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.seeds import SeedSource

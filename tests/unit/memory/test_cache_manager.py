@@ -7,7 +7,7 @@ import torch
 
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
-from rollout.scheduler.cache_manager import MAX_STEPS_AHEAD, CacheManager
+from rollout.memory.cache_manager import MAX_STEPS_AHEAD, CacheManager
 from rollout.scheduler.req import Req
 
 CONTEXT = 40

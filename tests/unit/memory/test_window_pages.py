@@ -18,13 +18,13 @@ from rollout.core.messages.req_output import FinishReason
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.specs.layer_specs import FullKV, WindowKV
 from rollout.executor.input_builder import ExtendInput, build_forward_batch
+from rollout.memory.cache_manager import CacheManager
 from rollout.memory.sequence import CachedSequence
 from rollout.memory.state_pool import SnapshotRows
-from rollout.scheduler.cache_manager import CacheManager
+from rollout.memory.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import Policy, RequestQueues
 from rollout.scheduler.req import Req
-from rollout.scheduler.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
 
 PAGE, CONTEXT, RUNNING, CHUNK = 4, 40, 3, 9
 PROMPTS = [random.Random(seed).choices(range(2), k=CONTEXT) for seed in range(3)]

@@ -14,8 +14,8 @@ from rollout.memory.radix_cache import RadixCache
 from rollout.memory.radix_node import NO_SLOTS
 from rollout.memory.sequence import CachedSequence
 from rollout.memory.state_pool import SnapshotRows
+from rollout.memory.state_rows import StateRows
 from rollout.scheduler.decode_batch import DecodeBatch
-from rollout.scheduler.state_rows import StateRows
 
 SPACE = (None, 0)
 
