@@ -235,7 +235,7 @@ def _wire(
         max_context=limits.context_length,
         device=device,
         disable_radix_cache=args.disable_radix_cache,
-        listener=events,
+        events=events,
         max_pinned_tokens=int(limits.num_slots * args.session_pin_fraction),
         pin_timeout=args.session_pin_timeout,
         states=_sequence_memory(args, limits, device),

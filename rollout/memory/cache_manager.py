@@ -20,8 +20,9 @@ import torch
 
 from rollout.core.errors import InvariantError
 from rollout.core.forward_batch import ForwardBatch
+from rollout.memory.kv_events import KVEvents
 from rollout.memory.kv_pool import ReqToTokenPool, SlotAllocator
-from rollout.memory.radix_cache import CacheListener, NoPrefixCache, RadixCache
+from rollout.memory.radix_cache import NoPrefixCache, RadixCache
 from rollout.memory.radix_node import Namespace, RadixNode
 from rollout.memory.sequence import CachedSequence
 from rollout.memory.session_pins import SessionPins
@@ -85,14 +86,14 @@ class CacheManager:
         max_context: int,
         device: torch.device | str,
         disable_radix_cache: bool,
-        listener: CacheListener | None = None,
+        events: KVEvents | None = None,
         max_pinned_tokens: int = 0,
         pin_timeout: float = 0.0,
         states: SequenceMemory | None = None,
     ) -> None:
         self.allocator = SlotAllocator(num_slots)
         kind = NoPrefixCache if disable_radix_cache else RadixCache
-        self.prefix_cache: RadixCache = kind(self.allocator, listener, None if states is None else states.rows)
+        self.prefix_cache: RadixCache = kind(self.allocator, events, None if states is None else states.rows)
         self.states = states  # None: a sequence's KV is all that layers keep
         self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout)
         self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, num_slots, device)

@@ -28,7 +28,6 @@ import zmq
 
 from rollout.core.args.kv_events_config import BLOCK_SIZE, REPLAY_BYTES, KVEventsConfig
 from rollout.core.errors import StartupError
-from rollout.memory.radix_cache import CacheListener
 from rollout.memory.radix_node import Namespace, RadixNode
 
 _MEDIUM = "GPU"  # SGLang's and vLLM's name for the memory that forwards read
@@ -87,8 +86,12 @@ class _Asked(msgspec.Struct):
     end: int
 
 
-class KVEvents(CacheListener):
-    """Collects what happens in the prefix cache, and publishes it once a turn of the scheduler's loop."""
+class KVEvents:
+    """Collects what happens in the prefix cache, and publishes it once a turn of the scheduler's loop.
+
+    The cache notifies it of every change of what a request can go on from.  That is every prefix.  With snapshots it is
+    the part before one: the last of a path ends what is stored of it.
+    """
 
     def __init__(self, config: KVEventsConfig, dp_rank: int, serving: Callable[[], tuple[str, int]]) -> None:
         """Open the sockets.  `serving()`: the published weight version and weight epoch.  Raises `StartupError`."""
@@ -123,9 +126,10 @@ class KVEvents(CacheListener):
             raise StartupError(f"--kv-events-config: {endpoint}: {error.strerror}") from None
         return socket
 
-    # --- CacheListener -------------------------------------------------------------------------------------------
+    # --- from the prefix cache -----------------------------------------------------------------------------------
 
     def stored(self, node: RadixNode, namespace: Namespace, end: int) -> None:
+        """Add that a request can go on from the first `end` tokens of `node`, more than before; name their blocks."""
         parent, start = node.parent, len(node.block_hashes)
         assert parent is not None
         tokens = node.tokens[start:end]
@@ -150,6 +154,7 @@ class KVEvents(CacheListener):
         self._events.append(self._with_version(event))
 
     def removed(self, node: RadixNode, start: int) -> None:
+        """Withdraw the node's named tokens from `start` on: no request can go on from them any more."""
         names = node.block_hashes[start:].tolist()
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
@@ -158,6 +163,7 @@ class KVEvents(CacheListener):
             self._events.append(BlockRemoved(block_hashes=names, medium=_MEDIUM))
 
     def cleared(self) -> None:
+        """Withdraw everything: all nodes were removed, or can never be matched again."""
         serving = self._serving()
         if serving[1] != self._committed[1]:
             self._committed = serving

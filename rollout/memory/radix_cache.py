@@ -14,11 +14,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from rollout.memory.kv_events import KVEvents
 from rollout.memory.kv_pool import SlotAllocator
 from rollout.memory.radix_node import (
     NO_IDS,
@@ -33,22 +33,6 @@ from rollout.memory.radix_node import (
 from rollout.memory.state_pool import SnapshotRows
 
 
-class CacheListener(Protocol):
-    """Notified of every change of what a request can go on from.
-
-    That is every prefix.  With snapshots it is what lies before one: the last of a path ends what is notified of it.
-    """
-
-    def stored(self, node: RadixNode, namespace: Namespace, end: int) -> None:
-        """A request can go on from its first `end` tokens, more than before; sets `node.block_hashes`."""
-
-    def removed(self, node: RadixNode, start: int) -> None:
-        """Withdraw the node's named tokens from `start` on: no request can go on from them any more."""
-
-    def cleared(self) -> None:
-        """Withdraw everything: all nodes were removed, or can never be matched again."""
-
-
 class RadixCache:
     """Owns the slots in its nodes; returns them to `allocator` on eviction."""
 
@@ -57,13 +41,13 @@ class RadixCache:
     def __init__(
         self,
         allocator: SlotAllocator,
-        listener: CacheListener | None = None,
+        events: KVEvents | None = None,
         snapshots: SnapshotRows | None = None,
     ) -> None:
         self._allocator = allocator
-        self._listener = listener
+        self._events = events
         self._snapshots = snapshots  # None: sequences have no recurrent state
-        if snapshots is not None and listener is not None:
+        if snapshots is not None and events is not None:
             snapshots.on_drop = self._withdraw
         self._roots: dict[Namespace, Root] = {}
         self._retired_below = 0  # namespaces of older weight epochs are never used again
@@ -158,8 +142,8 @@ class RadixCache:
             self.num_cached += len(child)
             self.num_inserts += 1
             self._touch(child, next(self._clock))
-            if self._listener is not None and self._snapshots is None:
-                self._listener.stored(child, root_of(node).namespace, len(child))
+            if self._events is not None and self._snapshots is None:
+                self._events.stored(child, root_of(node).namespace, len(child))
             node = child
         return node, known
 
@@ -217,13 +201,13 @@ class RadixCache:
     def retire(self, current_epoch: int) -> None:
         """Drop all namespaces of weight epochs before `current_epoch`; what is locked is evicted once it is unlocked.
 
-        With the epoch of the last call, everything stays, and the listener is not notified.
+        With the epoch of the last call, everything stays, and no event says otherwise.
         """
         if current_epoch == self._retired_below:
             return
         self._retired_below = current_epoch
-        if self._listener is not None:
-            self._listener.cleared()
+        if self._events is not None:
+            self._events.cleared()
         self.drop_retired()
 
     def drop_retired(self) -> None:
@@ -248,8 +232,8 @@ class RadixCache:
         self._roots.clear()
         self._heap.clear()
         self.num_cached = 0
-        if self._listener is not None:
-            self._listener.cleared()
+        if self._events is not None:
+            self._events.cleared()
 
     def cached_slots(self) -> torch.Tensor:
         """Return all slots in the tree [num_cached], for integrity checks."""
@@ -315,9 +299,9 @@ class RadixCache:
         assert parent is not None
         del parent.children[int(node.tokens[0])]
         node.parent = None
-        is_named = self._listener is not None and len(node.block_hashes) > 0
-        if self._listener is not None and is_named:
-            self._listener.removed(node, 0)
+        is_named = self._events is not None and len(node.block_hashes) > 0
+        if self._events is not None and is_named:
+            self._events.removed(node, 0)
         self._allocator.free_cached(node.slots)
         self._free_states(node)
         self.num_cached -= length
@@ -329,28 +313,28 @@ class RadixCache:
         return length
 
     def _announce(self, path: list[RadixNode]) -> None:
-        """Notify the listener of the tokens of `path`, last node first, up to its last snapshot."""
+        """Publish the tokens of `path`, last node first, up to its last snapshot."""
         below = next((place for place, node in enumerate(path) if node.states), None)
-        if self._listener is None or below is None:
+        if self._events is None or below is None:
             return
         namespace = root_of(path[-1]).namespace
-        assert namespace[1] >= self._retired_below, "the listener was told that all of it is gone"
+        assert namespace[1] >= self._retired_below, "all of it was withdrawn"
         for place in range(len(path) - 1, below - 1, -1):
             node, known = path[place], len(path[place].block_hashes)
             end = max(node.states) if place == below else len(node)
             if end > known:
-                self._listener.stored(node, namespace, end)
+                self._events.stored(node, namespace, end)
                 if known == 0 and node.parent is not None:
                     node.parent.num_named += 1
 
     def _withdraw(self, node: RadixNode) -> None:
-        """Notify the listener of the tokens after the last snapshot of a path through `node`, which lost some."""
-        assert self._listener is not None
+        """Withdraw the tokens after the last snapshot of a path through `node`, which lost some."""
+        assert self._events is not None
         while node.parent is not None and node.num_named == 0:
             end = max(node.states, default=0)
             if end >= len(node.block_hashes):
                 return
-            self._listener.removed(node, end)
+            self._events.removed(node, end)
             node.block_hashes = node.block_hashes[:end].copy()
             if end > 0:
                 return

@@ -18,8 +18,7 @@ class RadixNode:
     `states`: rows of the state pool, by the number of its tokens after which they are the sequence's recurrent state.
 
     `lock_count` counts the users of this node or of one below it, `pin_count` the pins among them.  `block_hashes` are
-    the names of its first tokens of which the listener was notified; `num_named` counts its children that have some,
-    too.
+    the names of its first tokens that were published; `num_named` counts its children that have some, too.
     """
 
     __slots__ = (
