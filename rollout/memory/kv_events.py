@@ -39,7 +39,7 @@ _ROUNDS = (
 )
 _NOT_NEGATIVE = 2**63 - 1  # some subscribers read signed numbers, some unsigned ones
 _REPLAY_HWM = 1_000  # messages that may wait for one peer; the rest of the answer follows in later turns
-_MOST_ASKED = 16  # requests for a replay that are answered at a time
+_MAX_ASKED = 16  # requests for a replay that are answered at a time
 _NO_MORE = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -199,7 +199,7 @@ class KVEvents:
 
     def _take_request(self, socket: zmq.Socket[bytes]) -> None:
         """Take a request [identity, empty, first sequence number]; it waits in the socket while many are answered."""
-        if len(self._asked) == _MOST_ASKED or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if len(self._asked) == _MAX_ASKED or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         frames = socket.recv_multipart(zmq.NOBLOCK)
         if len(frames) == 3 and len(frames[2]) == 8:

@@ -30,11 +30,11 @@ _PAGES_PER_REQUEST = 3  # beside the pages of tokens that a step computes: one b
 
 @dataclass(frozen=True)
 class WindowSizes:
-    """`num_pages` of `page_size` tokens; `most_needed`: what requests can need in one step."""
+    """`num_pages` of `page_size` tokens; `max_needed`: what requests can need in one step."""
 
     page_size: int
     num_pages: int
-    most_needed: int
+    max_needed: int
 
     @property
     def num_slots(self) -> int:
@@ -103,7 +103,7 @@ class WindowPages:
         self._keeps_prefixes = keeps_prefixes
         self._of: dict[CachedSequence, _Held] = {}
         self._readers: Counter[int] = Counter()  # requests by row of the tree that they read
-        self._most_spare = sizes.num_pages - sizes.most_needed
+        self._max_spare = sizes.num_pages - sizes.max_needed
         self._num_spare = 0
         self._extended: list[tuple[CachedSequence, _Held, int]] = []  # in the last step, and up to where
 
@@ -184,7 +184,7 @@ class WindowPages:
         self.rows.check([row for held in helds for row in (*held.own.values(), *held.spare.values())])
         assert Counter(row for held in helds for row in held.shared.values()) == self._readers
         assert all(self.rows.keeps(row) for row in self._readers), "a page was dropped that a request reads"
-        assert self._num_spare == sum(len(held.spare) for held in helds) <= self._most_spare
+        assert self._num_spare == sum(len(held.spare) for held in helds) <= self._max_spare
 
     def _write(self, sequence: CachedSequence, number: int) -> None:
         own = self._of[sequence].own
@@ -214,7 +214,7 @@ class WindowPages:
         for number in [number for number in held.own if number < first]:
             row, length = held.own.pop(number), (number + 1) * self.page_size
             is_wanted = self._keeps_prefixes and held.offered < length <= sequence.prompt_len
-            if is_wanted and self._num_spare < self._most_spare:
+            if is_wanted and self._num_spare < self._max_spare:
                 held.spare[number] = row
                 self._num_spare += 1
             else:

@@ -218,7 +218,7 @@ def test_sizes() -> None:
     kept = [FullKV(8, 64), WindowKV(8, 64, 128), WindowKV(8, 64, 100)]
     limits = {"context_length": 4096, "step_tokens": 2048, "max_running_requests": 10}
     sizes = window_sizes(kept, **limits)
-    assert sizes == WindowSizes(page_size=128, num_pages=56, most_needed=46) and sizes.num_slots == 56 * 128
+    assert sizes == WindowSizes(page_size=128, num_pages=56, max_needed=46) and sizes.num_slots == 56 * 128
     assert window_sizes([FullKV(8, 64), WindowKV(8, 64, 129)], **limits) == WindowSizes(256, 48, 38)
     assert window_sizes([WindowKV(8, 64, 4000)], **limits) is None, "as long as a context"
     assert window_sizes([FullKV(8, 64), None], **limits) is None
