@@ -21,7 +21,7 @@ from rollout.executor import input_builder
 from rollout.memory import cache_manager, kv_pool
 from rollout.memory.kv_pool import NewestTokens
 from rollout.memory.radix_cache import RadixCache
-from rollout.memory.radix_node import Namespace, RadixNode
+from rollout.memory.radix_node import RadixNode
 from rollout.sampling import torch_sampler
 from rollout.scheduler import scheduler
 from rollout.scheduler import step as step_module
@@ -138,8 +138,8 @@ def test_mini_sglang_20fcd7f_live_arrays_may_advance_once_they_are_sent() -> Non
 class KeepsAView(RadixCache):
     """Wrong: what is inserted is not copied: it is a row of the slot table, which the next request gets."""
 
-    def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
-        node, known = super().insert(namespace, tokens, slots)
+    def insert_below(self, node: RadixNode, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
+        node, known = super().insert_below(node, tokens, slots)
         if known < len(tokens):
             node.slots = slots[known:]
         return node, known
