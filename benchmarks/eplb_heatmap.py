@@ -10,7 +10,7 @@ import numpy as np
 WIDTH, LEFT, TOP, BOTTOM, GAP = 360, 44, 40, 72, 34  # of one panel
 ROW = (4, 14)  # least and most height of a layer
 PANEL_HEIGHT = 320
-MOST_LABELS = 9  # of an axis
+MAX_LABELS = 9  # of an axis
 SPAN = 0.5  # deviation from the mean at which a colour is full
 COLD, MEAN, HOT = (33, 102, 172), (247, 247, 247), (178, 24, 43)
 
@@ -57,7 +57,7 @@ def _panel(panel: Panel, left: float, row: float) -> str:
 
 def _labelled(count: int) -> range:
     """Return which of `count` rows or columns have their number at the axis."""
-    return range(0, count, -(-count // MOST_LABELS))
+    return range(0, count, -(-count // MAX_LABELS))
 
 
 def _legend(left: float, top: float) -> str:

@@ -27,7 +27,7 @@ PROMPTS = {"S": 32, "M": 4}  # M takes minutes for this many
 SAMPLES = 16
 PROMPT_TOKENS = 256
 ANSWER_TOKENS = (128, 512)
-MOST_RUNNING = 256  # the default of --max-running-requests
+MAX_RUNNING = 256  # the default of --max-running-requests
 START_S = 600.0
 ROUND_S = 3600.0
 HERE = Path(__file__).resolve().parents[1]
@@ -39,7 +39,7 @@ def run(
     """One table; returns its rows, one a checkout."""
     prompts = PROMPTS[shape] if prompts is None else prompts
     trees = {"this": HERE} if against is None else {"before": against.resolve(), "this": HERE}
-    running = min(MOST_RUNNING, prompts * SAMPLES)
+    running = min(MAX_RUNNING, prompts * SAMPLES)
     settings = {
         "model_path": str(checkpoint(shape)),
         "max_total_tokens": running * ANSWER_TOKENS[1] + prompts * PROMPT_TOKENS,

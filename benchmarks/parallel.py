@@ -56,7 +56,7 @@ BATCHES = (8, 32)
 BARE_GATHERS = 500
 ROUTES_BATCH = 32
 ROUTES_FACTOR = 2  # small differences take more rounds
-MOST_COST = 0.05
+MAX_COST = 0.05
 BF16_BYTES = 2
 
 
@@ -246,7 +246,7 @@ def _route_table(shape: str, rows: list[dict]) -> Table:
 
 def _judged(variant: str, cost: float) -> str:
     text = f"{100 * cost:+.1f} %"
-    return f"[red]{text}[/red]" if variant in ("recorded", "returned") and cost > MOST_COST else text
+    return f"[red]{text}[/red]" if variant in ("recorded", "returned") and cost > MAX_COST else text
 
 
 def _bars(shape: str, rows: list[dict]) -> Bars:

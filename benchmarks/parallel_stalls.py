@@ -86,7 +86,7 @@ def rebalance_rows(http: httpx.Client, rounds: int) -> list[dict]:
     for name, layers in (("rebalance, all layers at once", len(home)), ("rebalance, a layer at a time", 1)):
         outcomes, num_bytes = [], 0
         for turn in range(2 * (rounds + 1)):
-            body = {"physical_to_logical_map": maps[turn % 2], "layers_per_chunk": layers, "most_stall_s": REQUEST_S}
+            body = {"physical_to_logical_map": maps[turn % 2], "layers_per_chunk": layers, "max_stall_s": REQUEST_S}
             reply = post(http, "/eplb_rebalance", body)
             if not reply["rebalanced"]:
                 raise RuntimeError(f"{name}: {reply['message']}")

@@ -33,7 +33,7 @@ LEAST_GAIN = 1e-3  # in mean balancedness: less is not measurable, and a new spl
 class RebalancePolicy:
     """`threshold`: mean balancedness from which on nothing is done; 1 to plan every time.
 
-    `layers_per_chunk`, `most_stall_s`: bounds of the moves between two steps.  `expert_share`: part of a step's
+    `layers_per_chunk`, `max_stall_s`: bounds of the moves between two steps.  `expert_share`: part of a step's
     time that waits for the busiest rank's experts; not measured, half is a guess that favours staying put on engines
     where attention is the smaller part.  `deadline_s`: for every stage of an operation.  Raises `EplbRequestError`.
     """
@@ -43,7 +43,7 @@ class RebalancePolicy:
     algorithm: str = "auto"
     target: float = TARGET
     layers_per_chunk: int | None = None
-    most_stall_s: float | None = 0.1
+    max_stall_s: float | None = 0.1
     expert_share: float = 0.5
     choices_per_expert: float = 8.0
     deadline_s: float = 10.0
@@ -54,7 +54,7 @@ class RebalancePolicy:
         for name in ("threshold", "expert_share"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise EplbRequestError(f"{name} must be in 0..1, got {getattr(self, name)}")
-        for name in ("layers_per_chunk", "most_stall_s", "deadline_s"):
+        for name in ("layers_per_chunk", "max_stall_s", "deadline_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise EplbRequestError(f"{name} must be positive, got {value}")
@@ -171,14 +171,14 @@ def _weighed(
     asked: bool,
 ) -> Decision:
     """Weigh the gain until the next evaluation against the cost of the moves."""
-    most = None if policy.most_stall_s is None else max(1, int(policy.most_stall_s * situation.bytes_per_s))
+    most = None if policy.max_stall_s is None else max(1, int(policy.max_stall_s * situation.bytes_per_s))
     migration = plan_migration(
         situation.in_force.physical_to_logical_LP,
         plan.physical_to_logical_LP,
         situation.in_force.layout,
         situation.slot_bytes,
         layers_per_chunk=policy.layers_per_chunk,
-        most_handled_bytes=most,
+        max_handled_bytes=most,
     )
     seconds = [migration.handled_bytes(chunk) / situation.bytes_per_s for chunk in migration.chunks]
     # The time of a layer's experts is that of its busiest rank: one over its balancedness.

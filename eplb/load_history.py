@@ -20,9 +20,9 @@ import torch
 from eplb.errors import LoadsError
 
 KEPT = 0.5  # share of the past that is kept when a window comes
-MOST_DRIFT = 0.05  # share of the choices that a refresh may move, chance aside, without the past being forgotten
-_MOST_PASSES_NOTED = 32
-_MOST_TOKENS_NOTED = 4096
+MAX_DRIFT = 0.05  # share of the choices that a refresh may move, chance aside, without the past being forgotten
+_MAX_PASSES_NOTED = 32
+_MAX_TOKENS_NOTED = 4096
 
 Stamp = TypeVar("Stamp")
 
@@ -45,7 +45,7 @@ class PassCounter(Generic[Stamp]):
         assert ids_TLK.shape[1] == self._shape[0], tuple(ids_TLK.shape)
         self._noted.append((ids_TLK.clone(), stamp))
         self._tokens_noted += ids_TLK.shape[0]
-        if len(self._noted) >= _MOST_PASSES_NOTED or self._tokens_noted >= _MOST_TOKENS_NOTED:
+        if len(self._noted) >= _MAX_PASSES_NOTED or self._tokens_noted >= _MAX_TOKENS_NOTED:
             self._count_noted()
 
     def _count_noted(self) -> None:
@@ -167,7 +167,7 @@ class LoadHistory(PassCounter[int]):
     def _drift_to(self, weight_epoch: int, counts_LE: torch.Tensor) -> Drift:
         measured = float(total_variation(self.counts_LE, counts_LE).nanmean())
         by_chance = float(expected_by_chance(self.counts_LE, counts_LE).nanmean())
-        return Drift(weight_epoch, measured, by_chance, kept=not measured - by_chance > MOST_DRIFT)
+        return Drift(weight_epoch, measured, by_chance, kept=not measured - by_chance > MAX_DRIFT)
 
 
 def total_variation(before_LE: torch.Tensor, after_LE: torch.Tensor) -> torch.Tensor:

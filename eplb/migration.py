@@ -156,15 +156,15 @@ def plan_migration(
     slot_bytes: int,
     *,
     layers_per_chunk: int | None = None,
-    most_handled_bytes: int | None = None,
+    max_handled_bytes: int | None = None,
 ) -> Migration:
     """Return the moves from the map `before_LP` [L, P] to `after_LP` [L, P], in chunks of layers.
 
-    A chunk has at most `layers_per_chunk` layers, and its busiest rank handles at most `most_handled_bytes` unless one
+    A chunk has at most `layers_per_chunk` layers, and its busiest rank handles at most `max_handled_bytes` unless one
     layer alone is more; without either there is one chunk.  Raises `MapError` for a map that cannot be served from,
     `EplbRequestError` for sizes below 1.
     """
-    limits = (("slot_bytes", slot_bytes), ("layers_per_chunk", layers_per_chunk), ("budget", most_handled_bytes))
+    limits = (("slot_bytes", slot_bytes), ("layers_per_chunk", layers_per_chunk), ("budget", max_handled_bytes))
     for name, value in limits:
         if value is not None and value < 1:
             raise EplbRequestError(f"{name} must be at least 1, got {value}")
@@ -173,8 +173,8 @@ def plan_migration(
     after = checked_map(after_LP, layout, num_layers, duplicates=True)
     sent_G = [0] * layout.num_ranks
     by_layer = [_moves_of_layer(layer, before[layer], after[layer], layout, sent_G) for layer in range(num_layers)]
-    most_handled = None if most_handled_bytes is None else max(1, most_handled_bytes // slot_bytes)
-    chunks = _in_chunks(by_layer, layers_per_chunk, most_handled)
+    max_handled = None if max_handled_bytes is None else max(1, max_handled_bytes // slot_bytes)
+    chunks = _in_chunks(by_layer, layers_per_chunk, max_handled)
     return Migration(layout, slot_bytes, before, after, tuple(chunks))
 
 
@@ -221,14 +221,14 @@ def _near(holders: dict[int, int], rank: int, layout: ExpertLayout) -> list[int]
 
 
 def _in_chunks(
-    by_layer: Sequence[list[Move]], layers_per_chunk: int | None, most_handled: int | None
+    by_layer: Sequence[list[Move]], layers_per_chunk: int | None, max_handled: int | None
 ) -> list[MigrationChunk]:
     chunks: list[MigrationChunk] = []
     start, moves, handled_by_rank = 0, list[Move](), Counter[int]()
     for layer, more in enumerate(by_layer):
         of_layer = Counter(rank for move in more for rank in {move.source_rank, move.target_rank})
         is_full = layer - start == layers_per_chunk
-        is_over = bool(moves and more) and most_handled is not None and _most(handled_by_rank + of_layer) > most_handled
+        is_over = bool(moves and more) and max_handled is not None and _most(handled_by_rank + of_layer) > max_handled
         if is_full or is_over:
             chunks.append(MigrationChunk(range(start, layer), tuple(moves)))
             start, moves, handled_by_rank = layer, [], Counter()

@@ -28,7 +28,7 @@ from eplb.migration import Migration, MigrationChunk, Move, RankWork
 
 DEADLINE_S = 60.0  # of one chunk
 _ALIGNMENT = 64  # of every tensor in a buffer: words of any width, and whole cache lines
-_MOST_REASON_BYTES = 400
+_MAX_REASON_BYTES = 400
 _MASK = (1 << 64) - 1
 
 Content = Sequence[torch.Tensor]  # of one slot: uint8 [B] for each of its tensors
@@ -172,7 +172,7 @@ class ExpertTransfer:
 
     def _reasons(self, mine: str | None) -> str:
         """Return the reasons of all ranks that failed, the same on every rank."""
-        reasons = self._group.gather_bytes((mine or "").encode()[:_MOST_REASON_BYTES])
+        reasons = self._group.gather_bytes((mine or "").encode()[:_MAX_REASON_BYTES])
         texts = [text.decode(errors="ignore") for text in reasons]
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
 

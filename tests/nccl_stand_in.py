@@ -37,7 +37,7 @@ _WAITS |= {"bincount", "nonzero", "masked_select", "unique", "repeat_interleave"
 _READS_NOTHING = frozenset(
     {"__get__", "view", "new_empty", "numel", "unsqueeze", "is_contiguous", "dim", "size", "split"}
 )
-_MOST_S = 30.0  # what a test may hang
+_MAX_S = 30.0  # what a test may hang
 
 
 class Work:
@@ -111,7 +111,7 @@ class OnDevice(torch.Tensor):
         if name in _READS_NOTHING:
             return super().__torch_function__(func, types, args, kwargs or {})
         for work in cls.ordered():
-            assert work.ended.wait(_MOST_S), "the stand-in hangs"
+            assert work.ended.wait(_MAX_S), "the stand-in hangs"
         cls.local.ordered = failed = [work for work in cls.ordered() if work.has_failed]
         if name in _WAITS:
             cls.local.host_waits = [*getattr(cls.local, "host_waits", []), name]

@@ -32,10 +32,10 @@ def even_split_bound(counts_LE: np.ndarray, layout: ExpertLayout) -> np.ndarray:
     beside it at least the smallest loads that the other slots can have, were every other expert copied to each rank.
     """
     shares_LE = shares_of(checked_counts(counts_LE, layout))
-    most_replicas = min(layout.num_ranks, layout.num_redundant_experts + 1)
+    max_replicas = min(layout.num_ranks, layout.num_redundant_experts + 1)
     counts = greedy_replica_counts(shares_LE, layout.num_physical_experts, layout.num_ranks)
     largest_L = (shares_LE / counts).max(axis=1)
-    smallest = np.sort(shares_LE / most_replicas, axis=1)[:, : layout.slots_per_rank - 1].sum(axis=1)
+    smallest = np.sort(shares_LE / max_replicas, axis=1)[:, : layout.slots_per_rank - 1].sum(axis=1)
     return np.asarray(1.0 / np.maximum(1.0, (largest_L + smallest) * layout.num_ranks))
 
 

@@ -17,7 +17,7 @@ ENOUGH = 0.9997  # a layer this balanced is not refined further
 ROUNDS = {1: 40, 2: 60}  # the most rounds, by the number of items exchanged
 PATIENCE = 12  # rounds without progress, each with other pairs, after which a layer takes larger exchanges
 PROGRESS = 1e-6  # by which the largest load of a rank falls in a round that counts
-MOST_SUBSETS = 200  # of a rank; larger exchanges are not searched
+MAX_SUBSETS = 200  # of a rank; larger exchanges are not searched
 
 
 def refine(experts_LGS: np.ndarray, loads_LGS: np.ndarray, replicated_LGS: np.ndarray) -> None:
@@ -29,7 +29,7 @@ def refine(experts_LGS: np.ndarray, loads_LGS: np.ndarray, replicated_LGS: np.nd
     ranks, slots = loads_LGS.shape[1:]
     for single, (size, most) in product((True, False), ROUNDS.items()):
         subsets = np.array(list(combinations(range(slots), size)))
-        if ranks == 1 or not len(subsets) or len(subsets) > MOST_SUBSETS:
+        if ranks == 1 or not len(subsets) or len(subsets) > MAX_SUBSETS:
             continue
         active = np.arange(len(loads_LGS))
         stalled = np.zeros(len(loads_LGS), dtype=np.int64)

@@ -35,7 +35,7 @@ from rollout.client import RolloutClient
 START_S = 120.0
 POLL_S = 0.1
 STOP_S = 30.0
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Fleet:
                 ray.kill(actor)
                 self._events.add(happened.FAILED, name, why=str(error))
                 failures += 1
-                if failures == MOST_FAILURES:
+                if failures == MAX_FAILURES:
                     raise
                 continue
             failures = 0

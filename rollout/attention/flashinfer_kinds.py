@@ -22,7 +22,7 @@ from rollout.core.errors import StartupError
 # The sum of a softmax comes as its logarithm to the base of 2.
 _LN_2 = math.log(2)
 # Of one plan of latent attention (flashinfer/mla/_fa_common.py); a tile has at most _TILE_ROWS tokens times heads.
-_MOST_TILES, _TILE_ROWS = 16384, 64
+_MAX_TILES, _TILE_ROWS = 16384, 64
 
 
 class LayerKind(NamedTuple):
@@ -218,8 +218,8 @@ class Latents(KindOfLayer):
 
     def _plan_extends(self, part: CsrPart) -> None:
         num_tokens, num_heads = int(part.qo_indptr[-1]), self._causal_heads
-        if num_tokens * num_heads > _MOST_TILES * _TILE_ROWS:  # met by the largest step, at startup
-            most = _MOST_TILES * _TILE_ROWS // num_heads
+        if num_tokens * num_heads > _MAX_TILES * _TILE_ROWS:  # met by the largest step, at startup
+            most = _MAX_TILES * _TILE_ROWS // num_heads
             raise StartupError(
                 f"FlashInfer plans {most} tokens of {self.kind.num_heads} latent heads at once, and a step may have "
                 f"{num_tokens}: give a smaller --chunked-prefill-size"

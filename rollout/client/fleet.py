@@ -213,7 +213,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         session_id = (call.json or {}).get("session_id")
         tried: list[FleetEngine] = []
         failure: ClientError | None = None
-        while len(tried) < self._policy.most_engines:
+        while len(tried) < self._policy.max_engines:
             engine = self._choice.choose(session_id, tried)
             if engine is None:
                 break
@@ -278,7 +278,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         version, start_id, holds = engine.weight_version, engine.start_id, self._holds
         if not await self._is_healthy(engine):
             engine.num_failures += 1
-            if engine.num_failures >= self._policy.most_failures:
+            if engine.num_failures >= self._policy.max_failures:
                 self._leave_out(engine, "it is not healthy")
             return
         if self._was_started_anew(engine, version, start_id):
@@ -316,7 +316,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
             engine.num_differences = 0
             return
         engine.num_differences += 1
-        if engine.num_differences >= self._policy.most_differences:
+        if engine.num_differences >= self._policy.max_differences:
             self._leave_out(engine, self._other_version(engine))
 
     async def _is_healthy(self, engine: FleetEngine) -> bool:

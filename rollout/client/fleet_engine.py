@@ -14,7 +14,7 @@ from rollout.client.errors import ServerUnreachable
 from rollout.client.wire import Call
 
 T = TypeVar("T")
-_MOST_SESSIONS = 1 << 16
+_MAX_SESSIONS = 1 << 16
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Choice:
             if session_id is not None:
                 self._sessions[session_id] = chosen
                 self._sessions.move_to_end(session_id)
-                if len(self._sessions) > _MOST_SESSIONS:
+                if len(self._sessions) > _MAX_SESSIONS:
                     self._sessions.popitem(last=False)
         return chosen
 

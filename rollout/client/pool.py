@@ -18,7 +18,7 @@ import httpx
 
 GENERATION = "rollout.generation"
 """Extension of a request that may wait for others to connect."""
-_MOST_CONNECTING = 64
+_MAX_CONNECTING = 64
 
 
 class OneByOne(httpx.AsyncBaseTransport):
@@ -26,7 +26,7 @@ class OneByOne(httpx.AsyncBaseTransport):
 
     def __init__(self, keepalive_s: float) -> None:
         self._keepalive_s = keepalive_s
-        self._connecting = asyncio.Semaphore(_MOST_CONNECTING)
+        self._connecting = asyncio.Semaphore(_MAX_CONNECTING)
         self._ssl = httpx.create_ssl_context(trust_env=False)
         self._free: deque[tuple[httpx.AsyncHTTPTransport, float]] = deque()  # and since when; the latest is last
 

@@ -21,7 +21,7 @@ from rollout.client.wire import Call, Steps
 
 T = TypeVar("T")
 FIRST_WAIT_S = 0.1
-MOST_WAIT_S = 2.0
+MAX_WAIT_S = 2.0
 
 
 def repeated(call: Call[T], within_s: float) -> Steps[T]:
@@ -40,7 +40,7 @@ def repeated(call: Call[T], within_s: float) -> Steps[T]:
             if not is_safe(call, error) or time.monotonic() + pause_s > deadline:
                 raise
         yield pause_s
-        wait_s = min(2 * wait_s, MOST_WAIT_S)
+        wait_s = min(2 * wait_s, MAX_WAIT_S)
 
 
 def is_safe(call: Call[T], error: ClientError) -> bool:

@@ -23,9 +23,9 @@ from rollout.client.types import GenerateOptions, GenerationOutput, RouteLayout,
 from rollout.client.wire import Steps
 from rollout.core.errors import BadRequest
 
-MOST_ENTRIES = 1 << 22
+MAX_ENTRIES = 1 << 22
 """Likely and chosen tokens in one call, whose answer has 6 or 8 bytes for each."""
-MOST_TOKENS = 1 << 19
+MAX_TOKENS = 1 << 19
 """Tokens in one call, whose body has some 7 bytes for each."""
 
 
@@ -131,7 +131,7 @@ def _groups(ids: Sequence[Sequence[int]], starts: Sequence[int], width: int, con
     first = entries = tokens = 0
     for index, (sequence, start) in enumerate(zip(ids, starts, strict=True)):
         own = (len(sequence) - start) * width
-        is_full = entries + own > MOST_ENTRIES or tokens + len(sequence) > MOST_TOKENS
+        is_full = entries + own > MAX_ENTRIES or tokens + len(sequence) > MAX_TOKENS
         if index > first and (index - first == concurrency or is_full):
             yield slice(first, index)
             first, entries, tokens = index, 0, 0

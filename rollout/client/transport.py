@@ -20,7 +20,7 @@ from rollout.core.messages.message import START_ID_HEADER
 T = TypeVar("T")
 # Below uvicorn's 5 seconds, so that no request is sent into a connection that the server is just closing.
 KEEPALIVE_S = 2.0
-_MOST_CONNECTIONS = 4096
+_MAX_CONNECTIONS = 4096
 
 
 class Connection:
@@ -129,7 +129,7 @@ def require_before(deadline: float) -> None:
 def _within_file_limit() -> int:
     """Connections that leave half of the files that may be open to the rest of the process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(_MOST_CONNECTIONS, soft // 2))
+    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_CONNECTIONS, soft // 2))
 
 
 def _is_out_of_files(error: BaseException | None) -> bool:

@@ -61,17 +61,17 @@ class Timeouts:
 class FleetPolicy:
     """The rules by which a fleet looks after its engines.
 
-    An engine is left out after `most_failures` failed checks in a row, and at once where a call does not reach it.
-    `most_differences`: also after this number of checks in a row in which its weight version was not that of most
-    others.  `most_engines`: engines on which a request is tried, so that one which brings engines down does not bring
+    An engine is left out after `max_failures` failed checks in a row, and at once where a call does not reach it.
+    `max_differences`: also after this number of checks in a row in which its weight version was not that of most
+    others.  `max_engines`: engines on which a request is tried, so that one which brings engines down does not bring
     down all.
     """
 
     check_every_s: float = 1.0
     check_timeout_s: float = 5.0
-    most_failures: int = 3
-    most_differences: int = 3
-    most_engines: int = 3
+    max_failures: int = 3
+    max_differences: int = 3
+    max_engines: int = 3
 
 
 @dataclass(frozen=True)

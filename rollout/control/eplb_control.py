@@ -111,7 +111,7 @@ class EplbControl:
         asked: dict[str, Any] = {
             "algorithm": verb.algorithm,
             "layers_per_chunk": verb.layers_per_chunk,
-            "most_stall_s": verb.most_stall_s,
+            "max_stall_s": verb.max_stall_s,
         }
         policy = replace(policy, **{name: value for name, value in asked.items() if value is not None})
         require_planner(policy.algorithm)

@@ -104,7 +104,7 @@ class ExpertDistribution:
         config = self._require_moe()
         recorder = self._require_recorder()
         dump = recorder.dump(recorded_model(config).to_header())
-        if verb.most_numbers is not None and dump.num_numbers > verb.most_numbers:
+        if verb.max_numbers is not None and dump.num_numbers > verb.max_numbers:
             raise TooLarge(f"the dump has {dump.num_numbers} numbers, too many for JSON: take format safetensors")
         if verb.reset:
             recorder.reset()

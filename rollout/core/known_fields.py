@@ -74,7 +74,7 @@ KNOWN_SAMPLING_FIELDS = HARMLESS_SAMPLING_FIELDS | {
 }
 """Fields that may stand in `sampling_params` of /generate."""
 MAX_NAME_CHARS = 80
-MOST_IGNORED = 32
+MAX_IGNORED = 32
 """Fields that an answer names."""
 
 

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout.http.io import CLIENT_CLOSED_REQUEST
 
 KEPT = 30
-MOST_PATH_CHARS = 120
-MOST_REASON_CHARS = 400
-_MOST_BODY_BYTES = 16_384
+MAX_PATH_CHARS = 120
+MAX_REASON_CHARS = 400
+_MAX_BODY_BYTES = 16_384
 PROBES = frozenset({"/health", "/health_generate", "/ready", "/liveness", "/ping"})
 """Paths whose 503 is an answer: not ready yet, paused, or draining.  Probes ask again and again."""
 
@@ -39,7 +39,7 @@ class RefusalLog:
         self._entries: deque[Refusal] = deque(maxlen=KEPT)
 
     def note(self, method: str, path: str, status: int, reason: str) -> None:
-        new = Refusal(method[:16], _cut(path, MOST_PATH_CHARS), status, _cut(reason, MOST_REASON_CHARS))
+        new = Refusal(method[:16], _cut(path, MAX_PATH_CHARS), status, _cut(reason, MAX_REASON_CHARS))
         last = self._entries[-1] if self._entries else None
         if last is not None and (last.method, last.path, last.status, last.reason) == (
             new.method, new.path, new.status, new.reason,
@@ -92,7 +92,7 @@ def _cut(text: str, most: int) -> str:
 
 def reason_in(body: bytes) -> str:
     """The message of an error's body; nothing where it has none."""
-    if len(body) > _MOST_BODY_BYTES:
+    if len(body) > _MAX_BODY_BYTES:
         return ""
     try:
         content = msgspec.json.decode(body)

@@ -25,7 +25,7 @@ from rollout.tokenizer_manager.request import GenerateReqInput
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS = 4096
+MAX_TOKENS = 4096
 SCORE_S = 30.0
 
 
@@ -69,11 +69,11 @@ class RouteProbe:
     async def start(self, input_ids: list[int]) -> None:
         """Score this text now, and again after each refresh.
 
-        Raises `BadRequest` for fewer than 2 tokens or more than `MOST_TOKENS`, `Conflict` while paused, `Unavailable`
+        Raises `BadRequest` for fewer than 2 tokens or more than `MAX_TOKENS`, `Conflict` while paused, `Unavailable`
         without an answer within `SCORE_S`, and what `TokenizerManager.submit` raises; the probe is as before then.
         """
-        if not 2 <= len(input_ids) <= MOST_TOKENS:
-            raise BadRequest(f"a probe has 2 to {MOST_TOKENS} tokens, got {len(input_ids)}")
+        if not 2 <= len(input_ids) <= MAX_TOKENS:
+            raise BadRequest(f"a probe has 2 to {MAX_TOKENS} tokens, got {len(input_ids)}")
         if (await state_of(self._manager)).paused:
             raise Conflict("generation is paused: continue it first, the probe is scored at once")
         scored = await self._score(input_ids)

@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from rollout.core.errors import BadRequest
-from rollout.core.known_fields import MOST_IGNORED, shown, unknown_field
+from rollout.core.known_fields import MAX_IGNORED, shown, unknown_field
 from rollout.http.protocol import Body, UnknownField
 from rollout.tokenizer_manager.response import encode_json
 
@@ -25,8 +25,8 @@ HEADER = "x-ignored-fields"
 
 
 def unknown_fields(model: type[Body], raw: Mapping[str, Any]) -> list[UnknownField]:
-    """Return the first `MOST_IGNORED` unknown fields of a body, also in bodies inside it."""
-    return list(itertools.islice(_unknown(model, raw, ""), MOST_IGNORED))
+    """Return the first `MAX_IGNORED` unknown fields of a body, also in bodies inside it."""
+    return list(itertools.islice(_unknown(model, raw, ""), MAX_IGNORED))
 
 
 def note_unknown(request: Request, fields: list[UnknownField]) -> None:

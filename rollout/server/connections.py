@@ -25,7 +25,7 @@ from rollout.core.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
-MOST_CONNECTIONS = 16384
+MAX_CONNECTIONS = 16384
 LISTEN_BACKLOG = 2048
 """Connections that wait in the kernel."""
 ACCEPTED_AT_ONCE = 64
@@ -55,7 +55,7 @@ def raise_file_limit() -> int:
 
 def connections_within(file_limit: int) -> int:
     """Return how many connections fit below a limit of open files.  Raises `StartupError` if none does."""
-    most = min(MOST_CONNECTIONS, file_limit - SPARE_CONNECTIONS - 2 * ACCEPTED_AT_ONCE - OTHER_FILES)
+    most = min(MAX_CONNECTIONS, file_limit - SPARE_CONNECTIONS - 2 * ACCEPTED_AT_ONCE - OTHER_FILES)
     if most < 1:
         raise StartupError(f"at most {file_limit} files may be open, too few for a server: raise `ulimit -n`")
     return most

@@ -91,7 +91,7 @@ class _Server:
         self._folder = folder
         self._worker_command = worker_command
         self._host = host
-        self._most_connections = connections_within(raise_file_limit())
+        self._max_connections = connections_within(raise_file_limit())
         self._stop = asyncio.Event()
         self._scheduler: SchedulerProcesses | None = None
         self._registration = RouterRegistration(args.register_url, own_url(args), args.api_key)
@@ -103,7 +103,7 @@ class _Server:
         metrics = Metrics(self._args.name, self._args.dp_size)
         manager = TokenizerManager(self._args, self._config, channel, observers=[metrics])
         history = ServerHistory(manager)
-        http = _http_server(build_app(manager, metrics, history), self._args, self._most_connections)
+        http = _http_server(build_app(manager, metrics, history), self._args, self._max_connections)
         _share_time(asyncio.get_running_loop())
         quiet_about_files(asyncio.get_running_loop())
         http_task = asyncio.create_task(http.serve(sockets=[self._listener]))
@@ -228,10 +228,10 @@ def _share_time(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_default_executor(ThreadPoolExecutor(2, thread_name_prefix="off-loop"))
 
 
-def _http_server(app: object, args: ServerArgs, most_connections: int) -> BoundedServer:
+def _http_server(app: object, args: ServerArgs, max_connections: int) -> BoundedServer:
     return BoundedServer(
         app,
-        most=most_connections,
+        most=max_connections,
         receive_timeout_s=args.receive_timeout,
         log_config=None,
         log_level="info" if args.log_level == "debug" else "warning",

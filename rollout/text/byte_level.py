@@ -54,7 +54,7 @@ BYTE_LETTERS = _letters()
 MOONSHOT_RESERVED = 256
 """Ids behind the ranks that Moonshot's class names, whether `tokenizer_config.json` does or not."""
 
-MOST_ADDED = 1 << 16
+MAX_ADDED = 1 << 16
 """Ids behind the ranks, named or not."""
 
 
@@ -69,7 +69,7 @@ def moonshot_tokenizer(path: Path, added: dict[int, AddedToken]) -> Tokenizer:
     model = models.BPE(vocab=vocab, merges=_merges(ranks), ignore_merges=True)
     tokenizer = _byte_level(model, MOONSHOT_SPLIT)
     end = max(len(ranks) + MOONSHOT_RESERVED, max(added, default=0) + 1)
-    if end > len(ranks) + MOST_ADDED:
+    if end > len(ranks) + MAX_ADDED:
         raise StartupError(f"tokenizer_config.json gives a token the id {end - 1}, far behind {len(ranks)} ranks")
     tokenizer.add_tokens([added.get(index) or _reserved(index) for index in range(len(ranks), end)])
     return tokenizer

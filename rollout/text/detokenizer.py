@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"
-_MOST_PENDING = 16
-_MOST_PARTS = 4  # tokens of a character that is still incomplete
+_MAX_PENDING = 16
+_MAX_PARTS = 4  # tokens of a character that is still incomplete
 
 
 class IncrementalDetokenizer:
@@ -41,9 +41,9 @@ class IncrementalDetokenizer:
             self._context, self._pending = self._context + self._heard(), []
         elif not self._tail.endswith(INCOMPLETE):
             self._settle(len(self._pending), "")
-        elif len(self._pending) > _MOST_PENDING:
+        elif len(self._pending) > _MAX_PENDING:
             self._pending = self._heard()
-            if not self._settle_whole() and len(self._pending) > _MOST_PENDING:
+            if not self._settle_whole() and len(self._pending) > _MAX_PENDING:
                 self._settle_invalid()
 
     def _text_of(self, context: list[int], ids: list[int]) -> str:
@@ -69,7 +69,7 @@ class IncrementalDetokenizer:
 
         A decoder of byte tokens makes a whole run of them invalid if its last character is incomplete.
         """
-        for parts in range(1, min(_MOST_PARTS, len(self._pending))):
+        for parts in range(1, min(_MAX_PARTS, len(self._pending))):
             before, after = self._pending[:-parts], self._pending[-parts:]
             text = self._text_of(self._context, before)
             if text and not text.endswith(INCOMPLETE):
@@ -84,7 +84,7 @@ class IncrementalDetokenizer:
 
         A cut lies between two characters, valid or not, if the texts of its two sides add up to the whole.
         """
-        for parts in range(_MOST_PARTS, 2 * _MOST_PARTS):
+        for parts in range(_MAX_PARTS, 2 * _MAX_PARTS):
             before, after = self._pending[:-parts], self._pending[-parts:]
             rest = self._text_of(before, after)
             if self._text_of(self._context, before) + rest == self._tail:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from rollout.core.errors import BadRequest
-from rollout.core.known_fields import KNOWN_SAMPLING_FIELDS, MOST_IGNORED, shown, unknown_field
+from rollout.core.known_fields import KNOWN_SAMPLING_FIELDS, MAX_IGNORED, shown, unknown_field
 from rollout.tokenizer_manager.request import GenerateReqInput
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class IgnoredFields:
         """
         if sampling_keys and self._is_strict:
             raise BadRequest(unknown_field(f"sampling_params.{sampling_keys[0]}", KNOWN_SAMPLING_FIELDS))
-        names = [shown(f"sampling_params.{key}") for key in sampling_keys[:MOST_IGNORED]]
+        names = [shown(f"sampling_params.{key}") for key in sampling_keys[:MAX_IGNORED]]
         for name in names:
             if name not in self._logged and len(self._logged) < MOST_LOGGED:
                 self._logged.add(name)

@@ -315,7 +315,7 @@ def test_a_stopped_engine_gives_its_samples_to_the_other(server: ServerProcess, 
     """SIGSTOP: nothing breaks, and only the checks notice.  A session moves, and stays where it went."""
 
     async def use() -> None:
-        policy = FleetPolicy(check_every_s=0.1, check_timeout_s=0.5, most_failures=2)
+        policy = FleetPolicy(check_every_s=0.1, check_timeout_s=0.5, max_failures=2)
         async with AsyncRolloutFleet([server.url, second.url], policy=policy) as fleet:
             await fleet.wait_until_ready()
             task = asyncio.create_task(

@@ -24,7 +24,7 @@ from tests.numerics import gradient_errors
 from tests.server_process import ServerProcess
 from weight_sync.sender import WeightSender
 
-MOST_GRADIENT_ERROR = 1e-2  # by parameter, relative, in the 2-norm
+MAX_GRADIENT_ERROR = 1e-2  # by parameter, relative, in the 2-norm
 QUESTIONS, SAMPLES, NEW_TOKENS = 25, 8, 32
 # Of `lockstep make-checkpoint`, the demo's first: every kind of router; latent attention, windows and sinks, states.
 OTHERS = ("glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
@@ -139,8 +139,8 @@ def test_gradients_of_float32_at_the_engines_values(deal: Deal) -> None:
 
     wanted = policy_gradients(model, groups, plain)
     found, by_formulas = (policy_gradients(model, groups, each) for each in (joined, rounded))
-    assert max(gradient_errors(found, wanted).values()) < MOST_GRADIENT_ERROR
-    assert max(gradient_errors(by_formulas, wanted).values()) > MOST_GRADIENT_ERROR, "activations in bfloat16 are seen"
+    assert max(gradient_errors(found, wanted).values()) < MAX_GRADIENT_ERROR
+    assert max(gradient_errors(by_formulas, wanted).values()) > MAX_GRADIENT_ERROR, "activations in bfloat16 are seen"
 
 
 def test_exact_agreement_before_and_after_a_refresh(deal: Deal) -> None:

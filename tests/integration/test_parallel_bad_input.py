@@ -295,7 +295,7 @@ def test_data_parallel_ranks_that_do_not_exist(server: ServerProcess, rank: Any)
         ({"physical_to_logical_map": [EXPERTS] * 2}, "the map has the shape [2, 8]"),
         ({"physical_to_logical_map": "trivial"}, "physical_to_logical_map"),
         ({"layers_per_chunk": 0}, "layers_per_chunk"),
-        ({"most_stall_s": -1}, "most_stall_s"),
+        ({"max_stall_s": -1}, "max_stall_s"),
     ],
 )
 def test_rebalances_that_cannot_be(server: ServerProcess, body: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ from tests.soak.wrong_variants import ENOUGH, WRONG_VARIANTS
 pytestmark = pytest.mark.full
 
 SECONDS = 12.0
-MOST_KEPT = 1000
+MAX_KEPT = 1000
 TO_CATCH = 3  # samples on which each variant must be noticed
 
 
@@ -50,7 +50,7 @@ class KeepingJudge(JudgeProcess):
             self.known.contents[epoch], self.known.labels[epoch] = load_file(path), {label}
         elif what == "label":
             self.known.labels[args[0]].add(args[1])
-        elif what == "answer" and len(self.samples) < MOST_KEPT:
+        elif what == "answer" and len(self.samples) < MAX_KEPT:
             self.samples += samples_of(args[0], args[1])[:4]
 
 

@@ -38,7 +38,7 @@ from tests.scheduler_harness import Harness, Result
 
 REFUSALS = (400, 409, 503)
 """Statuses with which a verb that comes at the wrong time may be answered."""
-_MOST_TURNS = 4000
+_MAX_TURNS = 4000
 _TURN_S = 0.001
 _EVENTS = '{"endpoint": "ipc:///nowhere", "weight_versions": true}'
 
@@ -133,7 +133,7 @@ class Engine(Harness):
         return answer
 
     def wait(self, request_id: str, timeout_s: float = 30.0) -> ControlReqOutput:
-        for _ in range(_MOST_TURNS):
+        for _ in range(_MAX_TURNS):
             if request_id in self.answers:
                 return self.answers.pop(request_id)
             self.tick()

@@ -24,7 +24,7 @@ from tests.mixed.play import MixedFailed, play
 from tests.mixed.schedule import schedule_of
 from tests.mixed.zoo import Zoo
 
-MOST_FAILURES = 10
+MAX_FAILURES = 10
 _REPORT_EVERY_S = 60.0
 _LOOK_EVERY_S = 5.0
 _MANY = 300
@@ -96,7 +96,7 @@ def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int, minute
             if not console.is_terminal and time.monotonic() - reported > _REPORT_EVERY_S:
                 reported = time.monotonic()
                 _say(console, f"{reported - started:.0f} s: {report.tally}")
-            if len(report.failures) == MOST_FAILURES:
+            if len(report.failures) == MAX_FAILURES:
                 break
     end = f"{len(report.failures)} failed" if report.failures else "none failed"
     seconds, num_played = time.monotonic() - started, report.tally.schedules + len(report.failures)

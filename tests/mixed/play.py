@@ -48,7 +48,7 @@ from tests.mixed.schedule import (
 from tests.mixed.violation import Violation
 from tests.mixed.zoo import Model, Zoo
 
-_MOST_TURNS = 4000
+_MAX_TURNS = 4000
 _NOBODY = "nobody"
 
 
@@ -102,7 +102,7 @@ class Player:
             self._commit(Commit(0, whole=True))
         engine.tick()
         engine.resume(None)
-        engine.run(max_ticks=_MOST_TURNS)
+        engine.run(max_ticks=_MAX_TURNS)
         self._check_at_rest()
         tally.schedules, tally.commits = 1, len(engine.of_epoch) - 1
         events = engine.scheduler.kv_events

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 NUM_CONTENTS = 3
 DTYPES = ("float32", "bfloat16")
 _MODEL_SEED = 3
-_MOST_ANSWERS = 512  # kept of all models; a schedule asks for fewer of its own
+_MAX_ANSWERS = 512  # kept of all models; a schedule asks for fewer of its own
 _ROOM = 1024  # KV slots where a request is alone
 _CHANGES: dict[str, dict[str, Any]] = {  # so that requests go beyond two pages of windows
     "gpt_oss": {"max_position_embeddings": 640},
@@ -144,7 +144,7 @@ class Zoo:
         known = self._answers.get(key)
         if known is None:
             known = self._answers[key] = answer()
-            if len(self._answers) > _MOST_ANSWERS:
+            if len(self._answers) > _MAX_ANSWERS:
                 self._answers.popitem(last=False)
         self._answers.move_to_end(key)
         return known

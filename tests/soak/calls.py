@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 TIMEOUT_S = 120.0
-MOST_COMPLAINTS = 20
+MAX_COMPLAINTS = 20
 
 
 class Ended(Exception):
@@ -57,7 +57,7 @@ class Calls:
     def complain(self, what: str) -> None:
         with self._lock:
             self.num_wrong += 1
-            if len(self.complaints) < MOST_COMPLAINTS:
+            if len(self.complaints) < MAX_COMPLAINTS:
                 self.complaints.append(what)
 
     def _request(

@@ -16,7 +16,7 @@ from tests.soak.known import Known
 from tests.soak.reading import TIE, Explanation, Reading
 from tests.soak.samples import Epoch, Sample, Violation, places
 
-MOST_TOGETHER = 512  # tokens behind a prompt: attention is computed whole
+MAX_TOGETHER = 512  # tokens behind a prompt: attention is computed whole
 
 
 class Explainer:
@@ -95,7 +95,7 @@ def _packs(readings: Sequence[Reading]) -> Iterator[list[Reading]]:
     for group in alike.values():
         pack: list[Reading] = []
         for reading in group:
-            if pack and sum(each.num_own for each in pack) + reading.num_own > MOST_TOGETHER:
+            if pack and sum(each.num_own for each in pack) + reading.num_own > MAX_TOGETHER:
                 yield pack
                 pack = []
             pack.append(reading)

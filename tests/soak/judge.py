@@ -24,8 +24,8 @@ from tests.soak.known import Known
 from tests.soak.reading import Explanation
 from tests.soak.samples import Epoch, Sample, Violation, samples_of
 
-MOST_COMPLAINTS = 20
-MOST_BEHIND = 32  # answers
+MAX_COMPLAINTS = 20
+MAX_BEHIND = 32  # answers
 SAY_EVERY_S = 2.0
 OTHERS_EVERY = 16  # samples from one to the next that is offered other weights
 OTHERS_TOKENS = 4  # fewer may fit by chance
@@ -53,7 +53,7 @@ class Tally:
 
     def complain(self, why: object) -> None:
         self.wrong += 1
-        if len(self.complaints) < MOST_COMPLAINTS:
+        if len(self.complaints) < MAX_COMPLAINTS:
             self.complaints.append(str(why))
 
 
@@ -108,7 +108,7 @@ class Judge:
 
     def _kept(self, sample: Sample, body: dict[str, Any], answer: bytes) -> str:
         """Keep everything with which the sample can be judged again, and say where; of the first few only."""
-        if self._keep is None or self.tally.wrong >= MOST_COMPLAINTS:
+        if self._keep is None or self.tally.wrong >= MAX_COMPLAINTS:
             return ""
         folder = self._keep / sample.rid
         folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ class JudgeProcess:
     @property
     def behind(self) -> bool:
         """True while so much waits to be judged that clients had better pause."""
-        return self._tasks.qsize() > MOST_BEHIND
+        return self._tasks.qsize() > MAX_BEHIND
 
     def tell(self, what: str, *args: Any) -> None:
         """Have the judge's method of this name called."""

@@ -34,8 +34,8 @@ TIE = 1e-4
 LIKELY_TIE = 1e-5
 """The distance below which the engine may well have taken either without saying so."""
 ROUNDING = 1e-5  # of the cumulative distribution
-MOST_TRIED = 6
-MOST_FORWARDS = 1500  # in search of lives
+MAX_TRIED = 6
+MAX_FORWARDS = 1500  # in search of lives
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Reading:
         A life may fit some positions by chance, so others are tried where nothing follows it.  None: nothing fits.
         """
         for life in lives:
-            if self._num_forwards == MOST_FORWARDS:
+            if self._num_forwards == MAX_FORWARDS:
                 self._tied = True
                 return None
             output = first or self._forward(life, start)
@@ -222,7 +222,7 @@ class Reading:
 
     def _who_explains(self, position: int) -> str:
         """Return, for the message, which single version of the last few would explain the position."""
-        for epoch in list(self._known.contents)[-MOST_TRIED:]:
+        for epoch in list(self._known.contents)[-MAX_TRIED:]:
             output = self._forward([epoch] * len(self.ids), 0)
             if self._first_wrong(output, position, [epoch] * len(self.ids))[0] > position:
                 return f"; epoch {epoch} alone would explain it"

@@ -17,8 +17,8 @@ from tests.soak.play import SETTINGS, Played
 from tests.soak.reading import TOLERANCE
 
 WIDTH = 150
-MOST_UNDECIDED = 0.01
-MOST_DECEIVED = 0.01
+MAX_UNDECIDED = 0.01
+MAX_DECEIVED = 0.01
 LOG_BYTES_A_CALL = 100
 DEADLINE_S = SETTINGS["weight_update_timeout"] + WEIGHT_MARGIN_S
 FULL_S = 240.0
@@ -73,15 +73,15 @@ def _explained(played: Played) -> Iterator[Fact]:
     yield Fact("of several versions, with KV computed again", f"{tally.mixed}, {tally.lives}")
     share = tally.undecided / max(tally.samples, 1)
     yield Fact(
-        "of them with a tie that nobody can decide", f"{share:.2%}", f"<= {MOST_UNDECIDED:.0%}", share <= MOST_UNDECIDED
+        "of them with a tie that nobody can decide", f"{share:.2%}", f"<= {MAX_UNDECIDED:.0%}", share <= MAX_UNDECIDED
     )
     yield Fact("repeated, equal to the bit", str(tally.repeated), "all", tally.wrong == 0)
     deceived = tally.deceived / max(tally.offered, 1)
     yield Fact(
         "explained by other weights, of those offered",
         f"{tally.deceived} of {tally.offered}",
-        f"<= {MOST_DECEIVED:.0%}",
-        deceived <= MOST_DECEIVED,
+        f"<= {MAX_DECEIVED:.0%}",
+        deceived <= MAX_DECEIVED,
     )
 
 

@@ -16,7 +16,7 @@ from tests.soak.calls import Calls, Ended
 from tests.soak.traffic import Traffic
 
 PAUSE_MODES = ("abort", "retract", "in_place")
-MOST_CONTINUES = 20
+MAX_CONTINUES = 20
 
 
 class Strangers:
@@ -119,8 +119,8 @@ class Strangers:
 
 def resume(calls: Calls) -> None:
     """End a pause of any client.  A refusal says that something was lost, once, or that it comes too early."""
-    for _ in range(MOST_CONTINUES):
+    for _ in range(MAX_CONTINUES):
         if calls.post("/continue_generation").status_code == 200:
             return
         time.sleep(0.02)
-    calls.complain(f"/continue_generation was refused {MOST_CONTINUES} times")
+    calls.complain(f"/continue_generation was refused {MAX_CONTINUES} times")

@@ -23,7 +23,7 @@ from tests.soak.calls import Calls, Ended
 
 VOCABULARY = 320
 CONTEXT = 1024
-MOST_REPEATABLE = 64
+MAX_REPEATABLE = 64
 ABORT_FORMS = ("the group", "samples", "group and sample", "twice", "among unknown ids", "by prefix", "unknown")
 
 
@@ -193,7 +193,7 @@ class Traffic:
     def _give_up(self, rng: random.Random) -> None:
         """A client that goes away: in the middle of a stream, or before its answer."""
         if rng.random() < 0.5:
-            events = self._events(self._body(rng, 1, most_new=200) | {"stream": True})
+            events = self._events(self._body(rng, 1, max_new=200) | {"stream": True})
             for _ in range(rng.randint(0, 5)):
                 next(events, None)
             events.close()
@@ -209,7 +209,7 @@ class Traffic:
                 self._calls.complain(f"/generate, soon given up: {type(error).__name__}: {error}")
 
     def _abort(self, rng: random.Random) -> None:
-        body = self._body(rng, rng.choice((1, 2, 16, 32, 64)), most_new=120)
+        body = self._body(rng, rng.choice((1, 2, 16, 32, 64)), max_new=120)
         form = rng.choice(ABORT_FORMS)
         ids, hit = _abort_ids(form, body["rid"], body["sampling_params"]["n"], rng)
         timer = threading.Timer(rng.choice((0.0, 0.01, 0.05, 0.2, 0.6)), self._abort_now, (ids,))
@@ -231,13 +231,13 @@ class Traffic:
     def _name(self) -> str:
         return f"r{next(self._names)}-s"  # no beginning of a name is another one
 
-    def _body(self, rng: random.Random, samples: int, most_new: int = 64) -> dict[str, Any]:
+    def _body(self, rng: random.Random, samples: int, max_new: int = 64) -> dict[str, Any]:
         """A prompt of one of a few families, so that prefixes are shared, with settings of all kinds."""
         family = random.Random(rng.randrange(12))
         prompt = _tokens(family, 300)[: rng.choice((3, 17, 40, 40, 90, 200, 300))] + _tokens(rng, rng.randint(0, 6))
         params: dict[str, Any] = {
             "n": samples,
-            "max_new_tokens": rng.randint(1, 12 if samples > 64 else most_new),
+            "max_new_tokens": rng.randint(1, 12 if samples > 64 else max_new),
             "temperature": rng.choice((0.0, 0.7, 1.0, 1.0)),
             "seed": rng.randrange(1 << 40),
             "ignore_eos": rng.random() < 0.8,
@@ -258,7 +258,7 @@ class Traffic:
             body["max_kv_version_lag"] = rng.choice((0, 0, 1, 2))
         if samples <= 64 and rng.random() < 0.5:
             self._repeatable.append(body)
-            del self._repeatable[:-MOST_REPEATABLE]
+            del self._repeatable[:-MAX_REPEATABLE]
         return body
 
     def ask(self, body: dict[str, Any], may_abort: set[str] | None = None) -> bytes | None:

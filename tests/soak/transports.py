@@ -39,7 +39,7 @@ Fields = Mapping[str, Any]  # weight_version, update_id
 Send = Callable[[Named, Fields], httpx.Response]
 
 GROUP_TIMEOUT_S = 15.0
-MOST_JOINS = 3
+MAX_JOINS = 3
 _NUMBERS = itertools.count()
 
 
@@ -75,11 +75,11 @@ class Group:
             handle.destroy()
 
     def _joined(self) -> GroupHandle:
-        for _ in range(MOST_JOINS):
+        for _ in range(MAX_JOINS):
             if self._handle is None:
                 self._handle = self._join()
         if self._handle is None:
-            raise TransportError(f"the engine did not join in {MOST_JOINS} tries")
+            raise TransportError(f"the engine did not join in {MAX_JOINS} tries")
         return self._handle
 
     def _join(self) -> GroupHandle | None:

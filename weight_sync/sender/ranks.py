@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.0005
 _MASK = (1 << 64) - 1
-_MOST_SAID = 512
+_MAX_SAID = 512
 """Bytes of a rank's own words on a failure, as the others get them."""
 _OTHERS_DEADLINES = 4
 """Deadlines of the sender that another rank waits for it: the sender asks the engines up to three things in a row."""
@@ -144,9 +144,9 @@ class TrainerRanks:
         return {rank: text for rank, text in enumerate(said) if text}
 
     def _texts(self, mine: str) -> list[str]:
-        """Return what each rank says, by rank, cut to `_MOST_SAID` bytes."""
-        said = torch.zeros(_MOST_SAID, dtype=torch.uint8)
-        content = mine.encode(errors="replace")[:_MOST_SAID]
+        """Return what each rank says, by rank, cut to `_MAX_SAID` bytes."""
+        said = torch.zeros(_MAX_SAID, dtype=torch.uint8)
+        content = mine.encode(errors="replace")[:_MAX_SAID]
         said[: len(content)] = _bytes_tensor(content)
         return [bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore") for part in self._all_gather(said)]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weight_sync.tensor_meta import dtype_name
 
-_MOST_LISTED_RANKS = 16
+_MAX_LISTED_RANKS = 16
 _WHOLE = "whole"
 
 
@@ -126,7 +126,7 @@ def _placement(tensor: torch.Tensor, meshes: dict[int, str]) -> str:
 
 def _mesh_text(mesh: DeviceMesh) -> str:
     ranks = mesh.mesh.tolist()
-    if mesh.size() <= _MOST_LISTED_RANKS:
+    if mesh.size() <= _MAX_LISTED_RANKS:
         return f"ranks {ranks}"
     shape = "x".join(str(size) for size in mesh.mesh.shape)
     return f"a mesh of {shape} ranks ({digest_of(json.dumps(ranks).encode()):016x})"

@@ -26,7 +26,7 @@ from weight_sync.tensor_meta import TensorMeta
 Progress = Callable[[int, int], None]
 
 _POLL_S = 0.0005
-_MOST_POLL_S = 0.005
+_MAX_POLL_S = 0.005
 
 
 class WeightUpdate(JointUpdate):
@@ -134,4 +134,4 @@ def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool]) ->
             wait(unanswered, timeout=poll_s, return_when=FIRST_COMPLETED)
         else:
             time.sleep(poll_s)
-        poll_s = min(1.1 * poll_s, _MOST_POLL_S)
+        poll_s = min(1.1 * poll_s, _MAX_POLL_S)

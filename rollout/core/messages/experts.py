@@ -94,7 +94,7 @@ class DumpExpertDistributionReply(Reply, kw_only=True):
 class DumpExpertDistributionReqInput(ControlReqInput[DumpExpertDistributionReply]):
     """Return the recorded expert load in the reply, or write it to a new file on the server's machine.
 
-    More than `most_numbers` are refused.  `path` must not exist.
+    More than `max_numbers` are refused.  `path` must not exist.
     """
 
     endpoint = Endpoint(
@@ -102,12 +102,12 @@ class DumpExpertDistributionReqInput(ControlReqInput[DumpExpertDistributionReply
         methods=GET_AND_POST,
         tag="experts",
         timeout_s=_TIMEOUT_S,
-        hidden=frozenset({"most_numbers"}),
+        hidden=frozenset({"max_numbers"}),
         accepts={"format": (Literal["json", "safetensors"] | None, None), "path": (Name | None, None)},
     )
 
     reset: bool = True
-    most_numbers: int | None = None
+    max_numbers: int | None = None
 
 
 class ExpertLocationReply(Reply, kw_only=True):
@@ -155,7 +155,7 @@ class EplbRebalanceReqInput(ControlReqInput[EplbRebalanceReply]):
     dry_run: bool = False
     algorithm: str | None = None
     layers_per_chunk: Annotated[int, Limits(ge=1, lt=2**63)] | None = None
-    most_stall_s: Annotated[float, Limits(gt=0, allow_inf_nan=False)] | None = None
+    max_stall_s: Annotated[float, Limits(gt=0, allow_inf_nan=False)] | None = None
     physical_to_logical_map: list[list[Int64]] | None = None
     split: list[list[float]] | None = None
 

@@ -37,7 +37,7 @@ class ExpertRoutes:
         target = None if path is None else await asyncio.to_thread(_NewFile, path)
         try:
             most = MOST_JSON_NUMBERS if form == "json" else None
-            answer = await self._verbs.ask(DumpExpertDistributionReqInput, reset=body.reset, most_numbers=most)
+            answer = await self._verbs.ask(DumpExpertDistributionReqInput, reset=body.reset, max_numbers=most)
             if not answer.success:
                 return reply(answer)
             dump = LoadDump.from_message(answer.reply.dump)

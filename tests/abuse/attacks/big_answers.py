@@ -9,7 +9,7 @@ from tests.abuse.good import tensors_of
 from tests.abuse.registry import OPEN, RANKS, attack
 from tests.abuse.server import Victim
 
-MOST_IDS = 2_000_000
+MAX_IDS = 2_000_000
 
 
 @attack(OPEN, seconds=120.0, keeps_mb=400, peak_mb=1500)
@@ -41,8 +41,8 @@ def answers_that_are_large(victim: Victim) -> str:
         ("/generate", masks),
         ("/generate", masks | {"stream": True}),
         ("/generate", masks | {"sampling_mask_format": "csr", "sampling_logprobs_mode": "support"}),
-        ("/detokenize", {"tokens": [5] * MOST_IDS}),
-        ("/detokenize", {"tokens": [[5] * 1000] * (MOST_IDS // 1000)}),
+        ("/detokenize", {"tokens": [5] * MAX_IDS}),
+        ("/detokenize", {"tokens": [[5] * 1000] * (MAX_IDS // 1000)}),
         ("/tokenize", {"prompt": ["a b c"] * 100_000}),
         ("/get_weights_by_name", {"name": name, "truncate_size": 2**31 - 1}),
     ]

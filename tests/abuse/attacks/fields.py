@@ -56,7 +56,7 @@ def sampling_parameters_at_their_extremes(victim: Victim) -> str:
     return f"{calls} calls"
 
 
-def _all_of(victim: Victim, found: list[Operation], most_s: float) -> str:
+def _all_of(victim: Victim, found: list[Operation], max_s: float) -> str:
     """Send all calls, in another order in every run; calls beyond the time of an endpoint are left out and counted."""
     bodies = good_bodies(victim)
     seed = time.time_ns() % 100_000
@@ -64,7 +64,7 @@ def _all_of(victim: Victim, found: list[Operation], most_s: float) -> str:
     for one in found:
         todo = list(_calls(one, good_body(bodies, one)))
         random.Random(f"{seed} {one.path}").shuffle(todo)
-        deadline = time.monotonic() + most_s
+        deadline = time.monotonic() + max_s
         for number, (path, content) in enumerate(todo):
             if time.monotonic() > deadline or not victim.running:
                 left_out += len(todo) - number

@@ -30,7 +30,7 @@ from rollout.core.errors import BadRequest
 from tests.canned_server import CannedServer, RawServer, json_response, raw_reply, serving
 from weight_sync.engine_control import EngineError
 
-QUICK = FleetPolicy(check_every_s=0.05, check_timeout_s=2.0, most_failures=2)
+QUICK = FleetPolicy(check_every_s=0.05, check_timeout_s=2.0, max_failures=2)
 TIMES = Timeouts(retry=0.5, control=5.0, weights=5.0)
 
 
@@ -250,7 +250,7 @@ def test_an_engine_that_was_started_anew_between_two_failures_is_left_out() -> N
             made[1].version, made[1].is_healthy = "0", True
             await until(lambda: "serves weight version 0" in str(fleet.engines[urls[1]].left_out))
 
-        with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.05, most_failures=1000))
+        with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.05, max_failures=1000))
 
 
 def test_an_engine_whose_weights_change_behind_the_fleet_is_left_out_c8() -> None:
@@ -284,7 +284,7 @@ def test_engines_that_change_together_stay_and_the_one_that_does_not_goes_c8() -
             await until(lambda: fleet.engines[urls[2]].left_out)
             assert fleet._reasons() == f"{urls[2]}: it serves weight version 7, the fleet 9"
 
-        with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.1, most_differences=4))
+        with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.1, max_differences=4))
 
 
 def test_versions_are_not_compared_amid_a_refresh_of_somebody_else_c8() -> None:
@@ -325,7 +325,7 @@ def test_a_restart_of_any_length_is_noticed_by_the_id_of_the_process_c8() -> Non
             with pytest.raises(ServerUnreachable, match="serves weight version default, the fleet 1"):
                 await fleet.generate("x")
 
-        with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.05, most_differences=10**6))
+        with_fleet(urls, use, policy=FleetPolicy(check_every_s=0.05, max_differences=10**6))
 
 
 def test_an_engine_is_brought_up_to_date_before_it_is_taken_back() -> None:

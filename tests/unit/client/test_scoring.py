@@ -273,11 +273,11 @@ def test_sequences_are_scored_in_calls_of_neighbours(monkeypatch: pytest.MonkeyP
         assert result.top_ids.shape == result.top_logprobs.shape == (len(result), 2)
         assert [(span.version, span.start, span.end) for span in result.weight_versions] == [("v", 0, len(result))]
     server.bodies.clear()
-    monkeypatch.setattr(scoring, "MOST_ENTRIES", 20)  # the long one goes alone
+    monkeypatch.setattr(scoring, "MAX_ENTRIES", 20)  # the long one goes alone
     server.client().score(sequences, top_k=2)
     assert [[len(ids) for ids in body["input_ids"]] for body in server.bodies] == [[5], [10, 2], [7], [31], [3]]
     server.bodies.clear()
-    monkeypatch.setattr(scoring, "MOST_TOKENS", 12)
+    monkeypatch.setattr(scoring, "MAX_TOKENS", 12)
     server.client().score(sequences)
     assert [[len(ids) for ids in body["input_ids"]] for body in server.bodies] == [[5], [10, 2], [7], [31], [3]]
     assert server.client().score([]) == []

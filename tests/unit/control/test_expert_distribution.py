@@ -176,7 +176,7 @@ def test_the_life_of_a_record(folder: Path) -> None:
     assert dump(harness).header["num_passes"] == 0
     harness.generate(PROMPTS, params={"max_new_tokens": 4})
     assert harness.control(StopExpertDistributionReqInput).data == {"mode": "per_pass", "num_passes": 4}
-    too_long = harness.control(DumpExpertDistributionReqInput, most_numbers=10)
+    too_long = harness.control(DumpExpertDistributionReqInput, max_numbers=10)
     assert not too_long.success and too_long.status_code == 413
     assert dump(harness, reset=False).header["num_passes"] == 4
     restarted = harness.control(StartExpertDistributionReqInput, mode="stat")

@@ -26,7 +26,7 @@ from rollout.dashboard import history as kept
 from rollout.dashboard import refusals
 from rollout.dashboard.history import ServerHistory
 from rollout.dashboard.refusals import RefusalLog, reason_in
-from rollout.dashboard.route_probe import MOST_TOKENS, flips
+from rollout.dashboard.route_probe import MAX_TOKENS, flips
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import NUM_EXPERTS, route_rows
 from tests.tiny_tokenizer import write_model_folder
@@ -460,7 +460,7 @@ def test_flips_are_of_sets_not_of_orders() -> None:
         ({"text": "a", "input_ids": [1]}, 400, "not both"),
         ({"input_ids": [1]}, 400, "2 to 4096 tokens, got 1"),
         ({"input_ids": []}, 400, "got 0"),
-        ({"input_ids": [1] * (MOST_TOKENS + 1)}, 400, f"got {MOST_TOKENS + 1}"),
+        ({"input_ids": [1] * (MAX_TOKENS + 1)}, 400, f"got {MAX_TOKENS + 1}"),
         ({"input_ids": [1, 10**6]}, 400, "10"),
         ({"input_ids": "x"}, 400, "input_ids"),
         ({"text": "\ud800"}, 400, ""),

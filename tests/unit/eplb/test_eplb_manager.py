@@ -203,17 +203,17 @@ def test_a_given_placement_is_taken_without_counts() -> None:
 
 
 def test_no_stall_is_planned_over_the_budget() -> None:
-    free = decide(situation(), RebalancePolicy(algorithm="balanced", most_stall_s=None), asked=True)
+    free = decide(situation(), RebalancePolicy(algorithm="balanced", max_stall_s=None), asked=True)
     assert free.num_chunks == 1
     by_layer = free.predicted_seconds / LAYERS
-    bound = decide(situation(), RebalancePolicy(algorithm="balanced", most_stall_s=1.5 * by_layer), asked=True)
+    bound = decide(situation(), RebalancePolicy(algorithm="balanced", max_stall_s=1.5 * by_layer), asked=True)
     assert 1 < bound.num_chunks <= LAYERS and bound.longest_chunk_s < free.longest_chunk_s
     single = decide(situation(), RebalancePolicy(algorithm="balanced", layers_per_chunk=1), asked=True)
     assert single.num_chunks == LAYERS
 
 
 def test_a_decision_arrives_as_it_was_made() -> None:
-    policy = RebalancePolicy(most_stall_s=0.003)
+    policy = RebalancePolicy(max_stall_s=0.003)
     given = situation(bytes_per_s=1.2345e9)
     for decision in (decide(given, policy), decide(situation(seconds_per_step=0.0), policy)):
         arrived = from_bytes(to_bytes(decision), Decision)
@@ -241,7 +241,7 @@ def test_a_decision_arrives_as_it_was_made() -> None:
         {"threshold": 1.5},
         {"expert_share": -0.1},
         {"layers_per_chunk": 0},
-        {"most_stall_s": 0.0},
+        {"max_stall_s": 0.0},
         {"deadline_s": -1.0},
     ],
 )

@@ -155,16 +155,16 @@ def check_rank_views(migration: Migration) -> None:
 @settings(max_examples=examples(150), deadline=None)
 @given(cases(), st.sampled_from([None, 1, 2]), st.sampled_from([None, 1, 3]))
 def test_the_moves_give_the_new_map(
-    case: tuple[ExpertLayout, np.ndarray, np.ndarray], layers_per_chunk: int | None, most_handled: int | None
+    case: tuple[ExpertLayout, np.ndarray, np.ndarray], layers_per_chunk: int | None, max_handled: int | None
 ) -> None:
     layout, before, after = case
-    budget = None if most_handled is None else most_handled * SLOT_BYTES
+    budget = None if max_handled is None else max_handled * SLOT_BYTES
     migration = plan_migration(
-        before, after, layout, SLOT_BYTES, layers_per_chunk=layers_per_chunk, most_handled_bytes=budget
+        before, after, layout, SLOT_BYTES, layers_per_chunk=layers_per_chunk, max_handled_bytes=budget
     )
     check(migration)
     again = plan_migration(
-        before.copy(), after.copy(), layout, SLOT_BYTES, layers_per_chunk=layers_per_chunk, most_handled_bytes=budget
+        before.copy(), after.copy(), layout, SLOT_BYTES, layers_per_chunk=layers_per_chunk, max_handled_bytes=budget
     )
     assert again.moves == migration.moves and again.digest() == migration.digest()
     for chunk in migration.chunks:
@@ -223,7 +223,7 @@ def test_a_real_plan_of_a_large_model() -> None:
     counts = zipf(6, 128, 1.0)
     before = make_plan("balanced", counts, layout).physical_to_logical_LP
     after = make_plan("balanced", drift(counts, 0.3), layout).physical_to_logical_LP
-    migration = plan_migration(before, after, layout, SLOT_BYTES, most_handled_bytes=60 * SLOT_BYTES)
+    migration = plan_migration(before, after, layout, SLOT_BYTES, max_handled_bytes=60 * SLOT_BYTES)
     check(migration)
     sent = np.array(sent_by_rank(migration)) / SLOT_BYTES
     assert sent.max() <= 1.35 * sent.mean()
@@ -290,7 +290,7 @@ def test_digests_of_different_plans_differ() -> None:
     ("settings", "error", "message"),
     [
         ({"layers_per_chunk": 0}, EplbRequestError, "layers_per_chunk must be at least 1"),
-        ({"most_handled_bytes": 0}, EplbRequestError, "budget must be at least 1"),
+        ({"max_handled_bytes": 0}, EplbRequestError, "budget must be at least 1"),
         ({"slot_bytes": 0}, EplbRequestError, "slot_bytes must be at least 1"),
         ({"after_LP": np.array([[1, 1, 0, 3, 0, 1]])}, MapError, "no slot holds expert 2"),
         ({"after_LP": np.array([[1, 0, 0, 4, 0, 2]])}, MapError, "slot 3 holds expert 4"),

@@ -171,7 +171,7 @@ def test_a_rebalance_over_http_says_why_not(live: Live) -> None:
     response = live.client.post("/eplb_rebalance", json={"dry_run": True})
     assert response.status_code == 400
     assert response.json()["message"] == "all experts are on one rank (--ep-size 1): there is nothing to rebalance"
-    for wrong in ({"layers_per_chunk": 0}, {"most_stall_s": -1}, {"physical_to_logical_map": [[0.5]]}):
+    for wrong in ({"layers_per_chunk": 0}, {"max_stall_s": -1}, {"physical_to_logical_map": [[0.5]]}):
         assert live.client.post("/eplb_rebalance", json=wrong).status_code == 400
     assert "lockstep:eplb_" not in "".join(f"{name}{value}" for (name, *_), value in samples(live).items())
     assert live.client.get("/health_generate").status_code == 200
