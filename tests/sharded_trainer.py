@@ -241,7 +241,7 @@ def plans_that_differ(rank: int) -> None:
         (without(w1), {}, f"same tensors: rank 1 lacks {w1}"),
         (without(w1, "layers.3.w"), {}, f"rank 1 lacks {w1} and 1 more"),
         (mine | bias, {}, "rank 0 lacks bias, and rank 1 has it"),
-        ({"stage1.w": mine[w1]}, {}, "rank 1 lacks layers.0.w and 3 more; it has stage1.w, and rank 0 has not"),
+        ({"stage1.w": mine[w1]}, {}, "rank 1 lacks layers.0.w and 3 more; it has stage1.w, and rank 0 does not"),
         (reverse, {}, "tensor 0 is layers.0.w on rank 0 and layers.3.w on rank 1; the order must be equal"),
         (replaced(w1, transposed), {}, f"the shape of {w1} is [6, 4] on rank 0 and [4, 6] on rank 1"),
         (replaced(w1, double), {}, f"the dtype of {w1} is float32 on rank 0 and float64 on rank 1"),

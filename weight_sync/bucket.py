@@ -95,8 +95,8 @@ def check_alignment(metas: Sequence[TensorMeta]) -> int:
     for meta in metas:
         if offset % meta.dtype.itemsize:
             raise WeightRequestError(
-                f"bucket is not aligned: {meta.name} ({dtype_name(meta.dtype)}) would start at byte {offset}; "
-                "put tensors of larger item size first, or send each dtype in a bucket of its own"
+                f"bucket is not aligned: {meta.name} ({dtype_name(meta.dtype)}) would start at byte {offset}. "
+                "Put tensors of larger item size first, or send each dtype in its own bucket."
             )
         offset += meta.nbytes
     return offset
@@ -132,7 +132,7 @@ def unpack(bucket: torch.Tensor, metas: Sequence[TensorMeta]) -> list[tuple[str,
     """
     total = check_alignment(metas)
     if bucket.numel() != total:
-        raise WeightRequestError(f"bucket has {bucket.numel()} bytes, its tensors add up to {total}")
+        raise WeightRequestError(f"bucket has {bucket.numel()} bytes, but its tensors have {total} bytes in total")
     views = []
     offset = 0
     for meta in metas:

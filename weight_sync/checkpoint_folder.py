@@ -70,13 +70,13 @@ class CheckpointFolder:
         stamps = {file.path: file.stamp for file in self.files} | {self.path / INDEX_FILE: self.index}
         for path, stamp in stamps.items():
             if _stamp(path) != stamp:
-                raise ContentError(f"{path} changed while {self.path} was read; write to another folder, and rename it")
+                raise ContentError(f"{path} changed while {self.path} was read; write to another folder and rename it")
 
 
 def open_checkpoint_folder(path: Path) -> CheckpointFolder:
     """Read the index and all headers.
 
-    An index says which files count.  Without one it is `model.safetensors` alone, or else all `*.safetensors` but those
+    An index lists its files.  Without one it is `model.safetensors` alone, or else all `*.safetensors` but those
     whose names say that they are something else.
 
     Raises `WeightRequestError` for a folder or file that is missing, `ContentError` for one that is damaged, for a
@@ -97,7 +97,7 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
     homes = homes_of(files)
     for name, file_name in (weight_map or {}).items():
         if homes.get(name) is None or homes[name].path.name != file_name:
-            raise ContentError(f"{path / file_name} has no tensor {name}, which {INDEX_FILE} puts there")
+            raise ContentError(f"{path / file_name} has no tensor {name}, though {INDEX_FILE} lists it there")
     return CheckpointFolder(path, files, index)
 
 
@@ -109,12 +109,14 @@ def _files_without_index(path: Path) -> list[str]:
     names = [name for name in found if not name.startswith(_OF_OTHERS)]
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     if shards and len(shards) == len(names) and len(names) != int(shards[0]["total"]):
-        raise WeightRequestError(f"{path} has {len(names)} of the {int(shards[0]['total'])} files like {names[0]}")
+        raise WeightRequestError(
+            f"{path} has {len(names)} of the {int(shards[0]['total'])} files named like {names[0]}"
+        )
     if names:
         return names
     if found:
         raise WeightRequestError(
-            f"{path} has {found[0]}, but neither {WHOLE_FILE} nor {INDEX_FILE}; save the whole model there"
+            f"{path} has {found[0]}, but neither {WHOLE_FILE} nor {INDEX_FILE}; save the whole model in one folder"
         )
     raise WeightRequestError(f"{path} has no *.safetensors file; convert the checkpoint to safetensors")
 

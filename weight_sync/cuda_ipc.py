@@ -126,8 +126,8 @@ def require_cuda() -> None:
     """Raises `WeightRequestError` unless this process can use a CUDA device."""
     if not torch.cuda.is_available():
         raise WeightRequestError(
-            "the payload holds CUDA IPC handles, and this engine sees no CUDA device; send CPU tensors (sharing "
-            "strategy 'file_system', or safetensors)"
+            "the payload holds CUDA IPC handles, but this engine has no CUDA device. Send CPU tensors (sharing "
+            "strategy 'file_system') or safetensors."
         )
 
 

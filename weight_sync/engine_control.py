@@ -101,7 +101,7 @@ class EngineError(WeightSyncError):
     ) -> None:
         said = [f"engine {name}: {type(error).__name__}: {error}" for name, error in failures.items()]
         if committed:
-            said.append(f"committed all the same: {', '.join(committed)}")
+            said.append(f"committed despite the failure: {', '.join(committed)}")
         if unknown:
             said.append(f"not known whether committed: {', '.join(unknown)} (update {update_id})")
         super().__init__("; ".join(said))

@@ -14,7 +14,7 @@ WeightSyncError               500
 +-- TransportError            502  rendezvous or receive failed or ran into its deadline
 +-- LocalCheckpointError      500  a local checkpoint folder could not be written
 +-- StagingError              500  old content cannot be kept, or restored
-+-- CommitError               500  the write failed; the message says whether the old weights were restored
++-- CommitError               500  the write failed; the message states whether the old weights were restored
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[
     Every size is a multiple of `BLOCK` elements.  And whether all elements are finite; None for a dtype where that is
     not found out.  T tensors of N blocks.
     """
-    assert all(numel % BLOCK == 0 for numel in numels), "a block must not be of two tensors"
+    assert all(numel % BLOCK == 0 for numel in numels), "a block must lie in one tensor"
     exponent = _EXPONENTS.get(flat.dtype, 0)
     sums_N, infinite_N = block_sums(_words(flat).view(-1, BLOCK), exponent)
     finite = not bool(infinite_N.any()) if exponent else None
@@ -130,7 +130,7 @@ def fingerprint_update(value: int, flat_indices: torch.Tensor, old: torch.Tensor
     With `old` and `new` exchanged it takes the change back.  Raises `WeightRequestError` when the three do not match.
     """
     if not flat_indices.shape == old.shape == new.shape or flat_indices.dim() != 1 or old.dtype != new.dtype:
-        raise WeightRequestError("a delta needs as many indices as old and new elements, of one dtype")
+        raise WeightRequestError("a delta needs equally many indices, old and new elements, and one dtype")
     if flat_indices.dtype != torch.int64:
         raise WeightRequestError(f"flat indices are int64, got {dtype_name(flat_indices.dtype)}")
     before, after = _words(old), _words(new)

@@ -66,7 +66,9 @@ def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[Te
             _check_scale(weights, meta)
         elif kind == "weight":
             if len(meta.shape) < 2:
-                raise ShapeMismatchError(f"{meta.name} is {dtype_name(meta.dtype)} and no matrix: it has no blocks")
+                raise ShapeMismatchError(
+                    f"{meta.name} is {dtype_name(meta.dtype)} but not a matrix, so it has no blocks"
+                )
             found.append(TensorMeta(meta.name, _value_dtype(weights, meta) or meta.dtype, meta.shape))
         elif _is_other_fp8(meta) and (dtype := _value_dtype(weights, meta)) is not None:
             raise DtypeMismatchError(f"{meta.name}: the model has {dtype_name(dtype)}, got {dtype_name(meta.dtype)}")
@@ -129,7 +131,9 @@ class PairedTensors:
             kind = self._kind_of(name, tensor)
             if kind == "plain":
                 if name in self._waiting:
-                    raise DtypeMismatchError(f"{name} is {dtype_name(tensor.dtype)} and came with {name}{SCALE_SUFFIX}")
+                    raise DtypeMismatchError(
+                        f"{name} is {dtype_name(tensor.dtype)}, which has no scales, but came with {name}{SCALE_SUFFIX}"
+                    )
                 whole.append(WireTensor(name, tensor))
             elif (pair := self._pair(name, kind, tensor.detach())) is not None:
                 whole.append(self._values(name if kind == "weight" else weight_name(name), pair))
@@ -170,8 +174,8 @@ class PairedTensors:
     def _wait(self, key: str, kind: _Kind, tensor: torch.Tensor) -> None:
         if self.num_bytes + tensor.nbytes > self._max_bytes:
             raise WeightRequestError(
-                f"{key}: FP8 tensors that wait for their other halves would take more than the model's "
-                f"{self._max_bytes} bytes; send scales with their weights"
+                f"{key}: FP8 tensors that wait for their scales or weights exceed the model's "
+                f"{self._max_bytes} bytes. Send scales with their weights."
             )
         self._waiting[key] = (kind, tensor.clone())
         self.num_bytes += tensor.nbytes
@@ -213,7 +217,7 @@ def _is_other_fp8(meta: TensorMeta) -> bool:
 def _check_scale(weights: LogicalWeights, meta: TensorMeta) -> None:
     if meta.dtype not in SCALE_DTYPES:
         kinds = ", ".join(map(dtype_name, SCALE_DTYPES))
-        raise DtypeMismatchError(f"{meta.name}: scales are one of {kinds}, got {dtype_name(meta.dtype)}")
+        raise DtypeMismatchError(f"{meta.name}: scales must be one of {kinds}, got {dtype_name(meta.dtype)}")
     weight = weights.metas().get(weight_name(meta.name))  # a fused one's shape shows when it comes
     if weight is not None and meta.shape != scale_shape(weight.shape):
         raise ShapeMismatchError(

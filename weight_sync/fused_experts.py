@@ -1,4 +1,4 @@
-"""Fused expert tensors: one of each kind holds a projection of all experts of a layer, beside the per-expert names.
+"""Fused expert tensors: one of each kind holds a projection of all experts of a layer, as well as the per-expert names.
 
     layout         gate_up_proj                               down_proj    gate_up_proj_bias, down_proj_bias
     rows           [E, 2I, D], gate rows first                [E, D, I]    none

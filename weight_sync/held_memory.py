@@ -1,4 +1,4 @@
-"""Memory that an update takes beside the model, released after it or kept for the next one.
+"""Memory that an update takes in addition to the model, released after it or kept for the next one.
 
 The first touch of fresh memory costs more than everything else that is done with it, so an engine that is refreshed
 often keeps it.  No step waits for its release.
@@ -93,7 +93,7 @@ class HeldMemory:
         if self._closing is not None:
             self._closing.join(timeout_s)
             if self._closing.is_alive():
-                raise StagingError("the memory of the weight update before is still being given back")
+                raise StagingError("the memory of the previous weight update is still being released; try again")
             self._closing = None
 
 
@@ -107,7 +107,7 @@ def _new_bytes(num_bytes: int, device: torch.device, like: torch.Tensor | None) 
 
 
 def pinned_area(num_bytes: int) -> torch.Tensor:
-    """Return host memory that a CUDA device reaches beside other work, uint8 [num_bytes]; it goes with its last view.
+    """Return host memory that a CUDA device reaches next to other work, uint8 [num_bytes]; it goes with its last view.
 
     torch's own pinned memory takes the next power of two, and is kept by torch for ever.  It is taken for small areas,
     and where the driver registers no memory of others.

@@ -126,9 +126,9 @@ class JournalStaging(_InModelStaging):
             self._file = self._file or UnnamedFile("lockstep-journal-", self._directory)
         except OSError as error:
             where = self._directory or tempfile.gettempdir()
-            raise StagingError(f"no journal can be made in {where}: {error}") from error
+            raise StagingError(f"the journal in {where} cannot be created: {error}") from error
         try:
             entry = self._file.append(content.data)
         except OSError as error:
-            raise StagingError(f"the journal cannot take {name} ({content.nbytes} bytes): {error}") from error
+            raise StagingError(f"{name} ({content.nbytes} bytes) cannot be written to the journal: {error}") from error
         self._entries.append((name, old.dtype, tuple(old.shape), entry))

@@ -76,7 +76,7 @@ class Intake:
 
     def take_part(self, part: ProvenPart) -> None:
         """Note a part of a tensor, which is held as it was sent.  Raises `ContentError`."""
-        assert part.name not in self._quantised, "its source refuses those that are quantised as a whole"
+        assert part.name not in self._quantised, "its source refuses tensors that are quantised as a whole"
         matching({part.name: part.fingerprint}, self._stated)
         self.contents[part.name] = Content.plain(self._weights.metas()[part.name], part.fingerprint)
 
@@ -129,7 +129,7 @@ class Intake:
             is_exact = is_exact_cast(values.dtype, dtype)
             values = values.to(dtype)
             if not is_exact and not is_finite(values):
-                raise ContentError(f"{arrival.name} has values beyond those of {dtype_name(dtype)}")
+                raise ContentError(f"{arrival.name} has values outside the range of {dtype_name(dtype)}")
         held = self._quantised.get(arrival.name)
         is_pair = len(content.sent) > 1
         return values if held is None or (is_pair and not held.of_pairs) else held.values(values)

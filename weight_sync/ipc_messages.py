@@ -114,7 +114,7 @@ def read_handle(data: memoryview, device: torch.device) -> IpcBuffer | SenderFai
         require_cuda()
     else:
         raise WeightRequestError(
-            "the buffer came inside the message, so no later bucket could reach the engine; share it: "
+            "the buffer came inside the message, so later buckets could not reach the engine. Share it: "
             "torch.multiprocessing.set_sharing_strategy('file_system') and ForkingPickler, or {shm_name, nbytes}"
         )
     return IpcBuffer(place.storage, place.span[0], place.numel, segments)
@@ -130,7 +130,7 @@ def read_bucket(data: memoryview, buffer: IpcBuffer) -> list[StoredTensor] | Sen
     if value is None or isinstance(value, SenderFailure):
         return value
     if not isinstance(value, list):
-        raise WeightRequestError("a message is neither a bucket, nor the end, nor an exception")
+        raise WeightRequestError("a message is not a bucket, the end or an exception")
     tensors = [_place(entry, buffer) for entry in value]
     require_apart(tensors, "the buffer")
     return tensors
@@ -153,7 +153,7 @@ def _decode(data: memoryview) -> tuple[Any, list[SharedSegment]]:
     try:
         value = json.loads(bytes(data))
     except (ValueError, RecursionError) as error:
-        raise WeightRequestError(f"a message is neither a pickle nor JSON: {str(error)[:200]}") from None
+        raise WeightRequestError(f"a message is not a pickle or JSON: {str(error)[:200]}") from None
     if isinstance(value, dict) and set(value) == {"error"}:
         return SenderFailure(str(value["error"])[:_MAX_TEXT]), []
     return value, []
@@ -164,7 +164,7 @@ def _rebuild(value: Any, device: torch.device) -> Any:
     if not isinstance(value, tuple):
         return value
     if len(value) != 2 or not isinstance(value[0], Function) or not isinstance(value[1], tuple):
-        raise WeightRequestError("the first message is not a handle: (function, arguments) was expected")
+        raise WeightRequestError("the first message is not a handle: expected (function, arguments)")
     function, arguments = value
     if len(arguments) == _CUDA_ARGUMENTS and device.type == "cuda":
         ours = torch.cuda.current_device() if device.index is None else device.index
@@ -177,7 +177,7 @@ def _rebuild(value: Any, device: torch.device) -> Any:
 
 def _native_buffer(name: Any, nbytes: Any) -> IpcBuffer:
     if not isinstance(name, str) or type(nbytes) is not int or not 0 <= nbytes < 2**48:
-        raise WeightRequestError("a handle is {'shm_name': text, 'nbytes': a whole number}")
+        raise WeightRequestError("a handle must be {'shm_name': text, 'nbytes': integer}")
     segment = SharedSegment(name, nbytes)
     segment.check()
     return IpcBuffer(SegmentStorage(segment), 0, nbytes)
@@ -195,13 +195,16 @@ def _place(entry: Any, buffer: IpcBuffer) -> StoredTensor:
     if not isinstance(dtype, torch.dtype) or not isinstance(shape, (tuple, list)):
         raise WeightRequestError(f"{str(name)[:200]}: a tensor of a bucket has no dtype or no shape")
     if type(offset) is not int or not 0 <= offset <= buffer.nbytes:
-        raise WeightRequestError(f"{str(name)[:200]}: offset {str(offset)[:40]} in a buffer of {buffer.nbytes} bytes")
+        raise WeightRequestError(
+            f"{str(name)[:200]}: offset {str(offset)[:40]} is outside a buffer of {buffer.nbytes} bytes"
+        )
     if offset % dtype.itemsize:
         raise WeightRequestError(f"{str(name)[:200]}: {dtype} cannot be read from offset {offset}")
     tensor = name_tensor(name, contiguous_place(buffer.storage, dtype, shape, buffer.start + offset))
     if offset + tensor.meta.nbytes > buffer.nbytes:
         raise WeightRequestError(
-            f"{tensor.meta.name}: bytes {offset} to {offset + tensor.meta.nbytes} in a buffer of {buffer.nbytes}"
+            f"{tensor.meta.name}: bytes {offset} to {offset + tensor.meta.nbytes} are outside a buffer "
+            f"of {buffer.nbytes}"
         )
     return tensor
 

@@ -87,7 +87,7 @@ class JointUpdate:
         `EngineError`.
         """
         if not self._is_entered:
-            raise TransactionStateError("the weight update is over, or was never entered")
+            raise TransactionStateError("the weight update has ended or was not entered")
         calls = self._call(verb, self._active, **fields)
         failed = self._failed(verb, calls)
         self._settle(failed)

@@ -96,7 +96,7 @@ class WeightLedger:
     def record(self, wire_name: str, logical_name: str) -> bool:
         """Note an arrival.  True: the first of this logical tensor.  False: it came before, under another wire name.
 
-        Raises `CoverageError` as `refusals` says.
+        Raises `CoverageError` as `refusals` states.
         """
         if logical_name not in self._expected or wire_name in self._wire_names.get(logical_name, ()):
             raise CoverageError("; ".join(self.refusals([(wire_name, logical_name)])))
@@ -177,7 +177,7 @@ def load_part(proven: ProvenPart, sink: WeightSink, ledger: WeightLedger) -> Non
     if part is not None and not is_finite(part.content):
         raise ContentError(f"values that are not finite in {name}")
     if not ledger.record(name, name):
-        raise CoverageError(f"{name} came before under another name")
+        raise CoverageError(f"{name} came already under another name")
     if part is not None:
         sink.write(name, part)
 
@@ -219,7 +219,7 @@ def matching(found: dict[str, int], stated: Mapping[str, int]) -> dict[str, int]
         expected = stated.get(name, actual)
         if actual != expected:
             raise ContentError(
-                f"{name}: fingerprint {fingerprint_hex(actual)}, the manifest says {fingerprint_hex(expected)}"
+                f"{name}: fingerprint {fingerprint_hex(actual)}, the manifest expects {fingerprint_hex(expected)}"
             )
     return found
 

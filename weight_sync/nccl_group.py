@@ -3,7 +3,7 @@
 * The first collective of a group connects its members.  The call returns once all have come, and has no deadline: it is
   made on a thread, and left there when its caller gives up.
 * torch's watchdog ends the whole process over a collective that is late (`TORCH_NCCL_ASYNC_ERROR_HANDLING`).  So the
-  deadline that NCCL is told lies behind ours, and the group is aborted in between.
+  deadline that NCCL gets lies behind ours, and the group is aborted in between.
 * `work.wait()` lets the stream wait, not the host, and knows no timeout: a work is asked whether it is completed.
 * Leaving a group in which a call is stuck may be stuck as well: that, too, is left to a thread.
 

@@ -78,7 +78,7 @@ class OpenUpdate:
         """Raises `TransactionStateError` if a transaction is open; `what` is not possible then."""
         if self._transaction is not None:
             refused = what and f"{what}: "
-            raise TransactionStateError(f"{refused}a weight update is open already {self.way_out}")
+            raise TransactionStateError(f"{refused}a weight update is already open {self.way_out}")
 
     def admit(self, update_id: str | None, verb: str) -> WeightTransaction:
         """Return the open transaction, for a call that is of it.  Raises `TransactionStateError`."""

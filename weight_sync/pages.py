@@ -199,7 +199,7 @@ def _map(num_bytes: int, protection: int, flags: int = 0) -> int:
     """Raises `StagingError`."""
     found = _libc().mmap(None, num_bytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, -1, 0)
     if found == _FAILED:
-        raise StagingError(f"the system gives no {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")
+        raise StagingError(f"the system cannot allocate {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")
     return int(found)
 
 

@@ -2,7 +2,7 @@
 
 A pickle is a program for a small stack machine.  This one knows the instructions that CPython's pickler writes for
 plain values in protocols 2 to 5, and a table of admitted names.  It imports nothing, looks nothing up by name, and
-calls nothing but the functions of the table, which are ours and only build descriptions of what the payload says:
+calls nothing but the functions of the table, which are ours and only build descriptions of the payload's content:
 
     bytes -> PayloadReader -> lists, tuples, dicts, text, numbers, `Record`s, and what the table's functions return
 
@@ -111,11 +111,11 @@ class PayloadReader:
             opcode = self._byte()
             if opcode == _STOP:
                 if len(self._stack) != 1 or self._marks:
-                    raise ValueError("values are left over at its end")
+                    raise ValueError("it leaves values on the stack at its end")
                 return self._stack.pop()
             step = _STEPS.get(opcode)
             if step is None:
-                raise WeightRequestError(f"the payload uses pickle instruction 0x{opcode:02x}, which is not admitted")
+                raise WeightRequestError(f"the payload uses pickle instruction 0x{opcode:02x}, which is not allowed")
             step(self)
 
     # --- bytes ----------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class PayloadReader:
     def _append(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
-            raise ValueError("something is appended to what is not a list")
+            raise ValueError("it appends to an object other than a list")
         target.extend(items)
 
     def _set_items(self, items: list[Any]) -> None:
@@ -181,19 +181,19 @@ class PayloadReader:
         keys = items[::2]
         # Text only: the hash of a nested tuple recurses in C.
         if type(target) is not dict or len(items) % 2 or any(type(key) is not str for key in keys):
-            raise ValueError("an item is set that no dict with text keys can take")
+            raise ValueError("it sets an item outside a dict with text keys")
         target.update(zip(keys, items[1::2], strict=True))
 
     # --- names, calls, records ------------------------------------------------------------------------------------
 
     def _push_admitted(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise ValueError("a global's name is not text")
+            raise ValueError("the name of a global is not text")
         try:
             self._push(self._admitted[module, name])
         except KeyError:
             shown = f"{module}.{name}"[:_MAX_NAME_BYTES]
-            raise WeightRequestError(f"the payload names {shown!r}, which is not admitted") from None
+            raise WeightRequestError(f"the payload names {shown!r}, which is not allowed") from None
 
     def _call(self) -> None:
         arguments, target = self._stack.pop(), self._stack.pop()
@@ -204,25 +204,25 @@ class PayloadReader:
         elif type(target) is Function:
             self._push(target.call(*arguments))
         else:
-            raise WeightRequestError("the payload calls something that is not an admitted function")
+            raise WeightRequestError("the payload calls an object that is not an allowed function")
 
     def _new_record(self) -> None:
         arguments, target = self._stack.pop(), self._stack.pop()
         if type(target) is not RecordType or type(arguments) is not tuple or arguments:
-            raise WeightRequestError("the payload makes an object of a class that is not admitted")
+            raise WeightRequestError("the payload creates an object of a class that is not allowed")
         self._push(Record(target))
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if type(target) is not Record or target.values is not None:
-            raise WeightRequestError("the payload sets the state of an object that takes none")
+            raise WeightRequestError("the payload sets the state of an object that has none")
         if type(state) is not dict or not state.keys() <= target.type.fields:
-            raise WeightRequestError(f"the payload gives a {target.type.name} fields that it does not have")
+            raise WeightRequestError(f"the payload sets unknown fields of a {target.type.name}")
         target.values = dict(state)
 
     def _persistent(self) -> None:
         if self._resolve_persistent is None:
-            raise WeightRequestError("the payload uses a persistent id where there can be none")
+            raise WeightRequestError("the payload uses a persistent id where none is allowed")
         self._push(self._resolve_persistent(self._stack.pop()))
 
     # --- memo -----------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def _short_tuple(count: int) -> Step:
 def _long1(reader: PayloadReader) -> None:
     count = reader._number(_U1)
     if count > _MAX_INT_BYTES:
-        raise ValueError("a whole number is too long")
+        raise ValueError("an integer is too long")
     reader._push(int.from_bytes(reader._take(count), "little", signed=True))
 
 

@@ -79,7 +79,7 @@ class GroupHandle:
         Raises `TransportError`.
         """
         if self.broken or self.process_group is None:
-            raise TransportError(f"group {self.name!r} failed before or was left; join it again")
+            raise TransportError(f"group {self.name!r} has failed or was left; join it again")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -137,7 +137,7 @@ class GroupHandle:
         self, start: Callable[[dist.ProcessGroup, torch.Tensor], dist.Work], box: torch.Tensor, deadline: float
     ) -> None:
         if self.broken or self.process_group is None:
-            raise TransportError(f"group {self.name!r} failed before or was left; join it again")
+            raise TransportError(f"group {self.name!r} has failed or was left; join it again")
         # gloo closes the connections of a group in which such a wait was too short: one wait, on a thread.
         exchanged = in_thread(lambda group: start(group, box).wait(_remaining(deadline)), self.process_group)
         self._wait("an exchange", lambda seconds: _is_done(exchanged, seconds), deadline + _JOIN_GRACE_S)
@@ -223,13 +223,13 @@ def init_process_group(
     group = GroupHandle(group_name, rank, world_size, backend, timeout_s, None, patience=patience or Patience())
     _check_arguments(group, master_port)
     where = f"cannot join group {group_name!r} at {master_address}:{master_port} as rank {rank} of {world_size}"
-    # torch's store client waits for ever for a peer that accepts the connection and says nothing.
+    # torch's store client waits for ever for a peer that accepts the connection and sends nothing.
     joining = in_thread(_join, group, master_address, master_port)
     try:
         if not group.patience.wait(
             lambda seconds: _is_done(joining, seconds), time.monotonic() + timeout_s + _JOIN_GRACE_S
         ):
-            raise TransportError(f"who listens there did not answer within {timeout_s:g} s")
+            raise TransportError(f"the process that listens there did not answer within {timeout_s:g} s")
     except (RuntimeError, OSError, TransportError) as error:
         joining.add_done_callback(leave_late)
         raise TransportError(f"{where}: {_first_line(error)}") from error
@@ -285,7 +285,7 @@ class WeightUpdateGroups:
             if backend in (None, resolved):
                 raise
             hint = f"this engine's weights are on a {self._device.type}, so it joined over {resolved}, not {backend}"
-            raise TransportError(f"{error}; {hint}: the trainer's group must be of {resolved}, too") from error
+            raise TransportError(f"{error}; {hint}: the trainer's group must use {resolved}, too") from error
 
     def get(self, group_name: str) -> GroupHandle:
         """Raises `UnknownGroupError`."""
@@ -352,7 +352,7 @@ def _check_arguments(group: GroupHandle, master_port: int) -> None:
         raise WeightRequestError(f"master_port must be in 1..65535, got {master_port}")
     if group.world_size < 2 or not 0 <= group.rank < group.world_size:
         raise WeightRequestError(
-            f"rank {group.rank} does not fit a world of {group.world_size} (at least 2: a trainer, an engine)"
+            f"rank {group.rank} does not fit world_size {group.world_size} (at least 2: a trainer and an engine)"
         )
     if group.backend not in BACKENDS:
         raise WeightRequestError(f"unknown backend {group.backend!r}; known: {', '.join(BACKENDS)}")
@@ -367,10 +367,12 @@ def _wait_for_listener(address: str, port: int, deadline: float) -> None:
             socket.create_connection((address, port), timeout=max(deadline - time.monotonic(), 0.001)).close()
             return
         except UnicodeError as error:  # a label that is empty, or over 63 characters
-            raise WeightRequestError(f"master_address {address[:64]!r} is no name of a host: {error}") from None
+            raise WeightRequestError(f"master_address {address[:64]!r} is not a host name: {error}") from None
         except OSError as error:
             if time.monotonic() + _CONNECT_RETRY_S >= deadline:
-                raise TransportError(f"nobody listens at {address}:{port}: {error}") from error
+                raise TransportError(
+                    f"cannot connect to {address}:{port}, where no process listens: {error}"
+                ) from error
             time.sleep(_CONNECT_RETRY_S)
 
 

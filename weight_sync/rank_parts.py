@@ -137,12 +137,15 @@ def _cover(meta: TensorMeta, regions: Mapping[Region | None, Any]) -> list[Regio
         if region.start != ends.setdefault(region.dim, 0):
             at = ends[region.dim]
             raise WeightSyncError(
-                f"{meta.name}: parts of dimension {region.dim} do not join at {at}: one is at {region.start}"
+                f"{meta.name}: parts of dimension {region.dim} leave a gap or overlap at {at}: "
+                f"the next starts at {region.start}"
             )
         ends[region.dim] += region.length
         parts.append(region)
     if meta.numel and (len(ends) != 1 or any(meta.shape[dim] != end for dim, end in ends.items())):
-        raise WeightSyncError(f"{meta.name}: no rank holds all of it, and parts that they hold end at {ends or 0}")
+        raise WeightSyncError(
+            f"{meta.name}: the parts on all ranks together are not the whole tensor: they end at {ends or 0}"
+        )
     return parts
 
 

@@ -96,7 +96,7 @@ def read_small(path: Path, limit: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise ContentError(f"{path} has {size} bytes; at most {limit} are taken")
+            raise ContentError(f"{path} has {size} bytes; the limit is {limit}")
         return read_at(file, path, 0, size).numpy().tobytes()
 
 
@@ -109,7 +109,7 @@ def read_at(file: BinaryIO, path: Path, start: int, nbytes: int) -> torch.Tensor
         while done < nbytes:
             count = file.readinto(view[done:])  # type: ignore[attr-defined]
             if not count:
-                raise ContentError(f"{path} ends at byte {start + done}; {start + nbytes} were expected")
+                raise ContentError(f"{path} ends at byte {start + done}, expected {start + nbytes}")
             done += count
     except OSError as error:
         raise TransportError(f"{path} cannot be read: {error.strerror}") from None
@@ -157,7 +157,7 @@ def parse_header(where: str, nbytes: int, read: Callable[[int, int], torch.Tenso
         tensors.append(FileTensor(meta, start + begin))
         position = end
     if start + position != nbytes:
-        raise ContentError(f"{where} has {nbytes} bytes, its header accounts for {start + position}")
+        raise ContentError(f"{where} has {nbytes} bytes, but its header describes {start + position}")
     return Header(tuple(tensors), metadata, start)
 
 
@@ -175,7 +175,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object in which no name comes twice, for `json.loads`.  Raises `ValueError`."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("it holds a name twice")
     return result
 
 

@@ -7,7 +7,7 @@
 They are swapped page by page where the system can move pages (`pages`), which takes milliseconds whatever the size.
 What is left, edges, small storages and other devices, is exchanged by exclusive or:
 
-    prepare    shadow ^= live     beside running steps
+    prepare    shadow ^= live     during running steps
     commit     live ^= shadow     one pass, as long as a copy
     undo       live ^= shadow     again; a sum of the old words, taken in `prepare`, proves that they are back
 
@@ -128,7 +128,7 @@ class ShadowStaging:
         if self._trader is not None and self._trader.lost is not None:
             raise StagingError(self._trader.lost)
         if self._prepared and any(shadow.live_sum() != shadow.old_sum for shadow in self._shadows.values()):
-            raise StagingError("the sum of the restored weights is not that of the old ones")
+            raise StagingError("the checksum of the restored weights differs from the checksum before the update")
         self.close()
 
     def close(self) -> None:

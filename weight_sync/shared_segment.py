@@ -50,7 +50,7 @@ class SharedSegment:
             size = os.fstat(descriptor).st_size
         if size < self.offset + self.nbytes:
             raise WeightRequestError(
-                f"shared memory {self.name!r} has {size} bytes, the call says {self.offset + self.nbytes}"
+                f"shared memory {self.name!r} has {size} bytes, but the call needs {self.offset + self.nbytes}"
             )
 
     def read_into(self, target: memoryview, start: int) -> None:
@@ -75,7 +75,7 @@ class SharedSegment:
 def torch_shared_file(handle: str, nbytes: int) -> SharedSegment:
     """Return the content of a storage that torch shared by file name.  Raises `WeightRequestError` for other names."""
     if not _TORCH_NAME.fullmatch(handle):
-        raise WeightRequestError(f"{handle[:200]!r} is not a name that torch gives to shared memory")
+        raise WeightRequestError(f"{handle[:200]!r} is not a name of torch's shared memory")
     return SharedSegment(handle, nbytes, _TORCH_HEADER_BYTES)
 
 

@@ -42,7 +42,7 @@ def split_wire(
     A tensor of another dtype than the model's is taken where a cast loses nothing, and with `cast` where both are
     floating-point types.
 
-    Raises one error that says how many tensors are wrong, and shows the first: `UnknownTensorError`,
+    Raises one error that states how many tensors are wrong, and shows the first: `UnknownTensorError`,
     `ShapeMismatchError`, `DtypeMismatchError`, or `WeightRequestError` for more than one kind.
     """
     expected = weights.metas()
@@ -112,7 +112,9 @@ def _scale_error(meta: TensorMeta, error: WeightRequestError) -> WeightRequestEr
     if not isinstance(error, UnknownTensorError) or not meta.name.endswith(SCALE_SUFFIX):
         return error
     name = meta.name.removesuffix(SCALE_SUFFIX)
-    return UnknownTensorError(f"{unquoted(meta.name)} has no weight: the model has no tensor {shown(name)}", name)
+    return UnknownTensorError(
+        f"{unquoted(meta.name)} has no matching weight: the model has no tensor {shown(name)}", name
+    )
 
 
 def _other_dtype(meta: TensorMeta, dtype: torch.dtype) -> str:

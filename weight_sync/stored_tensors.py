@@ -130,7 +130,7 @@ def place_tensor(
     Raises `WeightRequestError` for an unknown dtype or bytes outside the storage.
     """
     if dtype not in DTYPES.values():
-        raise WeightRequestError(f"tensors of {dtype_name(dtype)} are not taken")
+        raise WeightRequestError(f"tensors of {dtype_name(dtype)} are not supported")
     if not len(shape) == len(stride) <= MAX_DIMENSIONS:
         raise WeightRequestError(f"a tensor has {len(shape)} sizes and {len(stride)} strides")
     if not all(_is_size(number) for number in (*shape, *stride, offset, start)) or math.prod(shape) > MAX_ELEMENTS:
@@ -169,12 +169,12 @@ def check_total(tensors: Sequence[StoredTensor], max_bytes: int) -> None:
     spans = [tensor.place.span for tensor in tensors]
     total = max(sum(tensor.meta.nbytes for tensor in tensors), sum(stop - start for start, stop in spans))
     if total > max_bytes:
-        raise WeightRequestError(f"the call brings {total} bytes of tensors; at most {max_bytes} are taken")
+        raise WeightRequestError(f"the call has {total} bytes of tensors; the limit is {max_bytes}")
 
 
 def read_in_parts(tensors: Sequence[StoredTensor]) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
     """Yield buckets of tensors that follow one another in one storage, each read at once: at most `PART_BYTES`, or one
-    tensor.  Never more than that is held beside what is staged.
+    tensor.  Staged tensors apart, never more than one part is held.
     """
     for part in _parts(tensors):
         start = part[0].place.start

@@ -95,7 +95,7 @@ class TorchPayload:
         reader = PayloadReader(data, self._admitted, self._budget)
         value = reader.read()
         if reader.position != len(data):
-            raise WeightRequestError("the payload has bytes behind its pickle")
+            raise WeightRequestError("the payload has bytes after its pickle")
         return value
 
     def _functions(self) -> dict[tuple[str, str], Callable[..., Any]]:
@@ -146,7 +146,7 @@ class TorchPayload:
             _require(isinstance(persistent_id, tuple) and len(persistent_id) == 6, "a persistent id")
             tag, kind, key, _, count, view = persistent_id
             _require(tag == "storage" and isinstance(kind, StorageClass) and isinstance(key, str), "a persistent id")
-            _require(view is None, "a storage that is no view")
+            _require(view is None, "a storage that is not a view")
             headers.append((kind, key, _number(count)))
 
         reader = PayloadReader(data, self._admitted, self._budget, resolve)
@@ -241,8 +241,8 @@ def _empty_storage(kind: Any) -> Storage:
 
 def _shared_by_descriptor(*_: Any) -> None:
     raise WeightRequestError(
-        "the sender shares CPU tensors by file descriptor, which only processes of one family can; in the sender, call "
-        "torch.multiprocessing.set_sharing_strategy('file_system') before pickling, or send safetensors"
+        "the sender shares CPU tensors by file descriptor, which needs a common parent process. In the sender, call "
+        "torch.multiprocessing.set_sharing_strategy('file_system') before pickling, or send safetensors."
     )
 
 

@@ -8,9 +8,9 @@
              FAILED  --------------------------> ABORTED  <----------+        (abort, from any open state)
 
 The staging keeps the tensors until then.  A transaction that ends without a commit is rolled back: the old content is
-restored.  If that fails, `torn` says why, and nothing may be sampled.  A FAILED transaction cannot be verified: one bad
-bucket spoils the version for good.  A commit whose vote raises is IN_DOUBT: other ranks may serve the new version or
-the old one, so neither may be served here.
+restored.  If that fails, `torn` is the reason; nothing may be sampled.  A FAILED transaction cannot be verified: one
+bad bucket spoils the version for good.  A commit whose vote raises is IN_DOUBT: other ranks may serve the new version
+or the old one, so neither may be served here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TransactionState(enum.Enum):
 class WeightTransaction:
     """One refresh.  Not thread-safe: the caller orders the calls.
 
-    `manifest`: what the sender says it will send, by any names the model accepts.  With it, exactly these tensors must
+    `manifest`: what the sender announces, by any names the model accepts.  With it, exactly these tensors must
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
     `staging`: a fresh one; by default a second copy in host memory.  `lease`: by default it never runs out.
     `is_implicit`: opened on behalf of a client that does not say begin and end.  `update_id` None: it has no name.
@@ -188,7 +188,7 @@ class WeightTransaction:
     def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
         """Return why a call with this transaction's id, or with none, is not of it; None where it is."""
         if update_id is None and self.is_bound:
-            return TransactionStateError(f"a weight update is open that takes only calls with its id {self.way_out}")
+            return TransactionStateError(f"the open weight update takes only calls with its id {self.way_out}")
         return self._other_version(weight_version) if update_id is None else None
 
     def announce(self, metas: Sequence[TensorMeta], weight_version: str | None = None, cast: bool = False) -> None:
@@ -246,7 +246,7 @@ class WeightTransaction:
 
         `vote(mine)` is called exactly once, after the writes, with whether they went well; it returns whether they went
         well everywhere.  If not, the old content is restored bit for bit, the transaction is ABORTED and `CommitError`
-        is raised, whose `restored` says whether that worked.  What staging took is held until `close`.
+        is raised, whose `restored` states whether that worked.  What staging took is held until `close`.
 
         What `vote` raises is raised as it is, and leaves the transaction IN_DOUBT with the new content in the model:
         serving must end.
@@ -291,7 +291,7 @@ class WeightTransaction:
 
     @contextmanager
     def _failing(self, verb: str) -> Iterator[None]:
-        """Fail the transaction on any error inside; a `StagingError` says what serves then.
+        """Fail the transaction on any error inside; a `StagingError` states what serves then.
 
         Raises `TransactionStateError` unless OPEN.
         """
@@ -309,7 +309,7 @@ class WeightTransaction:
         if self.weight_version == weight_version or None in (self.weight_version, weight_version):
             return None
         mine = f"the open weight update of {self.weight_version!r} {self.way_out}"
-        return TransactionStateError(f"the bucket is of version {weight_version!r}, {mine}")
+        return TransactionStateError(f"the bucket has version {weight_version!r}, {mine}")
 
     def _require(self, state: TransactionState, verb: str) -> None:
         if self._state is not state:
@@ -349,10 +349,10 @@ def _read_manifest(weights: LogicalWeights, manifest: Manifest, cast: bool) -> t
         if not pieces:
             continue  # the model keeps nothing of it
         if len(pieces) != 1 or pieces[0].index != ():
-            raise WeightRequestError(f"manifest: {meta.name} is split by the model; state fingerprints of its parts")
+            raise WeightRequestError(f"manifest: the model splits {meta.name}; give fingerprints of its parts")
         name = pieces[0].name + SCALE_SUFFIX * is_scale
         if fingerprints.setdefault(name, stated) != stated:
-            raise WeightRequestError(f"manifest: two fingerprints for {name}")
+            raise WeightRequestError(f"manifest: {name} has two fingerprints")
     return fingerprints, {piece.name for pieces in split for piece in pieces}
 
 

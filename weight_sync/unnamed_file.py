@@ -41,7 +41,7 @@ class UnnamedFile:
         while left:
             count = self._file.readinto(left[:_CALL_BYTES])
             if not count:
-                raise OSError(f"it is damaged: it ends {len(left)} bytes early")
+                raise OSError(f"it is damaged: the last {len(left)} bytes are missing")
             checksum, left = zlib.crc32(left[:count], checksum), left[count:]
         if checksum != entry.checksum:
             raise OSError("it is damaged: its checksum differs")

@@ -39,7 +39,7 @@ class CommitResult:
 class EndedUpdate:
     """The end of one update; times in seconds.  `weight_epoch`: the one that it published, `reason`: why it did not.
 
-    `prepared_s`: before its opening, as the sender says.  `staging_s`: from its opening until its commit began, or it
+    `prepared_s`: before its opening, by the sender.  `staging_s`: from its opening until its commit began, or it
     was dropped; `receiving_s` of them in calls that bring tensors, and in the rest it waited for the sender.
     `steps_held`: no step ran while its tensors came.  `stall_s`: of the step thread in the commit.  `ended_at`: since
     1970.
@@ -86,7 +86,7 @@ class UpdateBook:
 
     `last_failure`: of the last update that failed, until one is committed.  `ended`: the last that ended, oldest first.
     `prepared_s`, `receiving_s`: of the open update, see `EndedUpdate`.  `counts_tensors`: the open update was not
-    announced as a part of the tensors: if not all came, its label says how many.
+    announced as a part of the tensors: if not all came, its label states how many.
     """
 
     def __init__(self) -> None:
@@ -166,7 +166,8 @@ class UpdateBook:
             return None
         self.report_loss()
         return TransactionStateError(
-            f"a weight update was lost, and this may be of it ({self.loss}): begin, pause or abort first"
+            f"an earlier weight update was dropped ({self.loss}), and this call may belong to it: "
+            "begin, pause or abort first"
         )
 
     def nothing_open(self, verb: str) -> TransactionStateError:

@@ -185,7 +185,7 @@ class WeightUpdater(OpenUpdate):
         """
         transaction = self.admit(update_id, "verify")
         if transaction.state is TransactionState.VERIFIED:
-            raise TransactionStateError("cannot verify: the weight update is verified")
+            raise TransactionStateError("cannot verify: the weight update is already verified")
         failure: Exception | None = None
         try:
             transaction.verify()
@@ -245,7 +245,7 @@ class WeightUpdater(OpenUpdate):
         """Write the verified transaction into the serving weights, all or nothing.
 
         Raises `TransactionStateError` unless verified (nothing changes), `CommitError` (the transaction is dropped; its
-        `restored` says whether the old weights are back); both on all ranks, as one that has nothing to commit votes
+        `restored` states whether the old weights are back); both on all ranks, as one that has nothing to commit votes
         all the same.  Anything else that it raises leaves the commit in doubt: serving must end.
         """
         try:

@@ -32,7 +32,7 @@ class Patience:
     def check(self) -> None:
         """Raises `TransportError` once the wait was cancelled."""
         if self._reason is not None:
-            raise TransportError(f"the wait for the sender was given up: {self._reason}")
+            raise TransportError(f"the wait for the sender ended early: {self._reason}")
 
     def wait(self, is_over: Callable[[float], bool], deadline: float) -> bool:
         """Call `is_over(seconds)`, which waits so long itself, until it is true or the deadline (`time.monotonic()`).

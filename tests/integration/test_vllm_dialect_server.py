@@ -211,7 +211,7 @@ def test_an_update_that_nobody_finished_gives_way_to_a_new_trainer(server: Serve
     ok(server, "POST", "/start_weight_update")
     assert trainer.update(scaled(tensors, 4.0)).status_code == 200
     second = server.http.post("/start_weight_update")
-    assert second.status_code == 409 and "open already" in second.json()["message"]
+    assert second.status_code == 409 and "already open" in second.json()["message"]
     trainer.close()
     again = Trainer(server)
     ok(server, "POST", "/start_weight_update")

@@ -284,7 +284,7 @@ def test_joining_again_under_a_name_replaces_the_group(engine: Engine) -> None:
 
 @pytest.mark.parametrize("address", ["x" * 64, ".."])
 def test_an_address_that_can_be_no_host(engine: Engine, address: str) -> None:
-    with pytest.raises(Refused, match=r"WeightRequestError.*no name of a host"):
+    with pytest.raises(Refused, match=r"WeightRequestError.*not a host name"):
         engine.init_weights_update_group(
             master_address=address, master_port=free_port(), rank_offset=1, world_size=2, group_name="nowhere"
         )
@@ -293,7 +293,7 @@ def test_an_address_that_can_be_no_host(engine: Engine, address: str) -> None:
 @pytest.mark.full
 def test_nobody_at_the_rendezvous(impatient_engine: Engine) -> None:
     start = time.monotonic()
-    with pytest.raises(Refused, match=r"TransportError.*nobody listens") as caught:
+    with pytest.raises(Refused, match=r"TransportError.*no process listens") as caught:
         impatient_engine.init_weights_update_group(
             master_address="127.0.0.1", master_port=free_port(), rank_offset=1, world_size=2, group_name="g"
         )

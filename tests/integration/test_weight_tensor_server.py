@@ -183,7 +183,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "a gadget": (gadget, "'os.mkdir', which is not admitted"),
     "not a pickle": (lambda t, s, f: pickled(b"hello"), "not a pickle"),
     "a cut pickle": (lambda t, s, f: cut(pickled([(NORM, t[NORM])]), 5), "ends in the middle"),
-    "a cut file": (lambda t, s, f: cut(file_of(t), 4), "bytes, its header accounts for"),
+    "a cut file": (lambda t, s, f: cut(file_of(t), 4), "bytes, but its header describes"),
     "an unknown name": (lambda t, s, f: pickled([("no.such", t[NORM])]), "no.such"),
     "another shape": (lambda t, s, f: pickled([(NORM, t[NORM][1:])]), NORM),
     "another dtype": (lambda t, s, f: pickled([(NORM, t[NORM].double())]), "float64"),

@@ -73,11 +73,11 @@ def apply_overwrite(payload: bytes, base: torch.Tensor) -> torch.Tensor:
     limit = _NUMBER_BYTES + old.size * (_NUMBER_BYTES + 1)
     content = np.frombuffer(decompress(payload, limit, "overwrite delta"), dtype=np.uint8)
     if content.size < _NUMBER_BYTES:
-        raise ContentError(f"overwrite delta: {content.size} bytes")
+        raise ContentError(f"overwrite delta: {content.size} bytes do not hold its header")
     count = int(content[:_NUMBER_BYTES].view("<u4")[0])
     values_start = _NUMBER_BYTES * (1 + count)
     if content.size != values_start + count:
-        raise ContentError(f"overwrite delta: {count} bytes to change in {content.size} bytes")
+        raise ContentError(f"overwrite delta: {count} changed bytes do not fit into {content.size} bytes")
     positions = content[_NUMBER_BYTES:values_start].view("<u4").astype(np.int64)
     if count and (int(positions[-1]) >= old.size or (np.diff(positions) <= 0).any()):
         raise ContentError(f"overwrite delta: positions do not ascend inside a tensor of {old.size} bytes")

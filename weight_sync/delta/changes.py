@@ -58,9 +58,9 @@ def find_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
     Raises `DtypeMismatchError`, `ShapeMismatchError`.
     """
     if old.dtype != new.dtype:
-        raise DtypeMismatchError(f"a delta from {dtype_name(old.dtype)} to {dtype_name(new.dtype)}")
+        raise DtypeMismatchError(f"a delta needs one dtype, got {dtype_name(old.dtype)} and {dtype_name(new.dtype)}")
     if old.shape != new.shape:
-        raise ShapeMismatchError(f"a delta from shape {list(old.shape)} to {list(new.shape)}")
+        raise ShapeMismatchError(f"a delta needs one shape, got {list(old.shape)} and {list(new.shape)}")
     before, after = _words(old), _words(new)
     positions = torch.nonzero(before != after).view(-1)
     steps = (after[positions] - before[positions]).to(torch.int64)
@@ -97,7 +97,7 @@ def share_after(base: torch.Tensor, changes: Changes, indices_N: np.ndarray, sha
 def _words_at(words: torch.Tensor, changes: Changes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the positions that change, and the words there before and after."""
     if changes.positions_N.size and int(changes.positions_N[-1]) >= words.numel():
-        raise ContentError(f"position {int(changes.positions_N[-1])} of a tensor of {words.numel()} elements")
+        raise ContentError(f"position {int(changes.positions_N[-1])} is outside a tensor of {words.numel()} elements")
     positions = torch.from_numpy(changes.positions_N).to(words.device)
     before = words[positions]
     return positions, before, before + torch.from_numpy(changes.steps_N).to(words.device, words.dtype)

@@ -25,7 +25,7 @@ def decompress(data: bytes | memoryview, limit: int, what: str) -> bytes:
         stated = zstandard.get_frame_parameters(data).content_size
         if stated != zstandard.CONTENTSIZE_UNKNOWN:
             if stated > limit:
-                raise ContentError(f"{what}: {stated} bytes when unpacked, at most {limit} can be right")
+                raise ContentError(f"{what}: unpacks to {stated} bytes, at most {limit} are valid")
             content = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(data)
         else:
             content = _decompress_unstated(data, limit, what)
@@ -53,13 +53,13 @@ class Unpacker:
         """Return the next `nbytes`.  Raises `ContentError` for a frame that is damaged, or that ends before."""
         content = self._read(nbytes)
         if len(content) != nbytes:
-            raise ContentError(f"{self._what}: it ends when unpacked, {nbytes - len(content)} bytes too early")
+            raise ContentError(f"{self._what}: it is cut short: {nbytes - len(content)} unpacked bytes are missing")
         return content
 
     def finish(self) -> None:
         """Raises `ContentError` if there is more."""
         if self._read(1):
-            raise ContentError(f"{self._what}: more bytes when unpacked than its tensors have")
+            raise ContentError(f"{self._what}: it unpacks to more bytes than its tensors have")
 
     def _read(self, nbytes: int) -> bytes:
         content = bytearray()

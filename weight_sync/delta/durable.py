@@ -66,7 +66,9 @@ def locked(path: Path, *, shared: bool, timeout_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise TransactionStateError(f"{path} is held by another for more than {timeout_s:g} s") from None
+                    raise TransactionStateError(
+                        f"{path} has been locked by another process for more than {timeout_s:g} s"
+                    ) from None
                 time.sleep(_POLL_S)
         yield
     finally:

@@ -73,7 +73,7 @@ class DeltaEncoder:
         tensors = _unique(named_tensors)
         if tensors.keys() != self._base.keys():
             odd = sorted(tensors.keys() ^ self._base.keys())
-            raise CoverageError(f"a delta is of the same tensors as its base; these are on one side only: {odd[:20]}")
+            raise CoverageError(f"a delta and its base must hold the same tensors; only one of them has: {odd[:20]}")
         changes: dict[str, Changes] = {}
         results: dict[str, int] = {}
         for name, tensor in tensors.items():
@@ -115,7 +115,7 @@ def _unique(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torc
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors:
         if name in tensors:
-            raise WeightRequestError(f"{name} comes twice")
+            raise WeightRequestError(f"{name} was given twice")
         tensors[name] = tensor
     return tensors
 

@@ -46,10 +46,12 @@ class FrameEntry:
         """Compare the fingerprints found with the stated ones.  Raises `BaseMismatchError`, `ContentError`."""
         if before != self.base_fingerprint:
             stated, here = fingerprint_hex(self.base_fingerprint), fingerprint_hex(before)
-            raise BaseMismatchError(f"{self.meta.name}: the delta starts from fingerprint {stated}, here it is {here}")
+            raise BaseMismatchError(
+                f"{self.meta.name}: the delta starts from fingerprint {stated}, but this engine has {here}"
+            )
         if after != self.result_fingerprint:
             stated, there = fingerprint_hex(self.result_fingerprint), fingerprint_hex(after)
-            raise ContentError(f"{self.meta.name}: the delta leads to fingerprint {there}, it says {stated}")
+            raise ContentError(f"{self.meta.name}: the fingerprint after the delta is {there}, expected {stated}")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class TensorDelta:
         if base.dtype != meta.dtype or tuple(base.shape) != meta.shape:
             here = f"{dtype_name(base.dtype)} {list(base.shape)}"
             raise BaseMismatchError(
-                f"{name}: the delta is of {dtype_name(meta.dtype)} {list(meta.shape)}, here it is {here}"
+                f"{name}: the delta holds {dtype_name(meta.dtype)} {list(meta.shape)}, but this engine has {here}"
             )
         before = fingerprint(base)
         tensor, after = apply_changes(base, self.changes(), before)
@@ -181,7 +183,7 @@ def read_frame(data: bytes | memoryview, max_bytes: int | None) -> DeltaFrame:
     """
     view = memoryview(data)
     if len(view) < _HEAD.size or bytes(view[:8]) != MAGIC:
-        raise ContentError("these bytes are no delta frame")
+        raise ContentError("the data is not a delta frame: it does not begin with the magic bytes")
     _, packed_bytes, index_bytes = _HEAD.unpack(view[: _HEAD.size])
     if index_bytes > MAX_INDEX_BYTES or packed_bytes > len(view) - _HEAD.size:
         raise ContentError(f"a delta frame of {len(view)} bytes cannot have an index of {index_bytes}")
@@ -191,7 +193,7 @@ def read_frame(data: bytes | memoryview, max_bytes: int | None) -> DeltaFrame:
     fingerprints_end = position + 16 * len(described)
     if fingerprints_end + sum(packed_sizes) != len(view):
         raise ContentError(
-            f"a delta frame of {len(view)} bytes says that it has {fingerprints_end + sum(packed_sizes)}"
+            f"a delta frame of {len(view)} bytes states a size of {fingerprints_end + sum(packed_sizes)}"
         )
     fingerprints = np.frombuffer(view[position:fingerprints_end], dtype="<u8").reshape(-1, 2).tolist()
     entries = tuple(_entry(item, *values) for item, values in zip(described, fingerprints, strict=True))
@@ -216,7 +218,7 @@ def _read_json(text: bytes) -> dict[str, Any]:
         raise ContentError(f"the index of a delta frame is not JSON: {str(error)[:200]}") from None
     keys = {"base_digest", "digest", "packed", "tensors"}
     if not isinstance(index, dict) or index.keys() != keys:
-        raise ContentError("the index of a delta frame lacks what it must have")
+        raise ContentError("the index of a delta frame lacks a required entry")
     packed, tensors = index["packed"], index["tensors"]
     right = (
         isinstance(tensors, list)
@@ -226,13 +228,13 @@ def _read_json(text: bytes) -> dict[str, Any]:
         and all(_is_digest(index[key]) for key in ("base_digest", "digest"))
     )
     if not right:
-        raise ContentError("the index of a delta frame lacks what it must have")
+        raise ContentError("the index of a delta frame lacks a required entry")
     return index
 
 
 def _entry(item: Any, base_fingerprint: int, result_fingerprint: int) -> FrameEntry:
     if not isinstance(item, list) or len(item) != 6:
-        raise ContentError("a tensor of a delta frame is not described as it must be")
+        raise ContentError("the description of a tensor in a delta frame is malformed")
     name, dtype, shape, num_changes, is_dense, counts = item
     if not (
         isinstance(shape, list)
@@ -242,7 +244,7 @@ def _entry(item: Any, base_fingerprint: int, result_fingerprint: int) -> FrameEn
         and len(counts) == len(PLANES)
         and all(map(_is_size, counts))
     ):
-        raise ContentError(f"tensor {str(name)[:200]!r} of a delta frame is not described as it must be")
+        raise ContentError(f"the description of tensor {str(name)[:200]!r} in a delta frame is malformed")
     meta = parse_meta(name, dtype, shape)
     try:
         sizes = PlaneSizes.check(num_changes, is_dense, counts, meta.numel, meta.dtype.itemsize)
@@ -254,9 +256,9 @@ def _entry(item: Any, base_fingerprint: int, result_fingerprint: int) -> FrameEn
 def _check_entries(entries: Sequence[FrameEntry], max_bytes: int | None) -> None:
     total = sum(entry.meta.nbytes for entry in entries)
     if max_bytes is not None and total > max_bytes:
-        raise WeightRequestError(f"the delta is of {total} bytes of tensors; at most {max_bytes} are taken in one call")
+        raise WeightRequestError(f"the delta has {total} bytes of tensors; one call may have at most {max_bytes}")
     if len({entry.meta.name for entry in entries}) != len(entries):
-        raise ContentError("a tensor comes twice in a delta frame")
+        raise ContentError("a delta frame holds a tensor twice")
 
 
 def _is_size(value: Any) -> bool:

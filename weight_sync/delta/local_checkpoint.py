@@ -80,13 +80,13 @@ def pull(
     if not 0 <= target <= MAX_VERSION:
         raise WeightRequestError(f"target_version must be in 0..{MAX_VERSION}, got {target}")
     if "\0" in f"{local}{source}":
-        raise WeightRequestError("a path has no zero bytes")
+        raise WeightRequestError("a path must not contain zero bytes")
     if target > 0:
         require_folder(source)
     try:
         for other in (base, source):
             if local.resolve() == other.resolve() or local.resolve() in other.resolve().parents:
-                raise WeightRequestError(f"local_checkpoint_dir {local} is, or holds, {other}")
+                raise WeightRequestError(f"local_checkpoint_dir {local} is the same as {other} or contains it")
         _make_folder(local)
         with locked(local / SYNC_FOLDER / LOCK_FILE, shared=False, timeout_s=timeout_s):
             state = _recover(local)
@@ -112,7 +112,7 @@ def _make_folder(local: Path) -> None:
     except OSError as error:
         raise WeightRequestError(f"{local} cannot be a folder: {error.strerror}") from None
     if sync.is_symlink():
-        raise WeightRequestError(f"{sync} is a link")
+        raise WeightRequestError(f"{sync} must be a folder, but it is a symbolic link")
     found = {item.name for item in local.iterdir()}
     if found and SYNC_FOLDER not in found:
         raise WeightRequestError(f"{local} is neither empty nor made by a pull")
@@ -203,14 +203,14 @@ def _base_identity(base: Path) -> str:
 
 
 def _files_of(origin: Path, within: Path | None) -> list[str]:
-    """Return the files of a checkpoint folder by name; others may lie beside them, and are left.
+    """Return the files of a checkpoint folder by name; others may lie next to them, and are left.
 
     Raises `ContentError` for a link that leads out of `within`.
     """
     names = sorted(item.name for item in origin.iterdir() if _is_checkpoint_file(item.name) and item.is_file())
     for name in names:
         if within is not None and not (origin / name).resolve().is_relative_to(within.resolve()):
-            raise ContentError(f"{origin / name} leads out of {within}")
+            raise ContentError(f"{origin / name} points outside {within}")
     return names
 
 
@@ -290,7 +290,7 @@ def _move_into_place(local: Path, state: LocalState) -> LocalState:
         if (_next(local) / name).exists():
             (_next(local) / name).replace(local / name)
         elif not (local / name).exists():
-            raise TransactionStateError(f"{local} lost {name}; remove the folder and pull again")
+            raise TransactionStateError(f"{name} is missing in {local}; remove the folder and pull again")
     for name in set(state.applied.files if state.applied is not None else ()) - set(state.applying.files):
         (local / name).unlink(missing_ok=True)
     sync_folder(local)

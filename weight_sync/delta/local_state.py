@@ -62,7 +62,7 @@ def read_state(folder: Path) -> LocalState:
             return LocalState(applied)
         return LocalState(applied, _version(applying, folder), _names(applying["moving"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ContentError(f"{path} is damaged ({error!r}); remove the folder to start anew") from None
+        raise ContentError(f"{path} is damaged ({error!r}); remove the folder and pull again") from None
 
 
 def write_state(folder: Path, state: LocalState) -> None:
@@ -81,7 +81,8 @@ def require_settled(folder: Path) -> LocalVersion | None:
     state = read_state(folder)
     if state.applying is not None:
         raise TransactionStateError(
-            f"{folder} is between two versions: a pull of version {state.applying.version} was cut off; pull again"
+            f"{folder} is between two versions, because a pull of version {state.applying.version} was interrupted. "
+            "Pull again."
         )
     return state.applied
 
@@ -101,11 +102,11 @@ def _version(content: dict[str, Any], folder: Path) -> LocalVersion:
         files = sorted(item.name for item in folder.iterdir() if item.is_file())
     identity, source = content.get("identity"), content.get("source_dir")
     if not all(value is None or isinstance(value, str) for value in (identity, source)):
-        raise ValueError("identity and source_dir are text")
+        raise ValueError("identity and source_dir must be text")
     return LocalVersion(int(content["version"]), _names(files), identity, source)
 
 
 def _names(names: Any) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) and is_plain_name(name) for name in names):
-        raise ValueError("names of files in the same folder are expected")
+        raise ValueError("files must be named without a folder")
     return tuple(names)

@@ -53,7 +53,9 @@ class PlaneSizes:
         )
         dense = is_dense and wide == numel * itemsize and not (gaps or directions or strides or magnitudes)
         if not (0 <= num_changes <= numel and min(counts) >= 0 and (sparse or dense)):
-            raise ContentError(f"a delta of {num_changes} changes in {numel} elements with planes of {list(counts)}")
+            raise ContentError(
+                f"a delta of {num_changes} changes in {numel} elements cannot have planes of {list(counts)} entries"
+            )
         return cls(num_changes, is_dense, tuple(counts))
 
 
@@ -89,7 +91,7 @@ def read_planes(sizes: PlaneSizes, planes: Sequence[np.ndarray], numel: int, ite
         differences = _sign_extend(_read_words(wide, itemsize), itemsize)
         positions_N = np.flatnonzero(differences)
         if positions_N.size != sizes.num_changes:
-            raise ContentError(f"{positions_N.size} changes came, {sizes.num_changes} were announced")
+            raise ContentError(f"received {positions_N.size} changes, expected {sizes.num_changes}")
         return Changes(positions_N, differences[positions_N])
     positions_N = _read_gaps(gaps_G, sizes.num_changes, numel)
     larger_S = _read_gaps(strides, magnitudes_S.size, sizes.num_changes)
@@ -99,7 +101,7 @@ def read_planes(sizes: PlaneSizes, planes: Sequence[np.ndarray], numel: int, ite
     if np.count_nonzero(is_wide_S) != wide_W.size or (wide_W < _LEAST_WIDE).any():
         raise ContentError("the step sizes of a delta contradict each other")
     if (wide_W > np.uint64(1 << (8 * itemsize - 1))).any():
-        raise ContentError(f"a step is larger than words of {itemsize} bytes can make")
+        raise ContentError(f"a step is too large for words of {itemsize} bytes")
     beyond_S[is_wide_S] = wide_W
     steps_N = np.ones(sizes.num_changes, dtype=np.uint64)
     steps_N[larger_S] = beyond_S
@@ -137,7 +139,7 @@ def _read_gaps(gaps_G: np.ndarray, count: int, limit: int) -> np.ndarray:
         raise ContentError("the positions of a delta are cut off")
     positions: np.ndarray = np.cumsum(gaps_G + is_last_G.astype(np.int64), dtype=np.int64)[is_last_G] - 1
     if positions.size and int(positions[-1]) >= limit:
-        raise ContentError(f"a delta changes element {int(positions[-1])} of {limit}")
+        raise ContentError(f"a delta changes element {int(positions[-1])} of a tensor of {limit} elements")
     return positions
 
 

@@ -44,7 +44,7 @@ def publish_bytes(
         raise WeightRequestError(f"unknown delta_encoding {encoding!r}; known: {', '.join(ENCODERS)}")
     require_checksum(checksum_format)
     if old.keys() != new.keys():
-        raise CoverageError("a delta is of the same tensors as its base")
+        raise CoverageError("a delta and its base must hold the same tensors")
     payloads, sums = {}, {}
     for name, tensor in new.items():
         if not torch.equal(tensor_bytes(old[name]), tensor_bytes(tensor)):

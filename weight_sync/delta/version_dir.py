@@ -81,8 +81,8 @@ class BytePatch:
         actual = checksum(self.checksum_format, new)
         if actual != self.stated:
             raise ContentError(
-                f"{self.file.path}: {name} has checksum {actual} when applied, it says {self.stated[:128]}: "
-                "the file is damaged, or what it was applied to is not its base"
+                f"{self.file.path}: {name} has checksum {actual} after the delta, expected {self.stated[:128]}. "
+                "The file is damaged, or the delta belongs to another base."
             )
         return new
 
@@ -102,7 +102,7 @@ def read_version(source: Path, version: int) -> VersionFolder:
     if not path.is_dir():
         raise WeightRequestError(f"published weight version missing: {path}")
     if not path.resolve().is_relative_to(source.resolve()):
-        raise ContentError(f"{path} leads out of {source}")
+        raise ContentError(f"{path} points outside {source}")
     metadata: dict[str, Any] = {}
     if (path / INDEX_FILE).exists():
         metadata = read_index(path)[0]
@@ -112,7 +112,7 @@ def read_version(source: Path, version: int) -> VersionFolder:
         return VersionFolder(path, version, None, None, None, _identity(open_checkpoint_folder(path).files))
     stated, base = (_number(path, metadata, key) for key in ("version", "base_version"))
     if stated != version or base >= version:
-        raise ContentError(f"{path / INDEX_FILE} says version {stated} on base {base}")
+        raise ContentError(f"{path / INDEX_FILE} states version {stated} on base {base}")
     compression = metadata.get("compression_format")
     if compression != _COMPRESSION:
         raise WeightRequestError(f"{path}: unknown compression_format {str(compression)[:64]!r}; known: {_COMPRESSION}")
@@ -203,7 +203,7 @@ def _frame_patches(file: SafetensorsFile, metas: Mapping[str, TensorMeta]) -> It
         for meta in frame.metas:
             if metas.get(meta.name) != meta:
                 described = f"{dtype_name(meta.dtype)} {list(meta.shape)}"
-                raise ContentError(f"{meta.name}: the delta is of {described}, which its base does not have")
+                raise ContentError(f"{meta.name}: the delta changes {described}, which its base does not have")
         for delta in frame.deltas():
             yield delta.entry.meta.name, _FramePatch(file.path, delta)
     except WeightRequestError as error:
@@ -253,7 +253,7 @@ def _delta_files(path: Path) -> tuple[SafetensorsFile, ...]:
         raise ContentError(f"{path}: {INDEX_FILE} and the files there differ in {', '.join(odd[:10])}")
     for name in named:
         if not (path / name).resolve().is_relative_to(path.resolve()):
-            raise ContentError(f"{path / name} leads out of its folder")
+            raise ContentError(f"{path / name} points outside its folder")
     return tuple(read_header(path / name) for name in sorted(named))
 
 

@@ -1,6 +1,6 @@
 """`BucketSource`: what a transport offers to the updater.
 
-A transport is one file beside this one.  It turns one control call into wire tensors.  The transaction checks names,
+A transport is one file next to this one.  It turns one control call into wire tensors.  The transaction checks names,
 shapes, coverage and versions.
 """
 

@@ -93,14 +93,14 @@ class DeltaSource(BucketSource):
                 raise TransactionStateError(f"{meta.name}: the engine holds values of FP8 tensors; {_ADVICE}")
             if (held := self._quantised.get(meta.name)) is not None:
                 raise TransactionStateError(
-                    f"{meta.name}: a delta is over what was sent, and this engine holds what it quantised of that "
+                    f"{meta.name}: a delta changes the sent values, but this engine holds quantised values "
                     f"({held.flag}); {_ADVICE}"
                 )
 
     def _proven(self, deltas: Mapping[str, TensorDelta]) -> Iterator[ProvenPart]:
         if self._target is not self._weights:
             raise TransactionStateError(
-                "a delta goes where its base lies, and this update adopts a placement: begin with base_digest"
+                "a delta cannot be applied while this update adopts a placement: begin with base_digest"
             )
         held = gather_places((self._shares(delta) for delta in deltas.values()), self._exchange)
         for delta, places in zip(deltas.values(), held, strict=True):
@@ -144,7 +144,7 @@ def check_frame(frame: DeltaFrame, weights: LogicalWeights) -> None:
         if not pieces:
             continue  # the model keeps nothing of it
         if pieces != [Piece(meta.name)]:
-            raise WeightRequestError(f"{meta.name}: a delta is of the model's own tensors, by their own names")
+            raise WeightRequestError(f"{meta.name}: a delta must use the model's own tensors and names")
         if (held := weights.metas()[meta.name].dtype) != meta.dtype:
             dtypes = f"of {dtype_name(meta.dtype)}, and the engine holds {dtype_name(held)}"
             raise DtypeMismatchError(f"{meta.name} is a delta {dtypes}; {_ADVICE}")
@@ -154,4 +154,4 @@ def check_frame(frame: DeltaFrame, weights: LogicalWeights) -> None:
             (frame.digest, [(entry.meta, entry.result_fingerprint) for entry in frame.entries]),
         ):
             if digest(values) != stated:
-                raise BaseMismatchError(f"the delta's fingerprints do not make up the digest {stated} that it states")
+                raise BaseMismatchError(f"the delta's fingerprints do not add up to its digest {stated}")

@@ -95,7 +95,9 @@ class DiskSource(BucketSource):
         self.local_version = require_settled(self._path)
         found = None if self.local_version is None else self.local_version.version
         if self._version not in (None, found):
-            raise TransactionStateError(f"{self._path} is at version {found}, not {self._version}: another pull came")
+            raise TransactionStateError(
+                f"{self._path} is at version {found}, not {self._version}, because another pull changed it"
+            )
 
 
 def check_against_model(

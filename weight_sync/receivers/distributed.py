@@ -91,7 +91,7 @@ class DistributedSource(BucketSource):
         metas = parse_metas(*self._lists)
         total = sum(meta.nbytes for meta in metas)
         if total > max_bytes:
-            raise WeightRequestError(f"the bucket has {total} bytes; at most {max_bytes} are taken in one call")
+            raise WeightRequestError(f"the bucket has {total} bytes; one call may have at most {max_bytes}")
         self._messages = announced(metas, self._load_format, self._packed_bytes)
         self._groups.get(self._group_name)
         return metas

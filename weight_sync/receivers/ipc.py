@@ -85,7 +85,7 @@ class IpcSource(BucketSource):
             torch.cuda.ipc_collect()
         self._peer.answer()
         if not self._unless_given_up(read_end(self._peer.receive())):
-            raise WeightRequestError("the sender goes on after the end")
+            raise WeightRequestError("the sender sent a message after the end")
         self._peer.answer()
         self._close()
 
@@ -122,7 +122,7 @@ class IpcSource(BucketSource):
         """
         if isinstance(message, SenderFailure):
             self._over = True
-            raise TransportError(f"the sender gave up: {message.text}")
+            raise TransportError(f"the sender stopped: {message.text}")
         return message
 
     def _send_error(self, reason: str) -> None:
@@ -195,17 +195,17 @@ class IpcPeer:
         while True:
             left_s = self.deadline - time.monotonic()
             if left_s <= 0:
-                raise TransportError(f"the sender at {self._endpoint} has sent nothing until the deadline")
+                raise TransportError(f"the sender at {self._endpoint} did not send anything before the deadline")
             self._wait(0.0 if self._lost else left_s)
             if self._socket.poll(0):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 self.owes_answer = True
                 if len(frames) != 1:
-                    raise WeightRequestError(f"a message has {len(frames)} parts")
+                    raise WeightRequestError(f"a message must have one part, got {len(frames)}")
                 return memoryview(frames[0].bytes)
             if self._lost:
                 raise TransportError(
-                    f"the sender at {self._endpoint} has disconnected, or sent more than a message may hold"
+                    f"the sender at {self._endpoint} has disconnected or sent a message that is too long"
                 )
 
     def answer(self, text: str = "") -> None:
@@ -230,7 +230,7 @@ class IpcPeer:
         while not self._connected:
             left_s = until - time.monotonic()
             if left_s <= 0:
-                raise TransportError(f"nobody answers at {self._endpoint}")
+                raise TransportError(f"no process answers at {self._endpoint}")
             self._wait(left_s)
 
     def _wait(self, seconds: float) -> None:
@@ -248,7 +248,7 @@ class IpcPeer:
 def check_endpoint(endpoint: str) -> None:
     """Raises `WeightRequestError` for anything but a Unix socket: a call must not make the engine dial out."""
     if not _ENDPOINT.fullmatch(endpoint):
-        raise WeightRequestError(f"{endpoint[:200]!r} is not the address of a Unix socket, ipc://PATH")
+        raise WeightRequestError(f"{endpoint[:200]!r} is not the address of a Unix socket; use ipc://PATH")
 
 
 def device_names(device: torch.device) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class SafetensorsSource(StoredSource):
             return InlineStorage(memoryview(self._content))
         name = self._content.name
         if self._unlink and not name.removeprefix("/").startswith(UNLINK_PREFIX):
-            raise WeightRequestError(f"shm_unlink is for names that begin with {UNLINK_PREFIX!r}, not {name[:200]!r}")
+            raise WeightRequestError(f"shm_unlink needs a name that begins with {UNLINK_PREFIX!r}, got {name[:200]!r}")
         self._content.check()
         return SegmentStorage(self._content)
 

@@ -66,18 +66,18 @@ class TensorSource(StoredSource):
 
     def _named(self, item: Any) -> StoredTensor:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise WeightRequestError("malformed payload: an entry is not a pair of name and tensor")
+            raise WeightRequestError("malformed payload: each entry must be a pair of name and tensor")
         name, value = item
         if isinstance(value, Record) and value.type is LOCAL_TENSOR:
             values = _as_list((value.values or {}).get("values"), "the values of a LocalSerializedTensor")
             if len(values) != self._ranks or not isinstance(values[self._rank], memoryview):
                 raise WeightRequestError(
-                    f"a LocalSerializedTensor holds {len(values)} values; this engine has {self._ranks} ranks"
+                    f"a LocalSerializedTensor holds {len(values)} values, but this engine has {self._ranks} ranks"
                 )
             value = self._reader.read(values[self._rank])
         if not isinstance(value, TensorPlace):
             shown = name[:MAX_NAME_LENGTH] if isinstance(name, str) else type(name).__name__
-            raise WeightRequestError(f"malformed payload: what is named {shown!r} is not a tensor")
+            raise WeightRequestError(f"malformed payload: the value of {shown!r} is not a tensor")
         return name_tensor(name, value)
 
     def _check_storages(self) -> None:
@@ -85,8 +85,8 @@ class TensorSource(StoredSource):
             require_cuda()
         if self._is_shared and (self._reader.segments or self._reader.cuda_storages):
             raise WeightRequestError(
-                "torch's shared memory and CUDA handles go with their first reader, and several ranks read this "
-                "payload: serialize the tensors once for each rank, or send a shm_name"
+                "several ranks read this payload, but only one can open torch's shared memory and CUDA handles. "
+                "Serialize the tensors once for each rank, or send a shm_name."
             )
         for segment in {segment.name: segment for segment in self._reader.segments}.values():
             segment.check()
@@ -118,13 +118,13 @@ def _cut(flattened: TensorPlace, fields: Mapping[str, Any]) -> StoredTensor:
         raise WeightRequestError("malformed payload: a tensor of a flattened bucket has no shape or dtype")
     unit = flattened.dtype.itemsize
     if flattened.dtype not in (torch.uint8, dtype):
-        raise WeightRequestError(f"a flattened bucket of {flattened.dtype} cannot hold {dtype}")
+        raise WeightRequestError(f"a flattened bucket of {flattened.dtype} cannot hold tensors of {dtype}")
     first = flattened.span[0] + start * unit
     tensor = name_tensor(fields.get("name"), contiguous_place(flattened.storage, dtype, shape, first))
     if tensor.meta.nbytes != (end - start) * unit or numel not in (None, tensor.meta.numel, tensor.meta.nbytes):
         raise WeightRequestError(
             f"{tensor.meta.name}: shape {list(tensor.meta.shape)} has {tensor.meta.nbytes} bytes, "
-            f"its place in the flattened bucket {(end - start) * unit}"
+            f"but its place in the flattened bucket has {(end - start) * unit}"
         )
     return tensor
 

@@ -24,7 +24,7 @@ from weight_sync.tensor_meta import TensorMeta, dtype_name
 from weight_sync.waiting import in_thread
 
 GRACE_S = 2.0
-"""Over a deadline, for the engine's own error, which says more than that the deadline passed."""
+"""Over a deadline, for the engine's own error, which states more than that the deadline passed."""
 _SETTLE_S = 0.5
 
 
@@ -71,7 +71,7 @@ class EngineLink:
     ) -> None:
         """Join a group with the engine: this process is rank 0, the engine's ranks follow.
 
-        `engine_world_size`: how many ranks the engine must have; None: as many as it says.
+        `engine_world_size`: how many ranks the engine must have; None: any number.
         Raises what the engine refused, else `TransportError` or `WeightRequestError`.
         """
         num_ranks = self._num_ranks(engine_world_size)
@@ -108,12 +108,14 @@ class EngineLink:
         asked = self.call("get_world_size")
         wait([asked], timeout=self.timeout_s + GRACE_S)
         if not asked.done():
-            raise TransportError(f"the engine did not say within {self.timeout_s:g} s how many ranks it has")
+            raise TransportError(f"the engine did not report its number of ranks within {self.timeout_s:g} s")
         if isinstance(asked.exception(), AttributeError):  # a wrapper of a control that has no such call
             return 1 if expected is None else expected
         num_ranks = int(asked.result())
         if expected not in (None, num_ranks):
-            raise WeightRequestError(f"engine_world_size is {expected}, the engine has {num_ranks} ranks; leave it out")
+            raise WeightRequestError(
+                f"engine_world_size is {expected}, but the engine has {num_ranks} ranks; leave it out"
+            )
         return num_ranks
 
     def call(self, verb: str, **fields: Any) -> Future[Any]:

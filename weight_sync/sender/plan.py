@@ -107,7 +107,7 @@ def _is_cast(name: str, tensor: torch.Tensor) -> bool:
 def split_fused_experts(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
     """Split fused expert tensors of transformers 5 into per-expert checkpoint tensors; everything else as it is.
 
-    As `weight_sync.fused_experts` says; which of the layouts there it is, the biases of the same layer tell, so they
+    As in `weight_sync.fused_experts`; which of the layouts there it is, the biases of the same layer tell, so they
     come in one call.  The results are views.
     """
     given = list(named_tensors)

@@ -144,7 +144,7 @@ class TrainerRanks:
         return {rank: text for rank, text in enumerate(said) if text}
 
     def _texts(self, mine: str) -> list[str]:
-        """Return what each rank says, by rank, cut to `_MAX_SAID` bytes."""
+        """Return each rank's message, by rank, cut to `_MAX_SAID` bytes."""
         said = torch.zeros(_MAX_SAID, dtype=torch.uint8)
         content = mine.encode(errors="replace")[:_MAX_SAID]
         said[: len(content)] = _bytes_tensor(content)
@@ -184,10 +184,10 @@ class TrainerRanks:
                 time.sleep(_POLL_S)
             work.wait(datetime.timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            self._broken = f"the trainer ranks lost one another: {str(error).strip().splitlines()[0][:300]}"
+            self._broken = f"the trainer ranks lost contact: {str(error).strip().splitlines()[0][:300]}"
             raise TransportError(self._broken) from error
         except BaseException:  # an interrupt: the others are in this collective, and the next one would meet it
-            self._broken = "the trainer ranks lost one another: this one was interrupted"
+            self._broken = "the trainer ranks lost contact: this one was interrupted"
             raise
 
 

@@ -54,7 +54,7 @@ class WeightSender:
         trainer_group: dist.ProcessGroup | None = None,
     ) -> None:
         if on_engine_failure not in ("abort_all", "leave_out"):
-            raise WeightRequestError(f"on_engine_failure is abort_all or leave_out, got {on_engine_failure!r}")
+            raise WeightRequestError(f"on_engine_failure must be abort_all or leave_out, got {on_engine_failure!r}")
         self._links: dict[str, EngineLink] = {}
         self._timeout_s = timeout_s
         for name, control in (engines if isinstance(engines, Mapping) else {"engine": engines}).items():
@@ -100,7 +100,7 @@ class WeightSender:
         """Join a group with each engine that is not connected: this process is rank 0, the engine's ranks follow.
 
         Call it again for engines that were lost.  `master_address`: where engines reach this process.  `master_port`:
-        of the first engine, the following ones take the ports after it; None: free ones.  Each engine says how many
+        of the first engine, the following ones take the ports after it; None: free ones.  Each engine states how many
         ranks it has; one with another number than `engine_world_size`, if that is given, is refused.  `group_name`: of
         the only engine; of several, each adds `-` and its own name.  `device`: where the tensors to send live; decides
         the backend where None is given.
@@ -109,7 +109,7 @@ class WeightSender:
         """
         missing = [link for link in self._links.values() if not link.is_connected]
         if self._links and not missing:
-            raise TransactionStateError("connected already; close first")
+            raise TransactionStateError("already connected; close first")
         failed: dict[str, BaseException] = {}
         for position, link in enumerate(self._links.values()):
             if link not in missing:
@@ -155,7 +155,7 @@ class WeightSender:
         and a third where tensors are sharded; a bucket is `bucket_bytes`, or the largest tensor if that is larger.
 
         Raises `EngineError` with each failed engine's error; `WeightRequestError`; `TransportError` when trainer
-        ranks lost one another.  Unless `EngineError.committed` says otherwise no engine has the new version then, and
+        ranks lost one another.  Unless `EngineError.committed` states otherwise no engine has the new version then, and
         all that could be reached have dropped it; the error carries notes on the others.
         """
         start, parts = time.perf_counter(), Parts()
@@ -244,8 +244,8 @@ class WeightSender:
             return TrainerRanks(self._trainer_group, device_of_group(self._trainer_group), self._timeout_s)
         if not self._links and dist.is_initialized() and dist.get_rank() > 0:
             raise WeightRequestError(
-                f"trainer rank {dist.get_rank()} has no engines and no sharded tensors, so it has nothing to send; "
-                "call refresh on rank 0 alone, or shard the model on all ranks, or give trainer_group"
+                f"trainer rank {dist.get_rank()} has no engines and no sharded tensors, so it has nothing to send. "
+                "Call refresh on rank 0 only, shard the model on all ranks, or give trainer_group."
             )
         return None
 

@@ -122,5 +122,5 @@ def _require_fit(name: str, tensor: DTensor, box: Box) -> None:
     local = tuple(tensor.to_local().shape)
     if local != size_of(box):
         raise WeightRequestError(
-            f"{name}: the local tensor is {list(local)}, where {tensor.placements} makes it {list(size_of(box))}"
+            f"{name}: the local tensor has shape {list(local)}, but {tensor.placements} needs {list(size_of(box))}"
         )

@@ -70,7 +70,7 @@ class RefreshStatement:
         for name in sorted(self.options.keys() | first.options.keys()):
             mine, theirs = self.options.get(name, "not given"), first.options.get(name, "not given")
             if mine != theirs:
-                return f"the trainer ranks do not ask for the same refresh: {_two(name, theirs, rank, mine)}"
+                return f"the trainer ranks request different refreshes: {_two(name, theirs, rank, mine)}"
         return ""
 
     def _tensor_difference(self, rank: int, first: RefreshStatement) -> str:
@@ -78,7 +78,7 @@ class RefreshStatement:
         lacking = _some([name for name in theirs if name not in mine])
         extra = _some([name for name in mine if name not in theirs])
         if lacking and extra:
-            return f"rank {rank} lacks {lacking}; it has {extra}, and rank 0 has not"
+            return f"rank {rank} lacks {lacking}; it has {extra}, and rank 0 does not"
         if lacking:
             return f"rank {rank} lacks {lacking}"
         if extra:
@@ -91,7 +91,7 @@ class RefreshStatement:
         for position, (here, there) in enumerate(zip(mine, theirs)):
             if here != there:
                 where = _two(f"tensor {position}", there, rank, here)
-                return f"{where}; the order must be equal, and that of a set differs by process"
+                return f"{where}; the order must be equal, but the order of a set differs between processes"
         return ""
 
 

@@ -66,7 +66,7 @@ class WeightUpdate(JointUpdate):
     def send_bucket(self, bucket: Bucket) -> None:
         """Send a bucket as `send` does; the content of `bucket.pieces` must not change until the next call returns."""
         if not self._is_entered:
-            raise TransactionStateError("the weight update is over, or was never entered")
+            raise TransactionStateError("the weight update has ended or was not entered")
         with self.parts.timed("send"):
             # So an engine takes buckets in their order, and finds the next one waiting.
             _await(

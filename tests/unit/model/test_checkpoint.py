@@ -200,7 +200,7 @@ def _truncate(path: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (lambda f: _remove(_second_shard(f)), "model-00002-of-00003.safetensors is missing"),
-    "truncated shard": (lambda f: _truncate(_second_shard(f)), "model-00002.*header accounts for .*; copy it again"),
+    "truncated shard": (lambda f: _truncate(_second_shard(f)), "model-00002.*header describes .*; copy it again"),
     "empty shard": (lambda f: _second_shard(f).write_bytes(b""), "model-00002.*has 0 bytes; copy it again"),
     "not safetensors": (lambda f: _second_shard(f).write_bytes(b"hello" * 100), "model-00002.*not a safetensors file"),
     "index names an absent tensor": (lambda f: _drop_tensor(_second_shard(f)), "has no tensor .*, which .*index.json"),
@@ -214,7 +214,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "shard missing without an index": (
         lambda f: _remove(f / INDEX, _second_shard(f)),
-        "has 2 of the 3 files like model-00001-of-00003.safetensors",
+        "has 2 of the 3 files named like model-00001-of-00003.safetensors",
     ),
     "nothing but another form of the weights": (
         lambda f: (_with_others(f, ["consolidated.safetensors"]), _remove(*f.glob("model*"))),

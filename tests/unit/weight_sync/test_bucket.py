@@ -104,7 +104,7 @@ def test_refuses_a_bucket_that_is_not_aligned() -> None:
 
 @pytest.mark.parametrize("size", [7, 9])
 def test_refuses_a_bucket_of_another_size(size: int) -> None:
-    with pytest.raises(WeightRequestError, match=f"bucket has {size} bytes, its tensors add up to 8"):
+    with pytest.raises(WeightRequestError, match=f"bucket has {size} bytes, but its tensors have 8 bytes"):
         unpack(torch.zeros(size, dtype=torch.uint8), [TensorMeta("a", torch.float32, (2,))])
 
 

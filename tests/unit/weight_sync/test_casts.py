@@ -122,7 +122,7 @@ def test_values_beyond_the_models_dtype_are_refused(value: float, dtype: torch.d
     """Infinity would be served in their place."""
     receiver = LoopbackUpdater(FakeWeights(dtype=dtype), device="cpu", timeout_s=1.0, vote=lambda mine: mine)
     receiver.begin("v2", cast=True)
-    with pytest.raises(ContentError, match=f"{EMBED} has values beyond those of {dtype_name(dtype)}"):
+    with pytest.raises(ContentError, match=f"{EMBED} has values outside the range of {dtype_name(dtype)}"):
         receiver.send([(EMBED, torch.full((6, 4), value))])
 
 

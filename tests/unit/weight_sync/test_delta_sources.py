@@ -136,7 +136,7 @@ DISK_FAULTS: dict[str, tuple[Callable[[Path], object], type[WeightSyncError], st
     "wrong kind": (_put(NORM, torch.zeros(4, dtype=torch.int32)), DtypeMismatchError, NORM),
     "not finite": (_put(NORM, torch.tensor([0.0, 1.0, torch.nan, 2.0])), ContentError, "not finite"),
     "renamed": (_duplicate_key, UnknownTensorError, "weighT"),
-    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), ContentError, "accounts for"),
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), ContentError, "its header describes"),
     "header cut": (lambda path: path.write_bytes(path.read_bytes()[:30]), ContentError, "cut short"),
     "header absurd": (_huge_header, ContentError, "cut short"),
     "empty": (lambda path: path.write_bytes(b""), ContentError, "not a safetensors file"),
@@ -207,7 +207,7 @@ def test_a_folder_between_two_versions_is_not_read(
     write_state(folder, LocalState(local))
     with (
         locked(folder / SYNC_FOLDER / LOCK_FILE, shared=False, timeout_s=1.0),
-        pytest.raises(TransactionStateError, match="held by another"),
+        pytest.raises(TransactionStateError, match="locked by another process"),
     ):
         refresh(updater, disk(folder, weights))
     source = disk(folder, weights)
@@ -322,7 +322,7 @@ def test_a_delta_of_what_the_model_does_not_hold_is_refused(weights: FakeWeights
         (old | {"stranger": torch.zeros(3)}, UnknownTensorError, "stranger"),
         (old | {NORM: torch.zeros(9)}, ShapeMismatchError, NORM),
         (old | {NORM: old[NORM].to(torch.bfloat16)}, DtypeMismatchError, NORM),
-        (fused(old), WeightRequestError, "by their own names"),
+        (fused(old), WeightRequestError, "the model's own tensors and names"),
         ({name: tensor for name, tensor in old.items() if name != NORM}, CoverageError, "missing"),
     ]
     for tensors, kind, reason in cases:

@@ -212,7 +212,7 @@ def fails_on(rank_weights: Any, kind: type, verb: str, at_call: int) -> Any:
         if staging._weights is rank_weights:
             calls.append(verb)
             if len(calls) == at_call:
-                raise StagingError("the journal cannot take it: no space left on device")
+                raise StagingError("it cannot be written to the journal: no space left on device")
         return inner(staging, *arguments)
 
     return mock.patch.object(kind, verb, faulty)

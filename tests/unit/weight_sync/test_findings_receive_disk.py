@@ -132,5 +132,5 @@ def test_w14_weight_folders_are_all_that_may_be_named(folders: tuple[Path, ...],
     assert load(harness, inside).success
     assert load(harness, folders[0]).success  # the model that it was started with
     shutil.copytree(source, allowed / "source")
-    assert "is in none of" in pull(harness, tmp_path / "local", allowed / "source").message
+    assert "is outside the folders of" in pull(harness, tmp_path / "local", allowed / "source").message
     assert pull(harness, allowed / "local", allowed / "source").success

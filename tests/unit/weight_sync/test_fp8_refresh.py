@@ -182,7 +182,7 @@ def test_no_more_waits_than_the_model_has(updater: LoopbackUpdater) -> None:
     """A fused tensor's scales could be of any size until it comes."""
     limit = sum(meta.nbytes for meta in updater.weights.metas().values())
     updater.begin("v2")
-    with pytest.raises(WeightRequestError, match="send scales with their weights"):
+    with pytest.raises(WeightRequestError, match="Send scales with their weights"):
         updater.send([("model.layers.1.mlp.experts.gate_up_proj_scale_inv", torch.ones(1, 1, limit // 4 + 1))])
     assert updater.status()["unpaired_bytes"] == 0
 
@@ -218,7 +218,12 @@ def test_a_half_that_comes_twice_is_refused(
 
 WRONG = {
     "scale of nothing": ("model.nothing.weight_scale_inv", torch.ones(1, 1), UnknownTensorError, "has no weight"),
-    "scale's dtype": (SCALE, torch.ones(2, 2).double(), DtypeMismatchError, f"{SCALE}: scales are one of float32, "),
+    "scale's dtype": (
+        SCALE,
+        torch.ones(2, 2).double(),
+        DtypeMismatchError,
+        f"{SCALE}: scales must be one of float32, ",
+    ),
     "scale's shape": (SCALE, torch.ones(2, 3), ShapeMismatchError, "expected"),
     "per tensor": (SCALE, torch.tensor(1.0), ShapeMismatchError, "expected"),
     "weight's shape": (WEIGHT, torch.ones(136, 160).to(torch.float8_e4m3fn), ShapeMismatchError, "expects"),
@@ -260,7 +265,7 @@ def test_wrong_content_is_refused(updater: LoopbackUpdater, newer: tuple[Named, 
 def test_a_plain_tensor_with_scales_is_refused(updater: LoopbackUpdater, newer: tuple[Named, Named, Named]) -> None:
     sent, fp8, _ = newer
     updater.begin("v2")
-    with pytest.raises(DtypeMismatchError, match=f"{WEIGHT} is bfloat16 and came with {SCALE}"):
+    with pytest.raises(DtypeMismatchError, match=f"{WEIGHT} is bfloat16, which has no scales, but came with {SCALE}"):
         updater.send([(SCALE, fp8[SCALE]), (WEIGHT, sent[WEIGHT])])
     updater.drop("wrong")
     updater.begin("v2", coverage="partial")
@@ -435,7 +440,7 @@ def test_deltas_are_over_what_is_held(moe: Fp8Case, newer: tuple[Named, Named, N
     send(updater, [sent])
     updater.begin("v3", "partial")
     delta = frame(sent, sent | changed)
-    with pytest.raises(TransactionStateError, match=r"_proj\.weight: a delta is over what was sent"):
+    with pytest.raises(TransactionStateError, match=r"_proj\.weight: a delta changes the sent values"):
         updater.receive(DeltaSource(delta, updater.weights, quantised=updater.quantised))
     updater.drop("refused")
     updater.begin("v3", "partial")

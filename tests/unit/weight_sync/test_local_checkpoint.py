@@ -189,7 +189,7 @@ def _swap_tensors(folder: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda folder: _truncate(_file(folder)), "header accounts for|cut short"),
+    "truncated": (lambda folder: _truncate(_file(folder)), "header describes|cut short"),
     "flipped byte": (lambda folder: _flip_last(_file(folder)), "checksum|zstd|fingerprint|lacks"),
     "flipped header": (
         lambda folder: _flip_header(_file(folder)),
@@ -317,7 +317,7 @@ def test_the_lock_has_a_deadline(stream: Stream) -> None:
     pulled(stream, 0)
     with locked(stream.local / SYNC_FOLDER / LOCK_FILE, shared=True, timeout_s=1.0):
         start = time.monotonic()
-        with pytest.raises(TransactionStateError, match="held by another"):
+        with pytest.raises(TransactionStateError, match="locked by another process"):
             pulled(stream, 0, timeout_s=0.2)
         assert time.monotonic() - start < 2.0
 

@@ -305,4 +305,4 @@ def test_the_pause_is_as_long_as_the_part_and_only_beside_steps(
         pause(seconds)
     assert len(slept) == (3 if has_work else 0)
     if has_work:
-        assert slept[1] == 2 * slept[0] > 0.002 and slept[2] == weight_queue._MOST_PAUSE_S
+        assert slept[1] == 2 * slept[0] > 0.002 and slept[2] == weight_queue._MAX_PAUSE_S

@@ -208,9 +208,9 @@ def test_a_segment_is_read_and_left(shared: SharedMemory) -> None:
 
 
 def test_a_segment_larger_than_its_file(shared: SharedMemory) -> None:
-    with pytest.raises(WeightRequestError, match=rf"has {len(FILE)} bytes, the call says {len(FILE) + 1}"):
+    with pytest.raises(WeightRequestError, match=rf"has {len(FILE)} bytes, but the call needs {len(FILE) + 1}"):
         received(SharedSegment(shared.name, len(FILE) + 1))
-    with pytest.raises(WeightRequestError, match="accounts for"):
+    with pytest.raises(WeightRequestError, match="its header describes"):
         received(SharedSegment(shared.name, len(FILE) - 1))
 
 

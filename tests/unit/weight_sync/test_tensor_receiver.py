@@ -157,7 +157,7 @@ def test_locally_serialized_tensors(module: str) -> None:
         same(received(forking_pickle(local)), NAMED)
         two = [(name, LocalSerializedTensor([b"none", forking_pickle(tensor)])) for name, tensor in NAMED]
         same(received(forking_pickle(two), rank=1, ranks=2), NAMED)
-        assert "holds 2 values; this engine has 1 ranks" in refusal(forking_pickle(two))
+        assert "holds 2 values, but this engine has 1 ranks" in refusal(forking_pickle(two))
         nested = forking_pickle([("a", LocalSerializedTensor([forking_pickle(LocalSerializedTensor([b""]))]))])
         assert "not a tensor" in refusal(nested)
 
@@ -221,8 +221,8 @@ def test_cuda_handles_are_refused_without_a_device() -> None:
     [
         (None, "a list of"),
         ({"a": 1}, "a list of"),
-        ([("a", torch.ones(1), 3)], "not a pair"),
-        (["ab"], "not a pair"),
+        ([("a", torch.ones(1), 3)], "must be a pair"),
+        (["ab"], "must be a pair"),
         ([("a", 3)], "not a tensor"),
         ([(3, torch.ones(1))], "name must be"),
         ([("", torch.ones(1))], "name must be"),
@@ -363,7 +363,7 @@ def test_memory_that_shrinks_is_an_error_and_no_signal(sender: TensorSender) -> 
 
 def test_only_names_that_torch_makes_are_opened() -> None:
     for name in ("/etc/passwd", "/torch_1_2_3/../x", "torch_1_2_3", "/psm_1234", "/torch_1_2_3\n", ""):
-        with pytest.raises(WeightRequestError, match="not a name that torch gives"):
+        with pytest.raises(WeightRequestError, match="not a name of torch's"):
             torch_shared_file(name, 4)
     for name in ("../etc/passwd", "a/b", "..", "", ".hidden", "x" * 201):
         with pytest.raises(WeightRequestError, match="not a name of shared memory"):

@@ -111,7 +111,7 @@ def test_a_partial_refresh_changes_only_what_came(weights: FakeWeights) -> None:
         (lambda m: [(TensorMeta(EMBED, torch.bfloat16, (4, 6)), None), *m[1:]], ShapeMismatchError, "embed"),
         (lambda m: [(TensorMeta(EMBED, torch.float16, (6, 4)), None), *m[1:]], DtypeMismatchError, "got float16"),
         (lambda m: [*m, (TensorMeta(LM_HEAD, torch.bfloat16, (6, 4)), 1)], WeightRequestError, "two fingerprints"),
-        (lambda m: [*m, (TensorMeta(DOWN, torch.bfloat16, (3, 4, 2)), 1)], WeightRequestError, "split by the model"),
+        (lambda m: [*m, (TensorMeta(DOWN, torch.bfloat16, (3, 4, 2)), 1)], WeightRequestError, "the model splits"),
     ],
 )
 def test_begin_refuses_a_wrong_manifest(
@@ -212,7 +212,7 @@ def test_fingerprints_are_compared(weights: FakeWeights) -> None:
     sent = version(1)
     sent[name] = sent[name].clone()
     sent[name].view(torch.int16)[0, 0] ^= 1
-    with pytest.raises(ContentError, match=f"{name}: fingerprint [0-9a-f]{{16}}, the manifest says"):
+    with pytest.raises(ContentError, match=f"{name}: fingerprint [0-9a-f]{{16}}, the manifest expects"):
         transaction.receive(sent.items())
 
 

@@ -134,7 +134,7 @@ def test_an_expired_update_never_blocks_the_next() -> None:
     updater = LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, clock=lambda: now[0])
     updater.begin("v1")
     now[0] = 599
-    with pytest.raises(TransactionStateError, match=r"open already \(1 s left of its lease\)"):
+    with pytest.raises(TransactionStateError, match=r"already open \(1 s left of its lease\)"):
         updater.begin("v2")
     now[0] = 600
     updater.begin("v2")

@@ -251,7 +251,7 @@ def test_a_delta_is_refused_by_its_flag(folder: Path, w8: Ops) -> None:
     (payload,) = DeltaEncoder(logical_tensors(folder).items()).encode(newer(folder).items()).payloads()
     frame = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     updater.begin("v2")
-    with pytest.raises(TransactionStateError, match=r"what it quantised of that \(--cpu-weight-format w8\)"):
+    with pytest.raises(TransactionStateError, match=r"holds quantised values \(--cpu-weight-format w8\)"):
         updater.receive(DeltaSource(LoopbackSource([("delta", frame)]), updater.weights, quantised=updater.quantised))
 
 
