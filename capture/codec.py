@@ -6,9 +6,9 @@ Compatible form: base64 of little-endian int32, shape (rows, num_hidden_layers, 
 no header, so the reader must know the model.  This is SGLang's wire form.
 
 Compact form: one safetensors file.  Its tensor `routed_experts` is [T, L, K] in the narrowest unsigned dtype, its
-metadata says everything else and carries a CRC32 over metadata, dtype, shape and data.
+metadata states everything else and carries a CRC32 over metadata, dtype, shape and data.
 
-Array forms, of vLLM's family: one array of every hidden layer, dense layers zero, with its shape and dtype; none says
+Array forms, of vLLM's family: one array of every hidden layer, dense layers zero, with its shape and dtype; none states
 which weights made a row.
 
 Shapes: T rows, L MoE layers, H hidden layers, K top-k.
@@ -85,16 +85,16 @@ def decode_compatible(
         raise RouteFormatError(f"routed experts are not base64: {error}") from None
     if num_hidden_layers < 1 or top_k < 1 or len(data) % (num_hidden_layers * top_k * 4):
         raise RouteFormatError(
-            f"{len(data)} bytes are not whole rows of {num_hidden_layers} layers x top-{top_k} x 4 bytes"
+            f"{len(data)} bytes are not a multiple of a row of {num_hidden_layers} layers x top-{top_k} x 4 bytes"
         )
     wide = np.frombuffer(data, dtype="<i4").reshape(-1, num_hidden_layers, top_k)
     if any(not 0 <= layer < num_hidden_layers for layer in moe_layer_ids):
-        raise RouteFormatError(f"MoE layers {list(moe_layer_ids)} in a model of {num_hidden_layers} layers")
+        raise RouteFormatError(f"MoE layers {list(moe_layer_ids)} are not in a model of {num_hidden_layers} layers")
     ids_TLK = wide[:, list(moe_layer_ids)]
     dense = np.ones(num_hidden_layers, dtype=bool)
     dense[list(moe_layer_ids)] = False
     if wide[:, dense].any():
-        raise RouteFormatError("a dense layer has expert ids: wrong MoE layer indices, or damaged data")
+        raise RouteFormatError("a dense layer has expert ids: the MoE layer indices are wrong or the data is damaged")
     if ids_TLK.size and (ids_TLK.min() < 0 or ids_TLK.max() >= num_experts):
         raise RouteFormatError(f"expert ids span {ids_TLK.min()}..{ids_TLK.max()}, outside 0..{num_experts - 1}")
     return RoutedExperts(
@@ -103,7 +103,7 @@ def decode_compatible(
 
 
 def encode_compact(routed: RoutedExperts) -> bytes:
-    """The bytes of a safetensors file that says all of `routed`, MISSING rows included."""
+    """The bytes of a safetensors file that holds all of `routed`, MISSING rows included."""
     ids_TLK = np.ascontiguousarray(routed.logical_ids_TLK)
     metadata = {
         "format_version": FORMAT_VERSION,
@@ -131,7 +131,7 @@ def decode_compact(data: bytes) -> RoutedExperts:
         raise RouteFormatError("checksum mismatch: the route record is damaged")
     if metadata["format_version"] != FORMAT_VERSION:
         raise RouteFormatError(
-            f"route record format {metadata['format_version']!r}; this version reads {FORMAT_VERSION!r}"
+            f"the route record has format {metadata['format_version']!r}; this version reads {FORMAT_VERSION!r}"
         )
     num_experts = _parse_int(metadata, "num_experts")
     ids_TLK = np.frombuffer(payload, dtype=_WIRE_DTYPES[dtype_tag]).reshape(shape)
@@ -164,7 +164,7 @@ def decode_npy(data: bytes) -> np.ndarray:
     descr, is_fortran, shape, start = _npy_header(data)
     dtype = np.dtype(descr)
     if math.prod(shape) * dtype.itemsize != len(data) - start:
-        raise RouteFormatError(f"shape {list(shape)} of {dtype} is not what the {len(data) - start} bytes of data hold")
+        raise RouteFormatError(f"shape {list(shape)} of {dtype} does not match the {len(data) - start} bytes of data")
     array = np.frombuffer(data, dtype, offset=start)
     return array.reshape(shape, order="F" if is_fortran else "C")
 

@@ -46,12 +46,12 @@ def pad_routes(sequences: Sequence[Routes], num_experts: int, seq_len: int | Non
     """int64 [B, S, L, K] on the CPU from one item per sequence, -1 where there is no row; S defaults to the longest.
 
     A `RoutedExperts` goes to positions `start ..`; a tensor or array [rows, L, K] to positions `0 ..`.  MISSING is -1
-    in signed dtypes; unsigned ones must be `id_dtype(num_experts)`, whose maximum says it.  Positions that an item does
-    not reach (among them the last one: nothing consumed that token) have no row.  Raises `RouteValueError` if rows
+    in signed dtypes; unsigned ones must be `id_dtype(num_experts)`: its maximum is MISSING.  Positions that an item
+    does not reach (among them the last one: nothing consumed that token) have no row.  Raises `RouteValueError` if rows
     break the rules of `RoutedExperts`, do not fit into `seq_len`, or differ in L or K.
     """
     if not sequences:
-        raise RouteValueError("no sequences")
+        raise RouteValueError("there are no sequences; give at least one")
     signed = [_signed_ids(item, num_experts) for item in sequences]
     if seq_len is None:
         seq_len = max(start + ids_TLK.shape[0] for ids_TLK, start in signed)
@@ -83,9 +83,11 @@ class ForcedRoutes:
         self._formula_checked: set[int] = set()
         given, expected = tuple(self._given_BSLK.shape[2:]), (len(routers), router.top_k)
         if given != expected:
-            raise RouteValueError(f"routes have (L, K) = {given}, the model has {expected}")
+            raise RouteValueError(f"routes have (L, K) = {given}, but the model has {expected}")
         if self._mask_BS is not None and (self._mask_BS.ndim != 2 or len(self._mask_BS) != len(self._given_BSLK)):
-            raise RouteValueError(f"mask {tuple(self._mask_BS.shape)} for {len(self._given_BSLK)} sequences")
+            raise RouteValueError(
+                f"the mask has shape {tuple(self._mask_BS.shape)}, but there are {len(self._given_BSLK)} sequences"
+            )
 
     def hook(self, layer: int) -> Any:
         """A forward hook for the router of MoE layer `layer`."""
@@ -111,8 +113,8 @@ class ForcedRoutes:
             self.own_positions = num_tokens - self.forced_positions
         if self._forced_T.shape[0] != num_tokens:
             raise RouteValueError(
-                f"a forward over {num_tokens} tokens under routes for {self._forced_T.shape[0]}: "
-                "force whole sequences, without a KV cache"
+                f"a forward has {num_tokens} tokens, but there are routes for {self._forced_T.shape[0]}: "
+                "run whole sequences, without a KV cache"
             )
         return self._routes_TLK, self._forced_T
 
@@ -227,7 +229,7 @@ def _check_formula(router: Any, logits_TE: torch.Tensor, scores_TK: torch.Tensor
     ours_TK = weights_of(router, logits_TE.detach(), own_TK)
     if not torch.allclose(ours_TK.float(), scores_TK.detach().float(), rtol=0.02, atol=1e-4):
         raise UnsupportedRouterError(
-            f"{type(router).__name__} weighs experts by a formula that is not known: its routes cannot be forced"
+            f"{type(router).__name__} weighs experts by an unknown formula, so its routes cannot be forced"
         )
 
 
@@ -251,13 +253,15 @@ def _signed_ids(item: Routes, num_experts: int) -> tuple[np.ndarray, int]:
     """int64 [rows, L, K] with -1 for MISSING, and the position of its first row."""
     if isinstance(item, RoutedExperts):
         if item.num_experts != num_experts:
-            raise RouteValueError(f"routes of {item.num_experts} experts for a model of {num_experts}")
+            raise RouteValueError(f"the routes have {item.num_experts} experts, but the model has {num_experts}")
         return item.signed_ids(), item.start
     array = item.detach().cpu().numpy() if isinstance(item, torch.Tensor) else np.asarray(item)
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise RouteValueError(f"routes of a sequence are integers [rows, L, K], got {array.dtype} {array.shape}")
     if array.dtype.kind == "u" and array.dtype != id_dtype(num_experts):
-        raise RouteValueError(f"{array.dtype} routes of {num_experts} experts cannot mark MISSING; use a signed dtype")
+        raise RouteValueError(
+            f"{array.dtype} routes cannot mark MISSING among {num_experts} experts; use a signed dtype"
+        )
     missing_T = checked_missing_rows(array, num_experts, missing_id(num_experts) if array.dtype.kind == "u" else -1)
     signed = array.astype(np.int64)
     signed[missing_T] = -1

@@ -31,7 +31,7 @@ def id_dtype(num_experts: int) -> np.dtype:
     Raises `RouteValueError` outside 1..65535 experts.
     """
     if not 1 <= num_experts <= MAX_EXPERTS:
-        raise RouteValueError(f"{num_experts} experts; route records hold 1 to {MAX_EXPERTS}")
+        raise RouteValueError(f"the number of experts must be in 1..{MAX_EXPERTS}, got {num_experts}")
     return narrowest_dtype(num_experts + 1)
 
 
@@ -50,7 +50,7 @@ def checked_missing_rows(ids_TLK: np.ndarray, num_experts: int, missing: int) ->
     missing_T: np.ndarray = is_missing_TLK.all(axis=(1, 2))
     partial_T = is_missing_TLK.any(axis=(1, 2)) & ~missing_T
     if partial_T.any():
-        raise RouteValueError(f"row {int(partial_T.argmax())} is neither wholly valid nor wholly missing")
+        raise RouteValueError(f"row {int(partial_T.argmax())} is partly missing; a row must be whole or missing")
     valid_NLK = ids_TLK[~missing_T] if missing_T.any() else ids_TLK
     if valid_NLK.size == 0:
         return missing_T
@@ -105,7 +105,7 @@ class RoutedExperts:
         if num_moe_layers < 1 or not 1 <= top_k <= self.num_experts:
             raise RouteValueError(f"{num_moe_layers} MoE layers with top-{top_k} of {self.num_experts} experts")
         if self.start < 0:
-            raise RouteValueError(f"start is {self.start}")
+            raise RouteValueError(f"start must be at least 0, got {self.start}")
         _check_layers(self.moe_layer_ids, num_moe_layers, self.num_hidden_layers)
         _check_spans(self.weight_versions, num_rows)
         return checked_missing_rows(ids_TLK, self.num_experts, missing_id(self.num_experts))
@@ -153,7 +153,7 @@ class RoutedExperts:
         Raises `RouteValueError` if the range leaves `0 .. len(self)`.
         """
         if not 0 <= first <= end <= len(self):
-            raise RouteValueError(f"rows {first}..{end} of a record of {len(self)}")
+            raise RouteValueError(f"rows {first}..{end} are outside a record of {len(self)} rows")
         spans = [(v, max(a, first) - first, min(b, end) - first) for v, a, b in self.weight_versions]
         return RoutedExperts(
             self.logical_ids_TLK[first:end],
@@ -171,7 +171,7 @@ def concat(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     Raises `RouteValueError` for no parts, different models, or a gap or an overlap between the ranges.
     """
     if not parts:
-        raise RouteValueError("nothing to concatenate")
+        raise RouteValueError("there are no records to concatenate")
     first = parts[0]
     spans: list[VersionSpan] = []
     rows = 0
@@ -202,12 +202,14 @@ def _check_layers(moe_layer_ids: Sequence[int], num_moe_layers: int, num_hidden_
     if len(moe_layer_ids) != num_moe_layers or not ascending:
         raise RouteValueError(f"{num_moe_layers} MoE layers cannot have the hidden layer indices {moe_layer_ids}")
     if moe_layer_ids[0] < 0 or moe_layer_ids[-1] >= num_hidden_layers:
-        raise RouteValueError(f"MoE layer indices {moe_layer_ids} in a model of {num_hidden_layers} layers")
+        raise RouteValueError(f"MoE layer indices {moe_layer_ids} are not in a model of {num_hidden_layers} layers")
 
 
 def _check_spans(spans: Sequence[VersionSpan], num_rows: int) -> None:
     reached = 0
     for version, first, end in spans:
         if not reached <= first < end <= num_rows:
-            raise RouteValueError(f"version span ({version!r}, {first}, {end}) is out of order or of {num_rows} rows")
+            raise RouteValueError(
+                f"version span ({version!r}, {first}, {end}) is out of order or exceeds {num_rows} rows"
+            )
         reached = end

@@ -1,9 +1,9 @@
 """The formulas by which routers of Hugging Face models weigh chosen experts, for each kind, with gradients.
 
     e_score_correction_bias    sigmoids of the logits, without the bias, which is for the choice alone; renormalised
-                               where norm_topk_prob says so; times routed_scaling_factor: DeepSeek-V3, GLM
+                               if norm_topk_prob is true; times routed_scaling_factor: DeepSeek-V3, GLM
     bias                       a softmax over the chosen experts: GPT-OSS
-    neither                    a softmax over all experts in float32, renormalised unless norm_topk_prob says no:
+    neither                    a softmax over all experts in float32, renormalised unless norm_topk_prob is false:
                                Qwen3-MoE, Qwen3-Next, Qwen3.5
 
 Shapes: T tokens, K top-k, E logical experts.

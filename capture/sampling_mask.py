@@ -75,11 +75,11 @@ class SamplingMask:
         try:
             offsets = np.cumsum([0, *map(len, kept)], dtype=np.int64)
             flat = [token_id for ids in kept for token_id in ids]
-            if not all(type(token_id) is int for token_id in flat):
-                raise TypeError("an id that is no integer")
+            if odd := [token_id for token_id in flat if type(token_id) is not int]:
+                raise TypeError(f"token ids must be integers, got {str(odd[0])[:80]!r}")
             return cls(np.array(flat, dtype=np.int32), offsets)
         except (TypeError, OverflowError) as error:
-            raise MaskFormatError(f"a sampling mask is a list of token ids for each token: {error}") from None
+            raise MaskFormatError(f"a sampling mask must be a list of token ids for each token: {error}") from None
 
     def to_lists(self) -> list[list[int]]:
         """A list of ids for each token."""
@@ -92,7 +92,7 @@ class SamplingMask:
         Raises `MaskValueError` for more ids than int32 counts.
         """
         if len(self.token_ids) >= 1 << 31:
-            raise MaskValueError(f"{len(self.token_ids)} ids are more than int32 offsets can count")
+            raise MaskValueError(f"{len(self.token_ids)} ids are too many for int32 offsets")
         columns = (self.token_ids.astype("<i4"), self.offsets.astype("<i4"))
         ids, offsets = (base64.b64encode(column.tobytes()).decode("ascii") for column in columns)
         return ids, offsets
@@ -113,11 +113,11 @@ class SamplingMask:
         """Raises `MaskValueError` unless there is a mask for each of `sampled_ids` [T], and it holds the id."""
         sampled = np.asarray(sampled_ids, dtype=np.int64).reshape(-1)
         if len(sampled) != len(self):
-            raise MaskValueError(f"masks of {len(self)} tokens for {len(sampled)} sampled ones")
+            raise MaskValueError(f"there are masks for {len(self)} tokens, but {len(sampled)} tokens were sampled")
         held = np.logical_or.reduceat(self.token_ids == np.repeat(sampled, np.diff(self.offsets)), self.offsets[:-1])
         if len(sampled) and not held.all():
             token = int(held.argmin())
-            raise MaskValueError(f"token {token}: {int(sampled[token])} was sampled and is not in its mask")
+            raise MaskValueError(f"token {token}: {int(sampled[token])} was sampled, but its mask does not hold it")
 
 
 def _has_repeats(ids: np.ndarray, offsets: np.ndarray) -> bool:
@@ -138,5 +138,5 @@ def _column(text: Any) -> np.ndarray:
     except (binascii.Error, TypeError, ValueError) as error:
         raise MaskFormatError(f"a column of a sampling mask is not base64: {error}") from None
     if len(content) % 4:
-        raise MaskFormatError(f"{len(content)} bytes are no column of int32")
+        raise MaskFormatError(f"a column of int32 needs a multiple of 4 bytes, got {len(content)}")
     return np.frombuffer(content, dtype="<i4").astype(np.int32)

@@ -69,11 +69,11 @@ class TokenLogprobs:
         }
         for name, shape in wanted.items():
             if getattr(self, name).shape != shape:
-                raise LogprobValueError(f"{name} is {list(getattr(self, name).shape)}, not {list(shape)}")
+                raise LogprobValueError(f"{name} has shape {list(getattr(self, name).shape)}, expected {list(shape)}")
         if self.logprobs.dtype not in _LOGPROB_DTYPES.values():
-            raise LogprobValueError(f"log-probabilities are float32 or float64, not {self.logprobs.dtype}")
+            raise LogprobValueError(f"log-probabilities must be float32 or float64, got {self.logprobs.dtype}")
         if {self.top_logprobs.dtype, self.chosen_logprobs.dtype} != {self.logprobs.dtype}:
-            raise LogprobValueError("log-probabilities are of different dtypes")
+            raise LogprobValueError("log-probabilities have different dtypes")
         for name in ("token_ids", "top_ids", "chosen_ids"):
             _check_ids(name, getattr(self, name), self.vocab_size)
 
@@ -113,10 +113,12 @@ class TokenLogprobs:
         outside its vocabulary.
         """
         if len(data) < _HEADER.size or data[:4] != MAGIC:
-            raise LogprobFormatError(f"{len(data)} bytes are no record of log-probabilities")
+            raise LogprobFormatError(f"{len(data)} bytes are not a record of log-probabilities")
         _, version, value_size, id_size, count, num_top, num_chosen, start, vocab_size, crc = _HEADER.unpack_from(data)
         if version != FORMAT_VERSION:
-            raise LogprobFormatError(f"record of log-probabilities, version {version}; this reads {FORMAT_VERSION}")
+            raise LogprobFormatError(
+                f"the record of log-probabilities has version {version}; this version reads {FORMAT_VERSION}"
+            )
         values, ids = _LOGPROB_DTYPES.get(value_size), _ID_DTYPES.get(id_size)
         if values is None or ids is None:
             raise LogprobFormatError(f"log-probabilities of {value_size} bytes, ids of {id_size}")
@@ -125,7 +127,7 @@ class TokenLogprobs:
         sizes = [math.prod(shape) for shape in shapes]
         expected = _HEADER.size + sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True))
         if expected != len(data):
-            raise LogprobFormatError(f"the record has {len(data)} bytes, its header says {expected}")
+            raise LogprobFormatError(f"the record has {len(data)} bytes, but its header needs {expected}")
         if crc != _checksum(data):
             raise LogprobFormatError("checksum mismatch: the record of log-probabilities is damaged")
         columns, offset = [], _HEADER.size
@@ -149,7 +151,7 @@ class TokenLogprobs:
         wanted = np.asarray(token_ids, dtype=np.int64)
         if self.start != start or not np.array_equal(self.token_ids, wanted):
             raise LogprobValueError(
-                f"log-probabilities of {len(self)} tokens from position {self.start} do not belong to the "
+                f"log-probabilities of {len(self)} tokens from position {self.start} do not match the "
                 f"{len(wanted)} tokens from position {start}"
             )
 
@@ -171,7 +173,7 @@ def token_id_dtype(vocab_size: int) -> np.dtype:
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
     if ids.dtype != token_id_dtype(vocab_size):
-        raise LogprobValueError(f"{name} is {ids.dtype} for a vocabulary of {vocab_size}")
+        raise LogprobValueError(f"{name} has dtype {ids.dtype}, which does not fit a vocabulary of {vocab_size}")
     if ids.size and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
         raise LogprobValueError(f"{name} holds ids {int(ids.min())}..{int(ids.max())}, outside 0..{vocab_size - 1}")
 

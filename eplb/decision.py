@@ -131,7 +131,7 @@ def decide(
     """
     counts_LE, in_force = situation.counts_LE, situation.in_force
     if asked and given is None and not counts_LE.any():
-        raise RebalanceRefused("no tokens were counted yet: there is no load to plan for")
+        raise RebalanceRefused("no tokens have been counted yet, so there is no load to plan for")
     before_L = balancedness(counts_LE, in_force)
     per_expert = float(counts_LE.mean(axis=1).min())
     staying = Decision(

@@ -7,7 +7,7 @@ EplbError             500
 |   +-- MapError      400  a map that misses an expert, repeats one on a rank, or is of another shape
 +-- RebalanceRefused  409  not now; nothing was changed
 +-- TransferError     500  experts could not be moved; every slot holds what it held before
-+-- TornTransferError 503  slots hold something else than the map says, and could not be restored
++-- TornTransferError 503  slots hold other experts than the map, and could not be restored
 """
 
 from __future__ import annotations
@@ -48,6 +48,6 @@ class TransferError(EplbError):
 
 
 class TornTransferError(EplbError):
-    """Some rank's slots hold something else than the map in force says: nothing may be computed from them."""
+    """Some rank's slots hold other experts than the map in force: nothing may be computed from them."""
 
     status_code = 503

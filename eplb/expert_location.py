@@ -60,7 +60,7 @@ class ExpertLocationMetadata:
         that is allowed.
         """
         if self.num_physical_experts % num_ranks:
-            raise LayoutError(f"{self.num_physical_experts} slots do not divide over {num_ranks} ranks")
+            raise LayoutError(f"{self.num_physical_experts} slots cannot be divided evenly over {num_ranks} ranks")
         if num_ranks == 1:
             return
         repeated = find_duplicate(self.physical_to_logical_map.numpy(), num_ranks)

@@ -3,7 +3,7 @@
     {"physical_to_logical_map": [L, P]}            taken as it is
     {"logical_count": [L, E] or [steps, L, E]}     further slots go to the experts with the most load a slot
 
-A dump of the load recorder is such a text or file, and says of which model it is.  No file can execute anything: `.pt`
+A dump of the load recorder is such a text or file, and names its model.  No file can execute anything: `.pt`
 is read with `weights_only`.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots).
@@ -59,7 +59,7 @@ def load_location(source: str, model: RecordedModel, num_redundant_experts: int)
     content = _read(source)
     _require_model(content.get("model"), model)
     if (_MAP in content) == (_COUNTS in content):
-        raise EplbRequestError(f"it must have one of {_MAP} and {_COUNTS}")
+        raise EplbRequestError(f"it must have either {_MAP} or {_COUNTS}")
     if _MAP in content:
         return _of_map(_array(content, _MAP, MapError), layers, experts, slots)
     return _of_counts(_array(content, _COUNTS, LoadsError), layers, experts, slots)
@@ -68,11 +68,11 @@ def load_location(source: str, model: RecordedModel, num_redundant_experts: int)
 def _of_map(given: np.ndarray, layers: int, experts: int, slots: int) -> ExpertLocationMetadata:
     if given.shape != (layers, slots):
         raise MapError(
-            f"the map has the shape {list(given.shape)}; {layers} MoE layers of {experts} experts and "
+            f"the map has the shape {list(given.shape)}, but {layers} MoE layers of {experts} experts and "
             f"{slots - experts} redundant ones need {[layers, slots]}"
         )
     if given.dtype.kind not in "iu":
-        raise MapError(f"the map must be of integers, got {given.dtype}")
+        raise MapError(f"the map must hold integers, got {given.dtype}")
     return ExpertLocationMetadata(torch.from_numpy(given.astype(np.int64)), experts)
 
 
@@ -80,7 +80,7 @@ def _of_counts(given: np.ndarray, layers: int, experts: int, slots: int) -> Expe
     if given.ndim == 3:
         given = given.sum(axis=0)
     if given.shape != (layers, experts):
-        raise LoadsError(f"the counts have the shape {list(given.shape)}; this model needs {[layers, experts]}")
+        raise LoadsError(f"the counts have the shape {list(given.shape)}, but this model needs {[layers, experts]}")
     if given.dtype.kind not in "iuf" or not np.isfinite(given).all() or (given < 0).any():
         raise LoadsError("the counts must be finite numbers and not negative")
     extra = greedy_replica_order(shares_of(given.astype(np.float64)), slots - experts)
@@ -90,12 +90,12 @@ def _of_counts(given: np.ndarray, layers: int, experts: int, slots: int) -> Expe
 
 
 def _require_model(recorded: Any, model: RecordedModel) -> None:
-    """Refuse a dump that says it is of another model."""
+    """Refuse a dump that names another model."""
     if not isinstance(recorded, Mapping):
         return
     for name, own in model.to_header().items():
         if name in recorded and recorded[name] != own:
-            raise EplbRequestError(f"the dump is of another model: its {name} is {recorded[name]}, here it is {own}")
+            raise EplbRequestError(f"the dump belongs to another model: its {name} is {recorded[name]}, expected {own}")
 
 
 def _array(content: Mapping[str, Any], name: str, error: type[EplbRequestError]) -> np.ndarray:
@@ -113,7 +113,7 @@ def _read(source: str) -> Mapping[str, Any]:
         return _parse(source, "the text")
     path = Path(source)
     if not path.is_file():
-        raise EplbRequestError(f"{source!r} is neither {TRIVIAL!r}, nor JSON text, nor a file")
+        raise EplbRequestError(f"{source!r} must be {TRIVIAL!r}, JSON text or a file")
     try:
         content = _read_file(path)
     except EplbRequestError:
@@ -122,7 +122,7 @@ def _read(source: str) -> Mapping[str, Any]:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise EplbRequestError(f"{path} cannot be read: {reason}") from None
     if not isinstance(content, Mapping):
-        raise EplbRequestError(f"{path} holds no dictionary")
+        raise EplbRequestError(f"{path} must hold a dictionary")
     return content
 
 

@@ -3,7 +3,7 @@
     header    plain JSON: mode, model, segments, windows, drift
     tensors   by name; `logical_count` [L, E] is all that a planner needs
 
-In JSON the tensors are nested lists beside the header's fields; in a safetensors file the header is JSON in the
+In JSON the tensors are nested lists next to the header's fields; in a safetensors file the header is JSON in the
 metadata under `load_dump`.
 """
 

@@ -152,9 +152,9 @@ class LoadHistory(PassCounter[int]):
         Raises `LoadsError` for counts of another shape, negative ones, or a weight epoch older than the last.
         """
         if counts_LE.shape != self.counts_LE.shape or bool((counts_LE < 0).any()):
-            raise LoadsError(f"counts of shape {list(self.counts_LE.shape)} and not negative are wanted")
+            raise LoadsError(f"counts must have shape {list(self.counts_LE.shape)} and must not be negative")
         if self.weight_epoch is not None and weight_epoch < self.weight_epoch:
-            raise LoadsError(f"counts of weight epoch {weight_epoch} after those of {self.weight_epoch}")
+            raise LoadsError(f"counts of weight epoch {weight_epoch} came after counts of epoch {self.weight_epoch}")
         if not bool(counts_LE.any()):
             return
         kept = KEPT

@@ -192,7 +192,7 @@ class LoadRecorder(PassCounter[_Noted]):
         }
 
     def dump(self, model: dict[str, Any]) -> LoadDump:
-        """Return everything recorded.  `model` says of which model, see `eplb.init_location`."""
+        """Return everything recorded.  `model` names the model, see `eplb.init_location`."""
         self._count_noted()
         header = {
             "mode": self.mode,

@@ -113,7 +113,7 @@ class RebalanceManager:
     def start_planning(self) -> None:
         """Raises `RebalanceRefused` while another rebalance is under way."""
         if self.stage is not Stage.IDLE:
-            raise RebalanceRefused(f"a rebalance is under way ({self.stage.value}); one at a time")
+            raise RebalanceRefused(f"another rebalance is running ({self.stage.value}); wait for its end")
         self.error = None
         self._enter(Stage.PLANNING)
 
@@ -124,7 +124,7 @@ class RebalanceManager:
         """
         assert self.stage is Stage.PLANNING
         if decision.plan is not None and decision.plan.layout != self.layout:
-            raise MapError(f"planned for {decision.plan.layout}, this rank has {self.layout}")
+            raise MapError(f"the plan is for {decision.plan.layout}, but this rank has {self.layout}")
         self.decision = decision
         self._evaluated_at, self._num_evaluations = self._clock(), self._num_evaluations + 1
         if not (decision.rebalances and move):
@@ -153,7 +153,7 @@ class RebalanceManager:
         if refresh is not None:
             self.drop(f"a weight update came first: {refresh}")
         elif weight_epoch != self._epochs[0]:
-            self.drop(f"planned for weight epoch {self._epochs[0]}, {weight_epoch} is in force")
+            self.drop(f"the plan is for weight epoch {self._epochs[0]}, {weight_epoch} is in force")
         elif placement_epoch != self._epochs[1]:
             self.drop(f"planned from placement epoch {self._epochs[1]}, {placement_epoch} is in force")
         return self._chunks[0] if self._chunks else None

@@ -1,4 +1,4 @@
-"""Plans what must be copied where so that slots hold what a new map says: arithmetic, the same on every rank.
+"""Plans what must be copied where so that slots match a new map: arithmetic, the same on every rank.
 
     slots        rank 0   rank 1   rank 2            moves of this layer
     before       A B      C D      A C               B: rank 0, slot 0 <- 1     on the rank itself

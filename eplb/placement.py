@@ -117,7 +117,7 @@ class ExpertPlacement:
         return self._proposal is not None
 
     def adopt_proposed(self) -> None:
-        """Adopt the proposed map: every slot holds what it says by now."""
+        """Adopt the proposed map: every slot holds its expert by now."""
         proposal = self._proposal
         assert proposal is not None, "nothing was proposed"
         assert proposal.epoch == self.epoch, "the placement changed under staged weights"
@@ -125,7 +125,7 @@ class ExpertPlacement:
 
     @property
     def form(self) -> Hashable:
-        """The facts that `logical_to_physical` depends on beside the tables, whose contents may change under it."""
+        """The facts that `logical_to_physical` depends on, and not its tables, whose contents may change under it."""
         return self.is_identity, tuple(self._widths)
 
     @property
@@ -174,7 +174,7 @@ class ExpertPlacement:
         if shape != wanted:
             raise MapError(f"the map has the shape {shape}, the one in force has {wanted}")
         if metadata.num_logical_experts != self.num_logical_experts:
-            raise MapError(f"the map is of {metadata.num_logical_experts} experts, not {self.num_logical_experts}")
+            raise MapError(f"the map has {metadata.num_logical_experts} experts, expected {self.num_logical_experts}")
         metadata.check_ranks(self.ep_size)
         return self._new_table(metadata, split_weights)
 

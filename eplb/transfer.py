@@ -6,7 +6,7 @@
     commit   spare buffers -> slots, read back and compared
              vote: yes, the chunk is done; no, every rank writes the kept content back and proves it
 
-A rank that fails says so in the next vote and never leaves the others waiting; all ranks then raise the same error.
+A rank that fails reports it in the next vote and never leaves the others waiting; all ranks then raise the same error.
 What a collective itself raises, because a rank is lost, is passed on with this rank's slots as they were before.
 
 The caller publishes the map that describes the new content at once after `run`.  Memory: spare and kept buffers of the
@@ -47,7 +47,7 @@ class ExpertSlots(Protocol):
 
     @property
     def form(self) -> str:
-        """The dtype and packing: beside sizes, two ranks must agree on them for equal bytes to be the same expert."""
+        """The dtype and packing: like sizes, two ranks must agree on them for equal bytes to be the same expert."""
 
     def read(self, layer: int, slot: int) -> Content:
         """Return the slot's own memory, contiguous; not to be written to."""
@@ -111,7 +111,7 @@ class ExpertTransfer:
         answers = [answer.decode().split("\0") for answer in self._group.gather_bytes(f"{stated}\0{form}".encode())]
         migrations = {theirs for theirs, _ in answers}
         if migrations != {stated}:
-            raise RebalanceRefused(f"the ranks do not agree on what to move: {sorted(migrations)}")
+            raise RebalanceRefused(f"the ranks plan different moves: {sorted(migrations)}")
         self._together(lambda: self._allocate(migration, {answers[peer][1] for peer in self._peers}))
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class ExpertTransfer:
         )
 
     def run(self, chunk: MigrationChunk, placement_epoch: int) -> float:
-        """Put what the new map says into this rank's slots of the chunk's layers.  Returns the seconds that it took.
+        """Fill this rank's slots of the chunk's layers by the new map.  Returns the seconds that it took.
 
         `placement_epoch`: of the map in force, which describes what is sent.  Raises, on all ranks: `TransferError`
         with every slot as it was, `TornTransferError` where one could not be restored.
@@ -158,7 +158,7 @@ class ExpertTransfer:
         reasons = self._reasons(failure if torn is None else f"{failure or 'written'}; not restored: {torn}")
         if not all_restored:
             raise TornTransferError(f"experts are torn: {reasons}")
-        raise TransferError(f"experts could not be written, the old ones are back: {reasons}")
+        raise TransferError(f"experts could not be written, so the old ones were restored: {reasons}")
 
     # --- votes ------------------------------------------------------------------------------------------------------
 
@@ -273,7 +273,7 @@ class _ChunkOnRank:
     def _write(self, layer: int, slot: int, content: Content, prints: list[int]) -> None:
         self._slots.write(layer, self._local(slot), content)
         if self._prints(self._read(layer, slot)) != prints:
-            raise TransferError(f"layer {layer}: slot {slot} does not hold what was written to it")
+            raise TransferError(f"layer {layer}: slot {slot} does not hold the written content")
 
     def _read(self, layer: int, slot: int) -> Content:
         return self._slots.read(layer, self._local(slot))
@@ -291,7 +291,7 @@ class _ChunkOnRank:
 def _difference(move: Move, header: list[int], expected: list[int]) -> str:
     who = f"layer {move.layer}, expert {move.logical_expert} from rank {move.source_rank}"
     if header[0] != expected[0]:
-        return f"{who} is of placement epoch {header[0]}, here {expected[0]} is in force"
+        return f"{who} has placement epoch {header[0]}, but {expected[0]} is in force"
     if header[1:3] != expected[1:3]:
         return f"{who} came as layer {header[1]}, expert {header[2]}"
     return f"{who} arrived damaged: its fingerprint differs"

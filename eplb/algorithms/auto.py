@@ -1,4 +1,4 @@
-"""`auto`: picks a planner for each layer and says why.
+"""`auto`: picks a planner for each layer and gives the reason.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots).
 """
@@ -28,7 +28,7 @@ def auto(
     target: float = TARGET,
     copies_are_free: bool = False,
 ) -> Plan:
-    """Plan with `balanced` where nothing has to be kept, with `min_move` otherwise; `Plan.reason` says why.
+    """Plan with `balanced` where nothing has to be kept, with `min_move` otherwise; `Plan.reason` states why.
 
     A layer in which `min_move` misses the target is placed afresh if that is far ahead.  No layer is worse than the
     placement in force under its best split.  `deepseek` and `deepseek_hierarchical` are only used when named: they put
@@ -73,7 +73,7 @@ def _afresh(counts_LE: np.ndarray, layout: ExpertLayout, target: float) -> Plan:
 
 def _free(counts_LE: np.ndarray, layout: ExpertLayout, current_LP: np.ndarray, target: float) -> Plan:
     """Return the best placement that is found, however much it moves."""
-    why = "every slot is written anyway, so a fresh placement costs nothing"
+    why = "a full refresh writes every slot, so a fresh placement costs nothing"
     fresh = _afresh(counts_LE, layout, target)
     reached_L = balancedness(counts_LE, fresh)
     if (reached_L >= target - ROUNDING).all():

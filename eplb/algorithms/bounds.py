@@ -29,7 +29,7 @@ def even_split_bound(counts_LE: np.ndarray, layout: ExpertLayout) -> np.ndarray:
 
     A rank holds a slot of the expert with the most tokens a slot, which the greedy counts make as small as any counts
     can (an exchange argument: taking a replica from one expert for another never lowers the larger of the two), and
-    beside it at least the smallest loads that the other slots can have, were every other expert copied to each rank.
+    next to it at least the smallest loads that the other slots can have, were every other expert copied to each rank.
     """
     shares_LE = shares_of(checked_counts(counts_LE, layout))
     max_replicas = min(layout.num_ranks, layout.num_redundant_experts + 1)

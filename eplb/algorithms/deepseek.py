@@ -34,7 +34,7 @@ def deepseek_hierarchical(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
     loads_LE = checked_counts(counts_LE, layout).astype(np.float32)
     groups, nodes = layout.num_groups, layout.num_nodes
     if groups % nodes:
-        raise LayoutError(f"{groups} expert groups do not divide over {nodes} nodes: use `deepseek`")
+        raise LayoutError(f"{groups} expert groups cannot be divided evenly over {nodes} nodes: use `deepseek`")
     layers, experts = loads_LE.shape
     group_loads = loads_LE.reshape(layers, groups, experts // groups).sum(axis=2, dtype=np.float32)
     position = _positions(*_pack(group_loads, nodes), groups // nodes)  # [L, groups], by node

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # so that a command line that lists the planners loads neithe
 
     from eplb.algorithms.types import ExpertLayout, Plan
 
-# name -> (module, what the planner takes beside counts and layout)
+# name -> (module, arguments of the planner in addition to counts and layout)
 PLANNERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "auto": ("eplb.algorithms.auto", ("current_LP", "target", "copies_are_free")),
     "min_move": ("eplb.algorithms.min_move", ("current_LP", "target")),
@@ -27,7 +27,7 @@ PLANNERS: dict[str, tuple[str, tuple[str, ...]]] = {
 def require_planner(algorithm: str) -> None:
     """Raises `EplbRequestError` for an unknown name."""
     if algorithm not in PLANNERS:
-        raise EplbRequestError(f"unknown algorithm {algorithm!r}: one of {', '.join(PLANNERS)}")
+        raise EplbRequestError(f"unknown algorithm {algorithm!r}; choose from {', '.join(PLANNERS)}")
 
 
 def make_plan(
@@ -41,13 +41,13 @@ def make_plan(
 ) -> Plan:
     """Return the plan of the named algorithm for `counts_LE` [L, E].
 
-    `current_LP` [L, P] is the placement in force; `copies_are_free` says that every slot is written anyway, as in a
+    `current_LP` [L, P] is the placement in force; `copies_are_free` means that every slot is written anyway, as in a
     full weight refresh.  Raises `EplbRequestError` for an unknown name, a target that is not in (0, 1], or `min_move`
     without a placement in force; `LoadsError`, `LayoutError`, `MapError` as the algorithm does.
     """
     require_planner(algorithm)
     if not 0.0 < target <= 1.0:
-        raise EplbRequestError(f"the target balancedness must be over 0 and at most 1, got {target}")
+        raise EplbRequestError(f"the target balancedness must be above 0 and at most 1, got {target}")
     module, takes = PLANNERS[algorithm]
     given: dict[str, Any] = {"current_LP": current_LP, "target": target, "copies_are_free": copies_are_free}
     planner: Callable[..., Plan] = getattr(import_module(module), algorithm)

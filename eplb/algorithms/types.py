@@ -40,9 +40,11 @@ class ExpertLayout:
         if slots < experts:
             raise LayoutError(f"{slots} slots cannot hold {experts} logical experts")
         if slots % ranks:
-            raise LayoutError(f"{slots} slots do not divide over {ranks} ranks")
+            raise LayoutError(f"{slots} slots cannot be divided evenly over {ranks} ranks")
         if slots > experts * ranks:
-            raise LayoutError(f"{slots} slots: more than one for each of {experts} logical experts on {ranks} ranks")
+            raise LayoutError(
+                f"{slots} slots are too many: each of {ranks} ranks needs at most one for each of {experts} experts"
+            )
         if ranks % self.num_nodes:
             raise LayoutError(f"{ranks} ranks do not divide over {self.num_nodes} nodes")
         if experts % self.num_groups:
@@ -62,7 +64,7 @@ class Plan:
     """The expert in every slot, and the division of an expert's tokens over its slots.
 
     `split_LP[l, p]` is the share of the tokens of its expert that slot p takes: at least 0, and 1 in all over the slots
-    of an expert.  `reason` says why this algorithm, in one sentence.
+    of an expert.  `reason` states why this algorithm, in one sentence.
     """
 
     algorithm: str
@@ -114,7 +116,7 @@ def checked_counts(counts_LE: np.ndarray | torch.Tensor, layout: ExpertLayout) -
     counts = np.asarray(counts_LE, dtype=np.float64)
     if counts.ndim != 2 or counts.shape[1] != layout.num_logical_experts or counts.shape[0] < 1:
         wanted = f"[layers, {layout.num_logical_experts}]"
-        raise LoadsError(f"counts have the shape {list(counts.shape)}, wanted {wanted}")
+        raise LoadsError(f"counts have the shape {list(counts.shape)}, expected {wanted}")
     if not np.isfinite(counts).all() or (counts < 0).any():
         raise LoadsError("counts must be finite and not negative")
     return counts
@@ -143,9 +145,9 @@ def checked_map(
     given = np.asarray(physical_to_logical_LP)
     wanted = (num_layers, layout.num_physical_experts)
     if given.shape != wanted:
-        raise MapError(f"the map has the shape {list(given.shape)}, wanted {list(wanted)}")
+        raise MapError(f"the map has the shape {list(given.shape)}, expected {list(wanted)}")
     if given.dtype.kind not in "iu":
-        raise MapError(f"the map must be of integers, got {given.dtype}")
+        raise MapError(f"the map must hold integers, got {given.dtype}")
     physical_to_logical = given.astype(np.int64)
     check_cover(physical_to_logical, layout.num_logical_experts)
     repeated = find_duplicate(physical_to_logical, layout.num_ranks)
@@ -178,7 +180,7 @@ def _encoded(value: Any) -> Any:
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, range):
         return value.start, value.stop
-    raise NotImplementedError(f"{type(value).__name__} has no form")
+    raise NotImplementedError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def _decoded(kind: type, value: Any) -> Any:
@@ -187,4 +189,4 @@ def _decoded(kind: type, value: Any) -> Any:
         return np.frombuffer(content, dtype).reshape(shape).copy()
     if kind is range:
         return range(*value)
-    raise NotImplementedError(f"{kind.__name__} has no form")
+    raise NotImplementedError(f"{kind.__name__} cannot be read from JSON")

@@ -68,7 +68,7 @@ def located(*rows: list[int]) -> list[str]:
             "--eplb-min-rebalancing-utilization-threshold must be in 0..1",
         ),
         (["--pp-size", "2"], "--pp-size other than 1"),
-        (["--dp-size", "200"], "--dp-size 200 are 200 ranks; a server runs at most 64"),
+        (["--dp-size", "200"], "--dp-size 200 need 200 ranks; a server has at most 64"),
         ([*TP2, "--nnodes", "0"], "--nnodes must be at least 1"),
         ([*TP2, "--nnodes", "2"], "--nnodes needs --dist-init-addr HOST:PORT"),
         ([*TP2, "--nnodes", "2", "--dist-init-addr", "6555"], "--nnodes needs --dist-init-addr HOST:PORT"),
@@ -114,14 +114,17 @@ def test_unknown_names_are_answered_with_the_known_ones(
 # --- refused by the ranks ---------------------------------------------------------------------------------------------
 
 BY_RANKS = {
-    "KV heads": (["pairs", "--tp-size", "3"], "key-value heads: 2 is no multiple of 3 ranks, nor the reverse"),
+    "KV heads": (["pairs", "--tp-size", "3"], "key-value heads: 2 and 3 ranks must divide each other"),
     "query heads": (["six", "--tp-size", "4"], "attention heads: 6 does not divide over 4 ranks"),
     "inner features": (
         ["six", "--tp-size", "3"],
         "--tp-size 3 --ep-size 1: intermediate size of the experts: 32 does not divide over 3 ranks",
     ),
-    "slots": (["six", "--tp-size", "3", "--ep-size", "3"], "do not fit: 8 slots do not divide over 3 ranks"),
-    "redundant": (["moe", *TP2, "--ep-num-redundant-experts", "3"], "do not fit: 11 slots do not divide over 2 ranks"),
+    "slots": (["six", "--tp-size", "3", "--ep-size", "3"], "do not fit: 8 slots cannot be divided evenly over 3 ranks"),
+    "redundant": (
+        ["moe", *TP2, "--ep-num-redundant-experts", "3"],
+        "do not fit: 11 slots cannot be divided evenly over 2 ranks",
+    ),
     "too many redundant": (["moe", *TP2, "--ep-num-redundant-experts", "16"], "rank 0 of 2 holds expert 0 twice"),
     "a map that misses one": (["moe", *TP2, *located(EXPERTS, [*EXPERTS[:7], 0])], "layer 1: no slot holds expert 7"),
     "a map that repeats one": (
@@ -131,7 +134,7 @@ BY_RANKS = {
     "a map of another size": (["moe", *TP2, *located(EXPERTS)], "the map has the shape [1, 8]; 2 MoE layers of 8"),
     "another model's dump": (
         ["moe", *TP2, "--init-expert-location", "dump"],
-        "the dump is of another model: its num_experts is 16, here it is 8",
+        "the dump belongs to another model: its num_experts is 16, expected 8",
     ),
     "EPLB on a dense model": (["dense", *TP2, "--enable-eplb"], "has no experts: start without --enable-eplb"),
     "redundant experts of a dense model": (

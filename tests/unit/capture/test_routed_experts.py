@@ -49,8 +49,8 @@ def test_a_complete_record_has_no_missing_rows_and_cannot_be_written_to():
 @pytest.mark.parametrize(
     ("position", "value", "message"),
     [
-        ((2, 1, 0), 255, "neither wholly valid nor wholly missing"),
-        ((2, 1), 255, "neither wholly valid nor wholly missing"),
+        ((2, 1, 0), 255, "is partly missing"),
+        ((2, 1), 255, "is partly missing"),
         ((3, 0, 1), 8, "outside 0..7"),
     ],
 )

@@ -110,7 +110,7 @@ def test_adopting_is_as_if_made_so_and_keeps_addresses(steps: list[tuple[int, bo
 
 
 def test_what_cannot_be_placed_is_refused_and_changes_nothing() -> None:
-    with pytest.raises(LayoutError, match="7 slots do not divide over 2 ranks"):
+    with pytest.raises(LayoutError, match="7 slots cannot be divided evenly over 2 ranks"):
         ExpertPlacement(trivial_location(1, 6, 7), ep_size=2)
     twice = ExpertLocationMetadata(torch.tensor([[0, 1, 1, 2, 3, 0]]), 4)
     with pytest.raises(MapError, match="MoE layer 0: rank 0 of 2 holds expert 1 twice"):

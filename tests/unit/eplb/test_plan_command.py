@@ -138,18 +138,18 @@ def with_file(tmp_path: Path, name: str, content: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ranks", "5"], "16 slots do not divide over 5 ranks"),
-        (["--ranks", "4", "--redundant", "3"], "19 slots do not divide over 4 ranks"),
+        (["--ranks", "5"], "16 slots cannot be divided evenly over 5 ranks"),
+        (["--ranks", "4", "--redundant", "3"], "19 slots cannot be divided evenly over 4 ranks"),
         (["--ranks", "4", "--redundant", "-4"], "12 slots cannot hold 16 logical experts"),
-        (["--ranks", "4", "--redundant", "64"], "more than one for each of 16 logical experts on 4 ranks"),
+        (["--ranks", "4", "--redundant", "64"], "each of 4 ranks needs at most one for each of 16 experts"),
         (["--ranks", "4", "--nodes", "3"], "4 ranks do not divide over 3 nodes"),
         (["--ranks", "4", "--groups", "5"], "16 logical experts do not divide into 5 groups"),
         (["--ranks", "4", "--algorithm", "best"], "unknown algorithm 'best': one of auto, min_move"),
         (["--ranks", "4", "--algorithm", "min_move"], "min_move needs the placement in force"),
-        (["--ranks", "4", "--target", "2"], "over 0 and at most 1"),
+        (["--ranks", "4", "--target", "2"], "above 0 and at most 1"),
         (["--ranks", "4", "--bandwidth", "0"], "must be more than 0"),
         (["--ranks", "4", "--synthetic", "zipf:1"], "either a file or --synthetic"),
-        (["--ranks", "4", "--drift", "0.3"], "--drift goes with --synthetic"),
+        (["--ranks", "4", "--drift", "0.3"], "--drift needs --synthetic"),
         (["--ranks", "4", "--output", "/no/such/folder/plan.json"], "No such file or directory"),
     ],
 )
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_one_line(
         ([[*range(15), 16]] * 3, "slot 15 holds expert 16; the model has 16"),
         ([[*range(16)]] * 2, "the map has the shape [2, 16], wanted [3, 16]"),
         ([[*range(16), 0, 0, 1, 2]] * 3, "the map has the shape [3, 20], wanted [3, 16]"),
-        ([[float(expert) for expert in range(16)]] * 3, "the map must be of integers"),
+        ([[float(expert) for expert in range(16)]] * 3, "the map must hold integers"),
         ("abc", "is not an array of numbers"),
     ],
 )
@@ -215,5 +215,5 @@ def test_a_dump_of_another_model_is_one_line(
     content["model"] = content["model"] | {"architecture": "DeepseekV3ForCausalLM"}
     other = with_file(tmp_path, "other.json", content)
     line = refusal_of([dump_file, "--ranks", "4", "--current", other], capsys)
-    assert "are of different models" in line and "DeepseekV3ForCausalLM" in line
+    assert "come from different models" in line and "DeepseekV3ForCausalLM" in line
     assert "No such file" in refusal_of(["/no/dump.json", "--ranks", "4"], capsys)

@@ -305,9 +305,9 @@ def test_wrong_inputs_are_one_clear_line() -> None:
         return ExpertLayout(num_logical_experts=experts, num_physical_experts=slots, num_ranks=ranks, **more)
 
     for arguments, more, words in [
-        ((256, 288, 31), {}, "288 slots do not divide over 31 ranks"),
+        ((256, 288, 31), {}, "288 slots cannot be divided evenly over 31 ranks"),
         ((256, 224, 32), {}, "224 slots cannot hold 256 logical experts"),
-        ((2, 12, 4), {}, "more than one for each of 2 logical experts on 4 ranks"),
+        ((2, 12, 4), {}, "each of 4 ranks needs at most one for each of 2 experts"),
         ((16, 24, 4), {"num_nodes": 3}, "4 ranks do not divide over 3 nodes"),
         ((16, 24, 4), {"num_groups": 5}, "16 logical experts do not divide into 5 groups"),
         ((16, 24, 0), {}, "num_ranks must be at least 1, got 0"),
@@ -321,7 +321,7 @@ def test_wrong_inputs_are_one_clear_line() -> None:
         ([[0, 0, 1, 2]], "layer 0: rank 0 holds expert 0 twice"),
         ([[0, 1, 2, 3]], "slot 3 holds expert 3; the model has 3"),
         ([[0, 1, 2]], r"the map has the shape \[1, 3\], wanted \[1, 4\]"),
-        ([[0.0, 1.0, 2.0, 0.0]], "the map must be of integers"),
+        ([[0.0, 1.0, 2.0, 0.0]], "the map must hold integers"),
     ]:
         with pytest.raises(MapError, match=words):
             min_move(counts, small, np.array(given_map))

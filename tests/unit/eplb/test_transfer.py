@@ -169,7 +169,7 @@ def test_content_of_another_placement_epoch_is_refused() -> None:
 
     ends = run_ranks(ParallelLayout(tp_size=2), work, timeout_s=10.0)
     check(ends, migration)
-    assert "is of placement epoch" in str(ends[0].error)
+    assert "has placement epoch" in str(ends[0].error)
     assert np.array_equal(ends[0].map_LP[0], migration.after_LP[0]), "the first chunk was of the same epoch"
 
 
