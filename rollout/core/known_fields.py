@@ -39,7 +39,7 @@ VLLM_SAMPLING_FIELDS = {
     "prompt_logprobs": "return_logprob and logprob_start_len",
     "routed_experts_prompt_start": "routed_experts_start_len",
 }
-"""Fields of vLLM's `sampling_params`, each with what stands beside SGLang's for the same; a 0 counts as a wish too."""
+"""Fields of vLLM's `sampling_params`, each with SGLang's fields for the same; a 0 counts as a wish too."""
 
 MEDIA_FIELDS = frozenset(
     {
@@ -50,7 +50,7 @@ MEDIA_FIELDS = frozenset(
 )
 """They say how to read media, and media are refused."""
 HARMLESS_FIELDS = MEDIA_FIELDS | {
-    # they have a meaning only beside a field that is refused
+    # they have a meaning only with a field that is refused
     *("bootstrap_pair_key", "decode_tp_size", "length_penalty", "truncation_side", "return_flat_raw_top_logprobs_b64"),
     *("require_reasoning", "reasoning_ended", "reasoning_parser_kwargs"),
     # logs, labels, routing and pace

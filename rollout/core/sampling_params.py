@@ -138,7 +138,9 @@ def sampling_params_from_dict(raw: dict[str, Any]) -> tuple[SamplingParams, list
             unknown.append(key)
         elif value is not None:
             if isinstance(value, list | dict) and len(value) > MAX_LOGIT_BIAS:
-                raise BadRequest(f"sampling_params: {key} has {len(value)} entries, more than any list may have")
+                raise BadRequest(
+                    f"sampling_params: {key} has {len(value)} entries, which is over the limit of any list"
+                )
             known[name] = value
     if isinstance(known.get("stop"), str):
         known["stop"] = [known["stop"]]

@@ -134,7 +134,7 @@ def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
         setting = _OWN_NAMES.get(name, name)
         if setting in own:
             both = [other for other in given if _OWN_NAMES.get(other, other) == setting]
-            raise StartupError(f"{' and '.join(both)} are one setting: give one of them")
+            raise StartupError(f"{' and '.join(both)} are the same setting: give only one")
         own[setting] = json.dumps(value) if isinstance(value, dict) else value
     return own
 

@@ -33,7 +33,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     )
     max_queue_size: int = 100_000  # no effect: nothing waits to be published
     topic: str = ""
-    format: Literal["default", "dynamo"] = "default"  # dynamo: SGLang's `cache_salt` beside vLLM's `extra_keys`
+    format: Literal["default", "dynamo"] = "default"  # dynamo: SGLang's `cache_salt` with vLLM's `extra_keys`
     weight_versions: bool = False  # our own: events carry the weight version, which strict subscribers refuse
 
     @property
@@ -86,12 +86,12 @@ def parse_kv_events(text: str | None, dp_size: int, may_be_read_by_all: bool) ->
         if port + dp_size - 1 > 65535:
             raise StartupError(f"{_FLAG}: {endpoint} leaves no ports for {dp_size} data-parallel ranks")
     if len(ranges) == 2 and set(ranges[0]) & set(ranges[1]):
-        raise StartupError(f"{_FLAG}: endpoint and replay_endpoint need {dp_size} ports each, and share some")
+        raise StartupError(f"{_FLAG}: endpoint and replay_endpoint need {dp_size} ports each, but overlap")
     for endpoint in bound + ([config.replay_endpoint] if config.replay_endpoint else []):
         if not may_be_read_by_all and not _is_local(endpoint):
             raise StartupError(
-                f"{_FLAG}: whoever reaches {endpoint} can read the tokens of all requests: bind 127.0.0.1 "
-                '("endpoint": "tcp://127.0.0.1:5557", "bind": true), or give --allow-unauthenticated to accept that'
+                f"{_FLAG}: every host that can reach {endpoint} can read the tokens of all requests. Bind 127.0.0.1 "
+                '("endpoint": "tcp://127.0.0.1:5557", "bind": true) or give --allow-unauthenticated.'
             )
     return config
 

@@ -2,7 +2,7 @@
 
     --weight-folders    unset, with a key                unset, without a key               given
     read                any                              any                                these, and the model's own
-    write               any                              scratch, beside the model          these
+    write               any                              scratch, next to the model         these
 
 Checkpoints and published versions are read; local checkpoints, profiles and dumps are written.  What is read must be
 tensors of the model's names and shapes, or it is refused: reading gives nothing away but that a path exists.  Without a
@@ -55,9 +55,9 @@ def _within(path: str, roots: tuple[Path, ...] | None) -> Path:
         if roots is None or any(_holds(root.resolve(), resolved) for root in roots):
             return resolved
     except (OSError, ValueError, RuntimeError) as error:
-        raise BadRequest(f"{path[:200]!r} cannot be looked at: {str(error)[:200]}") from None
+        raise BadRequest(f"{path[:200]!r} cannot be accessed: {str(error)[:200]}") from None
     allowed = ", ".join(map(str, roots))
-    raise BadRequest(f"{path[:1000]} is in none of the folders of this server ({allowed}); see --weight-folders")
+    raise BadRequest(f"{path[:1000]} is outside the folders of this server ({allowed}); see --weight-folders")
 
 
 def _holds(root: Path, path: Path) -> bool:

@@ -27,35 +27,36 @@ class ServerArgs:
     """Flags are spelled as SGLang's where SGLang has them (`max_total_tokens` is `--max-total-tokens`)."""
 
     model_path: str = _arg("", "checkpoint folder in Hugging Face format", required=True)
-    tokenizer_path: str | None = _arg(None, "tokenizer folder; default: the model's")
+    tokenizer_path: str | None = _arg(None, "tokenizer folder; default: the model folder")
     served_model_name: str | None = _arg(None, "name in /v1/models; default: the model path")
     skip_tokenizer_init: bool = _arg(False, "serve token ids only; no text in or out")
     host: str = _arg("127.0.0.1", "address to listen on")
     port: int = _arg(30000, "port to listen on")
     receive_timeout: float = _arg(
-        60.0, "seconds in which a client must have sent a request; it gets more while 128 KiB a second come"
+        60.0, "seconds in which a client must send its request; a client that sends 128 KiB a second gets more time"
     )
     api_key: str | None = _arg(
         None,
-        "key that every request must carry as `Authorization: Bearer KEY`; @FILE, or $LOCKSTEP_API_KEY",
+        "key that every request must send as `Authorization: Bearer KEY`; @FILE or $LOCKSTEP_API_KEY",
         secret=True,
     )
     admin_api_key: str | None = _arg(
-        None, "key that control endpoints demand instead; @FILE, or $LOCKSTEP_ADMIN_API_KEY", secret=True
+        None, "key for control endpoints instead of the API key; @FILE or $LOCKSTEP_ADMIN_API_KEY", secret=True
     )
     allow_unauthenticated: bool = _arg(False, "allow a non-loopback --host without --api-key")
     allowed_hosts: str | None = _arg(
-        None, "names, with commas between, by which a server without a key may be called; *: any"
+        None, "comma-separated host names that clients may use for a server without a key; *: any"
     )
 
     tool_call_parser: Literal["qwen", "qwen25", "hermes", "qwen3_coder", "glm45", "glm47"] | None = _arg(
-        None, "how the model writes tool calls, which chats then return as such; default: they stay text"
+        None, "format of the model's tool calls, which chats return as tool_calls; default: they stay text"
     )
     reasoning_parser: Literal["qwen3", "glm45", "deepseek-r1", "deepseek_r1"] | None = _arg(
-        None, "how the model marks its reasoning, which chats then return apart; default: it stays in the content"
+        None, "format of the model's reasoning, which chats return apart from the content; default: it stays there"
     )
     register_url: str | None = _arg(
-        None, "router (sglang-router, smg, vllm-router) at which to register when ready, and to leave before draining"
+        None,
+        "router (sglang-router, smg, vllm-router): the server registers when it is ready, and leaves before it drains",
     )
 
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg(
@@ -63,166 +64,165 @@ class ServerArgs:
     )
     latent_norm_eps: float | None = _arg(
         None,
-        "epsilon of the norms of latent attention (q_a_layernorm, kv_a_layernorm), as the trainer computes them; "
-        "default: 1e-6, transformers', whatever rms_norm_eps is",
+        "epsilon of the norms of latent attention (q_a_layernorm, kv_a_layernorm); it must equal the trainer's. "
+        "Default: 1e-6, as in transformers, for any rms_norm_eps",
     )
     json_model_override_args: str | None = _arg(
         None,
-        "JSON object of settings in the place of those in config.json, such as "
+        "JSON object of settings that replace settings of config.json, such as "
         '\'{"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}\'; '
-        "objects are merged; also --hf-overrides",
+        "objects are merged; --hf-overrides is the same flag",
     )
-    device: str = _arg("auto", "torch device; auto: $LOCKSTEP_DEVICE, or cuda where torch finds a GPU, or cpu")
-    base_gpu_id: int = _arg(0, "of CUDA devices: the first rank's on each machine; the next ranks' follow it")
+    device: str = _arg("auto", "torch device; auto: $LOCKSTEP_DEVICE, else cuda if torch finds a GPU, else cpu")
+    base_gpu_id: int = _arg(0, "CUDA device of the first rank on each machine; the next ranks use the devices after it")
     num_threads: int | None = _arg(None, "compute threads; default: all cores")
-    disable_native_kernels: bool = _arg(False, "run on plain torch even where compiled or Triton kernels exist")
-    cpu_isa: str = _arg("auto", "what CPU operators are compiled for; auto: $LOCKSTEP_CPU_ISA, or the best that works")
-    cpu_weight_format: str = _arg("plain", "w8: matrices of experts in 8 bits, with a power of two for 32 elements")
+    disable_native_kernels: bool = _arg(False, "run on plain torch even if compiled or Triton kernels exist")
+    cpu_isa: str = _arg("auto", "instruction set of the CPU operators; auto: $LOCKSTEP_CPU_ISA, or the best that works")
+    cpu_weight_format: str = _arg(
+        "plain", "format of experts on a CPU; w8: 8-bit weights with a power-of-two scale for 32 elements"
+    )
     attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
-    disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a step that decodes, not a recording")
-    cuda_graph_max_bs: int | None = _arg(None, "most requests of a step that is recorded; default: 256")
-    random_seed: int | None = _arg(None, "seed for requests that bring none; default: from the system")
+    disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a decode step instead of a CUDA graph")
+    cuda_graph_max_bs: int | None = _arg(None, "maximum requests of a captured decode step; default: 256")
+    random_seed: int | None = _arg(None, "seed for requests without one; default: from the system")
     weight_version: str = _arg("default", "version label of the weights loaded at start")
 
-    context_length: int | None = _arg(None, "longest prompt plus output; default: the model's")
-    max_total_tokens: int | None = _arg(None, "KV pool size in tokens; default: from the memory really available")
-    mem_fraction_static: float = _arg(0.6, "share of the available memory for weights' staging copy and the KV pool")
-    max_running_requests: int = _arg(256, "most requests that decode together")
-    chunked_prefill_size: int = _arg(2048, "most prompt tokens computed in one step; -1: no limit")
-    max_queued_requests: int = _arg(8192, "most requests waiting; more are refused with 503")
+    context_length: int | None = _arg(None, "maximum length of prompt plus output in tokens; default: the model's")
+    max_total_tokens: int | None = _arg(None, "KV pool size in tokens; default: from the free memory")
+    mem_fraction_static: float = _arg(
+        0.6, "fraction of the free memory for the staging copy of weights and the KV pool"
+    )
+    max_running_requests: int = _arg(256, "maximum requests that decode together")
+    chunked_prefill_size: int = _arg(2048, "maximum prompt tokens of one step; -1: no limit")
+    max_queued_requests: int = _arg(8192, "maximum waiting requests; more are refused with 503")
     max_logprob_entries: int = _arg(
         1 << 22,
-        "most top and chosen log-probabilities, and ids of sampling masks, of a request; eight times as many in the "
-        "compact form, and sixteen times as many ids in columns",
+        "maximum log-probabilities (top and chosen) and sampling-mask ids of a request. The compact form may hold "
+        "8 times as many log-probabilities, columns 16 times as many ids",
     )
     max_request_mb: int = _arg(
         2048,
-        "most megabytes that one request may come to hold, in the main process and in the scheduler each: tokens, "
-        "log-probabilities, masks and routes of all its samples, and what its prompts bring along",
+        "maximum megabytes of one request, in the main process and in the scheduler each. All tokens, "
+        "log-probabilities, masks and routes of its samples count, together with the data of its prompts",
     )
-    disable_radix_cache: bool = _arg(False, "turn prefix reuse off")
+    disable_radix_cache: bool = _arg(False, "disable prefix reuse")
     disable_overlap_schedule: bool | None = _arg(
         None,
-        "finish each step before the next is launched; default: on a CPU, where a launch computes the step; "
-        "--enable-overlap-schedule: launch the next one first there, too",
+        "finish each step before the next is launched; default: on a CPU. Use --enable-overlap-schedule to overlap "
+        "steps on a CPU, too",
     )
     max_state_rows: int | None = _arg(
         None,
-        "rows of the state pool of a model with gated delta layers, one for each sequence: running requests, "
-        "and snapshots for prefix hits (default: twice --max-running-requests)",
+        "rows of the state pool of a model with gated delta layers. Each running request and each prefix snapshot "
+        "takes one (default: twice --max-running-requests)",
     )
-    state_snapshot_interval: int = _arg(
-        64, "tokens between the positions at which a recurrent state is kept for prefix hits"
-    )
+    state_snapshot_interval: int = _arg(64, "tokens between snapshots of a recurrent state for prefix hits")
     session_pin_fraction: float = _arg(
-        0.0, "share of the KV pool that may be kept from eviction for sessions between their requests; 0: none"
+        0.0, "fraction of the KV pool that sessions may keep from eviction between their requests; 0: none"
     )
     session_pin_timeout: float = _arg(60.0, "seconds that a session's prefix is kept after its last request")
     max_kv_version_lag: int = _arg(
-        -1, "commits that a request's KV may be behind; older KV is computed again; -1: no limit"
+        -1, "maximum commits between a request's KV and the weights; older KV is computed again; -1: no limit"
     )
 
     kv_events_config: str | None = _arg(
-        None, "JSON: publish what the prefix cache holds over ZMQ, for routers; as SGLang's and vLLM's"
+        None, "JSON: publish changes of the prefix cache over ZMQ for routers, in the format of SGLang and vLLM"
     )
 
     enable_return_routed_experts: bool = _arg(False, "record each token's experts so that requests may ask for them")
     return_routed_experts_by_default: bool = _arg(
-        False, "return routed experts to every request, also where a proxy dropped the field; implies recording"
+        False, "return routed experts to every request, even if a proxy removed the field; implies recording"
     )
     vllm_routed_experts: Literal["npy", "dict", "packed"] = _arg(
         "npy", "form of routed experts in /inference/v1/generate: vLLM's npy, prime-rl's dict or SkyRL's packed"
     )
 
     return_sampling_mask: bool = _arg(
-        False, "return the ids that top-k, top-p and min-p left at each token, to requests that have one of them"
+        False, "return the ids that top-k, top-p and min-p kept at each token, to requests that use one of them"
     )
     sampling_mask_max_tokens: int = _arg(
-        4096, "most ids of a token's sampling mask; a request that comes to more ends with 400"
+        4096, "maximum ids in a token's sampling mask; a request that exceeds it ends with 400"
     )
 
     init_expert_location: str = _arg(
-        "trivial", "which expert is in which slot: trivial, or JSON text or a file with a map or with counts"
+        "trivial", "initial expert slots: trivial, or JSON text or a file with a map or with counts"
     )
-    ep_num_redundant_experts: int = _arg(0, "expert slots of each MoE layer beyond one for each expert")
+    ep_num_redundant_experts: int = _arg(0, "additional expert slots of each MoE layer, beyond one for each expert")
     expert_distribution_recorder_mode: Literal["stat", "per_pass", "per_token"] | None = _arg(
-        None, "what /start_expert_distribution_record records by default; default: stat"
+        None, "default mode of /start_expert_distribution_record; default: stat"
     )
 
-    enable_eplb: bool = _arg(
-        False, "count the load of experts, and move them between ranks where that makes steps faster"
-    )
+    enable_eplb: bool = _arg(False, "count the load of experts, and move them between ranks if that makes steps faster")
     eplb_algorithm: str = _arg("auto", "planner of expert placements", choices=tuple(PLANNERS))
     eplb_rebalance_num_iterations: int = _arg(1000, "steps between two checks of the balance of ranks")
     eplb_min_rebalancing_utilization_threshold: float = _arg(
-        1.0, "mean over largest load of a rank from which on no experts are moved, 0 to 1"
+        1.0, "move no experts if the mean over the largest load of a rank is at least this, 0 to 1"
     )
     eplb_rebalance_layers_per_chunk: int | None = _arg(
-        None, "most MoE layers whose experts are moved between two steps; default: what a tenth of a second allows"
+        None, "maximum MoE layers whose experts move between two steps; default: as many as a tenth of a second allows"
     )
 
-    weight_update_timeout: float = _arg(300.0, "seconds that a rendezvous or the receipt of one bucket may take")
+    weight_update_timeout: float = _arg(300.0, "maximum seconds for a rendezvous or to receive one bucket")
     max_weight_call_bytes: int | None = _arg(
-        None, "most bytes of tensors that one call of a weight update may bring; default: twice the model's"
+        None, "maximum bytes of tensors in one call of a weight update; default: twice the model's"
     )
     weight_folders: str | None = _arg(
         None,
-        "folders, joined by ':', in which what a call names must lie: model_path, source_dir and local_checkpoint_dir "
-        "of weight calls, folders of profiles, files of dumps; default: any, but without a key what is written must "
-        "lie in temporary folders or beside the model",
+        "colon-separated folders that calls may name: model_path, source_dir and local_checkpoint_dir of weight "
+        "calls, folders of profiles, files of dumps. Default: any; without a key the server writes only to "
+        "temporary folders and next to the model",
     )
-    max_payload_bytes: int = _arg(48 << 20, "largest payload, without base64, of /update_weights_from_tensor")
+    max_payload_bytes: int = _arg(48 << 20, "maximum payload of /update_weights_from_tensor, before base64")
     weight_staging: Literal["host", "device", "journal", "in_place"] = _arg(
-        "host", "where a weight update waits for its end: in a copy in host or device memory, or in the model itself"
+        "host", "place of new weights until the commit: a copy in host or device memory, or the model itself"
     )
     weight_journal_dir: str | None = _arg(
         None, "folder for the old weights of --weight-staging journal; default: $TMPDIR"
     )
     keep_staging_memory: bool = _arg(
-        True, "keep the memory of a weight update for the next one, instead of giving it back to the system"
+        True, "keep the memory of a weight update for the next one, instead of releasing it to the system"
     )
     quantize_weight_updates: bool = _arg(
         False,
-        "of an FP8 checkpoint: quantise what weight updates bring unquantised as the checkpoint is, so that what "
-        "serves is what an FP8 checkpoint of it would give",
+        "quantise unquantised weight updates for an FP8 checkpoint, in the checkpoint's own format",
     )
     cast_weight_updates: bool = _arg(
         False,
-        "cast floating-point tensors of weight updates to the model's dtypes, as a start does; otherwise a cast that "
-        "loses something is made only for calls with cast: true",
+        "cast floating-point tensors of weight updates to the model's dtypes, as at the start. Otherwise a cast "
+        "that loses precision needs a call with cast: true",
     )
     pause_timeout: float | None = _arg(
-        None, "seconds after which a pause that nobody continues ends, its weight update dropped; default: never"
+        None, "seconds after which a pause ends by itself and its weight update is dropped; default: never"
     )
-    drain_timeout: float = _arg(10.0, "seconds that running requests and weight verbs get to finish on SIGTERM")
+    drain_timeout: float = _arg(10.0, "seconds for running requests and weight verbs to finish after SIGTERM")
     strict_requests: bool = _arg(
-        False, "refuse requests with fields that nobody knows; default: their answers name them in ignored_fields"
+        False, "refuse requests with unknown fields; default: answers list them in ignored_fields"
     )
     enable_metrics: bool = _arg(True, "serve /metrics and /dashboard")
     log_level: Literal["debug", "info", "warning", "error"] = _arg("info", "verbosity")
 
     enable_memory_saver: bool = _arg(False, "allow /release_memory_occupation and /resume_memory_occupation")
     enable_weights_cpu_backup: bool = _arg(
-        False, "keep released weights in a temporary file ($TMPDIR), from which a resume restores them"
+        False, "keep released weights in a temporary file ($TMPDIR) and restore them on resume"
     )
 
-    tp_size: int = _arg(1, "ranks of one engine, 1 to 8: attention heads and experts are spread over them")
+    tp_size: int = _arg(1, "ranks of one engine, 1 to 8; they share attention heads and experts")
     enable_dp_attention: bool = _arg(
-        False, "split attention into --dp-size groups of ranks, each with requests of its own"
+        False, "split attention into --dp-size groups of ranks, each with its own requests"
     )
-    dp_size: int = _arg(1, "data-parallel ranks: attention groups of one engine, or else independent engines")
-    ep_size: int = _arg(1, "ranks over which whole experts are spread; the rest of --tp-size splits each expert")
+    dp_size: int = _arg(1, "data-parallel ranks: attention groups of one engine, or independent engines")
+    ep_size: int = _arg(1, "ranks that share whole experts; the rest of --tp-size splits each expert")
     moe_a2a_backend: Literal["none", "all_to_all", "deepep"] = _arg(
-        "none", "how tokens reach their experts on other ranks; none: every rank sees all tokens"
+        "none", "transport of tokens to experts on other ranks; none: every rank sees all tokens"
     )
     deepep_mode: Literal["auto", "normal", "low_latency"] = _arg(
-        "auto", "how deepep sends: normal for many tokens, low_latency for steps of few; auto: by the size of each step"
+        "auto", "mode of deepep: normal for many tokens, low_latency for small steps; auto: by the size of each step"
     )
     nnodes: int = _arg(1, "machines of one engine; start the server on each of them")
     node_rank: int = _arg(0, "index of this machine; 0 serves HTTP")
-    dist_init_addr: str | None = _arg(None, "HOST:PORT on machine 0 at which the ranks of several machines meet")
+    dist_init_addr: str | None = _arg(None, "HOST:PORT on machine 0 for the rendezvous of several machines")
     # A setting that this version does not have; echoed to external-engine clients as its off value.
-    pp_size: int = _arg(1, "pipeline ranks; this version runs 1")
+    pp_size: int = _arg(1, "pipeline ranks; this version supports 1")
 
     @property
     def captures_routes(self) -> bool:
@@ -263,7 +263,7 @@ class ServerArgs:
 
     def validate(self) -> None:
         """Raise `StartupError` for the first setting or combination that cannot work."""
-        _require(self.pp_size == 1, "--pp-size other than 1 is not part of this version")
+        _require(self.pp_size == 1, "--pp-size must be 1 in this version")
         _require(self.nnodes >= 1, "--nnodes must be at least 1")
         _require(0 <= self.node_rank < self.nnodes, f"--node-rank must be in 0..{self.nnodes - 1} (--nnodes)")
         _require(
@@ -276,7 +276,7 @@ class ServerArgs:
         _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
         _require(
             "@" not in (self.register_url or ""),  # which is not repeated here
-            "--register-url must name no user and no password: it is logged, and shown by /server_info",
+            "--register-url must not contain a user or password: it appears in logs and in /server_info",
         )
         objection = None if self.register_url is None else objection_to_base_url(self.register_url)
         _require(
@@ -286,7 +286,7 @@ class ServerArgs:
         _require(self.receive_timeout > 0, "--receive-timeout must be positive")
         _require(
             not (self.skip_tokenizer_init and (self.tool_call_parser or self.reasoning_parser)),
-            "--tool-call-parser and --reasoning-parser read text, and --skip-tokenizer-init makes none",
+            "--tool-call-parser and --reasoning-parser need text, but --skip-tokenizer-init produces none",
         )
         _require(self.latent_norm_eps is None or self.latent_norm_eps > 0, "--latent-norm-eps must be positive")
         _ = self.model_overrides
@@ -314,17 +314,17 @@ class ServerArgs:
         _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")
         _require(
             not (self.session_pin_fraction and self.disable_radix_cache),
-            "--session-pin-fraction keeps cached prefixes, and --disable-radix-cache has none",
+            "--session-pin-fraction needs a prefix cache, which --disable-radix-cache turns off",
         )
         _require(self.session_pin_timeout > 0, "--session-pin-timeout must be positive")
         _require(self.max_kv_version_lag >= -1, "--max-kv-version-lag must be -1 (no limit) or at least 0")
         _require(
             self.enable_memory_saver or not self.enable_weights_cpu_backup,
-            "--enable-weights-cpu-backup keeps what --enable-memory-saver releases: give both",
+            "--enable-weights-cpu-backup needs --enable-memory-saver",
         )
         _require(
             self.kv_events is None or not self.disable_radix_cache,
-            "--kv-events-config tells of the prefix cache, which --disable-radix-cache turns off",
+            "--kv-events-config publishes the prefix cache, which --disable-radix-cache turns off",
         )
         _require(self.ep_num_redundant_experts >= 0, "--ep-num-redundant-experts must not be negative")
         _require(self.eplb_algorithm in PLANNERS, f"--eplb-algorithm must be one of {', '.join(PLANNERS)}")
@@ -350,7 +350,7 @@ class ServerArgs:
         _require(self.pause_timeout is None or self.pause_timeout > 0, "--pause-timeout must be positive")
         _require(
             self.weight_journal_dir is None or self.weight_staging == "journal",
-            "--weight-journal-dir is for --weight-staging journal",
+            "--weight-journal-dir needs --weight-staging journal",
         )
         _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
         _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
@@ -361,7 +361,7 @@ class ServerArgs:
         if not self.is_local and self.api_key is None and not self.allow_unauthenticated:
             raise StartupError(
                 f"--host {self.host} is reachable from other machines: give --api-key, "
-                "or --allow-unauthenticated to accept that"
+                "or --allow-unauthenticated if every caller is trusted"
             )
 
     def public_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A control verb is declared once, by a struct in one of the `*_io_struct` files:
 
     its fields          what the scheduler gets; all but the `hidden` ones are also the fields of the HTTP body
     its type parameter  the struct of its reply
-    its `endpoint`      path, methods, API key, deadline, and what the body takes beside the fields
+    its `endpoint`      path, methods, API key, deadline, and what the body takes in addition to fields
 
 and listed in its file's `VERBS`.  HTTP routes, OpenAPI, the scheduler's decoder and the client's calls follow from
 that; what is left to write is the handler, in `rollout.control`.
@@ -132,7 +132,7 @@ class Endpoint:
     `timeout_s`: how long the answer may take; None: `--weight-update-timeout` and a margin.  `client_waits`: which of
     the client's deadlines its own wait takes, None: the one that fits `timeout_s`.
     `shape` of the HTTP reply: "common" adds `success` and `message`, "status" also `status`, "bare" nothing.
-    `hidden`: fields that no body may set.  `accepts`: type and default of what a body may have beside them, for the
+    `hidden`: fields that no body may set.  `accepts`: type and default of what a body may have as well, for the
     route itself or without effect.  `other_names`: of other dialects, for fields.  `refuses`: fields of features
     that this server lacks.  `timed_as`: name of its duration in the metrics.
     """
@@ -176,7 +176,7 @@ class ControlReqInput(Message, Generic[AnyReply], kw_only=True):
     def require_in_time(self, now: float) -> None:
         """Raises `DeadlinePassed`."""
         if self.deadline is not None and now >= self.deadline:
-            raise DeadlinePassed("its turn came after its deadline; nothing was done")
+            raise DeadlinePassed("the deadline passed before the call began; it had no effect")
 
 
 def reply_type(verb: type[ControlReqInput[AnyReply]]) -> type[AnyReply]:

@@ -1,6 +1,6 @@
 """Messages that do not decode: each side answers whom such a message names, and goes on.
 
-What a client says ends up in messages, so that none of them may end a loop.  The main process checks a message before
+Messages hold values of clients, so that none of them may end a loop.  The main process checks a message before
 it leaves (`packed`); either side reads what arrives by `read_input` or `read_output`.
 """
 

@@ -169,7 +169,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
     manifest_pieces: list[bytes] | None = None  # in place of a long manifest
-    counts_tensors: bool = False  # the label says how many came if not all did, as no part was announced
+    counts_tensors: bool = False  # the label states how many came if not all did, as no part was announced
 
     @property
     def has_manifest(self) -> bool:

@@ -34,7 +34,7 @@ _CANONICAL = {other: name for name, others in SPELLINGS.items() for other in oth
 
 _ROPE = "rope_parameters"
 _ROPE_DICTS = ("rope_scaling", _ROPE)  # as transformers: the first wins
-_ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # stand inside of these, or beside them
+_ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # stand inside of these, or next to them
 _ORIGINAL = "original_max_position_embeddings"
 _ORIGINALS_OUTSIDE = (_ORIGINAL, "initial_context_length")
 _ROPE_OF_ALL = {"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
@@ -134,7 +134,7 @@ def require_read(settings: Settings, raw: Mapping[str, Any], overrides: Mapping[
 
 
 def _flat(raw: Mapping[str, Any], origin: str, rotary: RotaryDefaults) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values by name, the text model's where it is a part; and, by name, why one cannot be told.
+    """The values by name, the text model's where it is a part; and, by name, why one is unknown.
 
     Raises `StartupError` for two spellings or rotations that differ.
     """
@@ -150,7 +150,7 @@ def _flat(raw: Mapping[str, Any], origin: str, rotary: RotaryDefaults) -> tuple[
 
 
 def _spelled(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """By the engine's names.  Raises `StartupError` for one setting with two values; a null says nothing."""
+    """By the engine's names.  Raises `StartupError` for one setting with two values; a null counts as none."""
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     for key, value in raw.items():
@@ -298,7 +298,7 @@ def _completed_rotation(values: Mapping[str, Any], rotary: RotaryDefaults) -> di
         rope = {"rope_type": "default", **rotary.scaling, **rope}
     if rope["rope_type"] == "default" and rope.get("factor", 1) != 1:
         raise StartupError(
-            f"rope_parameters have a factor of {rope['factor']!r} and rope_type 'default'; give its kind"
+            f"rope_parameters have factor {rope['factor']!r} but rope_type 'default'; give another rope_type"
         )
     rope.setdefault("rope_theta", rotary.theta)
     rope.setdefault("partial_rotary_factor", rotary.partial)

@@ -39,7 +39,7 @@ class ModelConfig:
     """Shape of a decoder-only transformer.
 
     `ignored_names`: prefixes of tensors that checkpoints and trainers may send and the engine does not use.
-    `stored_format`: of the checkpoint; it is served in `torch_dtype`, or what the server is told.
+    `stored_format`: of the checkpoint; it is served in `torch_dtype`, or in the dtype of the server's flag.
     `renamed_prefixes`: what names of tensors may begin with instead, and what the canonical ones begin with.
     """
 
@@ -135,7 +135,9 @@ def heads_of(
     rotary = rotary_of(raw, head_dim, ROPE_TYPES)
     refuse({"partial_rotary_factor": rotary.dim != head_dim and not partly_rotated})
     if rotary.dim < 2 or rotary.dim % 2:
-        raise StartupError(f"config.json: {rotary.dim} of {head_dim} elements of a head rotate; give an even number")
+        raise StartupError(
+            f"config.json: {rotary.dim} of {head_dim} elements of a head rotate; the number must be even"
+        )
     return {
         "num_heads": heads,
         "num_kv_heads": int(raw.get("num_key_value_heads") or heads),
@@ -147,7 +149,9 @@ def heads_of(
 def warn_of_unused(raw: Mapping[str, Any], rule: str, names: str, agree: bool) -> None:
     """Log that a rule for layers gives way to the kinds of all layers by name, which transformers reads, too."""
     if raw.get(rule) is not None and not agree:
-        logger.warning("config.json: %s %s is not used: %s says what each layer is", rule, raw[rule], names)
+        logger.warning(
+            "config.json: %s %s is not used, because %s gives the kind of each layer", rule, raw[rule], names
+        )
 
 
 def refuse_other_mlps(raw: Mapping[str, Any], is_dense: list[bool]) -> None:
@@ -162,7 +166,7 @@ def refuse_windows(raw: Mapping[str, Any]) -> None:
     kinds = raw.get("layer_types") or []
     refuse({f"layer type {kind!r}": kind != "full_attention" for kind in kinds})
     if kinds and len(kinds) != int(raw["num_hidden_layers"]):
-        raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {raw['num_hidden_layers']}")
+        raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {raw['num_hidden_layers']}")
 
 
 def rotary_of(
@@ -203,7 +207,7 @@ def _yarn(rope: Mapping[str, Any], max_position_embeddings: int) -> YarnScaling:
     elif original < max_position_embeddings:
         factor = max_position_embeddings / original
     else:
-        raise ValueError("YaRN has no factor")
+        raise ValueError("YaRN needs a factor")
     attention_factor = rope.get("attention_factor")
     if attention_factor is None:
         mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")

@@ -45,7 +45,7 @@ def stored_format_of(raw: Mapping[str, Any]) -> StoredFormat:
         if (key in stated or key in _REQUIRED) and stated.get(key) not in served.get(key, ()):
             value = f"{key} {str(stated[key])[:60]!r}" if key in stated else f"no {key}"
             raise StartupError(
-                f"config.json: quantization_config with {value} is not supported by this version; it reads FP8 as "
-                "DeepSeek-V3's (e4m3, blocks of [128, 128], dynamic activations) and MXFP4 as GPT-OSS's"
+                f"config.json: quantization_config with {value} is not supported. This version reads FP8 like "
+                "DeepSeek-V3's (e4m3, blocks of [128, 128], dynamic activations) and MXFP4 like GPT-OSS's."
             )
     return stored_format

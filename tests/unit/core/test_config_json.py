@@ -143,7 +143,7 @@ def test_two_rotations_that_differ_are_refused_with_both_names(change: dict[str,
         ({"rope_parameters": {"full_attention": YARN}}, "rope_parameters by layer type .full_attention."),
         (
             {"rope_parameters": {"rope_theta": 1e4, "factor": 8.0}},
-            "have a factor of 8.0 and rope_type 'default'",
+            "have factor 8.0 but rope_type 'default'",
         ),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object, got 'yarn'"),
         ({"rope_scaling": {**YARN, "factor": 0}}, "factor must be a number above 0, got 0"),
@@ -277,10 +277,14 @@ def test_any_setting_left_out_or_given_twice_is_transformers_or_refused(data: st
         ),
         ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "quant_method 'compressed-tensors'"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer type 'sliding_attention' is not supported"),
-        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers is 3"),
-        ("deepseek_v3", {"head_dim": 24}, "head_dim is 24, and 8 by qk_nope_head_dim 16 and qk_rope_head_dim 8"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 3"),
+        (
+            "deepseek_v3",
+            {"head_dim": 24},
+            "head_dim is 24, but 8 follows from qk_nope_head_dim 16 and qk_rope_head_dim 8",
+        ),
         ("deepseek_v3", {"qk_head_dim": 32}, "qk_head_dim is 32, and 24 by"),
-        ("llama", {"text_config": {"vocab_size": 4}}, "text_config is not supported of LlamaForCausalLM"),
+        ("llama", {"text_config": {"vocab_size": 4}}, "text_config is not supported for LlamaForCausalLM"),
     ],
 )
 def test_a_setting_with_two_values_is_refused_with_both_names(name: str, change: dict[str, Any], message: str) -> None:

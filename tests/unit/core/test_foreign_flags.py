@@ -94,7 +94,7 @@ def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureF
     """N14: one line says so, and the server's own refusal is the only error."""
     assert serve.main(["--model-path", "/nowhere", "--trust-remote-code", "--swap-space", "4"]) == 1
     warning, refusal = capsys.readouterr().err.splitlines()
-    assert warning == "lockstep: flags of vLLM or SGLang without effect here: --trust-remote-code, --swap-space"
+    assert warning == "lockstep: these flags of vLLM or SGLang have no effect: --trust-remote-code, --swap-space"
     assert "--model-path /nowhere is not a folder" in refusal
 
 

@@ -284,7 +284,7 @@ GPT_OSS = {**family_model("gpt_oss", 0).config.to_dict(), "architectures": ["Gpt
     ("change", "message"),
     [
         ({"layer_types": ["sliding_attention", "linear_attention"]}, "layer type 'linear_attention' is not supported"),
-        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers is 2"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 2"),
         ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),

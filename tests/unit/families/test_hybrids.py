@@ -94,9 +94,9 @@ def test_a_longer_context() -> None:
     [
         ({"attention_bias": True}, "attention_bias is not supported"),
         ({"layer_types": ["sliding_attention"] * 8}, "layer type 'sliding_attention' is not supported"),
-        ({"layer_types": ["linear_attention"] * 7}, "7 layer_types for 8 layers"),
+        ({"layer_types": ["linear_attention"] * 7}, "layer_types has 7 entries, but num_hidden_layers is 8"),
         ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim 9 is not supported"),
-        ({"linear_num_value_heads": 3}, "3 linear value heads are no multiple of 2 key heads"),
+        ({"linear_num_value_heads": 3}, "3 linear value heads are not a multiple of 2 key heads"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str) -> None:

@@ -114,7 +114,7 @@ def test_of_a_model_that_sees_the_text_model_is_meant(inside: bool) -> None:
             "and rope_parameters .* differ",
         ),
         ({"num_experts": 4, "num_local_experts": 8}, "num_experts is 4 and num_local_experts is 8"),
-        ({"rope_scaling": {"factor": 2.0}}, "rope_parameters have a factor of 2.0 and rope_type 'default'"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_parameters have factor 2.0 but rope_type 'default'"),
         ({"architectures": ["NoSuchModel"]}, "architecture NoSuchModel is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
     ],
