@@ -72,7 +72,7 @@ class RolloutClient(Calls, Blocking):
         Ctrl-C, and closing the iterator, abort the requests on their way.
         """
         if self._has_transport:
-            raise BadRequest("generate_many has an asynchronous client of its own, which cannot use this transport")
+            raise BadRequest("generate_many uses its own asynchronous client, which cannot take this transport")
         return self._many(requests, concurrency, progress, options)
 
     def weight_transaction(
@@ -81,7 +81,7 @@ class RolloutClient(Calls, Blocking):
         """A context manager around a weight update: begin, `update.send(...)`, and the end, or on an exception abort.
 
         `begin_options`: as of `begin_weight_update`.  For broadcasts from a model see `weight_sync.sender`.
-        Raises `EngineError` with what the server refused; unless it says so, the old weights serve on.
+        Raises `EngineError` with what the server refused; unless it states so, the old weights serve on.
         """
         timeout_s = self._connection.timeouts.weights
         return transaction({self.base_url: self}, None, timeout_s, weight_version, coverage, "abort_all", begin_options)

@@ -23,7 +23,7 @@ class ClientError(LockstepError):
 class ServerError(ClientError):
     """The server refused the call; `status` is its HTTP status, `message` its reason.
 
-    `retry_after_s`: in how many seconds it wants to be asked again, if it says so.
+    `retry_after_s`: in how many seconds it wants to be asked again, if it states that.
     """
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:

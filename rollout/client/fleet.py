@@ -53,7 +53,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
     ) -> None:
         """Give each engine the arguments of `AsyncRolloutClient`.  Raises `BadRequest`."""
         if not urls or len(set(urls)) != len(urls):
-            raise BadRequest(f"a fleet has one engine at least, and each once: {list(urls)}")
+            raise BadRequest(f"a fleet needs at least one engine and each only once, got {list(urls)}")
         settings: dict[str, Any] = {
             "api_key": api_key,
             "admin_api_key": admin_api_key,
@@ -115,7 +115,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         await self.start()
         while len(self._in_use()) < wanted:
             if time.monotonic() > deadline:
-                raise ServerTimeout(f"not {wanted} engines in use within {timeout:g} s: {self._reasons()}")
+                raise ServerTimeout(f"fewer than {wanted} engines were ready within {timeout:g} s: {self._reasons()}")
             await asyncio.sleep(_POLL_S)
 
     # --- all engines ---------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
 
         What one engine's failure means for the others is `on_engine_failure`: `abort_all`, or `leave_out`, which
         leaves the engine out of the fleet until it has the version.  None is taken back meanwhile.
-        Raises `EngineError`; unless its `committed` says otherwise the old weights serve on everywhere.
+        Raises `EngineError`; unless its `committed` states otherwise the old weights serve on everywhere.
         """
         with self.held():
             clients = {engine.url: engine.client for engine in await self._some_in_use()}
@@ -209,7 +209,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         return await do_awaiting(steps, self._exchange)
 
     async def _exchange(self, call: Call[T]) -> T:
-        """Make a call of one engine: of another one if the first dies or says that it does not serve."""
+        """Make a call of one engine: of another one if the first dies or reports that it does not serve."""
         session_id = (call.json or {}).get("session_id")
         tried: list[FleetEngine] = []
         failure: ClientError | None = None
@@ -298,7 +298,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
 
     @staticmethod
     def _was_started_anew(engine: FleetEngine, version: str | None, start_id: str | None) -> bool:
-        """Compare with what it said before.  One that tells no id may have been, where a check failed in between."""
+        """Compare with its last report.  One that tells no id may have been, where a check failed in between."""
         if start_id is not None and engine.start_id is not None:
             return engine.start_id != start_id
         return engine.num_failures > 0 and engine.weight_version != version
@@ -376,7 +376,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
             found = await asyncio.gather(*(self._read(engine) for engine in in_use))
         for engine, start_id, (health, _) in zip(in_use, start_ids, found):
             if engine.left_out is not None or not health.is_healthy or start_id not in (None, health.start_id):
-                raise ClientError(f"the engine at {engine.url} failed or was started anew meanwhile")
+                raise ClientError(f"the engine at {engine.url} failed or was restarted meanwhile")
         versions = [version for _, version in found]
         if len(set(versions)) > 1:
             raise ClientError(f"the engines in use serve different weight versions: {versions}")

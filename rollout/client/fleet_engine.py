@@ -19,11 +19,11 @@ _MAX_SESSIONS = 1 << 16
 
 @dataclass(eq=False)
 class FleetEngine:
-    """`left_out` says why it is not in use; None: it is."""
+    """`left_out` states why it is not in use; None: it is."""
 
     client: AsyncRolloutClient
     left_out: str | None = "not checked yet"
-    weight_version: str | None = None  # as it said last
+    weight_version: str | None = None  # by its last report
     outstanding: int = 0  # calls on their way
     start_id: str | None = None  # of its process; None: it does not say
     num_failures: int = 0  # checks in a row

@@ -112,7 +112,7 @@ class Events:
     def require_done(self) -> None:
         """Raises `ResponseFormatError` for a stream that ended too early."""
         if not self.done:
-            raise ResponseFormatError("the stream ended before it was done")
+            raise ResponseFormatError("the stream ended before the request was finished")
 
 
 def num_samples(body: Mapping[str, Any]) -> int | None:
@@ -211,7 +211,7 @@ def _check_finished(output: GenerationOutput, body: Mapping[str, Any]) -> None:
         ids = [entry.token_id for entry in output.token_logprobs or []]
         if ids != output.output_ids:
             raise ResponseFormatError(
-                f"request {output.rid}: log-probabilities of {len(ids)} tokens do not belong to the "
+                f"request {output.rid}: log-probabilities of {len(ids)} tokens do not match the "
                 f"{len(output.output_ids)} output tokens"
             )
     if body.get("return_sampling_mask") and output.output_ids:
@@ -220,7 +220,7 @@ def _check_finished(output: GenerationOutput, body: Mapping[str, Any]) -> None:
         return
     routed = output.routed_experts
     if routed is None:
-        raise ResponseFormatError(f"request {output.rid}: routed experts were asked for and did not come")
+        raise ResponseFormatError(f"request {output.rid}: routed experts were requested, but the answer has none")
     if output.prompt_tokens is None:
         raise ResponseFormatError(f"request {output.rid}: prompt_tokens is missing")
     end = output.prompt_tokens + len(output.output_ids) - 1
@@ -241,7 +241,7 @@ def _check_arrays(output: GenerationOutput) -> None:
 
 def _check_mask(output: GenerationOutput) -> None:
     if output.sampling_mask is None or output.sampling_logprobs is None:
-        raise ResponseFormatError(f"request {output.rid}: sampling masks were asked for and did not come")
+        raise ResponseFormatError(f"request {output.rid}: sampling masks were requested, but the answer has none")
     try:
         output.sampling_mask.require(output.output_ids)
     except CaptureError as error:
@@ -290,7 +290,7 @@ def _routed_experts(meta: Mapping[str, Any], layout: RouteLayout | None) -> Rout
             return decode_compact(base64.b64decode(text, validate=True))
         if layout is None:
             raise ResponseFormatError(
-                "the server sent routed experts without a header: give the client route_layout=RouteLayout(...)"
+                "the server sent routed experts without a header: create the client with route_layout=RouteLayout(...)"
             )
         start = meta.get("routed_experts_start_len", 0)
         return decode_compatible(
@@ -304,7 +304,7 @@ def _finish_reason(reason: Mapping[str, Any] | None) -> FinishReason | None:
     if reason is None:
         return None
     if reason["type"] not in ("stop", "length", "abort"):
-        raise ValueError(f"finish reason {reason['type']!r}")
+        raise ValueError(f"unknown finish reason {reason['type']!r}")
     names = ("type", "matched", "length", "message", "status_code")
     return FinishReason(**{name: reason[name] for name in names if name in reason})
 

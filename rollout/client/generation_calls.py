@@ -38,7 +38,7 @@ class GenerationCalls(ScoreCalls):
         the first one's plus i.  The part in `output` is kept as it is.  The result may be
         aborted and resumed again.
 
-        Raises `BadRequest` for a sample that cannot be continued (`rollout.client.partial` says which), and `JoinError`
+        Raises `BadRequest` for a sample that cannot be continued (see `rollout.client.partial`), and `JoinError`
         if the answer does not belong to it.
         """
         call = generation.generate(None, rest_of(output, options), self._layout)

@@ -32,7 +32,7 @@ async def generate_many(
     requests are begun.  Closing the iterator cancels what is on its way.
     """
     if concurrency < 1:
-        raise BadRequest(f"concurrency is {concurrency}")
+        raise BadRequest(f"concurrency must be at least 1, got {concurrency}")
     todo = enumerate(requests)
     finished: asyncio.Queue[tuple[int, Result] | BaseException | None] = asyncio.Queue(concurrency)
 

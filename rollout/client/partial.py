@@ -50,10 +50,10 @@ def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptio
         raise BadRequest(f"request {output.rid} has ended ({output.finish_reason.type}); there is nothing to resume")
     prompt_ids = options.get("input_ids") or output.prompt_ids
     if not prompt_ids or not all(isinstance(each, int) for each in prompt_ids):
-        raise BadRequest("the ids of the prompt are not known: ask with return_prompt_token_ids, or give its input_ids")
+        raise BadRequest("the token ids of the prompt are unknown: set return_prompt_token_ids or give input_ids")
     params = options.get("sampling_params") or {}
     if not isinstance(params, Mapping):
-        raise BadRequest("a sample is resumed by itself: give one sampling_params")
+        raise BadRequest("samples are resumed one at a time: give one sampling_params")
     rest = GenerateOptions(**options)
     rest["sampling_params"] = _sampling_params_after(len(output.output_ids), params)
     rest["input_ids"] = [*prompt_ids, *output.output_ids]
@@ -83,9 +83,9 @@ def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
             f"{first.prompt_tokens} + {len(first.output_ids)}"
         )
     if first.prompt_ids is not None and rest.prompt_ids not in (None, [*first.prompt_ids, *first.output_ids]):
-        raise JoinError(f"the prompt of {rest.rid} is not what {first.rid} ends with")
+        raise JoinError(f"the prompt of {rest.rid} differs from the tokens of {first.rid}")
     if not _has_versions(rest):
-        raise JoinError(f"not every token of {rest.rid} has its weight version")
+        raise JoinError(f"some tokens of {rest.rid} have no weight version")
     fields: dict[str, Any] = {name: _joined_entries(name, first, rest) for name in PER_TOKEN}
     reason = rest.finish_reason
     if reason is not None and reason.length is not None:
@@ -122,9 +122,11 @@ def _sampling_params_after(count: int, raw: Mapping[str, Any]) -> dict[str, Any]
     if count == 0:
         return after
     if params.frequency_penalty or params.presence_penalty:
-        raise BadRequest("frequency_penalty and presence_penalty count output tokens, which a resumed request has not")
+        raise BadRequest(
+            "frequency_penalty and presence_penalty are not supported: a resumed request cannot count earlier output"
+        )
     if count >= params.max_new_tokens:
-        raise BadRequest(f"all {params.max_new_tokens} tokens are there; there is nothing to resume")
+        raise BadRequest(f"all {params.max_new_tokens} tokens were generated; there is nothing to resume")
     after["max_new_tokens"] = params.max_new_tokens - count
     after["min_new_tokens"] = max(params.min_new_tokens - count, 0)
     if params.sampling_seed is not None:
@@ -137,19 +139,19 @@ def _require_whole(output: GenerationOutput, options: GenerateOptions) -> None:
     count = len(output.output_ids)
     if not _has_versions(output):
         raise BadRequest(
-            f"request {output.rid}: not every token has its weight version, as in a stream that was left: "
-            "interrupt by abort(rid), which answers with the whole record"
+            f"request {output.rid}: some tokens have no weight version, as in a stream that was left. "
+            "Interrupt with abort(rid), which returns the whole record."
         )
     for name in PER_TOKEN:
         values = getattr(output, name)
         if values is not None and len(values) != count:
             raise BadRequest(f"request {output.rid}: {name} has {len(values)} entries for {count} tokens")
     if options.get("return_logprob") and output.logprobs is None:
-        raise BadRequest(f"request {output.rid} has no log-probabilities, so that they cannot be joined")
+        raise BadRequest(f"request {output.rid} has no log-probabilities to join")
     if options.get("return_routed_experts"):
         routes = output.routed_experts
         if routes is None or not routes.complete:
-            raise BadRequest(f"request {output.rid} lacks rows of routed experts, so that they cannot be joined")
+            raise BadRequest(f"request {output.rid} lacks rows of routed experts, so they cannot be joined")
         if output.prompt_tokens is None or routes.start + len(routes) > output.prompt_tokens + count:
             raise BadRequest(f"request {output.rid} has more rows of routed experts than tokens")
 
@@ -169,7 +171,7 @@ def _joined_entries(name: str, first: GenerationOutput, rest: GenerationOutput) 
         return None
     lengths = [len(first.output_ids), len(rest.output_ids)]
     if [None if part is None else len(part) for part in parts] != lengths:
-        raise JoinError(f"{first.rid} and {rest.rid} have {lengths} tokens, but not as many entries of {name}")
+        raise JoinError(f"{first.rid} and {rest.rid} have {lengths} tokens, but another number of entries in {name}")
     return PER_TOKEN[name](parts)
 
 

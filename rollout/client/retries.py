@@ -1,7 +1,7 @@
 """The calls that are repeated, and the errors after which they are.
 
 A call is repeated where that cannot do anything twice.  Where no connection came about, nothing was sent; where the
-server answers 503 (starting, stopping, queue full, poisoned), it says itself that it did nothing: both are safe for a
+server answers 503 (starting, stopping, queue full, poisoned), it did nothing, as it reports: both are safe for a
 generation, a pause and its end.  A call that only reads (a GET, a tokenization) is also repeated after a broken
 connection.
 A generation whose connection broke is not: its answer may have been computed and lost, a second draw would favour
@@ -27,7 +27,7 @@ MAX_WAIT_S = 2.0
 def repeated(call: Call[T], within_s: float) -> Steps[T]:
     """Make `call`, and again while that is safe and ends within `within_s`; then its last error is raised.
 
-    Waits as long as `Retry-After` says, otherwise twice as long each time, less up to a half by chance.
+    Waits for `Retry-After`, otherwise twice as long each time, less up to a half by chance.
     """
     deadline = time.monotonic() + within_s
     wait_s = FIRST_WAIT_S

@@ -90,7 +90,7 @@ class ScoreCalls:
             raise BadRequest(f"concurrency must be at least 1, got {concurrency}")
         starts = _starts(start, ids)
         if replay_routed_experts is not None and len(replay_routed_experts) != len(ids):
-            raise BadRequest(f"{len(replay_routed_experts)} routes to replay for {len(ids)} sequences")
+            raise BadRequest(f"replay_routed_experts has {len(replay_routed_experts)} entries for {len(ids)} sequences")
         options: GenerateOptions = {
             "sampling_params": {"max_new_tokens": 0, "temperature": temperature},
             "return_logprob": True,
@@ -146,13 +146,15 @@ def _scored(output: GenerationOutput, sequence: Sequence[int], start: int, top_k
     if reason is not None and reason.type == "abort":
         raise ServerError(reason.status_code or 503, f"request {output.rid} was aborted: {reason.message}")
     if rows is None:
-        raise ResponseFormatError(f"request {output.rid}: no log-probabilities of the sequence in the compact form")
+        raise ResponseFormatError(f"request {output.rid}: the answer has no log-probabilities in the compact form")
     try:
         rows.require(sequence[start:], start)
     except CaptureError as error:
         raise ResponseFormatError(f"request {output.rid}: {error}") from None
     if rows.top_ids.shape[1] != top_k:
-        raise ResponseFormatError(f"request {output.rid}: {rows.top_ids.shape[1]} likely tokens a place, not {top_k}")
+        raise ResponseFormatError(
+            f"request {output.rid}: {rows.top_ids.shape[1]} top tokens at each position, expected {top_k}"
+        )
     return ScoredSequence(
         start,
         rows.logprobs,

@@ -40,7 +40,7 @@ class Connection:
         self.timeouts = timeouts or Timeouts()
         self.max_connections = _within_file_limit() if max_connections is None else max_connections
         if self.max_connections < 1:
-            raise BadRequest(f"max_connections is {max_connections}")
+            raise BadRequest(f"max_connections must be at least 1, got {max_connections}")
 
     def options(self) -> dict[str, Any]:
         """Arguments of `httpx.Client` and `httpx.AsyncClient`.
@@ -53,7 +53,7 @@ class Connection:
         except httpx.InvalidURL as error:
             raise BadRequest(f"base_url {self._base_url!r}: {error}") from None
         if url.scheme not in ("http", "https") or not url.host:
-            raise BadRequest(f"base_url {self._base_url!r} is not like http://127.0.0.1:30000")
+            raise BadRequest(f"base_url must look like http://127.0.0.1:30000, got {self._base_url!r}")
         # No cap on connections: generations wait for a place before they come here, and pausing must not queue there.
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=self.max_connections, keepalive_expiry=KEEPALIVE_S
@@ -123,7 +123,7 @@ def read_reply(response: httpx.Response, body: bytes | bytearray) -> Reply:
 def require_before(deadline: float) -> None:
     """Raises `httpx.ReadTimeout` after `deadline` (`time.monotonic()`), for answers that come in drops."""
     if time.monotonic() > deadline:
-        raise httpx.ReadTimeout("the answer was not whole")
+        raise httpx.ReadTimeout("the answer was cut short")
 
 
 def _within_file_limit() -> int:

@@ -117,7 +117,7 @@ class WeightCalls:
         update_id: str | None = None,
         cast: bool | None = None,
     ) -> Call[JsonObject]:
-        """Make the server receive a checkpoint from a parameter server beside it; answers at the end of that.
+        """Make the server receive a checkpoint from a parameter server next to it; answers at the end of that.
 
         `zmq_handles`: address of the parameter server's socket by the server's device ("GPU-..." or "cpu").
         """

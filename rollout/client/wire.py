@@ -29,7 +29,7 @@ class Reply:
     """An HTTP answer, whole.
 
     `retry_after_s`: in how many seconds the server wants to be asked again.  `start_id`: of the server's process, where
-    it says so.
+    it is sent.
     """
 
     status: int
@@ -227,7 +227,7 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, Sequence):
         return list(value)
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def reply_of(verb: type[ControlReqInput[AnyReply]]) -> Callable[[Reply], AnyReply]:
@@ -240,6 +240,8 @@ def reply_of(verb: type[ControlReqInput[AnyReply]]) -> Callable[[Reply], AnyRepl
         try:
             return msgspec.convert(known, kind)
         except msgspec.ValidationError as error:
-            raise ResponseFormatError(f"the answer to {verb.endpoint.path} is not its reply: {error}") from None
+            raise ResponseFormatError(
+                f"the answer to {verb.endpoint.path} does not match its reply type: {error}"
+            ) from None
 
     return parse

@@ -91,7 +91,7 @@ def test_a_stream_that_the_server_did_not_take_is_made_again_but_none_that_has_b
     async def collect(url: str) -> int:
         count = 0
         async with AsyncRolloutClient(url, timeouts=PATIENT) as client:
-            with pytest.raises(ResponseFormatError, match="ended before it was done"):
+            with pytest.raises(ResponseFormatError, match="ended before the request was finished"):
                 async for _ in client.stream("hi"):
                     count += 1
         return count
@@ -100,7 +100,7 @@ def test_a_stream_that_the_server_did_not_take_is_made_again_but_none_that_has_b
         with RolloutClient(url, timeouts=PATIENT) as client:
             stream = client.stream("hi")
             assert [next(stream).output_ids, next(stream).output_ids] == [[1, 2]] * 2
-            with pytest.raises(ResponseFormatError, match="ended before it was done"):
+            with pytest.raises(ResponseFormatError, match="ended before the request was finished"):
                 next(stream)
         assert len(server.heard) == 3
         assert asyncio.run(collect(url)) == 2

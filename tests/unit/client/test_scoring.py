@@ -322,7 +322,7 @@ def test_an_answer_that_is_wrong_is_an_error(case: str) -> None:
 
 
 def test_fewer_likely_tokens_than_asked_for_are_an_error() -> None:
-    with pytest.raises(ResponseFormatError, match="0 likely tokens a place, not 4"):
+    with pytest.raises(ResponseFormatError, match="0 top tokens at each position, expected 4"):
         Canned(
             input_logprobs=Canned()._sample([1, 2, 3], 0, {"top_logprobs_num": 0})["meta_info"]["input_logprobs"]
         ).client().score([[1, 2, 3]], top_k=4)
