@@ -179,8 +179,8 @@ def _unsupported(kv: KVPool) -> str | None:
                 return f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, not of {k.shape[2]}"
         elif v.shape[2] % LATENT_RANK_MULTIPLE or (k.shape[2] - v.shape[2]) % LATENT_ROPE_MULTIPLE:
             return (
-                f"it takes latents of a multiple of {LATENT_RANK_MULTIPLE} elements with a multiple of "
-                f"{LATENT_ROPE_MULTIPLE} rotated ones, not of {v.shape[2]} with {k.shape[2] - v.shape[2]}"
+                f"it needs latents of a multiple of {LATENT_RANK_MULTIPLE} elements and a multiple of "
+                f"{LATENT_ROPE_MULTIPLE} rotated ones, got {v.shape[2]} and {k.shape[2] - v.shape[2]}"
             )
         capability = torch.cuda.get_device_capability(k.device)
         if capability < LEAST_CAPABILITY:

@@ -84,7 +84,7 @@ def _find(command: str, module: str) -> None:
     package = module.partition(".")[0]
     if package != "rollout":
         if not (REPOSITORY / package).is_dir():
-            raise SystemExit(f"lockstep {command} runs from a clone of the repository: {package}/ is not installed")
+            raise SystemExit(f"lockstep {command} needs a clone of the repository, because {package}/ is not installed")
         sys.path.insert(0, str(REPOSITORY))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 

@@ -186,7 +186,7 @@ class Communicator:
         return mine if self.size == 1 else all(flag for (flag,) in self.gather_ints([int(mine)]))
 
     def any_of(self, mine: bool) -> bool:
-        """Return whether any rank says yes."""
+        """Return whether any rank votes yes."""
         return mine if self.size == 1 else any(flag for (flag,) in self.gather_ints([int(mine)]))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -217,7 +217,7 @@ class Communicator:
         while not event.query():
             waited = time.monotonic() - start
             if waited > self.timeout_s:
-                raise self._lost("wait_for", f"the device has not come to an end within {self.timeout_s:g} s")
+                raise self._lost("wait_for", f"the device did not finish within {self.timeout_s:g} s")
             if waited > _SPIN_S:
                 time.sleep(_PAUSE_S)
 

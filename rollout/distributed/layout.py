@@ -38,15 +38,15 @@ class ParallelLayout:
             raise StartupError(f"--tp-size must be at most {MAX_TP_SIZE}, got {self.tp_size}")
         if self.world_size > MAX_RANKS:
             raise StartupError(
-                f"--tp-size {self.tp_size} --dp-size {self.dp_size} are {self.world_size} ranks; a server runs at most "
+                f"--tp-size {self.tp_size} --dp-size {self.dp_size} need {self.world_size} ranks; a server has at most "
                 f"{MAX_RANKS}"
             )
         if self.tp_size % self.ep_size:
             raise StartupError(f"--ep-size {self.ep_size} does not divide --tp-size {self.tp_size}")
         if self.enable_dp_attention and self.tp_size % self.dp_size:
             raise StartupError(
-                f"--dp-size {self.dp_size} does not divide --tp-size {self.tp_size}: with --enable-dp-attention the "
-                "attention of an engine is split into dp-size groups of tp-size / dp-size ranks"
+                f"--dp-size {self.dp_size} does not divide --tp-size {self.tp_size}. With --enable-dp-attention "
+                "the attention of an engine is split into dp-size groups of tp-size / dp-size ranks."
             )
 
     @property
@@ -116,7 +116,7 @@ def layout_of(args: ServerArgs) -> ParallelLayout:
         )
     if args.moe_a2a_backend != "none" and args.ep_size != args.tp_size:
         raise StartupError(
-            f"--moe-a2a-backend {args.moe_a2a_backend} sends tokens to whole experts: it needs --ep-size equal to "
+            f"--moe-a2a-backend {args.moe_a2a_backend} sends tokens to whole experts, so it needs --ep-size equal to "
             f"--tp-size, got {args.ep_size} and {args.tp_size}"
         )
     return layout

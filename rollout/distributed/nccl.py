@@ -1,4 +1,4 @@
-"""NCCL beside gloo: tensors on the devices go from device to device.
+"""NCCL in addition to gloo: tensors on the devices go from device to device.
 
 Not run on several GPUs; tested against a stand-in of the backend with its traps (`tests/nccl_stand_in.py`).
 
@@ -58,9 +58,7 @@ def nccl_transport(store: dist.Store, rank: int, size: int, timeout_s: float, *,
     """
     handling = os.environ.get(_HANDLING)
     if handling in _HANDLING_THAT_GOES_ON:
-        raise StartupError(
-            f"{_HANDLING}={handling} lets a rank go on without what a lost rank should have sent: leave it unset"
-        )
+        raise StartupError(f"{_HANDLING}={handling} lets a rank continue without the data of a lost rank: unset it")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(seconds=timeout_s + WATCHDOG_GRACE_S)
     backend = dist.ProcessGroupNCCL(store, rank, size, options)

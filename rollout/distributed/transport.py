@@ -90,6 +90,6 @@ def gloo_transport(store: dist.Store, rank: int, size: int, timeout_s: float, *,
 
 
 def _in_stream_order(options: Any) -> Any:
-    """On the caller's stream rather than on one beside it, where the backend has streams."""
+    """On the caller's stream rather than on another one, where the backend has streams."""
     options.asyncOp = False
     return options

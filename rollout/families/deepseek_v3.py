@@ -58,7 +58,7 @@ def attention_of(raw: Mapping[str, Any]) -> LatentAttentionSpec:
     for key, size in (("head_dim", rope_size), ("qk_head_dim", nope_size + rope_size)):
         if raw.get(key) not in (None, size):
             raise StartupError(
-                f"config.json: {key} is {raw[key]}, and {size} by qk_nope_head_dim {nope_size} and "
+                f"config.json: {key} is {raw[key]}, but {size} follows from qk_nope_head_dim {nope_size} and "
                 f"qk_rope_head_dim {rope_size}; remove {key}"
             )
     rope = raw.get("rope_parameters") or {}
@@ -89,8 +89,8 @@ def _check_groups(router: RouterSpec) -> None:
     groups, best = router.num_groups, router.top_groups
     if not 1 <= best <= groups or router.num_experts % groups or best * (router.num_experts // groups) < router.top_k:
         raise StartupError(
-            f"config.json: n_group {groups} and topk_group {best} do not fit {router.num_experts} experts, "
-            f"{router.top_k} a token"
+            f"config.json: n_group {groups} and topk_group {best} do not fit {router.num_experts} experts and "
+            f"{router.top_k} experts per token"
         )
 
 

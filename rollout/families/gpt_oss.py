@@ -49,7 +49,7 @@ def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
     kinds = raw.get("layer_types") or [_KINDS[index % 2] for index in range(num_layers)]
     refuse({f"layer type {kind!r}": kind not in _KINDS for kind in kinds})
     if len(kinds) != num_layers:
-        raise ValueError(f"layer_types names {len(kinds)} layers, num_hidden_layers is {num_layers}")
+        raise ValueError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {num_layers}")
     size = raw.get("sliding_window", 128)
     if "sliding_attention" in kinds and (not isinstance(size, int) or size < 1):
         raise ValueError(f"sliding_window must be at least 1, got {size}")

@@ -60,7 +60,7 @@ def experts_of(raw: Mapping[str, Any], *, normalise: bool) -> MoESpec:
 
 def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[AttentionKind]:
     """Return the mixer of tokens of each layer: attention behind a gate in every `full_attention_interval`-th, or as
-    `layer_types` says, the gated delta rule in the others."""
+    `layer_types` has it, the gated delta rule in the others."""
     refuse({"attention_bias": bool(raw.get("attention_bias"))})
     heads = heads_of(raw, default_head_dim=256, partly_rotated=True)
     attention = AttentionSpec(**heads, qk_norm=True, output_gate=True)
@@ -75,7 +75,7 @@ def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[Atten
     refuse({f"linear_conv_kernel_dim {delta.conv_size}": not 1 < delta.conv_size <= 8})
     if delta.num_value_heads % delta.num_key_heads:
         raise ValueError(
-            f"{delta.num_value_heads} linear value heads are no multiple of {delta.num_key_heads} key heads"
+            f"{delta.num_value_heads} linear value heads are not a multiple of {delta.num_key_heads} key heads"
         )
     num_layers, interval = int(raw["num_hidden_layers"]), int(raw.get("full_attention_interval") or 4)
     default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
@@ -83,6 +83,6 @@ def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[Atten
     names = raw.get("layer_types") or default
     refuse({f"layer type {name!r}": name not in kinds for name in names})
     if len(names) != num_layers:
-        raise ValueError(f"{len(names)} layer_types for {num_layers} layers")
+        raise ValueError(f"layer_types has {len(names)} entries, but num_hidden_layers is {num_layers}")
     warn_of_unused(raw, "full_attention_interval", "layer_types", list(names) == default)
     return [kinds[name] for name in names]

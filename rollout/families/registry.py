@@ -65,7 +65,9 @@ def model_config_from_dict(
         raise StartupError(f"architecture {architecture} is not supported; this version serves {', '.join(FAMILIES)}")
     family = import_module(FAMILIES[architecture])
     if raw.get("text_config") and not getattr(family, "HAS_PARTS", False):
-        raise StartupError(f"config.json: text_config is not supported of {architecture}, which is one model")
+        raise StartupError(
+            f"config.json: text_config is not supported for {architecture}; put its settings at the top level"
+        )
     settings = settings_of(raw, getattr(family, "ROTARY", RotaryDefaults()), overrides)
     refuse_common(settings)
     try:

@@ -38,7 +38,7 @@ class ChildServer:
         async with AsyncRolloutClient(self.url) as client:
             while not await client.health():
                 if self._process.exit_status() is not None or time.monotonic() > deadline:
-                    raise StartupError(f"the server did not come up: {self._process.last_words()}")
+                    raise StartupError(f"the server did not start: {self._process.last_words()}")
                 await asyncio.sleep(POLL_S)
 
     def stop(self) -> None:

@@ -78,7 +78,9 @@ class AsyncEngineArgs:
         """Raises `BadRequest` for an argument that this server cannot honour."""
         given = {name: value for name, value in given.items() if name not in self.WITHOUT_EFFECT and value is not None}
         if (mode := given.pop("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
-            raise BadRequest(f"logprobs_mode {mode!r}: log-probabilities are of the logits over the temperature")
+            raise BadRequest(
+                f"logprobs_mode {mode!r}: this server returns log-probabilities of logits divided by the temperature"
+            )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         # A server whose weights and KV are on a GPU cannot give their memory back, and refuses these flags.
         may_sleep = given.pop("enable_sleep_mode", False) and device == "cpu"
@@ -96,7 +98,7 @@ class AsyncEngineArgs:
         if isinstance(given.get("hf_overrides"), dict):  # vLLM's may also be a function
             self.settings["json_model_override_args"] = json.dumps(given.pop("hf_overrides"))
         if given:
-            raise BadRequest(f"arguments of vLLM's engine that this server does not have: {', '.join(sorted(given))}")
+            raise BadRequest(f"this server does not have these arguments of vLLM's engine: {', '.join(sorted(given))}")
 
 
 class Logprob(NamedTuple):
@@ -151,7 +153,7 @@ class AsyncLLMEngine:
     ) -> AsyncIterator[RequestOutput]:
         """The finished answer.  Raises `ClientError`, `BadRequest`."""
         if set(prompt) != {"prompt_token_ids"} or sampling_params.n != 1:
-            raise BadRequest("a prompt is one list of token ids, for one sample; images are not part of this server")
+            raise BadRequest("a prompt must be one list of token ids for one sample; images are not supported")
         client = await self._client()
         self._running += 1
         try:
@@ -177,7 +179,7 @@ class AsyncLLMEngine:
         """Give the memory of weights and KV back.  Raises `BadRequest`, `ClientError`; nothing changed."""
         if self._awake_on is not None:
             raise BadRequest(
-                f"sleep: memory is given back on a CPU only, this server is on {self._awake_on}: set no enable_sleep"
+                f"sleep: memory is released on a CPU only, but this server runs on {self._awake_on}: unset enable_sleep"
             )
         await (await self._client()).release_memory_occupation(["weights", "kv_cache"])
         self._released = ["weights", "kv_cache"]
@@ -204,14 +206,14 @@ class AsyncLLMEngine:
         elif method == "update_weight":
             await self._receive(*args)
         else:
-            raise BadRequest(f"collective_rpc {method!r} is not part of this server")
+            raise BadRequest(f"collective_rpc {method!r} is not supported by this server")
         return [None]
 
     async def _join(
         self, address: str, port: int, rank_offset: int, world_size: int, _: str, backend: str, use_ray: bool = False
     ) -> None:
         if use_ray:
-            raise BadRequest("weights over Ray's collectives are not part of this server: set sync_with_ray to false")
+            raise BadRequest("weights over Ray's collectives are not supported: set sync_with_ray to false")
         client = await self._client()
         if self._open_update is not None:  # of a trainer that has ended
             await self._drop_update(client, self._open_update)

@@ -49,7 +49,7 @@ def serve_words(argv: Sequence[str]) -> list[str]:
     """Return SGLang's flags as flags of `lockstep serve`.  Raises `StartupError` naming the flags it lacks."""
     given = own_words(argv)
     if given.unknown:
-        raise StartupError(f"flags of SGLang that this server does not have: {', '.join(given.unknown)}")
+        raise StartupError(f"this server does not have these flags of SGLang: {', '.join(given.unknown)}")
     if given.unused:
         print(f"lockstep: without effect here: {', '.join(given.unused)}", file=sys.stderr)
     words, device = given.words, _value_of("--device", given.words)

@@ -37,7 +37,7 @@ class LockstepHttpServer(SGLangHttpServer):
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
         """Start the server and wait until it serves.  Raises `StartupError`."""
         if self.nnodes > 1:
-            raise StartupError("a replica of several machines is not started from verl: give each machine its own")
+            raise StartupError("verl cannot start a replica on several machines: use one replica for each machine")
         settings = self._settings()
         self._server = ChildServer(settings)
         await self._server.wait_ready()
@@ -91,7 +91,7 @@ class HttpTokenizerManager:
     async def generate_request(self, request: Any, _: Any = None) -> AsyncIterator[dict[str, Any]]:
         """One answer in SGLang's form.  Raises `ClientError`."""
         if request.image_data or request.video_data or getattr(request, "lora_path", None):
-            raise BadRequest("images, videos and adapters are not part of this server")
+            raise BadRequest("images, videos and adapters are not supported")
         output = await self._client.generate(
             input_ids=request.input_ids,
             sampling_params=request.sampling_params,
@@ -144,7 +144,7 @@ class HttpTokenizerManager:
     def _require_release(self, verb: str) -> None:
         if self._kept_on is not None:
             raise BadRequest(
-                f"{verb}: memory is released on a CPU only, this server is on {self._kept_on}; "
+                f"{verb}: memory is released on a CPU only, but this server runs on {self._kept_on}; "
                 "set actor_rollout_ref.rollout.free_cache_engine=False"
             )
 

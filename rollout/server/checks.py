@@ -16,7 +16,7 @@ def checked_config(args: ServerArgs) -> ModelConfig:
     """Return the model's configuration.  Raises `StartupError` where it does not go with the settings."""
     config = served_model_config(args)
     if args.return_routed_experts_by_default and not config.is_moe:
-        raise StartupError("--return-routed-experts-by-default: this model is dense, it has no experts to route to")
+        raise StartupError("--return-routed-experts-by-default: this model is dense and has no routed experts")
     layout_of(args)
     return config
 

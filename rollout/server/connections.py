@@ -57,7 +57,7 @@ def connections_within(file_limit: int) -> int:
     """Return how many connections fit below a limit of open files.  Raises `StartupError` if none does."""
     most = min(MAX_CONNECTIONS, file_limit - SPARE_CONNECTIONS - 2 * ACCEPTED_AT_ONCE - OTHER_FILES)
     if most < 1:
-        raise StartupError(f"at most {file_limit} files may be open, too few for a server: raise `ulimit -n`")
+        raise StartupError(f"the limit of {file_limit} open files is too low for a server: raise `ulimit -n`")
     return most
 
 
@@ -163,6 +163,6 @@ def quiet_about_files(loop: asyncio.AbstractEventLoop) -> None:
             loop.default_exception_handler(context)
         elif time.monotonic() - logged_at > 60.0:
             logged_at = time.monotonic()
-            logger.error("no connection can be taken: %s", error)
+            logger.error("connections cannot be accepted: %s", error)
 
     loop.set_exception_handler(handle)

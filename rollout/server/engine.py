@@ -37,7 +37,7 @@ class _LocalLink:
         self._channel.inbox.extend([packed(message) for message in messages])
 
     async def receive(self) -> SchedulerOutput:
-        raise AssertionError("the engine calls handle_message itself")
+        raise AssertionError("only the engine may call handle_message")
 
 
 class Engine:

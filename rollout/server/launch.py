@@ -60,8 +60,8 @@ def run_server(
     config, layout = checked_config(args), layout_of(args)
     if (args.context_length or 0) > config.max_position_embeddings:
         say(
-            f"--context-length {args.context_length} is more than the model's {config.max_position_embeddings}, which "
-            "it gets; a longer one takes a scaled rotation: --json-model-override-args"
+            f"--context-length {args.context_length} is over the model's limit, so {config.max_position_embeddings} "
+            "is used. For more, scale the rotation with --json-model-override-args."
         )
     host = remote_host(args)  # a name that does not resolve is refused before anything starts
     if args.node_rank > 0:
@@ -199,7 +199,7 @@ class _Server:
         except LockstepError as error:
             manager.fail(f"the server was stopped: {error}")
             return _fail(f"requests were cut off: {error}")
-        manager.communicator.fail_all(Unavailable("the server was stopped before this was done"))
+        manager.communicator.fail_all(Unavailable("the server stopped before the call ended"))
         await scheduler.end(DRAIN_MARGIN_S)
         return 0
 
@@ -219,7 +219,7 @@ class _Server:
 
 
 def _share_time(loop: asyncio.AbstractEventLoop) -> None:
-    """Keep the event loop quick beside threads that parse and write JSON.
+    """Keep the event loop quick next to threads that parse and write JSON.
 
     At each system call it releases the GIL, and waits for it as often as there are busy threads, each time as long as
     the switch interval.

@@ -82,7 +82,7 @@ class RouterRegistration:
                     await asyncio.sleep(LOOK_EVERY_S)
                 if name is not None:
                     await self._call("DELETE", f"/workers/{quote(name, safe='')}")
-                    logger.info("%s took %s off its list", self._router_url, self._own_url)
+                    logger.info("%s removed %s from its list", self._router_url, self._own_url)
         except Exception as error:
             logger.warning("%s may still list %s: %s", self._router_url, self._own_url, _describe(error))
         with contextlib.suppress(Exception):

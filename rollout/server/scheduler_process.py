@@ -21,7 +21,7 @@ from rollout.tokenizer_manager.channel import SchedulerChannel
 WORKER_COMMAND = (sys.executable, "-m", "rollout.engine.worker")
 KILL_WAIT_S = 5.0
 _OTHERS_END_S = 5.0
-# How long torch's own threads, which copy and check weights beside the steps, look for work before they sleep: some 40
+# How long torch's own threads, which copy and check weights next to the steps, look for work before they sleep: some 40
 # microseconds instead of OpenMP's milliseconds, in which they would hold a core.  Threads of our
 # operators find out themselves (`patience.h`).
 SPIN_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000"}

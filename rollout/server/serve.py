@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lockstep serve",
         description="Serve a checkpoint over HTTP.",
-        epilog="Flags of vLLM and SGLang that only tune kernels, processes or logs are taken, with a warning.",
+        epilog="Flags of vLLM and SGLang that only tune kernels, processes or logs are accepted with a warning.",
     )
     add_cli_args(parser)
     given = own_words(argv)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if given.unused:
-        say(f"flags of vLLM or SGLang without effect here: {', '.join(given.unused)}")
+        say(f"these flags of vLLM or SGLang have no effect: {', '.join(given.unused)}")
     try:
         return _serve(server_args_from_namespace(namespace))
     except LockstepError as error:

@@ -70,7 +70,9 @@ def moonshot_tokenizer(path: Path, added: dict[int, AddedToken]) -> Tokenizer:
     tokenizer = _byte_level(model, MOONSHOT_SPLIT)
     end = max(len(ranks) + MOONSHOT_RESERVED, max(added, default=0) + 1)
     if end > len(ranks) + MAX_ADDED:
-        raise StartupError(f"tokenizer_config.json gives a token the id {end - 1}, far behind {len(ranks)} ranks")
+        raise StartupError(
+            f"tokenizer_config.json gives a token the id {end - 1}, which is far beyond {len(ranks)} ranks"
+        )
     tokenizer.add_tokens([added.get(index) or _reserved(index) for index in range(len(ranks), end)])
     return tokenizer
 
@@ -115,9 +117,9 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
     except (ValueError, binascii.Error) as error:
-        raise StartupError(f"{path.name} is no file of tiktoken ranks: {error}") from None
+        raise StartupError(f"{path.name} is not a file of tiktoken ranks: {error}") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([byte]) in ranks for byte in range(256)):
-        raise StartupError(f"{path.name}: ranks must be 0, 1, 2, ... without gaps, with every single byte among them")
+        raise StartupError(f"{path.name}: ranks must count up from 0 without gaps and include every single byte")
     return ranks
 
 

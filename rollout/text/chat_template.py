@@ -122,7 +122,7 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
     parts = [dict(part) for part in content or ()]
     texts = [part for part in parts if "text" in part]
     if not texts:
-        raise TemplateError("the last message has no text to continue")
+        raise TemplateError("the last message has no text to continue; send it with content")
     texts[-1]["text"] += _END_MARK
     return message | {"content": parts}
 
@@ -132,7 +132,7 @@ def _until_mark(text: str, message: Mapping[str, Any]) -> str:
     end = text.rfind(_END_MARK.strip())
     content = message["content"]
     if end < 0 or (isinstance(content, str) and content.strip() not in text):
-        raise TemplateError("the chat does not show the text of the last message, which is to be continued")
+        raise TemplateError("the chat template does not render the text of the last message, so it cannot be continued")
     kept = text[:end]
     return kept if text.startswith(_END_MARK, end) else kept.rstrip()
 
@@ -167,7 +167,7 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace may not hold {name!r}: names that begin with _ are Python's")
+        raise SecurityError(f"a namespace must not hold {name!r}: names that begin with _ are reserved for Python")
 
 
 class _Dict:

@@ -91,7 +91,7 @@ class Tokenizer:
             ids += self._ids(part, add_special_tokens)
             num_tokens += sum(map(len, ids[-len(part) :]))
             if num_tokens > MAX_TOKENS:
-                raise TooLarge(f"the texts have over {MAX_TOKENS} tokens")
+                raise TooLarge(f"the texts have more than {MAX_TOKENS} tokens; send fewer or shorter texts")
         return ids
 
     def _ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:

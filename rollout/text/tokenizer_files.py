@@ -32,7 +32,7 @@ DEFAULT_TEMPLATE = "default"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A tokenizer, and what the files beside its vocabulary say of it.
+    """A tokenizer, and the facts about it in the files next to its vocabulary.
 
     `special_tokens`: the text of tokens with a role, as `eos_token`; templates read them by these names.
     `chat_templates`: Jinja sources by name.
@@ -94,8 +94,8 @@ def _backend(folder: Path, config: dict[str, Any], declared: dict[int, AddedToke
     for other in VOCABULARIES:
         if (folder / other).is_file():
             raise StartupError(
-                f"it has {other} of the class {' or '.join(names) or 'unknown'} and no {TOKENIZER}: make one with "
-                "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...), and check its ids"
+                f"it has {other} of the class {' or '.join(names) or 'unknown'} but no {TOKENIZER}. Make one with "
+                "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) and check its ids."
             )
     raise StartupError(f"it has no {TOKENIZER}")
 
@@ -109,7 +109,7 @@ def _class_names(config: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-# --- tokens beside the vocabulary ----------------------------------------------------------------------------------
+# --- tokens outside the vocabulary ---------------------------------------------------------------------------------
 
 
 def _declared_tokens(config: dict[str, Any]) -> dict[int, AddedToken] | None:
@@ -152,7 +152,7 @@ def _token(value: Any) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise StartupError(f"{CONFIG}: {str(value)[:80]!r} is no token")
+        raise StartupError(f"{CONFIG}: {str(value)[:80]!r} is not a token")
     flags = ("lstrip", "rstrip", "normalized", "single_word", "special")
     return AddedToken(value["content"], **{flag: value[flag] for flag in flags if isinstance(value.get(flag), bool)})
 
@@ -183,7 +183,9 @@ def _check_ids(backend: Tokenizer, declared: Mapping[int, AddedToken]) -> None:
     for index, token in declared.items():
         found = backend.token_to_id(token.content)
         if found != index:
-            raise StartupError(f"{CONFIG} gives the token {token.content!r} the id {index}, the vocabulary {found}")
+            raise StartupError(
+                f"{CONFIG} gives token {token.content!r} the id {index}, but the vocabulary gives {found}"
+            )
 
 
 # --- templates -----------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_on_a_gpu_the_server_starts_without_the_memory_saver_and_sleep_is_refuse
     assert settings["device"] == "cuda"
     assert not settings["enable_memory_saver"] and not settings["enable_weights_cpu_backup"]
     client = Client()
-    with pytest.raises(BadRequest, match="sleep: memory is given back on a CPU only, this server is on cuda"):
+    with pytest.raises(BadRequest, match="sleep: memory is released on a CPU only, but this server runs on cuda"):
         asyncio.run(engine(client).sleep())
     assert not client.calls
     # Of a server that was started otherwise only that server knows.

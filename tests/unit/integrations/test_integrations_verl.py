@@ -89,7 +89,9 @@ def test_a_release_on_a_gpu_is_refused_by_name(plugin: Any) -> None:
     manager = plugin.HttpTokenizerManager("http://127.0.0.1:1", None, kept_on="cuda:3")
     request = SimpleNamespace(tags=["kv_cache"])
     for verb in ("release_memory_occupation", "resume_memory_occupation"):
-        with pytest.raises(BadRequest, match=f"{verb}: memory is released on a CPU only, this server is on cuda:3"):
+        with pytest.raises(
+            BadRequest, match=f"{verb}: memory is released on a CPU only, but this server runs on cuda:3"
+        ):
             asyncio.run(getattr(manager, verb)(request, None))
 
 
@@ -133,6 +135,6 @@ def test_what_the_profiler_lacks_is_refused_by_name(plugin: Any) -> None:
 
 
 def test_a_profile_that_ended_by_itself_may_be_stopped(plugin: Any) -> None:
-    asyncio.run(profiled(plugin, Profiler(ServerError(409, "no profile is under way"))).stop_profile())
+    asyncio.run(profiled(plugin, Profiler(ServerError(409, "no profile is running"))).stop_profile())
     with pytest.raises(ServerError, match="disk"):
         asyncio.run(profiled(plugin, Profiler(ServerError(500, "disk full"))).stop_profile())

@@ -170,7 +170,7 @@ def test_an_id_that_the_vocabulary_contradicts_is_refused(tmp_path: Path) -> Non
     reference = write_tokenizer_json(tmp_path)
     wrong = reference.get_vocab_size() + 7
     write_config(tmp_path, added_tokens_decoder={str(wrong): token("<|late|>")})
-    refused(tmp_path, f"'<|late|>' the id {wrong}, the vocabulary {wrong - 7}")
+    refused(tmp_path, f"'<|late|>' the id {wrong}, but the vocabulary gives {wrong - 7}")
 
 
 # --- B6: Moonshot's files --------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_a_process_with_a_console_is_not_asked_b6(tmp_path: Path) -> None:
 
 def test_an_id_far_behind_the_ranks_is_refused_before_memory_is_spent(tmp_path: Path) -> None:
     write_moonshot(tmp_path, added_tokens_decoder={str(10**12): token("<|far|>")})
-    refused(tmp_path, "a token the id 1000000000000, far behind")
+    refused(tmp_path, "a token the id 1000000000000, which is far beyond")
 
 
 @pytest.mark.parametrize(
