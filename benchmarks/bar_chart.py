@@ -16,7 +16,7 @@ COLOURS = ("#1f6feb", "#c2410c", "#15803d")
 class Bars:
     """One chart: `values` (label -> a value for each of `series`) as a row of bars for each label.
 
-    A series is a panel: its bars share one scale, which its axis shows.  `form` says how a value is written.
+    A series is a panel: its bars share one scale, which its axis shows.  `form` writes a value.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Size and time of a weight delta over real optimiser steps, beside other ways to write the same changes.
+"""Size and time of a weight delta over real optimiser steps, next to other ways to write the same changes.
 
     a checkpoint in transformers, float32 masters -> Adam at lr 1e-6 on next-token loss -> bfloat16, step by step
 
@@ -82,9 +82,9 @@ def run(shape: str, console: Console, steps: int = STEPS) -> list[dict]:
     rate = median(step.full / step.encode_s for step in sizes), median(step.full / step.decode_s for step in sizes)
     worst = min(step.full / step.delta for step in sizes)
     console.print(
-        f"{changed:.2%} of the elements changed, {single:.1%} of these by one unit in the last place; "
-        f"of the full tensors' bytes {rate[0] / 1e6:,.0f} MB/s encoded, {rate[1] / 1e6:,.0f} MB/s decoded; "
-        f"least of {len(sizes)} steps: {worst:.1f} times smaller, at least {TARGET:g} wanted: "
+        f"{changed:.2%} of the elements changed, {single:.1%} of these by one unit in the last place. "
+        f"Rate over the full tensors: {rate[0] / 1e6:,.0f} MB/s encoded, {rate[1] / 1e6:,.0f} MB/s decoded. "
+        f"Minimum of {len(sizes)} steps: {worst:.1f} times smaller, target {TARGET:g}: "
         + ("ok" if worst >= TARGET else "MISSED")
     )
     for row in rows:
@@ -112,7 +112,7 @@ def measure(shape: str, steps: int) -> Iterator[StepSizes]:
             require_equal(decoded, new)
             undone = applied(frame.invert(), decoded)
             require_equal(undone, old)
-            assert undone.keys() == decoded.keys(), "an undone frame names what it did"
+            assert undone.keys() == decoded.keys(), "an undone frame names the same tensors"
             names |= decoded.keys()
             del decoded, undone
         assert names == new.keys(), "a delta names every tensor"
@@ -135,7 +135,7 @@ def train(path: str, vocab_size: int) -> Iterator[Tensors]:
             spread_between_neighbours(parameter, generator)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, betas=BETAS, foreach=False)
     while True:
-        # The cast copied them, and nothing here holds them: a second copy of M would not fit beside its optimizer.
+        # The cast copied them, and nothing here holds them: a second copy of M would not fit next to its optimizer.
         yield dict(split_fused_experts(named_tensors_of(model, torch.bfloat16)))
         ids = torch.randint(0, vocab_size, (SEQUENCES, POSITIONS), generator=generator)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

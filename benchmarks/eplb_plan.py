@@ -135,11 +135,11 @@ def _table(report: dict[str, Any]) -> Table:
 
 
 def _counts(args: argparse.Namespace) -> tuple[np.ndarray, Any]:
-    """Counts [L, E], and what the file says about its model, if anything."""
+    """Return counts [L, E], and the facts in the file about its model, if any."""
     if (args.dump is None) == (args.synthetic is None):
         raise EplbRequestError("give either a file or --synthetic")
     if args.drift is not None and args.synthetic is None:
-        raise EplbRequestError("--drift goes with --synthetic")
+        raise EplbRequestError("--drift needs --synthetic")
     if args.synthetic is not None:
         if args.layers < 1 or args.experts < 1:
             raise EplbRequestError("--layers and --experts must be at least 1")
@@ -159,7 +159,7 @@ def _current(
     if args.current is not None:
         located, its_model = _read(args.current, MAP)
         if model is not None and its_model is not None and model != its_model:
-            raise EplbRequestError(f"{args.dump} and {args.current} are of different models: {model}, {its_model}")
+            raise EplbRequestError(f"{args.dump} and {args.current} come from different models: {model}, {its_model}")
         return checked_map(located, layout, len(recorded_LE), duplicates=True), recorded_LE
     if args.drift is not None:
         in_force = make_plan("balanced", recorded_LE, layout).physical_to_logical_LP

@@ -1,4 +1,4 @@
-"""The planners beside DeepSeek's published algorithm: balance, duplicates, copies and time, in one run.
+"""The planners next to DeepSeek's published algorithm: balance, duplicates, copies and time, in one run.
 
 The reference is `tests/eplb_reference.py`, written from the published description with torch scalars, layer by layer,
 item by item, as the published code computes; `test_deepseek.py` holds `deepseek` to its maps.  Times are

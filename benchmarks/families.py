@@ -1,8 +1,8 @@
-"""Every model family, ours beside `transformers.generate`: same weights, bf16, greedy, one interleaved run.
+"""Every model family, ours next to `transformers.generate`: same weights, bf16, greedy, one interleaved run.
 
 Each round times, for every batch size and for the prefill of one long prompt, ours and theirs one after the other; the
 table shows medians over rounds.  The roofline of a decode step is the time to read what it reads at the bandwidth that
-was measured beside it: all weights but the embedding, the experts that the routes of this very run name, keys and
+was measured with it: all weights but the embedding, the experts that the routes of this very run name, keys and
 values, and states, which are written too.  "noise" stands where more tokens took less time: the machine was busy.
 """
 

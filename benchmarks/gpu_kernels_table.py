@@ -74,13 +74,13 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         said = subprocess.run(words, capture_output=True, text=True, timeout=DUMP_TIMEOUT_S, check=True).stdout
     registers, stack, local = (re.findall(rf"\b{word}:(\d+)", said) for word in ("REG", "STACK", "LOCAL"))
     if not len(registers) == len(stack) == len(local) == 1:
-        raise RuntimeError(f"cuobjdump says nothing of one kernel: {said!r}")
+        raise RuntimeError(f"cuobjdump does not describe one kernel: {said!r}")
     return int(registers[0]), int(stack[0]) + int(local[0])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kernels_table", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="only kernels whose names hold these words")
+    parser.add_argument("--only", default="", help="only kernels whose names contain these words")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":

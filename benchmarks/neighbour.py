@@ -1,4 +1,4 @@
-"""Decoding beside a busy neighbour, by how long idle compute threads look for work: `python -m benchmarks.neighbour`.
+"""Decoding next to a busy neighbour, by how long idle compute threads look for work: `python -m benchmarks.neighbour`.
 
 Each case is a process of its own: `Engine` decodes alone on the cores, then while another process computes without a
 pause on any core it gets.  Settings take turns; the table shows the time of a token, medians over rounds.
@@ -37,7 +37,7 @@ BUSY = "while True: pass"
 
 
 def measure(shape: str, batch: int) -> dict[str, float]:
-    """Seconds a step of decoding, alone and beside the neighbour; in this process."""
+    """Seconds a step of decoding, alone and next to the neighbour; in this process."""
     engine = Engine(
         model_path=str(checkpoint(shape)), dtype="bfloat16", skip_tokenizer_init=True, max_total_tokens=16384
     )
@@ -88,7 +88,7 @@ def run(shapes: list[str], batches: list[int], rounds: int, console: Console) ->
                 for place, seconds in json.loads(done.stdout.splitlines()[-1]).items():
                     times[shape, batch, name, place].append(seconds)
                 progress.advance(task)
-    table = Table(title="a step of decoding, milliseconds, alone and beside one busy process")
+    table = Table(title="a step of decoding, milliseconds, alone and next to one busy process")
     for column in ("shape", "batch", "idle threads look", *PLACES, "slower"):
         table.add_column(column, justify="left" if column in ("shape", "idle threads look") else "right")
     rows = []

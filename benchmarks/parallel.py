@@ -1,8 +1,8 @@
 """Several ranks against one: throughput of the layouts, collectives counted, and what recording routes costs them.
 
     layouts   decode and prefill, all engines alive and taking turns in random order; the others wait for a message.
-              Beside it: how long a bare all-gather takes between the ranks of one of them
-    counts    of one decode step and one prefill step, on every rank, beside the formula
+              In addition: how long a bare all-gather takes between the ranks of one of them
+    counts    of one decode step and one prefill step, on every rank, next to the formula
     routes    with scattered tokens: not recorded, gathered once a forward, gathered once a layer
 
 One machine: two ranks have the cores that one rank has, a thread each.  M has 4 layers here.

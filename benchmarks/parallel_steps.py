@@ -1,4 +1,4 @@
-"""From the steps that ranks took to numbers: rates, medians, and collectives beside what the formula says."""
+"""From the steps that ranks took to numbers: rates, medians, and collectives next to the formula."""
 
 from __future__ import annotations
 

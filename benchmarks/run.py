@@ -60,9 +60,11 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--svg", type=Path, default=None, help="folder for the pictures of `scaling` and `parallel`")
-    parser.add_argument("--against", type=Path, default=None, help="another checkout that takes turns in `grpo`")
-    parser.add_argument("--prompts", type=int, default=None, help="of `grpo`; default: 32 for shape S, 4 for M")
-    parser.add_argument("--families", choices=FAMILIES, nargs="+", default=FAMILIES, help="of `families`")
+    parser.add_argument("--against", type=Path, default=None, help="another checkout to compare with in `grpo`")
+    parser.add_argument("--prompts", type=int, default=None, help="prompts of `grpo`; default: 32 for shape S, 4 for M")
+    parser.add_argument(
+        "--families", choices=FAMILIES, nargs="+", default=FAMILIES, help="families to measure in `families`"
+    )
     parser.add_argument("--markdown", type=Path, default=None, help="folder for the tables of `families`")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Decode tokens a second over context length and over the number of experts, beside what the floor allows.
+"""Decode tokens a second over context length and over the number of experts, next to what the floor allows.
 
 Prompts are not computed: each request finds all of its prompt but one token in the prefix cache, whose KV is random
 numbers, so that a step at 8192 tokens of context costs the benchmark a step and not a prefill.  What a decode step

@@ -99,7 +99,7 @@ def server(shape: str, flags: list[str]) -> Iterator[tuple[str, int]]:
         deadline = time.monotonic() + START_S
         while not _is_up(f"http://127.0.0.1:{port}"):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError("the server did not come up")
+                raise RuntimeError("the server did not start")
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}", process.pid
     finally:

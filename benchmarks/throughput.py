@@ -2,7 +2,7 @@
 
 Each round times, for every batch size, ours and theirs one after the other; the table shows medians over rounds.
 "Decode" leaves the prompt out: the time of a run with N new tokens less that of a run with one.  A second table shows
-what a step that only decodes costs outside the operators, measured as `python_per_step` says.
+what a step that only decodes costs outside the operators, measured as in `python_per_step`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts in 8 bits beside bfloat16: tokens a second, memory, a refresh, and how far the model is from what was sent.
+"""Experts in 8 bits next to bfloat16: tokens a second, memory, a refresh, and how far the model is from what was sent.
 
 Engines of both formats take turns; medians over rounds.  Products in 8 bits have the bits of bfloat16 with the values
 that are held, so the mismatch is that of these values: transformers in float32, with the demo's model and samples of

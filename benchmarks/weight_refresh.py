@@ -1,11 +1,11 @@
-"""The cost of a weight refresh to a server, mode by mode, beside what the machine allows.
+"""The cost of a weight refresh to a server, mode by mode, next to what the machine allows.
 
     tokens       a second, while buckets come and undisturbed, with the same requests running
-    stall        of the step that commits, beside a memory copy of as many bytes
-    refresh      from the sender's call to the last engine's answer, beside a gloo broadcast of the same bytes between
+    stall        of the step that commits, next to a memory copy of as many bytes
+    refresh      from the sender's call to the last engine's answer, next to a gloo broadcast of the same bytes between
                  two bare processes; with no request running, and with as many as in the first line
     delta        the same server refreshed by what changed alone, from encoding to the answer
-    peak memory  of the process that computes, beside the formula of docs/weight_sync.md
+    peak memory  of the process that computes, next to the formula of docs/weight_sync.md
 
 The trainer is this process, with the `WeightSender` that trainers use, and holds the weights as transformers does: the
 experts of a layer in one tensor.  A refresh sends the weights that are served, so that requests run on as they were.

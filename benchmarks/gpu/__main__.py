@@ -33,18 +33,18 @@ NO_DEVICE = 2
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--num-layers", type=int, default=48, help="of the model, 48 in Qwen3-30B-A3B")
+    parser.add_argument("--num-layers", type=int, default=48, help="layers of the model; Qwen3-30B-A3B has 48")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dry-run", action="store_true", help="sizes of next to nothing, to try the code")
+    parser.add_argument("--dry-run", action="store_true", help="use tiny sizes to try the code")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
-    parser.add_argument("--here", action="store_true", help="in this process, for the only part")
+    parser.add_argument("--here", action="store_true", help="run the only part in this process")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print(f"make bench-gpu needs a CUDA device, and torch {torch.__version__} sees none here", file=sys.stderr)
         return NO_DEVICE
     if device.type != "cuda" and not args.dry_run:
-        print(f"--device {device} is for --dry-run: its numbers would say nothing of a GPU", file=sys.stderr)
+        print(f"--device {device} needs --dry-run: its numbers would not describe a GPU", file=sys.stderr)
         return NO_DEVICE
     args.out.mkdir(parents=True, exist_ok=True)
     if args.here:

@@ -1,4 +1,4 @@
-"""Decode steps beside the roofline of the bytes that they touch; with capture of routes, graphs and overlap on and off.
+"""Decode steps against the roofline of the bytes they touch; with capture of routes, graphs and overlap on and off.
 
 A step reads at least every weight that a token of it uses, once, and all KV, at the bandwidth of a copy.
 """

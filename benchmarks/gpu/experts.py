@@ -20,7 +20,7 @@ from rollout.kernels.gpu.experts_plan import Tiles
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STEPS = 8
-# Beside the tiles of the table: what else might be the best at some load.
+# In addition to the tiles of the table: others that may be the best at some load.
 TILES = (
     Tiles(16, 64, 4, 6),
     Tiles(16, 128, 4, 4),

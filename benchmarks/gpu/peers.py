@@ -22,7 +22,7 @@ from benchmarks.gpu.settings import Settings
 from examples.make_checkpoint.tokenizer import save_tokenizer, train_tokenizer
 
 BATCHES, NEW_TOKENS = (1, 16, 64, 256), 64
-NOT_INSTALLED = "not installed: docs/gpu.md says what it needs"
+NOT_INSTALLED = "not installed: see docs/gpu.md for its requirements"
 Rates = Iterator[tuple[int, float]]
 
 

@@ -1,4 +1,4 @@
-"""Prompts: tokens a second, and arithmetic beside that of one large matrix product."""
+"""Prompts: tokens a second, and arithmetic next to one large matrix product."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A refresh from a trainer's process on the same device: staging beside a copy, and the stall at the commit.
+"""A refresh from a trainer's process on the same device: staging next to a copy, and the stall at the commit.
 
 The trainer holds a GiB of tensors at a time and sends them by CUDA handles, as slime and verl do.  Staged in device
-memory a refresh takes the weights twice; `layers` of the rows says how many were chosen to fit.
+memory a refresh takes the weights twice; `layers` of the rows is the number that fits.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _measured(
 
 
 def _that_fits(whole: CheckpointSpec, copies: int, settings: Settings) -> CheckpointSpec | None:
-    """Return the model with as many layers as fit into memory beside a bucket and 6 GiB; None if none does.
+    """Return the model with as many layers as fit into memory with a bucket and 6 GiB; None if none does.
 
     With `copies` of 2 the next weights, too, fit into the engine's share of the memory that the weights leave.
     """

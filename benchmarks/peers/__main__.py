@@ -57,12 +57,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--shapes", choices=tuple(SHAPES), nargs="+", default=list(SHAPES))
     parser.add_argument("--batches", type=_positive, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--peers", choices=PEERS, nargs="*", default=list(PEERS))
-    parser.add_argument("--rounds", type=_positive, default=3, help="after one warm-up")
+    parser.add_argument("--rounds", type=_positive, default=3, help="measured rounds after one warm-up")
     parser.add_argument("--new-tokens", type=_several, default=128, help="tokens decoded per prompt; at least 2")
     parser.add_argument(
         "--threads", type=_positive, default=os.cpu_count() or 1, help="compute threads of every system"
     )
-    parser.add_argument("--before", type=_checkout, default=None, help="another checkout, instead of peers")
+    parser.add_argument("--before", type=_checkout, default=None, help="compare with another checkout instead of peers")
     parser.add_argument("--install-only", action="store_true", help="make the environments and end")
     parser.add_argument("--json", type=Path, default=None, help="file for the results, one JSON object a line")
     return parser.parse_args()
@@ -90,14 +90,14 @@ def _several(text: str) -> int:
 
 def _at_least(least: int, text: str) -> int:
     if int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
     return int(text)
 
 
 def _checkout(text: str) -> Path:
     folder = Path(text).resolve()
     if not (folder / "rollout" / "server" / "engine.py").is_file():
-        raise argparse.ArgumentTypeError(f"{text} is no checkout of this project")
+        raise argparse.ArgumentTypeError(f"{text} is not a checkout of this project")
     return folder
 
 

@@ -64,7 +64,7 @@ def run_shape(
     console: Console,
     before: Path | None = None,
 ) -> ShapeRun:
-    """`missing` says of systems why they cannot take part.  A system that fails on the way joins them, loudly."""
+    """`missing`: by system, why it cannot take part.  A system that fails on the way joins them, loudly."""
     run = ShapeRun(shape, missing=dict(missing))
     prompts = _Prompts(SHAPES[shape].vocab_size)
     with Fleet(run, console) as fleet, Progress(console=console) as progress:

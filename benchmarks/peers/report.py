@@ -74,7 +74,7 @@ def show(run: ShapeRun, names: list[str], cells: list[Cell], peers: tuple[str, .
         ("GFLOP/s bf16", [machine.bf16_flops_per_s for machine in machines]),
     ):
         least, middle, most = (value / 1e9 for value in (min(rates), statistics.median(rates), max(rates)))
-        console.print(f"floor, beside every cell: {least:.0f} to {most:.0f} {word}, median {middle:.0f}")
+        console.print(f"floor, next to every cell: {least:.0f} to {most:.0f} {word}, median {middle:.0f}")
     for name, text in run.about.items():
         chosen = {f"{cell.name} {run.choices[name, cell]}" for cell in cells if run.choices.get((name, cell))}
         console.print(f"{name}: {text}" + (f"; {'; '.join(sorted(chosen))}" if chosen else ""))
@@ -123,7 +123,7 @@ def _agreement_table(run: ShapeRun) -> Table:
 
 
 def _target_table(run: ShapeRun, found: list[Verdict]) -> Table:
-    table = Table(title=f"Shape {run.shape}: ratios, medians of those of the rounds")
+    table = Table(title=f"Shape {run.shape}: ratios, medians over the rounds")
     for header in ("column", "system", "against", "ratio", "wanted", ""):
         table.add_column(header, justify="right" if header in ("ratio", "wanted") else "left")
     for verdict in found:

@@ -25,7 +25,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`ratio` None: one of the two was not measured, and `note` says which."""
+    """`ratio` None: one of the two was not measured, and `note` names it."""
 
     target: Target
     against: str

@@ -32,7 +32,7 @@ def operator_cost(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[s
     """Cost of the call `operator(*args, **kwargs)` that gave `result`.
 
     An operator without entries of its own reads every tensor that it is given, writes every tensor that it returns or
-    changes, and computes what torch's own flop counter says.
+    changes, and computes as many flops as torch's own counter counts.
     """
     arguments = _bind(operator, args, kwargs)
     name = operator._schema.name

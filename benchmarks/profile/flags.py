@@ -20,8 +20,15 @@ def parser() -> argparse.ArgumentParser:
         description="Tokens a second, the breakdown of a step, and how far each operator is from the roofline.",
     )
     add = parser.add_argument
-    add("--model-path", type=Path, help="checkpoint folder (default: a small random model, made for the occasion)")
-    add("--batch-sizes", type=_count(), nargs="+", default=[1, 8, 32, 64], metavar="N", help="(default: 1 8 32 64)")
+    add("--model-path", type=Path, help="checkpoint folder (default: a small random model)")
+    add(
+        "--batch-sizes",
+        type=_count(),
+        nargs="+",
+        default=[1, 8, 32, 64],
+        metavar="N",
+        help="requests of a batch (default: 1 8 32 64)",
+    )
     add("--input-len", type=_count(), default=128, metavar="N", help="prompt tokens of a request (default: 128)")
     add(
         "--output-len", type=_count(MIN_OUTPUT_LEN), default=64, metavar="N",
@@ -34,9 +41,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens of one long prompt; 0: none (default: 2048)",
     )
-    add("--temperature", type=_temperature, default=0.0, help="of sampling; 0 is greedy (default: 0)")
-    add("--chunked-prefill-size", type=int, default=2048, help="most prompt tokens of a step (default: 2048)")
-    add("--dtype", choices=DTYPES, default="auto", help="of weights and KV (default: the checkpoint's)")
+    add("--temperature", type=_temperature, default=0.0, help="sampling temperature; 0 is greedy (default: 0)")
+    add("--chunked-prefill-size", type=int, default=2048, help="maximum prompt tokens of a step (default: 2048)")
+    add("--dtype", choices=DTYPES, default="auto", help="dtype of weights and KV (default: the checkpoint's)")
     add("--threads", type=_count(), help="compute threads (default: all cores)")
     add("--disable-native-kernels", action="store_true", help="run on plain torch")
     add("--trace", type=Path, metavar="FILE", help="write a Chrome trace of a few steps")

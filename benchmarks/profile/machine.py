@@ -46,8 +46,8 @@ def _product_flops_per_s(size: int, dtype: torch.dtype) -> float:
 
 
 def measure_reading() -> float:
-    """Bytes a second of a sum over 1 GiB.  On a shared machine it changes within seconds: measure it beside what is
-    held against it."""
+    """Bytes a second of a sum over 1 GiB.  On a shared machine it changes within seconds: measure it together with the
+    numbers to compare."""
     data = torch.ones(1 << 27, dtype=torch.float64)
     return data.nbytes / best_seconds(data.sum)
 

@@ -1,4 +1,4 @@
-"""Times every torch operator that runs while it is switched on, and says what each had to move and to compute.
+"""Times every torch operator that runs while it is switched on, and reports what each had to move and to compute.
 
 Around every operator runs Python then, also where a tape plays the forward, so that it finds the caches emptier than
 else: a small one takes several microseconds more.

@@ -1,8 +1,9 @@
 """Runs the engine and sums up what was measured: decode steps of a batch, and passes over one prompt.
 
-Steps run undisturbed, but for some whose operators are watched by Python.  A forward that is played from its tape says
-itself what its operators took, in undisturbed steps; watched ones tell what was moved and computed, and the times of
-all other operators.  All times are medians; operators' times are added up, so that sums are the sums of their parts.
+Steps run undisturbed, but for some whose operators are watched by Python.  A forward that is played from its tape
+records the times of its operators itself, in undisturbed steps.  Watched steps give the bytes, the operations and
+the times of all other operators.  All times are medians; operators' times are added up, so that sums are the sums of
+their parts.
 """
 
 from __future__ import annotations

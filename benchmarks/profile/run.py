@@ -31,7 +31,7 @@ from rollout.memory.kv_pool import kv_bytes_per_token
 from rollout.server.engine import Engine
 
 DEMO_CONTEXT = 8192
-SLOTS_KEPT_PER_REQUEST = 8  # more than the scheduler keeps free when it admits beside running requests
+SLOTS_KEPT_PER_REQUEST = 8  # more than the scheduler keeps free when it admits next to running requests
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,7 +118,7 @@ def _check(args: argparse.Namespace, config: ModelConfig) -> None:
     longest = max([_decode_tokens(args, size) for size in args.batch_sizes] + [args.prefill + 1])
     if longest > config.max_position_embeddings:
         raise BadRequest(
-            f"these lengths need a context of {longest} tokens, the model has {config.max_position_embeddings}"
+            f"these lengths need a context of {longest} tokens, but the model has {config.max_position_embeddings}"
         )
     for path in (args.trace, args.json):
         if path is not None and not path.resolve().parent.is_dir():

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", type=_count(num_questions), default=12, help=f"questions, at most {num_questions} (default: 12)")
     add("--samples", type=_count(64, least=2), default=6, help="samples per question (default: 6)")
     add("--max-new-tokens", type=_count(256), default=32, help="longest answer in tokens (default: 32)")
-    add("--learning-rate", type=float, default=3e-4, help="Adam's (default: 3e-4)")
+    add("--learning-rate", type=float, default=3e-4, help="learning rate of Adam (default: 3e-4)")
     add("--port", type=int, default=0, help="the server's port (default: a free one)")
     return parser
 

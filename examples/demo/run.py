@@ -42,7 +42,7 @@ PLAIN_WIDTH = 118
 
 
 class DemoError(LockstepError):
-    """The demo cannot go on; the message says why and shows the last output of the process in question."""
+    """The demo cannot go on; the message states why and shows the last output of the process in question."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -166,7 +166,7 @@ def _decoded(trainer: ChildProcess, line: bytes) -> Progress | TrainerReport | F
     try:
         return decode(line)
     except msgspec.MsgspecError as error:
-        raise _broken(trainer, f"said something unexpected: {error}") from error
+        raise _broken(trainer, f"sent an unexpected message: {error}") from error
 
 
 def _stop_server(server: ChildProcess, display: Display) -> int:

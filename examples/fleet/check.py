@@ -1,4 +1,4 @@
-"""The checks of samples and events of a run.  Pure functions; each problem is a line that says what and where.
+"""The checks of samples and events of a run.  Pure functions; each problem is a line that states what and where.
 
 Shapes: P prompt tokens, O output tokens.
 """
@@ -133,7 +133,7 @@ def unreplaced(events: Sequence[Event], samples: Iterable[Sample]) -> list[str]:
         return ["no engine was killed"]
     after = events[events.index(killed) :]
     if not any(event.what == NOTICED and event.engine == killed.engine for event in after):
-        return [f"nobody noticed that {killed.engine} was killed"]
+        return [f"the kill of {killed.engine} was not noticed"]
     name = replacement_of(events)
     if name is None:
         return [f"{killed.engine} was not replaced"]
@@ -159,7 +159,7 @@ def _late(after: Sequence[Event], own: Sequence[Event]) -> Iterator[str]:
     if not ready.version == registered.version == in_force:
         yield f"{ready.engine} was at version {ready.version} when the router got to know it, not at {in_force}"
     if first.version is None or in_force is None or first.version < in_force:
-        yield f"the first sample of {ready.engine} is of version {first.version}, not of {in_force} or later"
+        yield f"the first sample of {ready.engine} has version {first.version}, expected {in_force} or later"
 
 
 def _left_behind(own: Sequence[Event], samples: Iterable[Sample]) -> Iterator[str]:

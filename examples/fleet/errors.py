@@ -6,4 +6,4 @@ from rollout.core.errors import LockstepError
 
 
 class FleetError(LockstepError):
-    """The fleet cannot go on; the message says why."""
+    """The fleet cannot go on; the message states why."""

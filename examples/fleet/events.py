@@ -56,5 +56,5 @@ class EventLog:
 
 
 def write_events(path: Path, events: Sequence[Event], facts: dict[str, Any]) -> None:
-    """Write JSON: `events`, and `facts` beside them."""
+    """Write JSON: `events`, and `facts` next to them."""
     path.write_text(json.dumps({"events": [asdict(event) for event in events], **facts}, indent=1) + "\n")

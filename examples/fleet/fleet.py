@@ -151,12 +151,12 @@ class Fleet:
                 engine = FleetEngine(name, actor, url, pid, engine_client(url), ended)
                 while not await asyncio.to_thread(engine.client.health, timeout=POLL_S * 20):
                     if ended.done():
-                        raise FleetError(f"{name} did not come up: {ended.result()}")
+                        raise FleetError(f"{name} did not start: {ended.result()}")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise FleetError(f"{name} did not come up within {START_S:g} s") from None
+            raise FleetError(f"{name} did not start within {START_S:g} s") from None
         except RayError as error:
-            raise FleetError(f"{name} did not come up: {error}") from error
+            raise FleetError(f"{name} did not start: {error}") from error
         return engine
 
     async def _admit(self, engine: FleetEngine) -> None:

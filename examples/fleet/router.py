@@ -41,7 +41,7 @@ class Router:
         try:
             while not await self._answers():
                 if self._process.exit_status() is not None or time.monotonic() > deadline:
-                    raise FleetError(f"the router did not come up: {self._process.last_words()}")
+                    raise FleetError(f"the router did not start: {self._process.last_words()}")
                 await asyncio.sleep(POLL_S)
         except BaseException:
             self._process.stop()

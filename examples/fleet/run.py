@@ -39,7 +39,7 @@ from rollout.core.errors import LockstepError
 
 NEEDED = {"ray": "ray", "vllm_router": "vllm-router"}
 TEXTS = (
-    "Once upon a time", "The first of them said", "What is 2 + 3?", "A list of rivers:", "In the beginning",
+    "Once upon a time", "The first of them went", "What is 2 + 3?", "A list of rivers:", "In the beginning",
     "def main():", "Dear reader,", "It was late when",
 )  # fmt: skip
 GROUP = 16
@@ -218,7 +218,7 @@ def rows_of(record: Record, scored: check.Rescoring) -> list[Row]:
         row("samples that span versions", sum(len(sample.spans) > 1 for sample in samples)),
         row("spans scored again", f"{scored.spans} of {spans}", "all", scored.spans == spans > 0),
         none("mixed: other bits than their version gives", scored.mixed),
-        row("tokens told apart from the version before", f"{distinct:.1%}", "> 90%", distinct > 0.9),
+        row("tokens that differ from the previous version", f"{distinct:.1%}", "> 90%", distinct > 0.9),
         row("versions committed", runs_of(record.committed), "> 2", len(record.committed) > 2),
         none("wrong with the replacement", unreplaced),
         row("exit statuses at the end", record.statuses, "0", not any(record.statuses)),
@@ -284,9 +284,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m examples.fleet.run", description="Engines behind a stock router; one is killed and replaced."
     )
     add = parser.add_argument
-    add("--seconds", type=_number(6, 3600), default=60, help="length of the run; an engine dies at half of it (60)")
+    add(
+        "--seconds",
+        type=_number(6, 3600),
+        default=60,
+        help="length of the run; an engine is killed after half of it (default: 60)",
+    )
     add("--engines", type=_whole(2, 8), default=2, help="engines, a thread each (2)")
-    add("--in-flight", type=_whole(8, 256), default=32, help="samples on their way at any time (32)")
+    add("--in-flight", type=_whole(8, 256), default=32, help="samples in flight (default: 32)")
     add("--release-every", type=_number(0.5, 600), default=4, help="seconds between two releases of weights (4)")
     add("--events", type=Path, default=Path("events.json"), help="file for events and checks (events.json)")
     add("--workdir", type=Path, help="folder for checkpoint, weights and logs, kept (default: a temporary one)")

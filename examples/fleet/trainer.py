@@ -37,7 +37,7 @@ def reward(token_ids: Sequence[int]) -> float:
 class Trainer:
     """`published`: the folder of published versions.  Version 0 is the checkpoint.
 
-    Not thread-safe, but that `bring` may run beside all the rest.
+    Not thread-safe, but that `bring` may run in parallel with all the rest.
     """
 
     def __init__(self, checkpoint: Path, published: Path) -> None:

@@ -37,7 +37,7 @@ class Mismatch:
 def mismatch(model: Any, batch: Batch, variant: Variant) -> Mismatch:
     """On a batch that the weights of `model` sampled.  Raises `ValueError` if several versions did."""
     if len(batch.versions_NO[batch.mask_NO].unique()) != 1:
-        raise ValueError("a mismatch is measured on samples of one version")
+        raise ValueError("a mismatch needs samples of one weight version")
     logits_TV = output_logits(model, batch, variant)
     trainer_T, engine_T = full_logprobs(logits_TV, batch), batch.logprobs_NO[batch.mask_NO]
     difference_T = (trainer_T - engine_T).double()

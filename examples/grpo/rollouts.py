@@ -2,7 +2,7 @@
 
     workers: always in_flight groups at the server -> the freshest finished groups -> a batch a step
                       ^                                  (older ones are dropped, and counted)      |
-                      '---- weights change under what is in flight: every token says which ---------'
+                      '---- weights change under what is in flight: every token names it ----------'
                             version sampled it
 
 Shapes: N samples, S positions, O output positions, M ids of masks.
@@ -83,7 +83,7 @@ def make_batch(groups: Sequence[Group]) -> Batch:
     samples = [(group, output) for group in groups for output in group.outputs]
     prompt_len = len(groups[0].prompt_ids)
     if any(len(group.prompt_ids) != prompt_len for group in groups):
-        raise ValueError("the prompts of a batch have one length")
+        raise ValueError("the prompts of a batch must have equal lengths")
     longest = max(len(output.output_ids) for _, output in samples)
     input_ids_NS = torch.zeros(len(samples), prompt_len + longest, dtype=torch.int64)
     columns = torch.zeros(3, len(samples), longest)

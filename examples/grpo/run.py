@@ -165,9 +165,13 @@ def load_results(folder: Path) -> list[Result]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make example-grpo", description="GRPO on sums of three digits.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="runs, one after the other (default: 0)")
-    parser.add_argument("--variants", nargs="+", default=["replay"], choices=VARIANTS, help="default: replay")
-    parser.add_argument("--steps", type=int, default=Plan.steps, help=f"of GRPO (default: {Plan.steps})")
-    parser.add_argument("--threads", type=int, default=1, help="of the trainer, and of the server (default: 1)")
+    parser.add_argument(
+        "--variants", nargs="+", default=["replay"], choices=VARIANTS, help="variants to run (default: replay)"
+    )
+    parser.add_argument("--steps", type=int, default=Plan.steps, help=f"training steps (default: {Plan.steps})")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="compute threads of the trainer and of the server (default: 1)"
+    )
     parser.add_argument("--out", type=Path, default=Path("grpo-results"), help="folder of results and plots")
     args = parser.parse_args(argv)
     if args.steps < 1 or args.threads < 1:

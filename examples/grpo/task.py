@@ -1,6 +1,6 @@
 """The task: sums of two numbers of three digits, spelled digit by digit.  An answer is right or wrong.
 
-A problem is held out if its hash says so, whatever the seed of the run: no such problem is ever trained on.
+A problem is held out by its hash, whatever the seed of the run: no such problem is ever trained on.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from rollout.client import AsyncRolloutClient, RolloutClient
 from rollout.numerics import use_engine_numerics
 from weight_sync.sender import WeightSender
 
-Report = Callable[[str, int, int, str], None]  # phase, done, total, what to say beside it
+Report = Callable[[str, int, int, str], None]  # phase, done, total, a note to show with it
 GROUP_TIMEOUT_S = 120.0
 
 
@@ -211,7 +211,7 @@ async def _next(finished: FreshGroups, producer: asyncio.Task[None]) -> list[Gro
     getting.cancel()
     if producer in done:
         producer.result()
-    raise TimeoutError(f"the server gave no batch of samples within {GROUP_TIMEOUT_S:g} s")
+    raise TimeoutError(f"the server did not return a batch of samples within {GROUP_TIMEOUT_S:g} s")
 
 
 def void(_: object) -> None:

@@ -219,7 +219,7 @@ def random_model(spec: CheckpointSpec) -> Any:
     kind = settings.pop("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise StartupError(
-            f"transformers {transformers.__version__} has no models of the family {spec.family}: install a newer one"
+            f"transformers {transformers.__version__} does not support the family {spec.family}: install a newer one"
         )
     config = transformers.AutoConfig.for_model(kind, **settings)
     config._attn_implementation = config._experts_implementation = "eager"

@@ -39,7 +39,7 @@ class CheckpointSpec:
     """Shape and content of a checkpoint.  The default is a Qwen3-MoE of about 15 million parameters.
 
     `dense_first` leading layers have a dense feed-forward block, in families that know such layers; `dense` makes a
-    Qwen3-MoE a dense Qwen3, as the family `qwen3` is.  Sizes that a family has beside these follow from them.
+    Qwen3-MoE a dense Qwen3, as the family `qwen3` is.  Sizes that a family has in addition follow from them.
     Token ids beyond the tokenizer's (at most 1359) are never produced by text.
     """
 

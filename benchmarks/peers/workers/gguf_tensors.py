@@ -67,7 +67,7 @@ def stacked(tensors: dict[str, np.ndarray], num_layers: int, num_experts: int) -
             experts = [rest.pop(f"{prefix}mlp.experts.{expert}.{ours}") for expert in range(num_experts)]
             named[f"blk.{layer}.{theirs}"] = np.stack(experts)
     if rest:
-        raise ValueError(f"no place for {sorted(rest)[:5]}")
+        raise ValueError(f"unexpected tensors: {sorted(rest)[:5]}")
     return named
 
 

@@ -1,6 +1,6 @@
 """The worker's end of a conversation in JSON lines: settings on the command line, requests on stdin, replies on stdout.
 
-    first line     {"about": str}                        the system is loaded; `about` says version and choices made
+    first line     {"about": str}                        the system is loaded; `about`: version and choices made
     {"op": "generate", "prompts": [[int]], "max_new_tokens": int}   -> {"seconds": float, "tokens": [[int]]}
     {"op": "top_logprobs", "prompts": [[int]], "count": int}        -> {"top": [[[id, logprob], ...]]}
     {"op": "tune", "prompts": [[int]], "max_new_tokens": int}       -> {"choice": str}
@@ -37,7 +37,7 @@ class System(Protocol):
         """For each prompt the `count` likeliest next token ids and their log-probabilities, likeliest first."""
 
     def tune(self, prompts: Prompts, max_new_tokens: int) -> str:
-        """Chooses what is fastest for requests of this form, warms up, and says what was chosen."""
+        """Chooses what is fastest for requests of this form, warms up, and reports its choices."""
 
     def close(self) -> None:
         """Ends what the system has started outside its process."""

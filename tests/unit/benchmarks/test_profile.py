@@ -249,8 +249,8 @@ def refuse_to_measure() -> Machine:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--input-len", "600"], "need a context of 626 tokens, the model has 512"),
-        (["--prefill", "512"], "need a context of 513 tokens, the model has 512"),
+        (["--input-len", "600"], "need a context of 626 tokens, but the model has 512"),
+        (["--prefill", "512"], "need a context of 513 tokens, but the model has 512"),
         (["--trace", "/nowhere/trace.json"], "/nowhere is not a folder"),
         (["--batch-sizes", "1000000000", "--chunked-prefill-size", "100000000000"], "give smaller --batch-sizes"),
     ],

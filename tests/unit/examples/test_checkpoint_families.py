@@ -129,5 +129,5 @@ def test_a_family_that_this_transformers_does_not_have_is_named(
     """Qwen3.5 is one, which transformers 5.0 and 5.1 do not know."""
     # transformers executes itself again where its processors are imported: this file's module may not be the code's.
     monkeypatch.setattr(checkpoint_families.transformers, "CONFIG_MAPPING", {})
-    with pytest.raises(StartupError, match="has no models of the family llama: install a newer one"):
+    with pytest.raises(StartupError, match="does not support the family llama: install a newer one"):
         make_checkpoint(tmp_path / "model", CheckpointSpec(family="llama", layers=1))
