@@ -95,7 +95,7 @@ class EplbControl:
     def _on_verb(self, verb: EplbRebalanceReqInput) -> None:
         """Evaluate the balance; the answer comes when it was decided not to move, or when moving has ended."""
         if self._manager.stage is not Stage.IDLE:
-            raise RebalanceRefused(f"a rebalance is under way ({self._manager.stage.value}); one at a time")
+            raise RebalanceRefused(f"another rebalance is running ({self._manager.stage.value}); one at a time")
         policy, given = self._wanted(verb)
         if not self._history.is_counted and given is None:
             raise UnsupportedFeature("no loads are counted: start with --enable-eplb, or give physical_to_logical_map")
@@ -117,12 +117,12 @@ class EplbControl:
         require_planner(policy.algorithm)
         if verb.physical_to_logical_map is None:
             if verb.split is not None:
-                raise EplbRequestError("split goes with physical_to_logical_map")
+                raise EplbRequestError("split needs physical_to_logical_map")
             return policy, None
         location = _array("physical_to_logical_map", verb.physical_to_logical_map, np.int64)
         split = None if verb.split is None else _array("split", verb.split, np.float64)
         if len(location) != self._manager.num_layers:
-            raise EplbRequestError(f"the map is of {len(location)} layers, the model has {self._manager.num_layers}")
+            raise EplbRequestError(f"the map has {len(location)} layers, but the model has {self._manager.num_layers}")
         return policy, given_plan(location, split, self._manager.layout)
 
     def _evaluate(self, verb: EplbRebalanceReqInput | None, policy: RebalancePolicy, given: Plan | None) -> None:

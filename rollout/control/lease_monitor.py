@@ -134,7 +134,7 @@ class LeaseMonitor:
             self._pause = None
         if self._pause is None or not self._pause.expired:
             return False
-        reason = f"nobody continued the pause within {self._pause.seconds:g} s (--pause-timeout)"
+        reason = f"the pause was not continued within {self._pause.seconds:g} s (--pause-timeout)"
         say(f"{reason}; serving again")
         if self._updater.is_open:
             self._updater.drop(reason)

@@ -97,7 +97,7 @@ class StepProfiler:
     def _start(self, verb: StartProfileReqInput) -> None:
         """Start a trace; the answer comes when the next step will be recorded, on all ranks."""
         if self._trace is not None or self._file is not None:
-            raise Conflict("a profile is under way, or being written")
+            raise Conflict("another profile is running or being written")
         trace, error = _attempt(lambda: self._planned(verb))
         error = self._anywhere(error)
         if error is not None:
@@ -138,7 +138,7 @@ class StepProfiler:
         elif self._writing is not None and self._asked is None:
             self._asked = verb
         else:
-            raise Conflict("no profile is under way")
+            raise Conflict("no profile is running")
 
     def _end(self, trace: _Trace, verb: StopProfileReqInput | None) -> None:
         self._trace, self._writing, self._asked = None, trace, verb

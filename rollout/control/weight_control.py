@@ -220,7 +220,7 @@ class WeightControl:
             return Job(verb, _nothing, begun)
         if verb.coverage == "partial" and not verb.has_manifest and verb.update_id is None:
             raise BadRequest(
-                "coverage partial without a manifest takes whatever comes: give an update_id, so that only yours does"
+                "coverage partial without a manifest takes any tensors: give an update_id, so that only yours are taken"
             )
         adopts = verb.adopt_placement
         if adopts is None and verb.base_digest is not None:
@@ -250,9 +250,9 @@ class WeightControl:
             return
         serving, state = self._scheduler.serving, self._scheduler.runner.state
         if serving.poisoned is not None:
-            raise BaseMismatchError("the weights are poisoned: they are no version to start from")
+            raise BaseMismatchError("the weights are poisoned: a delta cannot start from them")
         if serving.content_lost:
-            raise BaseMismatchError("the weights were released: they are no version to start from")
+            raise BaseMismatchError("the weights were released: a delta cannot start from them")
         epoch = state.epoch
         if verb.base_version not in (None, epoch.weight_version):
             raise BaseMismatchError(

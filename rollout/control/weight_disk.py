@@ -106,7 +106,7 @@ class DiskRefresh:
             if foreign is not None:
                 raise foreign
             if is_implicit:
-                self._updater.require_none_open("a folder is no bucket of it")
+                self._updater.require_none_open("a folder cannot join it")
             if verb.load_format not in LOAD_FORMATS:
                 known = "null, 'auto', 'safetensors'"
                 raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")

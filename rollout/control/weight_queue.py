@@ -35,7 +35,7 @@ from weight_sync.waiting import Patience
 _NICENESS = 15
 _PAUSE = 2.5
 """Between two parts of a bucket, beside steps: as a share of the time that the first one took."""
-_MOST_PAUSE_S = 0.1
+_MAX_PAUSE_S = 0.1
 
 
 def _settle_in(device: torch.device) -> None:
@@ -61,7 +61,7 @@ def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
 
     def pause(seconds: float) -> None:
         if scheduler.has_work:
-            time.sleep(min(_PAUSE * seconds, _MOST_PAUSE_S))
+            time.sleep(min(_PAUSE * seconds, _MAX_PAUSE_S))
 
     return pause
 

@@ -14,7 +14,7 @@ from weight_sync.rank_parts import first_rows
 from weight_sync.tensor_meta import parts_of
 from weight_sync.updater import WeightUpdater
 
-_MOST_NUMBERS_SHOWN = 4_000_000
+_MAX_NUMBERS_SHOWN = 4_000_000
 
 
 def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater: WeightUpdater) -> Job:
@@ -34,9 +34,9 @@ def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater:
         meta = weights.metas()[name]
         count = min(max(0, verb.truncate_size), meta.shape[0])
         num_shown = count * math.prod(meta.shape[1:])
-        if num_shown > _MOST_NUMBERS_SHOWN:
+        if num_shown > _MAX_NUMBERS_SHOWN:
             raise TooLarge(
-                f"{count} rows of {name} have {num_shown} numbers, at most {_MOST_NUMBERS_SHOWN} are shown: "
+                f"{count} rows of {name} have {num_shown} numbers, at most {_MAX_NUMBERS_SHOWN} are shown: "
                 "give a smaller truncate_size"
             )
         parts = parts_of(weights, name) if staged is None else staged

@@ -248,7 +248,7 @@ def test_the_current_map_starts_another_engine(folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"init_expert_location": "nowhere.json"}, "nor a file"),
+        ({"init_expert_location": "nowhere.json"}, "JSON text or a file"),
         (
             {"init_expert_location": json.dumps({"physical_to_logical_map": PERMUTED})},
             r"shape \[2, 11\].*need \[2, 8\]",

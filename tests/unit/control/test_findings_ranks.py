@@ -287,7 +287,7 @@ def test_w11_what_was_given_up_is_not_done(old: Path, verb: type) -> None:
     assert not answer.success and answer.status_code == 504
     state = harness.control(GetStateReqInput).data
     assert state["weight_update"]["open"] is False and not state["paused"]
-    assert "not done if its turn has not come" in str(gave_up.value)
+    assert "A call that still waits has no effect" in str(gave_up.value)
 
 
 def test_w11_one_replica_that_is_late_drops_the_verb_for_all(start: Callable[..., ParallelHarness]) -> None:
@@ -318,4 +318,6 @@ def test_w25_a_full_journal_disk_says_what_serves(old: Path, new: Tensors, monke
 
 
 def full_disk(self: JournalStaging, name: str, tensor: torch.Tensor) -> None:
-    raise StagingError(f"the journal cannot take {name} ({tensor.nbytes} bytes): [Errno 28] No space left on device")
+    raise StagingError(
+        f"{name} ({tensor.nbytes} bytes) cannot be written to the journal: [Errno 28] No space left on device"
+    )

@@ -362,7 +362,7 @@ def test_a_failure_on_one_rank_leaves_the_old_map(
     before = location(engine)
     answer = rebalance(engine, physical_to_logical_map=random_map(2))
     assert not answer.success and answer.status_code == 500
-    assert "rank 1: OSError: planted" in answer.message and "the old ones are back" in answer.message
+    assert "rank 1: OSError: planted" in answer.message and "the old ones were restored" in answer.message
     assert location(engine) == before
     check(engine, weights)
     same(engine.generate(PROMPTS, EIGHT), expected)
@@ -406,14 +406,14 @@ def test_only_one_rebalance_at_a_time(engine: ParallelHarness, weights: Tensors)
     ("fields", "status", "message"),
     [
         ({"algorithm": "best"}, 400, "unknown algorithm 'best'"),
-        ({}, 409, "no tokens were counted yet"),
+        ({}, 409, "no tokens have been counted yet"),
         ({"physical_to_logical_map": [[0] * SLOTS] * LAYERS}, 400, "no slot holds expert 1"),
         ({"physical_to_logical_map": [[0, 0, *range(1, 8), 1, 2, 3]] * LAYERS}, 400, "holds expert 0 twice"),
         ({"physical_to_logical_map": [list(range(8))] * LAYERS}, 400, "the map has the shape"),
         ({"physical_to_logical_map": random_map(0)[:1]}, 400, "the map is of 1 layers, the model has 2"),
         ({"physical_to_logical_map": [[0], [0, 1]]}, 400, "rows of one length"),
         ({"physical_to_logical_map": []}, 400, "rows of one length"),
-        ({"split": [[1.0]]}, 400, "split goes with physical_to_logical_map"),
+        ({"split": [[1.0]]}, 400, "split needs physical_to_logical_map"),
         ({"physical_to_logical_map": random_map(0), "split": [[1.0] * 3] * 2}, 400, "split weights must be"),
         ({"layers_per_chunk": 0}, 400, "layers_per_chunk must be positive"),
     ],

@@ -310,7 +310,7 @@ def test_a_full_refresh_adopts_a_placement(name: str, old: Path, new: Tensors) -
         assert engine.control(BeginWeightUpdateReqInput, weight_version="v1", adopt_placement=True).success
         for fields in ({}, {"adopt_placement": False}, {"placement_epoch": 0}):
             stranger = engine.control(BeginWeightUpdateReqInput, weight_version="other", **fields)
-            assert stranger.status_code == 409 and "open already" in stranger.message
+            assert stranger.status_code == 409 and "already open" in stranger.message
         send(engine, new)
         ended = engine.control(EndWeightUpdateReqInput)
         assert ended.success and ended.data["placement_adopted"], ended

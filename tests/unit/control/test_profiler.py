@@ -50,7 +50,7 @@ def test_a_trace_of_the_steps_between(harness: Harness, tmp_path: Path) -> None:
     started = start(harness, tmp_path / "new" / "folder")
     assert started.success and not Path(started.data["files"][0]).exists()
     again = start(harness, tmp_path)
-    assert again.status_code == 409 and "under way" in again.message
+    assert again.status_code == 409 and "another profile is running" in again.message
     harness.generate([[5, 9, 2]], {"max_new_tokens": 4})
     stopped = harness.control(StopProfileReqInput)
     assert stopped.success and stopped.data["files"] == started.data["files"]
@@ -248,7 +248,7 @@ def test_without_a_key_a_profile_goes_to_scratch_or_beside_the_model(harness: Ha
 def test_weight_folders_hold_for_profiles_with_a_key_too(harness: Harness, tmp_path: Path) -> None:
     args = dataclasses.replace(harness.args, weight_folders=str(tmp_path / "allowed"), api_key="k")
     folders = NamedFolders.of(args)
-    with pytest.raises(BadRequest, match=r"output_dir: .* is in none of the folders of this server"):
+    with pytest.raises(BadRequest, match=r"output_dir: .* is outside the folders of this server"):
         profiler._writable(str(tmp_path / "other"), folders)
     assert profiler._writable(str(tmp_path / "allowed" / "new"), folders) == str(tmp_path / "allowed" / "new")
     assert profiler._writable(None, folders), "the server chose that one itself"

@@ -122,7 +122,7 @@ def damaged(folder: Path, source: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     ("kind", "status", "reason"),
     [
-        ("truncated", 400, "accounts for"),
+        ("truncated", 400, "its header describes"),
         ("config", 400, "rotary.theta 5.0"),
         ("missing", 400, "tensors missing"),
         ("nan", 400, "not finite"),
