@@ -180,11 +180,11 @@ def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
 
 def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:
     """A step computes one chunk of prompts and a token of every running request."""
-    tokens = _most_prompt_tokens(args, config.max_position_embeddings) + args.max_running_requests
+    tokens = _max_prompt_tokens(args, config.max_position_embeddings) + args.max_running_requests
     return MoeBackend(args.moe_a2a_backend, tokens, args.deepep_mode)
 
 
-def _most_prompt_tokens(args: ServerArgs, context_length: int) -> int:
+def _max_prompt_tokens(args: ServerArgs, context_length: int) -> int:
     """Return the most prompt tokens of one step."""
     return args.chunked_prefill_size if args.chunked_prefill_size > 0 else max(context_length, MAX_PREFILL_TOKENS)
 
@@ -293,15 +293,15 @@ def _limits(
     windows get their memory before the slots of all tokens do.
     """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
-    most_tokens = _most_prompt_tokens(args, context_length) + args.max_running_requests
-    activations = largest_step(StepSize(most_tokens, args.max_running_requests, context_length))
+    max_tokens = _max_prompt_tokens(args, context_length) + args.max_running_requests
+    activations = largest_step(StepSize(max_tokens, args.max_running_requests, context_length))
     # What is free is read after the first step: libraries take memory of their own at their first call.
     memory = parallel.world.gather_ints([available_memory_bytes(device), activations])
     available, activations = min(left for left, _ in memory), max(taken for _, taken in memory)
     window = window_sizes(
         model.kv_layers,
         context_length=context_length,
-        step_tokens=_most_prompt_tokens(args, context_length),
+        step_tokens=_max_prompt_tokens(args, context_length),
         max_running_requests=args.max_running_requests,
     )
     table_bytes = 0
@@ -325,7 +325,7 @@ def _limits(
     token_bytes = kv_bytes_per_token(model.kv_layers, dtype)
     if window is not None:
         if row_bytes:
-            raise StartupError("recurrent layers beside layers with a window are not supported")
+            raise StartupError("a model with both recurrent layers and window layers is not supported")
         window_bytes = kv_bytes_per_token([x for x in model.kv_layers if isinstance(x, WindowKV)], dtype)
         check_window_bytes(window.num_slots * window_bytes, usable)
         state_bytes += window.num_slots * window_bytes
