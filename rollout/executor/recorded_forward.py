@@ -23,7 +23,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.layers.context import ForwardContext
 from rollout.model.decoder import DecoderForCausalLM
 
-_MOST_TAPES = 4
+_MAX_TAPES = 4
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class RecordedForward:
         return hidden_TD
 
     def _forget_oldest(self) -> None:
-        while len(self._tapes) >= _MOST_TAPES:
+        while len(self._tapes) >= _MAX_TAPES:
             del self._tapes[next(iter(self._tapes))]
 
 
