@@ -20,7 +20,7 @@ from rollout.http.control.verbs import VerbRoutes
 from rollout.http.io import json_response
 from rollout.tokenizer_manager.response import encode_json
 
-MOST_JSON_NUMBERS = 4_000_000
+MAX_JSON_NUMBERS = 4_000_000
 
 
 class ExpertRoutes:
@@ -36,7 +36,7 @@ class ExpertRoutes:
         form = _form(body.format, path)
         target = None if path is None else await asyncio.to_thread(_NewFile, path)
         try:
-            most = MOST_JSON_NUMBERS if form == "json" else None
+            most = MAX_JSON_NUMBERS if form == "json" else None
             answer = await self._verbs.ask(DumpExpertDistributionReqInput, reset=body.reset, max_numbers=most)
             if not answer.success:
                 return reply(answer)
@@ -85,7 +85,7 @@ class _NewFile:
         except OSError as error:
             raise BadRequest(f"{path} cannot be written: {error.strerror}") from None
         except ValueError as error:  # a null byte
-            raise BadRequest(f"{str(path)!r} is no path: {error}") from None
+            raise BadRequest(f"{str(path)!r} is not a path: {error}") from None
 
     def write(self, content: bytes) -> int:
         """Bytes written.  Raises `LockstepError`."""

@@ -31,17 +31,17 @@ async def read_tensor_body(
 def _fields(request: Request, data: bytes, max_payload_bytes: int, ranks: int, replicas: int) -> dict[str, Any]:
     body: Any = accepted(request, parse_body(body_of(UpdateWeightsFromTensorReqInput), data))
     if body.format == "safetensors" and body.load_format is not None:
-        raise BadRequest("load_format goes with payloads of SGLang's clients, not with format 'safetensors'")
+        raise BadRequest("load_format is for payloads of SGLang's clients, not for format 'safetensors'")
     fields = fields_of(UpdateWeightsFromTensorReqInput, body)
     if body.shm_name is not None:
         if body.format != "safetensors" or body.shm_bytes is None or body.serialized_named_tensors is not None:
-            raise BadRequest("shm_name goes with format 'safetensors' and shm_bytes, without serialized_named_tensors")
+            raise BadRequest("shm_name needs format 'safetensors' and shm_bytes, and no serialized_named_tensors")
         return fields
     if body.shm_bytes is not None or body.shm_unlink:
-        raise BadRequest("shm_bytes and shm_unlink go with shm_name")
+        raise BadRequest("shm_bytes and shm_unlink need shm_name")
     texts = body.serialized_named_tensors
     if texts is None:
-        raise BadRequest("serialized_named_tensors is missing, and so is shm_name")
+        raise BadRequest("give serialized_named_tensors or shm_name")
     if len(texts) not in (1, ranks):
         raise BadRequest(f"serialized_named_tensors has {len(texts)} payloads; this engine has {ranks} ranks")
     fields["serialized_once"] = len(texts) < ranks * replicas

@@ -31,10 +31,10 @@ class ChatMessage:
     """One choice's message, from text as it comes."""
 
     def __init__(
-        self, parser: AnswerParser, *, shows_reasoning: bool, streams_reasoning: bool, most_calls: int | None
+        self, parser: AnswerParser, *, shows_reasoning: bool, streams_reasoning: bool, max_calls: int | None
     ) -> None:
         self.num_calls = 0
-        self._most_calls = most_calls
+        self._max_calls = max_calls
         self._call_ids: set[str] = set()
         self._parser = parser
         self._shows_reasoning = shows_reasoning
@@ -53,8 +53,8 @@ class ChatMessage:
                 delta |= {"reasoning_content": self._held_reasoning, "reasoning": self._held_reasoning}
             self._held_reasoning = ""
         calls = [call for piece in pieces for call in piece.calls]
-        if self._most_calls is not None:
-            calls = calls[: self._most_calls - self.num_calls]
+        if self._max_calls is not None:
+            calls = calls[: self._max_calls - self.num_calls]
         if calls:
             delta["tool_calls"] = [self._call(call) for call in calls]
         return delta
@@ -136,7 +136,7 @@ class ChatMessages:
             ),
             shows_reasoning=body.include_reasoning,
             streams_reasoning=body.stream_reasoning,
-            most_calls=None if body.parallel_tool_calls else 1,
+            max_calls=None if body.parallel_tool_calls else 1,
         )
 
 

@@ -158,7 +158,7 @@ class VllmWeightRoutes:
         if body.update_info is not None:
             return reply(await self._receive(body.update_info))
         if body.weight_dir is None:
-            raise BadRequest("update_info is missing, and so is weight_dir")
+            raise BadRequest("give update_info or weight_dir")
         await self._make_room()
         if (started := self._started.current) is not None:
             raise Conflict(

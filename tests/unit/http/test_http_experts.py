@@ -122,7 +122,7 @@ def test_json_has_a_limit_and_the_record_stays(live: Live, tmp_path: Path, monke
     generate(live, 40)
     live.client.post(f"/stop_{BASE}")
     with monkeypatch.context() as patch:
-        patch.setattr(expert_routes, "MOST_JSON_NUMBERS", 10)
+        patch.setattr(expert_routes, "MAX_JSON_NUMBERS", 10)
         for body in ({}, {"path": str(tmp_path / "x.json")}):
             status, message = refused(live, body)
             assert status == 413 and "safetensors" in message

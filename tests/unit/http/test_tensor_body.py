@@ -87,17 +87,17 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "load_format of safetensors": (
         {"serialized_named_tensors": ONE, "format": "safetensors", "load_format": "flattened_bucket"},
         400,
-        "load_format goes with",
+        "load_format is for",
     ),
-    "a segment of pickles": ({"shm_name": "psm_1", "shm_bytes": 100}, 400, "shm_name goes with"),
-    "a segment without a size": ({"shm_name": "psm_1", "format": "safetensors"}, 400, "shm_name goes with"),
+    "a segment of pickles": ({"shm_name": "psm_1", "shm_bytes": 100}, 400, "shm_name needs"),
+    "a segment without a size": ({"shm_name": "psm_1", "format": "safetensors"}, 400, "shm_name needs"),
     "a segment and a payload": (
         {"shm_name": "psm_1", "shm_bytes": 9, "format": "safetensors", "serialized_named_tensors": ONE},
         400,
-        "shm_name goes with",
+        "shm_name needs",
     ),
-    "a size without a segment": ({"serialized_named_tensors": ONE, "shm_bytes": 9}, 400, "go with shm_name"),
-    "unlink without a segment": ({"serialized_named_tensors": ONE, "shm_unlink": True}, 400, "go with shm_name"),
+    "a size without a segment": ({"serialized_named_tensors": ONE, "shm_bytes": 9}, 400, "need shm_name"),
+    "unlink without a segment": ({"serialized_named_tensors": ONE, "shm_unlink": True}, 400, "need shm_name"),
     "a negative size": ({"shm_name": "a", "shm_bytes": -1, "format": "safetensors"}, 400, "shm_bytes"),
 }
 
