@@ -48,7 +48,7 @@ def refusal_of(isa: str) -> str:
     if isa in ("auto", EMULATED_TILES):
         return ""
     if platform.machine() not in ("x86_64", "AMD64"):
-        return f"{isa} is of x86 processors, and this one is {platform.machine()}"
+        return f"{isa} needs an x86 processor, but this one is {platform.machine()}"
     missing = _NEEDS[isa] - processor_flags()
     return f"this processor has no {', '.join(sorted(missing))}: {isa} cannot run on it" if missing else ""
 

@@ -16,6 +16,6 @@ def try_tiles(library: str) -> int:
         return 1
     torch.ops.load_library(library)
     if not torch.ops.lockstep.tiles_agree():
-        print("they compute other bits than Intel's description says", file=sys.stderr)
+        print("their results differ from Intel's description", file=sys.stderr)
         return 2
     return 0

@@ -31,7 +31,7 @@ from rollout.kernels.gpu.experts_plan import (
     choose_implementation,
     choose_tiles,
     depth_step,
-    most_blocks,
+    max_blocks,
     plan_chunk,
 )
 from weight_sync.fp8_blocks import QUANTISED
@@ -143,7 +143,7 @@ def _of_matrices(
 
 def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> _Blocks:
     count = ids.numel()
-    num_blocks = most_blocks(count, experts, tiles.tokens)
+    num_blocks = max_blocks(count, experts, tiles.tokens)
     order_A = torch.empty(count, dtype=torch.int32, device=ids.device)
     table_N3 = torch.empty(num_blocks, 3, dtype=torch.int32, device=ids.device)
     constants = plan_constants(experts, tiles.tokens, plan_chunk(count))

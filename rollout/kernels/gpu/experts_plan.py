@@ -74,7 +74,7 @@ def depth_step(weight_dtype: torch.dtype) -> int:
     return _LINE_BYTES // weight_dtype.itemsize
 
 
-def most_blocks(num_assignments: int, num_experts: int, tokens: int) -> int:
+def max_blocks(num_assignments: int, num_experts: int, tokens: int) -> int:
     """Blocks of `tokens` assignments of one expert each that the worst routing needs."""
     return num_assignments // tokens + min(num_experts, num_assignments)
 
