@@ -69,13 +69,13 @@ def kv_pool_tokens(
     if not _LEAST_TOKENS <= tokens <= fitting:
         least = f"a request of {_LEAST_TOKENS} tokens" if wanted is None else f"--max-total-tokens {wanted}"
         raise StartupError(
-            f"not enough memory for a KV pool: beside weights of {_mib(weight_bytes)} there are "
-            f"{_mib(available_bytes)} free, of which --mem-fraction-static {mem_fraction:g} allows {_mib(usable)}; "
-            f"kept: {_mib(kept.staging)} for the next weights (--weight-staging), {_mib(kept.activations)} for the "
-            f"largest step, {_mib(kept.graphs)} for captured steps, {_mib(kept.tables)} for tables of requests, "
-            f"{_mib(kept.states)} for states and windows; left: {_mib(usable - kept.total)}, and {least} "
-            f"needs {_mib((wanted or _LEAST_TOKENS) * bytes_per_token)}; raise --mem-fraction-static, lower "
-            "--max-running-requests, --context-length or --chunked-prefill-size, free memory, or serve a smaller model"
+            f"not enough memory for a KV pool. After weights of {_mib(weight_bytes)} there are "
+            f"{_mib(available_bytes)} free, of which --mem-fraction-static {mem_fraction:g} allows {_mib(usable)}. "
+            f"Kept: {_mib(kept.staging)} for the next weights (--weight-staging), {_mib(kept.activations)} for the "
+            f"largest step, {_mib(kept.graphs)} for captured steps. Also kept: {_mib(kept.tables)} for request tables, "
+            f"{_mib(kept.states)} for states and windows. Left: {_mib(usable - kept.total)}, but {least} "
+            f"needs {_mib((wanted or _LEAST_TOKENS) * bytes_per_token)}. Raise --mem-fraction-static, lower "
+            "--max-running-requests, --context-length or --chunked-prefill-size, free memory, or serve a smaller model."
         )
     return tokens
 

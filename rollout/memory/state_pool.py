@@ -124,7 +124,7 @@ class SnapshotRows:
         Raises `InvariantError` for a row that was not taken, or that a node has.
         """
         if self._is_free[row] or row in self._kept:
-            raise InvariantError(f"row {row} of states goes to the prefix cache, and is no request's")
+            raise InvariantError(f"row {row} of states goes to the prefix cache but belongs to no request")
         if offset in keeper.states:
             return False
         keeper.states[offset] = row
