@@ -86,7 +86,7 @@ def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: 
     quantised = [meta.name for meta in metas if kind_of(weights, meta) == "weight"]
     if quantised and stored_format != "fp8":
         raise ContentError(
-            f"{quantised[0]} is float8_e4m3fn, and there is no quantization_config that says in which blocks"
+            f"{quantised[0]} is float8_e4m3fn, but there is no quantization_config with the size of its blocks"
         )
     values, announced = whole_metas(weights, value_metas(metas)), WeightLedger(weights.metas())
     for meta, pieces in zip(values, split_wire(weights, values, cast=True), strict=True):
@@ -101,7 +101,7 @@ def quantised_names(model_path: str | Path, weights: LogicalWeights) -> frozense
     quantised = (meta for meta in metas if kind_of(weights, meta) == "weight")
     names = frozenset(piece.name for meta in quantised for piece in weights.split(meta))
     if not names:
-        raise StartupError(f"--quantize-weight-updates quantises what {model_path} has in FP8, which is nothing")
+        raise StartupError(f"--quantize-weight-updates needs FP8 tensors, but {model_path} has none")
     return names
 
 
