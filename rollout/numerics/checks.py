@@ -45,7 +45,7 @@ def trained_tensors(model: nn.Module, device: torch.device) -> dict[str, torch.T
 def checked_engine(model: nn.Module, dtype: torch.dtype, device: torch.device, allow_inexact: bool) -> TrainedEngine:
     """The engine for a trainer's model.  Raises `UnsupportedFeature` with the first reason why there is none."""
     if dtype not in DTYPES:
-        raise UnsupportedFeature(f"engine numerics are of bfloat16 and float32, not {dtype}")
+        raise UnsupportedFeature(f"engine numerics support bfloat16 and float32, got {dtype}")
     config = _config_of(model)
     _refuse_modules(model)
     tensors = trained_tensors(model, device)
@@ -55,7 +55,7 @@ def checked_engine(model: nn.Module, dtype: torch.dtype, device: torch.device, a
         engine = TrainedEngine(config, tensors, dtype, device, available, padding_id)
         engine.load(tensors)
     except (WeightSyncError, LockstepError) as error:
-        raise UnsupportedFeature(f"{type(model).__name__} is not what the engine serves: {error}") from None
+        raise UnsupportedFeature(f"{type(model).__name__} is not a model that the engine can serve: {error}") from None
     if not engine.batch_invariant and not allow_inexact:
         missing = f"no compiled operators for {dtype} on {device.type}, or for its heads"
         reason = missing if kernels is None else kernels.reason or missing
@@ -80,7 +80,7 @@ def check_call(model: nn.Module, input_ids: torch.Tensor | None, others: Mapping
 def _config_of(model: nn.Module) -> ModelConfig:
     architecture = type(model).__name__
     if architecture not in FAMILIES:
-        raise UnsupportedFeature(f"{architecture} is no family of the engine's: {', '.join(FAMILIES)}")
+        raise UnsupportedFeature(f"{architecture} is not supported; the engine serves {', '.join(FAMILIES)}")
     config: Any = model.config
     try:
         return model_config_from_dict(_without_dtype({**config.to_dict(), "architectures": [architecture]}))

@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "family",
     ),
     "adapters": (set_adapter, "lora_A|base_layer"),
-    "an adapter around the whole": (lambda model: rename(model, "PeftModel"), "PeftModel is no family"),
+    "an adapter around the whole": (lambda model: rename(model, "PeftModel"), "PeftModel is not supported"),
     "float16": (set_parameter("lm_head.weight", torch.Tensor.half), "lm_head.weight is torch.float16"),
     "another shape": (set_parameter("lm_head.weight", lambda held: held[:-1]), "shape"),
     "two devices": (set_parameter("lm_head.weight", lambda held: held.to("meta")), "one device"),
