@@ -22,7 +22,7 @@ from rollout.core.host_copy import to_device
 from rollout.core.prompt import Prompt
 from rollout.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
-_MOST_CONFIGURED_ENDS = 64  # end tokens of a model's configuration; with more, each batch has its own lists
+_MAX_CONFIGURED_ENDS = 64  # end tokens of a model's configuration; with more, each batch has its own lists
 
 
 class SharedLists:
@@ -131,7 +131,7 @@ class RowLists:
     @classmethod
     def of_engine(cls, num_requests: int, context_length: int) -> RowLists:
         """Return places for the lists of any requests: a prompt and its output are no longer than the context."""
-        return cls([(MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS + _MOST_CONFIGURED_ENDS, context_length)] * num_requests)
+        return cls([(MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS + _MAX_CONFIGURED_ENDS, context_length)] * num_requests)
 
     def enter(self, index: int, lists: tuple[np.ndarray, np.ndarray, np.ndarray], values: np.ndarray) -> Place | None:
         """Enter the `lists` of row `index` (bias, end tokens, distinct prompt), and the `values` of its bias.
