@@ -38,7 +38,7 @@ from rollout.core.messages.unreadable import Unreadable, encode_output, read_inp
 from rollout.core.sampling_params import SamplingParams
 from rollout.distributed.parallel import Parallel
 
-_MOST_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several
+_MAX_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several
 _HEADER = struct.Struct("<dQq")  # of a broadcast: the time, the mark of the served epoch, the bytes that follow
 _INLINE_BYTES = 4096  # messages up to this size go with the header
 
@@ -116,7 +116,7 @@ class ZmqChannel(RawChannel):
         if timeout_ms > 0 and not self._backlog and self._wake_read in dict(self._poller.poll(timeout_ms)):
             os.read(self._wake_read, 4096)
         messages: list[bytes] = []
-        count = _MOST_AT_ONCE
+        count = _MAX_AT_ONCE
         # Asking first costs a fifth of a receive that fails, which is what most steps would see.
         while int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             data = self._input.recv(zmq.NOBLOCK)

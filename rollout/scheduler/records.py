@@ -38,7 +38,7 @@ from rollout.scheduler.alternatives import host_floats, host_ids
 from rollout.scheduler.req import PromptRecord, Req, SavedRows
 from rollout.scheduler.stop import StopChecker
 
-_MOST_END_IDS = 4096  # of all rows together, collected whenever a row joins or leaves
+_MAX_END_IDS = 4096  # of all rows together, collected whenever a row joins or leaves
 
 
 class SampledRows:
@@ -162,7 +162,7 @@ class SampledRows:
 
 def _joined(end_ids: Collection[frozenset[int]]) -> frozenset[int] | None:
     """Return the ids that end any row; None where they are too many, and each row is looked at by itself."""
-    return frozenset().union(*end_ids) if sum(map(len, end_ids)) <= _MOST_END_IDS else None
+    return frozenset().union(*end_ids) if sum(map(len, end_ids)) <= _MAX_END_IDS else None
 
 
 def enter_scores(req: Req, scored: ScoredTokens, epoch: ServingEpoch) -> None:
