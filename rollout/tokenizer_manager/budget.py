@@ -119,7 +119,7 @@ class RequestBudget:
         self._limits = limits
         self._form = form
         self._routes = routes
-        self._most_ids = min(limits.mask_tokens, vocab_size)
+        self._max_ids = min(limits.mask_tokens, vocab_size)
         self._total: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._largest_built = 0.0  # of a sample
         self._open: list[TokenizedGenerateReqInput] = []  # prompts whose masks are as large as sampling makes them
@@ -149,7 +149,7 @@ class RequestBudget:
             raise TooLarge(excess)
         if not self._open:
             return
-        most = max(prompt.sampling_params.max_new_tokens * (self._most_ids - 1) for prompt in self._open)
+        most = max(prompt.sampling_params.max_new_tokens * (self._max_ids - 1) for prompt in self._open)
         if self._excess(most) is None:
             return
         share = bisect.bisect_left(range(most), True, key=lambda ids: self._excess(ids + 1) is not None)
@@ -184,7 +184,7 @@ class RequestBudget:
     def _masks(self, source: TokenizedGenerateReqInput) -> dict[str, int]:
         """Return the counts of a sample's masks, as large as the request states."""
         params = source.sampling_params
-        most = 1 if params.is_greedy else min(params.top_k, self._most_ids)
+        most = 1 if params.is_greedy else min(params.top_k, self._max_ids)
         if most <= 0:  # top-p or min-p alone
             most = 1
             self._open.append(source)
@@ -226,7 +226,7 @@ class RequestBudget:
         each, limit = max(kind.units for kind in used), UNITS * self._limits.max_logprob_entries
         units = sum(kind.units * count for kind, count in used.items())
         return (
-            f"up to {units // each} {' and '.join(dict.fromkeys(kind.what for kind in used))} (n x tokens x those of "
+            f"up to {units // each} {' and '.join(dict.fromkeys(kind.what for kind in used))} (n x tokens x entries of "
             f"each, over all prompts) are over the limit of {limit // each}. Ask for fewer samples, tokens, "
             "alternatives or ids, or for a compact form; or split the request. The server's flag is "
             "--max-logprob-entries."
@@ -239,8 +239,8 @@ class RequestBudget:
 
         largest = max(total, key=share)
         return (
-            f"the request may come to {math.ceil(max(main, scheduler) / 2**20)} MB, most of it for {total[largest]} "
-            f"{KINDS[largest].what} of all samples; the limit is {self._limits.max_request_bytes >> 20} MB. Ask for "
+            f"the request may come to {math.ceil(max(main, scheduler) / 2**20)} MB, mostly for {total[largest]} "
+            f"{KINDS[largest].what} of all samples. The limit is {self._limits.max_request_bytes >> 20} MB. Ask for "
             "fewer samples or tokens, for less with each, or for a compact form; or split the request. The server's "
             "flag is --max-request-mb."
         )

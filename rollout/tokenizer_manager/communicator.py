@@ -55,8 +55,8 @@ class Communicator:
         except TimeoutError:
             name = verb.__name__.removesuffix("ReqInput")
             raise SchedulerTimeout(
-                f"the scheduler did not answer {name} within {timeout_s:g} s; it is not done if its turn has not come "
-                "yet, and what was under way may still take effect"
+                f"the scheduler did not answer {name} within {timeout_s:g} s. A call that still waits has no effect; "
+                "a call that has begun may still take effect."
             ) from None
         finally:
             self._waiting.pop(request_id, None)

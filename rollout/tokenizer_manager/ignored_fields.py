@@ -11,7 +11,7 @@ from rollout.tokenizer_manager.request import GenerateReqInput
 
 logger = logging.getLogger(__name__)
 
-MOST_LOGGED = 256
+MAX_LOGGED = 256
 """Names in the log: they come from clients."""
 
 
@@ -29,7 +29,7 @@ class IgnoredFields:
             raise BadRequest(unknown_field(f"sampling_params.{sampling_keys[0]}", KNOWN_SAMPLING_FIELDS))
         names = [shown(f"sampling_params.{key}") for key in sampling_keys[:MAX_IGNORED]]
         for name in names:
-            if name not in self._logged and len(self._logged) < MOST_LOGGED:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(name)
                 logger.warning("%s is not known and has no effect", name)
         return [*request.ignored_fields, *names]

@@ -94,8 +94,8 @@ def check_replay(replay: ReplayedRoutes, prompt_len: int, max_new_tokens: int) -
     end, computed = replay.start + replay.shape[0], prompt_len + max(max_new_tokens - 1, 0)
     if end > computed:
         raise _refusal(
-            f"rows for tokens {replay.start}..{end - 1}, but the request computes {computed} "
-            f"({prompt_len} prompt, up to {max_new_tokens} new, of which the last is not computed)"
+            f"rows for tokens {replay.start}..{end - 1}, but the request computes {computed}: "
+            f"{prompt_len} prompt and up to {max_new_tokens} new, without the last"
         )
 
 

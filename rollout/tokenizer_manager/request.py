@@ -177,7 +177,7 @@ def _check_shared(request: GenerateReqInput) -> None:
     if request.extra_key is not None and "\x00" in request.extra_key:
         raise BadRequest("extra_key and cache_salt must not hold the character 0")
     if request.sampling_logprobs_mode is not None and not request.return_sampling_mask:
-        raise BadRequest("sampling_logprobs_mode is of sampling masks; ask with return_sampling_mask, too")
+        raise BadRequest("sampling_logprobs_mode needs return_sampling_mask")
     if request.logprobs_format == "compact" and request.return_text_in_logprobs:
         raise BadRequest("logprobs_format compact holds no text: leave out return_text_in_logprobs")
     if not 0 <= request.replay_routed_experts_start_len < 2**31:

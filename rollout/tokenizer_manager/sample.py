@@ -108,5 +108,5 @@ class SampleRecord:
         if source.return_logprob and not (len(self.output_logprobs) == count and self.output_alternatives.holds(count)):
             raise LockstepError(
                 f"request {self.rid}: {count} tokens with {len(self.output_logprobs)} log-probabilities, or with "
-                "another number of those beside them"
+                "another number of related entries"
             )

@@ -204,7 +204,7 @@ def _check_length(prompt_len: int, max_new_tokens: int, limits: ServingLimits) -
     if total > limits.max_total_num_tokens:
         raise BadRequest(
             f"the request needs up to {total} tokens of KV cache ({prompt_len} prompt, {max_new_tokens} new), but the "
-            f"pool has {limits.max_total_num_tokens}; lower max_new_tokens or start with a larger --max-total-tokens"
+            f"pool has {limits.max_total_num_tokens}. Lower max_new_tokens or start with a larger --max-total-tokens."
         )
 
 
