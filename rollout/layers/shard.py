@@ -74,7 +74,7 @@ def kv_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
     if ranks % total == 0:
         return Shard(total, rank // (ranks // total), 1)
     raise StartupError(
-        f"--tp-size {_sizes(parallel)}: key-value heads: {total} is no multiple of {ranks} ranks, nor the reverse"
+        f"--tp-size {_sizes(parallel)}: key-value heads: {total} and {ranks} ranks must divide each other"
     )
 
 

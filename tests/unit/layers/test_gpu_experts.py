@@ -27,7 +27,7 @@ from rollout.core.specs.layer_specs import MoESpec, RouterSpec
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.gpu import experts, experts_kernels, experts_plan
 from rollout.kernels.gpu.experts_grouped import grouped_experts
-from rollout.kernels.gpu.experts_plan import EXPERT_TILES, Tiles, choose_implementation, choose_tiles, most_blocks
+from rollout.kernels.gpu.experts_plan import EXPERT_TILES, Tiles, choose_implementation, choose_tiles, max_blocks
 from rollout.kernels.ops import gpu_ops, plain_ops
 from rollout.layers.build import Build
 from rollout.layers.moe.dispatchers.base import DispatchOutput
@@ -144,7 +144,7 @@ def test_the_plan_holds_every_assignment_once_in_its_expert_and_order(
     ids = torch.randint(-1, 6, (21,), generator=torch.Generator().manual_seed(1))  # 5 is no expert
     ids[ids == 3] = 2
     order_A, table_N3 = experts._plan(ids.view(7, 3), 5, Tiles(4, 64, 4, 3))
-    assert table_N3.shape[0] == most_blocks(21, 5, 4)
+    assert table_N3.shape[0] == max_blocks(21, 5, 4)
     found: dict[int, list[int]] = {expert: [] for expert in range(5)}
     for expert, first, count in table_N3.tolist():
         assert count <= 4
@@ -157,8 +157,8 @@ def test_the_worst_routing_fits_the_plan() -> None:
     """Each of some experts has one assignment more than whole blocks; more experts than assignments."""
     for counts, tokens in (([5] * 7, 4), ([1, 0, 0, 0, 1], 16), ([17, 1, 1], 16), ([1] * 3 + [0] * 9, 128)):
         needed = sum(-(-count // tokens) for count in counts)
-        assert needed <= most_blocks(sum(counts), len(counts), tokens)
-    assert most_blocks(35, 7, 4) == 15 and most_blocks(8, 128, 16) == 8
+        assert needed <= max_blocks(sum(counts), len(counts), tokens)
+    assert max_blocks(35, 7, 4) == 15 and max_blocks(8, 128, 16) == 8
 
 
 # Wrong kernels.
