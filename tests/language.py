@@ -1,7 +1,9 @@
-"""Check the English of docstrings, comments and documents: `python -m tests.language [FILE ...]`.
+"""Check the English of docstrings, comments, messages, names and documents: `python -m tests.language [FILE ...]`.
 
 It prints each sentence that breaks a rule, and exits with 1 where a folder has more of them than `ALLOWED` grants, or
 fewer: the number of exceptions only falls.  With files it judges these alone, without exceptions.
+
+A message is any text of two words or more in the code outside `tests`: an error, a line of a log, the help of a flag.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("rollout", "weight_sync", "capture", "eplb", "tests", "examples", "benchmarks", "docs")
-MOST_WORDS = 25
+MAX_WORDS = 25
 """Words of a sentence in a document."""
+MAX_MESSAGE_WORDS = 20
+"""Words of a sentence in a message.  A value that an f-string fills in is one word."""
 FIRST_WORDS = {
     *("All", "Also", "As", "How", "If", "No", "None", "Of", "Such", "That", "Those", "What", "Whatever", "When"),
     *("Where", "Wherever", "Whether", "Which", "Who", "Whoever", "Whose"),
@@ -35,7 +39,29 @@ PHRASES = (
     r"so many\b",
     r"(?:of|for|to|by) what (?:is|was|it|they)\b",
 )
-_PHRASES = re.compile(r"\b(?:" + "|".join(PHRASES) + ")", re.IGNORECASE)
+SAID = (r"beside\b", r"(?:says|said|told)\b")
+"""Code states, returns or refuses, and does not speak.  "Beside" stands for "next to" or "in addition to"."""
+SAID_LATER = (
+    "tests/",
+    *(f"rollout/{name}/" for name in ("attention", "control", "dashboard", "engine", "executor", "http", "kernels")),
+    *(f"rollout/{name}/" for name in ("layers", "memory", "model", "numerics", "sampling", "scheduler")),
+    "rollout/tokenizer_manager/",
+)
+"""Folders whose docstrings and comments do not obey `SAID` yet.  The list may only get shorter."""
+MESSAGE_PHRASES = (
+    r"what(?:ever)?\b(?!.*\?)",
+    r"(?:those|that) (?:of|on|in|at|by)\b",
+    r"those (?:which|with|without)\b",
+    r"(?<!there )(?:is|are|was|were|be) (?:no (?!longer\b|more\b)|nothing\b)",
+    r"(?:is|are|was|were|be) of\b",
+    r"(?:nor|neither|so|only then|never) (?:is|are|was|does|do|did|can|may|must|has|have)\b",
+)
+MOST = re.compile(r"(?:^|_)most_", re.IGNORECASE)
+"""A part of a name that means a maximum, whose word is `max_`."""
+MIN_TEST_WORDS = 4
+"""Words of a test's name after `test_`: fewer are a riddle."""
+TEST_NAMES = False
+"""Turn this on when no test has a shorter name: 246 have, which `--test-names` prints."""
 WRITTEN, WRITTEN_END = "<!-- written by", "<!-- end -->"
 """Marks around a part of a document that a command writes.  It joins names of tests."""
 ALLOWED: dict[tuple[str, str], int] = {}
@@ -58,18 +84,76 @@ class Finding:
         return self.rule, self.path.split("/")[0]
 
 
-def python_findings(path: str, source: str) -> Iterator[Finding]:
-    """Judge the docstrings and comments of a file."""
+def _pattern(phrases: Sequence[str]) -> re.Pattern[str]:
+    return re.compile(r"\b(?:" + "|".join(phrases) + ")", re.IGNORECASE)
+
+
+_PHRASES, _STRICT = _pattern(PHRASES), _pattern((*PHRASES, *SAID))
+_OF_MESSAGES = _pattern((*PHRASES, *SAID, *MESSAGE_PHRASES))
+
+
+def python_findings(path: str, source: str, test_names: bool = TEST_NAMES) -> Iterator[Finding]:
+    """Judge the docstrings, comments, messages and names of a file."""
     tree = ast.parse(source)
+    yield from _bad_names(path, tree, test_names)
+    if not path.startswith("tests/"):
+        yield from message_findings(path, tree)
+    yield from _prose_findings(path, source, tree)
+
+
+def message_findings(path: str, tree: ast.AST) -> Iterator[Finding]:
+    """Judge the texts of a file that its users may read."""
+    for line, text in _texts(tree):
+        yield from _phrases(path, line, text, _OF_MESSAGES)
+        for sentence in re.split(r"(?<=[.!?:])\s+|\n", text):
+            if len(sentence.split()) > MAX_MESSAGE_WORDS:
+                yield Finding(path, line, "long message", sentence)
+
+
+def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield each text of two words or more with its line; a docstring and the signature of an operator are none."""
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    parts |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if id(node) in parts:
+            continue
+        text = ""
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        if " " in text.strip() and " -> " not in text:
+            yield node.lineno, text
+
+
+def _bad_names(path: str, tree: ast.AST, test_names: bool) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        if name.startswith("test_"):
+            if test_names and len(name.split("_")) <= MIN_TEST_WORDS:
+                yield Finding(path, node.lineno, "short test name", name)
+        elif MOST.search(name):
+            yield Finding(path, node.lineno, "name", name)
+
+
+def _prose_findings(path: str, source: str, tree: ast.AST) -> Iterator[Finding]:
+    """Judge docstrings and comments."""
+    pattern = _PHRASES if path.startswith(SAID_LATER) else _STRICT
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for line, text in _documented(node):
                 if text.split() and text.split()[0].strip("`:,.") in FIRST_WORDS:
                     yield Finding(path, line, "first word", text.splitlines()[0])
-                yield from _phrases(path, line, text)
+                yield from _phrases(path, line, text, pattern)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield from _phrases(path, token.start[0], token.string.lstrip("# "))
+            yield from _phrases(path, token.start[0], token.string.lstrip("# "), pattern)
 
 
 def _documented(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str]]:
@@ -84,12 +168,12 @@ def document_findings(path: str, source: str) -> Iterator[Finding]:
     for line, paragraph in _paragraphs(source):
         yield from _phrases(path, line, paragraph)
         for sentence in re.split(r"(?<=[.!?:])[*_)]*\s+", paragraph):
-            if len(sentence.split()) > MOST_WORDS:
+            if len(sentence.split()) > MAX_WORDS:
                 yield Finding(path, line, "long sentence", sentence)
 
 
-def _phrases(path: str, line: int, text: str) -> Iterator[Finding]:
-    for found in _PHRASES.finditer(text):
+def _phrases(path: str, line: int, text: str, pattern: re.Pattern[str] = _PHRASES) -> Iterator[Finding]:
+    for found in pattern.finditer(text):
         start, end = max(0, found.start() - 30), found.end() + 30
         yield Finding(path, line, "phrase", " ".join(text[start:end].split()))
 
@@ -118,17 +202,20 @@ def _files() -> list[Path]:
     return sorted([*inside, *ROOT.glob("*.md")])
 
 
-def findings(paths: Sequence[str]) -> list[Finding]:
+def findings(paths: Sequence[str], test_names: bool = TEST_NAMES) -> list[Finding]:
     found: list[Finding] = []
     for path in paths:
         source = (ROOT / path).read_text(encoding="utf-8")
-        found += python_findings(path, source) if path.endswith(".py") else document_findings(path, source)
+        is_python = path.endswith(".py")
+        found += python_findings(path, source, test_names) if is_python else document_findings(path, source)
     return found
 
 
 def main(words: Sequence[str]) -> int:
-    found = findings(words or [str(path.relative_to(ROOT)) for path in _files()])
-    if words:
+    files = [word for word in words if word != "--test-names"]
+    test_names = TEST_NAMES or len(files) < len(words)
+    found = findings(files or [str(path.relative_to(ROOT)) for path in _files()], test_names)
+    if files:
         print(*found, sep="\n")
         return bool(found)
     counts = Counter(one.place for one in found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests import language
@@ -27,7 +29,7 @@ def test_a_verb_or_a_name_passes(text: str) -> None:
 def test_phrases_are_found_in_docstrings_comments_and_documents() -> None:
     assert rules("a.py", '"""Drop the rows, and those of\nsessions."""') == ["phrase"]
     assert rules("a.py", "x = 1  # a slot that is nobody's") == ["phrase"]
-    assert rules("a.py", 'message = "those of a string of the code are not judged"') == []
+    assert rules("tests/a.py", 'message = "those of a string of a test are not judged"') == []
     assert rules("a.md", "A padding token is for nobody.") == ["phrase"]
 
 
@@ -39,9 +41,89 @@ def test_long_sentences_are_found_in_prose_and_not_in_code_or_tables() -> None:
     assert rules("a.md", f"```\n{long}\n```\n\n| {long} |\n\n    {long}\n") == []
 
 
+@pytest.mark.parametrize("text", ["a header says why", "as it was told", "Rows beside the weights.", "as one said"])
+def test_code_does_not_speak_in_docstrings_and_comments(text: str) -> None:
+    assert rules("eplb/a.py", f'"""Read {text}"""') == rules("eplb/a.py", f"x = 1  # {text}") == ["phrase"]
+    assert rules(f"{language.SAID_LATER[0]}a.py", f'"""Read {text}"""') == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'raise ValueError("an id that is no integer")',
+        'raise ValueError("nobody listens at the address")',
+        'raise ValueError(f"the file {path} has no size, its header says {size}")',
+        'say("serves what is left")',
+        'add("--size", help="whatever the model has")',
+        'message = "this is the sum, and that of rank 0 differs"',
+        'message = "the map is of 8 layers"',
+        'message = "update_info is missing, and so is weight_dir"',
+        'return f"{first}, " + f"beside {second}"',
+    ],
+)
+def test_phrases_are_found_in_messages(code: str) -> None:
+    assert set(rules("eplb/a.py", code)) == {"phrase"}
+    assert rules("tests/a.py", code) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token ids must be integers, got 'x'",
+        "there is no tokenizer here; give --tokenizer-path",
+        "the server is no longer reachable",
+        "What is 2 + 3?",
+        "(Tensor what, Tensor that of) -> Tensor",
+    ],
+)
+def test_plain_messages_pass(text: str) -> None:
+    assert rules("eplb/a.py", f"message = {text!r}") == []
+
+
+def test_long_messages_are_found_and_a_placeholder_counts_as_one_word() -> None:
+    assert rules("eplb/a.py", f"say({' '.join(['word'] * 21)!r})") == ["long message"]
+    assert rules("eplb/a.py", f"say({' '.join(['word'] * 20)!r})") == []
+    assert rules("eplb/a.py", f"say({'. '.join(['one word'] * 20)!r})") == []
+    joined = 'say("' + "word " * 15 + '"\n    f"{one + two + three + four} ' + "word " * 4 + '")'
+    assert rules("eplb/a.py", joined) == []
+    assert rules("eplb/a.py", joined.replace("{one", "word {one")) == ["long message"]
+    assert rules("eplb/a.py", f'def f():\n    """Return {"word " * 30}."""') == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "MOST_TOKENS = 1",
+        "self._most_ids = 1",
+        "def f(most_new): ...",
+        "def f_most_of(): ...",
+        "class A:\n    most_s: int",
+    ],
+)
+def test_a_maximum_is_named_max(code: str) -> None:
+    assert rules("tests/a.py", code) == ["name"]
+    assert rules("tests/a.py", code.replace("most_", "max_").replace("MOST_", "MAX_")) == []
+
+
+def test_other_names_with_most_pass() -> None:
+    code = "at_most = counter.most_common(2)\ndef test_most_tokens_are_not_searched_for(): ..."
+    assert rules("tests/a.py", code) == []
+
+
+def test_a_short_test_name_is_found_when_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    short, long = "def test_among_256(): ...", "def test_a_head_start_is_kept(): ..."
+    found = [list(language.python_findings("tests/a.py", code, test_names=True)) for code in (short, long)]
+    assert [[one.rule for one in each] for each in found] == [["short test name"], []]
+    assert rules("tests/a.py", short) == []
+    (tmp_path / "a.py").write_text(short)
+    assert language.main([str(tmp_path / "a.py")]) == 0
+    assert language.main(["--test-names", str(tmp_path / "a.py")]) == 1
+    assert "short test name: test_among_256" in capsys.readouterr().out
+
+
 def test_exceptions_may_only_fall(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     one = language.Finding("docs/a.md", 3, "phrase", "those of a page")
-    monkeypatch.setattr(language, "findings", lambda paths: [one])
+    monkeypatch.setattr(language, "findings", lambda paths, test_names: [one])
     for granted, status in ((0, 1), (1, 0), (2, 1)):
         monkeypatch.setattr(language, "ALLOWED", {("phrase", "docs"): granted})
         assert language.main([]) == status
