@@ -10,29 +10,25 @@ from rollout.core.specs.config_json import RotaryDefaults
 from rollout.core.specs.layer_specs import (
     AttentionKind,
     AttentionSpec,
-    DenseSpec,
     GatedDeltaSpec,
     LayerSpec,
     MoESpec,
     RouterSpec,
 )
 from rollout.core.specs.model_config import ModelConfig, common_fields, heads_of, refuse, warn_of_unused
+from rollout.families.qwen3_moe import mlps_of
 
 ROTARY = RotaryDefaults(partial=0.25)
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """Mostly gated delta layers; every `decoder_sparse_step`-th layer that is not in `mlp_only_layers` has experts.
+    """Mostly gated delta layers; which layers have experts is chosen as in Qwen3-MoE.
 
     Tensors of the layers that predict several tokens at once are ignored.
     """
-    sparse = experts_of(raw, normalise=bool(raw.get("norm_topk_prob", True)))
-    dense = DenseSpec(inner=int(raw["intermediate_size"]))
-    only_dense, step = set(raw.get("mlp_only_layers") or []), int(raw.get("decoder_sparse_step") or 1)
-    layers = tuple(
-        LayerSpec(attention=attention, mlp=dense if index in only_dense or (index + 1) % step else sparse)
-        for index, attention in enumerate(mixers_of(raw, merged_by_key_head=True))
-    )
+    mlps = mlps_of(raw, experts_of(raw, normalise=bool(raw.get("norm_topk_prob", True))))
+    mixers = mixers_of(raw, merged_by_key_head=True)
+    layers = tuple(LayerSpec(attention=attention, mlp=mlp) for attention, mlp in zip(mixers, mlps, strict=True))
     return ModelConfig(**hybrid_fields(raw, generation), layers=layers, ignored_names=("mtp.",))
 
 
