@@ -4,7 +4,7 @@
                                if norm_topk_prob is true; times routed_scaling_factor: DeepSeek-V3, GLM
     bias                       a softmax over the chosen experts: GPT-OSS
     neither                    a softmax over all experts in float32, renormalised unless norm_topk_prob is false:
-                               Qwen3-MoE, Qwen3-Next, Qwen3.5
+                               Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5
 
 Shapes: T tokens, K top-k, E logical experts.
 """

@@ -23,15 +23,21 @@ def _softmax_renormalised(logits_TE: torch.Tensor, ids_TK: torch.Tensor, router:
     return exps_TE.gather(1, ids_TK) / exps_TE.gather(1, ids_TK).sum(1, keepdim=True)
 
 
+def _softmax(logits_TE: torch.Tensor, ids_TK: torch.Tensor, router: Any) -> torch.Tensor:
+    exps_TE = logits_TE.exp()
+    return exps_TE.gather(1, ids_TK) / exps_TE.sum(1, keepdim=True)
+
+
 def _sigmoid_scaled(logits_TE: torch.Tensor, ids_TK: torch.Tensor, router: Any) -> torch.Tensor:
     scores_TK = 1 / (1 + (-logits_TE.gather(1, ids_TK)).exp())
     return router.routed_scaling_factor * scores_TK / scores_TK.sum(1, keepdim=True)
 
 
 def formula(name: str) -> Weights:
-    """Return the formula of the papers for a family that renormalises its weights, as every family of the zoo does."""
-    sigmoid = ("glm4", "deepseek", "kimi", "moonlight")
-    return _sigmoid_scaled if name.startswith(sigmoid) else _softmax_renormalised
+    """Return the formula of the papers for a family of the zoo."""
+    if name.startswith(("glm4", "deepseek", "kimi", "moonlight")):
+        return _sigmoid_scaled
+    return _softmax_renormalised if FAMILIES[name].get("norm_topk_prob", True) else _softmax
 
 
 @pytest.fixture(scope="module", params=with_experts())
