@@ -202,6 +202,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_moe that sees": {"model_type": "qwen3_5_moe", "text_config": _QWEN3_5_MOE, "vision_config": _EYES},
     "qwen3_moe": {"model_type": "qwen3_moe", **_SIZES, **_EXPERTS, "num_experts": 8, "mlp_only_layers": [0]},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **_SIZES,
+        **_EXPERTS,
+        "num_experts": 8,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
     "gpt_oss": {"model_type": "gpt_oss", **_GPT_OSS, "sliding_window": 7},
     "gpt_oss, long window": {
         "model_type": "gpt_oss",

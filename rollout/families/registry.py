@@ -19,6 +19,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "rollout.families.qwen3_moe",
     "Qwen3ForCausalLM": "rollout.families.qwen3",
     "Qwen2ForCausalLM": "rollout.families.qwen2",
+    "Qwen2MoeForCausalLM": "rollout.families.qwen2_moe",
     "LlamaForCausalLM": "rollout.families.llama",
     "Glm4MoeForCausalLM": "rollout.families.glm4_moe",
     "Glm4MoeLiteForCausalLM": "rollout.families.glm4_moe_lite",
