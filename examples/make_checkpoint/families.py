@@ -51,6 +51,16 @@ def _qwen2(spec: CheckpointSpec) -> dict[str, Any]:
     return {"model_type": "qwen2", **_common(spec)}
 
 
+def _qwen2_moe(spec: CheckpointSpec) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_moe",
+        **_common(spec),
+        **_softmax_experts(spec),
+        "norm_topk_prob": spec.norm_topk_prob,
+        "mlp_only_layers": list(range(spec.dense_first)),
+    }
+
+
 def _llama(spec: CheckpointSpec) -> dict[str, Any]:
     rope = {
         "rope_type": "llama3",
@@ -199,6 +209,7 @@ def _gpt_oss(spec: CheckpointSpec) -> dict[str, Any]:
 # family -> the settings of transformers' configuration; families have the names of `checkpoint_spec.FAMILIES`
 SETTINGS: dict[str, Callable[[CheckpointSpec], dict[str, Any]]] = {
     "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
     "llama": _llama,
     "glm4_moe": _glm4_moe,
     "deepseek_v3": _deepseek_v3,

@@ -11,7 +11,8 @@ from rollout.core.errors import BadRequest
 OWN_FAMILIES = ("qwen3_moe", "qwen3")
 FAMILIES = (
     *OWN_FAMILIES,
-    *("qwen2", "llama", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss"),
+    *("qwen2", "qwen2_moe", "llama", "glm4_moe", "deepseek_v3", "glm4_moe_lite"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss"),
 )
 DENSE_FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_5")
 # What `head_dim` must divide by: a rotated part of even size.
