@@ -229,6 +229,7 @@ WRONG: dict[str, tuple[str, Callable[[ModelConfig], ModelConfig]]] = {
     "a quarter more rotated": ("qwen3_next", lambda c: _attention(c, rotary=RotarySpec(dim=8, theta=10000.0))),
     "norms of the weight alone": ("qwen3_5", lambda c: replace(c, norm=replace(c.norm, weight_offset=0.0))),
     "top 2": ("qwen3_moe", lambda c: _router(c, top_k=2)),
+    "weights divided by their sum": ("qwen2_moe", lambda c: _router(c, normalise=True)),
     "a window longer by one": ("gpt_oss", lambda c: _windows(c, 8)),
     "no window": ("gpt_oss", lambda c: _windows(c, None)),
     "a softmax over all experts": ("gpt_oss", lambda c: _router(c, scoring="softmax", normalise=False)),
