@@ -26,7 +26,7 @@ TEXTS = [
     "ipc://@nobody",
     "é\x00",
 ]
-FORBIDDEN = {"reset_tensors"}  # does what it says: destroys the weights
+FORBIDDEN = {"reset_tensors", "reset"}  # they do what they say: destroy the weights
 
 Body = dict[str, Any]
 

@@ -1,5 +1,7 @@
 """`/weights_checker`: fingerprints of the weights that serve, a snapshot of them, a comparison with it, and NaN in all.
 
+`/weight_checker`, of vLLM's trainers, keeps no snapshot: a comparison is with the fingerprints that the caller sends.
+
 Reading takes its turn in the weight verbs' queue and runs on their I/O thread, so no commit runs meanwhile; filling
 with NaN happens between two steps and leaves the engine poisoned until a complete refresh.
 """
@@ -7,11 +9,12 @@ with NaN happens between two steps and leaves the engine poisoned until a comple
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rollout.control.weight_queue import Job
 from rollout.core.errors import BadRequest, Conflict
+from rollout.core.messages.weight_check import WeightCheckReply, WeightCheckReqInput
 from rollout.core.messages.weights import (
     CheckerReply,
     DropSnapshotReply,
@@ -32,7 +35,8 @@ from weight_sync.errors import listed
 from weight_sync.fingerprint import digest, fingerprint_hex
 from weight_sync.updater import WeightUpdater
 
-RESET_REASON = "/weights_checker reset_tensors filled them with NaN"
+RESET_REASON = "a reset by the weight checker filled them with NaN"
+_REJECTED_BASELINE = "only action compare takes a baseline, and needs it: the checksums of an earlier answer, by name"
 
 
 class WeightChecker:
@@ -54,7 +58,11 @@ class WeightChecker:
 
     @property
     def jobs(self) -> dict[type, Callable[[Any], Job]]:
-        return {WeightsCheckerReqInput: self._plan, DropWeightSnapshotReqInput: self._drop_snapshot}
+        return {
+            WeightsCheckerReqInput: self._plan,
+            DropWeightSnapshotReqInput: self._drop_snapshot,
+            WeightCheckReqInput: self._check,
+        }
 
     def _plan(self, verb: WeightsCheckerReqInput) -> Job:
         return self._actions[verb.action](verb)
@@ -68,21 +76,27 @@ class WeightChecker:
     def _checksum(self, verb: WeightsCheckerReqInput) -> Job:
         def io() -> dict[str, int]:
             _refuse_skip(verb)
-            self._require_content()
-            return live_fingerprints(self._weights, self._updater.exchange)
+            return self._read()
 
         def step(fingerprints: dict[str, int]) -> tuple[str, CheckerReply]:
             expected = self._state.epoch.content_digest
             if expected is None and self._scheduler.serving.poisoned is None:
                 self._updater.content.note_live(fingerprints)
                 self._state.note_digests(self._updater.content.digests)
-            checksums = {name: fingerprint_hex(value) for name, value in fingerprints.items()}
             held = self._digest(fingerprints)
             return "Success.", CheckerReply(
-                checksums=checksums, digest=self._as_sent(held), held_digest=held, expected_digest=expected
+                checksums=_in_hex(fingerprints),
+                digest=self._as_sent(held),
+                held_digest=held,
+                expected_digest=expected,
             )
 
         return Job(verb, io, step)
+
+    def _read(self) -> dict[str, int]:
+        """Return the fingerprints of the tensors in memory, by name.  Raises `Conflict`, `CopiesDifferError`."""
+        self._require_content()
+        return live_fingerprints(self._weights, self._updater.exchange)
 
     def _take_snapshot(self, verb: WeightsCheckerReqInput) -> Job:
         def io() -> WeightSnapshot:
@@ -129,20 +143,42 @@ class WeightChecker:
         return Job(verb, io, step)
 
     def _reset(self, verb: WeightsCheckerReqInput) -> Job:
-        def io() -> list[str]:
-            if self._scheduler.serving.content_lost:
-                raise Conflict("the weights' memory is released; there is nothing to reset")
-            self._updater.require_none_open("the tensors cannot be reset")
-            return resettable(self._weights, verb.skip_tensor_list or ())
-
         def step(names: list[str]) -> tuple[str, CheckerReply]:
-            with self._state.mutate("tensor reset"):
-                self._scheduler.poison(RESET_REASON)
-                reset_tensors(self._weights, names)
-            message = f"{len(names)} tensors hold NaN until a complete refresh."
-            return message, CheckerReply(num_tensors=len(names), poisoned=RESET_REASON)
+            return self._fill(names), CheckerReply(num_tensors=len(names), poisoned=RESET_REASON)
 
-        return Job(verb, io, step)
+        return Job(verb, lambda: self._resettable(verb.skip_tensor_list or ()), step)
+
+    def _resettable(self, skip: Collection[str] = ()) -> list[str]:
+        """Return the names of the tensors that may be filled now.  Raises `Conflict` and what `resettable` does."""
+        if self._scheduler.serving.content_lost:
+            raise Conflict("the weights' memory is released; there is nothing to reset")
+        self._updater.require_none_open("the tensors cannot be reset")
+        return resettable(self._weights, skip)
+
+    def _fill(self, names: list[str]) -> str:
+        """Fill the tensors with NaN, which ends all requests, and return the message that says so."""
+        with self._state.mutate("tensor reset"):
+            self._scheduler.poison(RESET_REASON)
+            reset_tensors(self._weights, names)
+        return f"{len(names)} tensors hold NaN until a complete refresh."
+
+    def _check(self, verb: WeightCheckReqInput) -> Job:
+        """Plan the call of a vLLM trainer.  Raises `BadRequest`."""
+        baseline = verb.baseline
+        if (baseline is None) == (verb.action == "compare"):
+            raise BadRequest(_REJECTED_BASELINE)
+
+        def filled(names: list[str]) -> tuple[str, WeightCheckReply]:
+            return self._fill(names), WeightCheckReply(status="reset")
+
+        def read(fingerprints: dict[str, int]) -> tuple[str, WeightCheckReply]:
+            checksums = _in_hex(fingerprints)
+            if baseline is None:
+                return "Success.", WeightCheckReply(checksums=checksums)
+            names = sorted(name for name in {*checksums, *baseline} if checksums.get(name) != baseline.get(name))
+            return f"{len(names)} tensors differ.", WeightCheckReply(match=not names, mismatches=names)
+
+        return Job(verb, self._resettable, filled) if verb.action == "reset" else Job(verb, self._read, read)
 
     def _drop_snapshot(self, verb: DropWeightSnapshotReqInput) -> Job:
         def step(_: None) -> tuple[str, DropSnapshotReply]:
@@ -161,6 +197,10 @@ class WeightChecker:
         """Return the digest of the content as sent if `held` is the digest that it has in memory; else `held`."""
         epoch = self._state.epoch
         return epoch.content_digest if held == epoch.held_digest and epoch.content_digest is not None else held
+
+
+def _in_hex(fingerprints: Mapping[str, int]) -> dict[str, str]:
+    return {name: fingerprint_hex(value) for name, value in fingerprints.items()}
 
 
 def _refuse_skip(verb: WeightsCheckerReqInput) -> None:

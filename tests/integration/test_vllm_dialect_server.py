@@ -220,6 +220,30 @@ def test_an_update_that_nobody_finished_gives_way_to_a_new_trainer(server: Serve
     again.close()
 
 
+def test_weights_that_a_trainer_sends_back_after_a_reset_match(
+    server: ServerProcess, trainer: Trainer, tensors: Tensors
+) -> None:
+    """The check that vLLM documents: checksums, reset, transfer, comparison with the checksums."""
+
+    def compared(baseline: dict[str, str]) -> dict[str, Any]:
+        return ok(server, "POST", "/weight_checker", json={"action": "compare", "baseline": baseline})
+
+    baseline = ok(server, "POST", "/weight_checker", json={"action": "checksum"})["checksums"]
+    assert baseline == checksums(server)
+    assert compared(baseline) == {"match": True, "mismatches": []}
+    name = min(tensors)
+    assert compared(baseline | {name: "0" * 16}) == {"match": False, "mismatches": [name]}
+    assert server.http.post("/weight_checker", json={"action": "compare"}).status_code == 400
+    assert ok(server, "POST", "/weight_checker", json={"action": "reset"}) == {"status": "reset"}
+    assert compared(baseline) == {"match": False, "mismatches": sorted(baseline)}
+    assert server.http.post("/generate", json={"input_ids": [1]}).status_code == 503
+    ok(server, "POST", "/start_weight_update")
+    assert trainer.update(tensors).status_code == 200
+    ok(server, "POST", "/finish_weight_update", json={"weight_version": "sent back"})
+    assert compared(expected(tensors)) == {"match": True, "mismatches": []}
+    assert generate(server, 2)["meta_info"]["weight_version"] == "sent back"
+
+
 def test_sleep_and_wake(server: ServerProcess, trainer: Trainer, tensors: Tensors) -> None:
     """Level 1 brings the same bits back; what level 2 threw away comes from the trainer, and generation goes on."""
     old = generate(server, 8)["output_ids"]

@@ -17,6 +17,7 @@ import msgspec
 from rollout.core.messages import experts as expert_io_struct
 from rollout.core.messages import profile as profile_io_struct
 from rollout.core.messages import sessions as session_io_struct
+from rollout.core.messages import weight_check as weight_check_io_struct
 from rollout.core.messages import weights as weight_io_struct
 from rollout.core.messages.message import (
     GET_AND_POST,
@@ -236,6 +237,7 @@ VERBS: tuple[type[ControlReqInput[Any]], ...] = (
     *session_io_struct.VERBS,
     *profile_io_struct.VERBS,
     *weight_io_struct.VERBS,
+    *weight_check_io_struct.VERBS,
     *expert_io_struct.VERBS,
 )
 """Every control verb."""

@@ -20,6 +20,7 @@ from rollout.core.messages.io_struct import (
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
 )
+from rollout.core.messages.weight_check import WeightCheckReqInput
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -82,6 +83,7 @@ STRANGERS: dict[str, tuple[type, dict[str, Any]]] = {
     "checksums": (WeightsCheckerReqInput, {}),
     "snapshot": (WeightsCheckerReqInput, {"action": "snapshot"}),
     "drop of a snapshot": (DropWeightSnapshotReqInput, {}),
+    "checksums of vLLM": (WeightCheckReqInput, {"action": "checksum"}),
     "leave": (DestroyWeightsUpdateGroupReqInput, {}),
     "release": (ReleaseMemoryOccupationReqInput, {}),
 }

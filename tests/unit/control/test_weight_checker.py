@@ -9,6 +9,7 @@ import torch
 
 from rollout.control.weight_sources import SOURCES
 from rollout.core.messages.io_struct import ControlReqOutput, GetStateReqInput
+from rollout.core.messages.weight_check import WeightCheckReply, WeightCheckReqInput
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -132,6 +133,52 @@ def test_a_snapshot_that_is_dropped_holds_no_memory(harness: Harness) -> None:
     assert check(harness, "compare").status_code == 409
     again = harness.control(DropWeightSnapshotReqInput)
     assert again.success and again.data == {"num_bytes": 0}
+
+
+def vllm_check(harness: Harness, action: str, **fields) -> ControlReqOutput:
+    return harness.control(WeightCheckReqInput, action=action, **fields)
+
+
+def test_a_comparison_with_what_a_trainer_computed_names_each_difference(
+    harness: Harness, folders: tuple[Path, Path]
+) -> None:
+    """Changed, missing and unknown tensors, in the order of their names; nothing is kept between the calls."""
+    baseline = {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in logical_tensors(folders[0]).items()}
+    assert vllm_check(harness, "checksum").data == {"checksums": baseline}
+    assert vllm_check(harness, "compare", baseline=baseline).data == {"match": True, "mismatches": []}
+    missing, changed, *_ = sorted(baseline)
+    wrong = {name: value for name, value in baseline.items() if name != missing} | {changed: "0", "a.weight": "0"}
+    found = vllm_check(harness, "compare", baseline=wrong)
+    assert found.success and found.data == {"match": False, "mismatches": ["a.weight", missing, changed]}
+    assert check(harness, "compare").status_code == 409, "no snapshot was taken"
+
+
+def test_a_baseline_belongs_to_a_comparison(harness: Harness) -> None:
+    for action, fields in (("compare", {}), ("checksum", {"baseline": {}}), ("reset", {"baseline": {}})):
+        refused = vllm_check(harness, action, **fields)
+        assert refused.status_code == 400 and "baseline" in refused.message
+    assert state(harness)["poisoned"] is None
+
+
+def test_weights_that_come_back_after_a_reset_match(
+    harness: Harness, trainer: LoopbackTrainer, folders: tuple[Path, Path]
+) -> None:
+    trainer.tensors = logical_tensors(folders[0])
+    baseline = vllm_check(harness, "checksum").data["checksums"]
+    assert vllm_check(harness, "reset").data == {"status": "reset"}
+    assert "reset" in state(harness)["poisoned"]
+    assert vllm_check(harness, "compare", baseline=baseline).data == {"match": False, "mismatches": sorted(baseline)}
+    assert trainer.refresh(harness, "v2").success
+    assert vllm_check(harness, "compare", baseline=baseline).data["match"]
+
+
+def test_a_tensor_that_differs_on_one_replica_is_a_mismatch() -> None:
+    equal, other = WeightCheckReply(match=True, mismatches=[]), WeightCheckReply(match=False, mismatches=["w"])
+    for replies in ([equal, other], [other, equal], [other, other]):
+        assert replies[0].merged(replies) == other
+    assert equal.merged([equal, equal]) == equal
+    checksums = WeightCheckReply(checksums={"w": "1"})
+    assert checksums.merged([checksums, checksums]) == checksums
 
 
 def test_a_reset_is_refused_while_an_update_is_open(harness: Harness, trainer: LoopbackTrainer) -> None:

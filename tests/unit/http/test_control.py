@@ -164,6 +164,9 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
         ("update_weight_version", {"new_version": ""}),
         ("get_weights_by_name", {}),
         ("weights_checker", {"action": "forget"}),
+        ("weight_checker", {}),
+        ("weight_checker", {"action": "snapshot"}),
+        ("weight_checker", {"action": "compare", "baseline": {"w": 7}}),
     ],
 )
 def test_bad_control_bodies_are_refused_before_the_scheduler(live: Live, path: str, body: dict[str, Any]) -> None:
