@@ -39,4 +39,4 @@ class WeightCheckReqInput(ControlReqInput[WeightCheckReply]):
     baseline: dict[str, str] | None = None
 
 
-VERBS: tuple[type[ControlReqInput], ...] = (WeightCheckReqInput,)
+VERBS: tuple[type[ControlReqInput[Any]], ...] = (WeightCheckReqInput,)

@@ -283,7 +283,7 @@ def test_any_setting_left_out_or_given_twice_is_transformers_or_refused(data: st
             {"head_dim": 24},
             "head_dim is 24, but 8 follows from qk_nope_head_dim 16 and qk_rope_head_dim 8",
         ),
-        ("deepseek_v3", {"qk_head_dim": 32}, "qk_head_dim is 32, and 24 by"),
+        ("deepseek_v3", {"qk_head_dim": 32}, "qk_head_dim is 32, but 24 follows"),
         ("llama", {"text_config": {"vocab_size": 4}}, "text_config is not supported for LlamaForCausalLM"),
     ],
 )

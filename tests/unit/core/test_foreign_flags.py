@@ -122,7 +122,7 @@ def test_what_would_change_answers_is_refused_by_name(
 def test_a_call_in_python_takes_the_other_names_too() -> None:
     args = args_of_call({"model": "m", "tensor_parallel_size": 2, "max_model_len": 64, "seed": 5})
     assert (args.model_path, args.tp_size, args.context_length, args.random_seed) == ("m", 2, 64, 5)
-    with pytest.raises(StartupError, match="model and model_path are one setting"):
+    with pytest.raises(StartupError, match="model and model_path are the same setting"):
         args_of_call({"model": "m", "model_path": "m"})
 
 

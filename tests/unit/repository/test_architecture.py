@@ -212,7 +212,7 @@ def test_every_module_belongs_to_a_package_of_the_table() -> None:
 def test_a_package_keeps_to_its_lines_and_the_table_follows_it_down(package: str) -> None:
     lines, cap = num_lines()[package], ROWS[package].max_lines
     assert lines <= cap, f"{package} has {lines} lines, docs/architecture.md allows {cap}: remove some"
-    assert lines >= cap * (1 - SLACK) - 10, f"{package} has {lines} lines: lower its {cap} in docs/architecture.md"
+    assert lines >= cap * (1 - SLACK) - 50, f"{package} has {lines} lines: lower its {cap} in docs/architecture.md"
 
 
 @pytest.mark.parametrize("package", ROWS)
