@@ -169,7 +169,7 @@ def test_what_is_no_json_object_is_refused(text: str, message: str) -> None:
 def test_a_call_in_python_takes_either_name_and_an_object(name: str, as_text: bool) -> None:
     args = args_of_call({"model_path": "m", name: json.dumps(YARN) if as_text else YARN})
     assert args.model_overrides == YARN and dataclasses.is_dataclass(args)
-    with pytest.raises(StartupError, match="hf_overrides and json_model_override_args are one setting"):
+    with pytest.raises(StartupError, match="hf_overrides and json_model_override_args are the same setting"):
         args_of_call({"model_path": "m", "hf_overrides": {}, "json_model_override_args": "{}"})
 
 
