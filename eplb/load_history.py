@@ -96,6 +96,8 @@ class LoadHistory(PassCounter[int]):
         self._mine: dict[int, torch.Tensor] = {}  # since the last `gather`, by weight epoch, oldest first
         self._noted_epoch: int | None = None
         self._postponed_at = 0
+        self._watched: float = math.inf
+        self._watcher: Callable[[], None] = lambda: None
         self.num_unseen_passes = 0  # since the last `gather`, for a rebalance or a refresh
         self.counts_LE = torch.zeros((num_moe_layers, num_logical_experts), dtype=torch.float64)
         self.window_LE = torch.zeros_like(self.counts_LE)  # of what the last `gather` added
@@ -109,10 +111,16 @@ class LoadHistory(PassCounter[int]):
             self._noted_epoch = weight_epoch
         self.num_unseen_passes += 1
         self._note(ids_TLK, weight_epoch)
+        if self.num_unseen_passes - self._postponed_at >= self._watched:
+            self._watcher()
 
     def _enter(self, passes: list[torch.Tensor], stamps: list[int]) -> None:
         counts_LE = self._counts([torch.cat(passes)])[0]
         self._mine[stamps[0]] = self._mine.get(stamps[0], 0) + counts_LE
+
+    def watch(self, num_passes: int, watcher: Callable[[], None]) -> None:
+        """Call `watcher()` with each pass that is noted from `num_passes` on."""
+        self._watched, self._watcher = num_passes, watcher
 
     @property
     def num_passes(self) -> int:

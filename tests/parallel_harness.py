@@ -16,7 +16,11 @@ import torch.distributed as dist
 
 from rollout.control.weight_control import WeightControl
 from rollout.core.args.server_args import ServerArgs
-from rollout.core.messages.io_struct import ControlReqOutput, TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import (
+    ContinueGenerationReqInput,
+    ControlReqOutput,
+    TokenizedGenerateReqInput,
+)
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import join
 from rollout.engine.build import build_scheduler
@@ -174,6 +178,6 @@ class ParallelHarness(Harness):
 
 def control_of(scheduler: Scheduler) -> WeightControl:
     """The holder of the weight verbs of one rank."""
-    owners = [getattr(hook, "__self__", None) for hook in scheduler._between_steps]
-    (control,) = [owner for owner in owners if isinstance(owner, WeightControl)]
+    control = getattr(scheduler._verbs[ContinueGenerationReqInput], "__self__", None)
+    assert isinstance(control, WeightControl)
     return control

@@ -9,6 +9,7 @@ A transaction has an id.  A call that is not of the open transaction (`foreign`)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from weight_sync.errors import TransactionStateError
@@ -106,6 +107,11 @@ class OpenUpdate:
         """Restart the lease: the sender is alive.  `seen_at`: see `Lease.renew`."""
         if self._transaction is not None:
             self._transaction.lease.renew(seen_at)
+
+    @property
+    def lease_deadline(self) -> float:
+        """The time at which the open transaction's lease runs out, by its clock; `math.inf` where none does."""
+        return math.inf if self._transaction is None else self._transaction.lease.deadline
 
     def _require_transaction(self, verb: str) -> WeightTransaction:
         if self._transaction is None:

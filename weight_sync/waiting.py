@@ -59,7 +59,7 @@ class Lease:
             raise WeightRequestError(f"a lease must be longer than 0 s, got {seconds}")
         self.seconds = seconds
         self._clock = clock
-        self._deadline = math.inf
+        self.deadline = math.inf  # by its clock
         self.renew()
 
     def __str__(self) -> str:
@@ -67,13 +67,13 @@ class Lease:
 
     def renew(self, seen_at: float | None = None) -> None:
         """Start anew.  `seen_at`, by its clock: when its holder was seen; nothing changes if it had run out by then."""
-        if seen_at is None or seen_at < self._deadline:
-            self._deadline = self._clock() + self.seconds
+        if seen_at is None or seen_at < self.deadline:
+            self.deadline = self._clock() + self.seconds
 
     @property
     def left_s(self) -> float:
         """Seconds left, never below 0."""
-        return max(0.0, self._deadline - self._clock())
+        return max(0.0, self.deadline - self._clock())
 
     @property
     def expired(self) -> bool:

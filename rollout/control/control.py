@@ -66,6 +66,7 @@ class Control:
         if verb.mode == "wait":
             scheduler.serving.pause_once_ended()
             self._awaited.append((scheduler.now + verb.wait_s, verb))
+            scheduler.agenda.call(self.settle_waits)
             return None
         aborted = 0
         if verb.mode == "abort":
@@ -76,7 +77,7 @@ class Control:
 
     def settle_waits(self) -> None:
         """Pause once nothing that has begun is left, and answer the pauses that wait for it, well or not."""
-        if not self._awaited:
+        if not self._awaited:  # all were given up
             return
         scheduler, serving, waiting = self._scheduler, self._scheduler.serving, self._awaited
         num_begun = scheduler.num_begun()
@@ -96,6 +97,8 @@ class Control:
                 self._awaited.append((until, verb))
         if is_over:
             self._waited = {verb.wait_id for _, verb in waiting if verb.wait_id is not None}
+        if self._awaited:
+            scheduler.agenda.call(self.settle_waits)
         self._end_waiting()
 
     def _give_up(self, verb: GiveUpPauseReqInput) -> ControlReqOutput[GiveUpPauseReply]:
@@ -203,15 +206,17 @@ class Control:
         self._shutdown = verb
         self._drain_until = self._scheduler.now + verb.drain_s
         self._scheduler.serving.drain()
+        self._scheduler.agenda.call(self.drain)
 
     def drain(self) -> None:
         """End what is left of a server that shuts down, and answer once everything has ended."""
-        if self._shutdown is None or self._scheduler.serving.is_stopped:
-            return
-        scheduler = self._scheduler
+        scheduler, shutdown = self._scheduler, self._shutdown
+        assert shutdown is not None, "it is called from a shutdown on"
         is_late = scheduler.now >= self._drain_until
         if scheduler.queues.all() and (scheduler.serving.stands_still or is_late):
             scheduler.abort(None)
         if scheduler.num_active(waiting=True) == (0, 0) and (is_late or not self._weights.has_verbs):
             scheduler.serving.stop()
-            scheduler.reply(self._shutdown.answer(NoReply(), "stopped"))
+            scheduler.reply(shutdown.answer(NoReply(), "stopped"))
+        else:
+            scheduler.agenda.call(self.drain)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from rollout.core.console import say
 from rollout.core.errors import Conflict, UnsupportedFeature, status_of
 from rollout.core.messages.experts import EplbRebalanceReply, EplbRebalanceReqInput, EplbState
 from rollout.core.messages.message import ControlReqOutput, failure
+from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
 
 logger = logging.getLogger(__name__)
@@ -72,10 +73,16 @@ class EplbControl:
         self._plans = scheduler.parallel.position.is_tp_leader
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb-planner") if self._plans else None
         self._timed = (0, 0.0)  # steps and their seconds at the last evaluation
+        self._history.watch(manager.policy.every_steps, self._call)
 
     @property
     def verbs(self) -> dict[type, VerbHandler]:
         return {EplbRebalanceReqInput: self._on_verb}
+
+    @property
+    def work(self) -> Sequence[Work]:
+        """The work between steps."""
+        return (self.advance,)
 
     def status(self) -> EplbState:
         """Return the state of the balancer, for metrics and health."""
@@ -143,6 +150,7 @@ class EplbControl:
         )
         manager.start_planning()
         self._verb = verb
+        self._call()
         if self._planner is not None:
             work = partial(decide, situation, policy, asked=verb is not None, given=given)
             self._planning = self._planner.submit(_planned, work)
@@ -166,6 +174,9 @@ class EplbControl:
 
     # --- between steps --------------------------------------------------------------------------------------------
 
+    def _call(self) -> None:
+        self._scheduler.agenda.call(self.advance)
+
     def advance(self) -> None:
         """Start what is due, take what was planned, move the next chunk."""
         manager = self._manager
@@ -177,12 +188,14 @@ class EplbControl:
                 return
             self._evaluate(None, manager.policy, None)
         if manager.stage is Stage.PLANNING and not self._take_decision():
+            self._call()
             return
         if manager.stage is Stage.MOVING:
             self._move()
         if manager.stage is Stage.IDLE:
             self._end()
         else:
+            self._call()
             self._wake()
 
     def _take_decision(self) -> bool:
@@ -283,8 +296,10 @@ class NoExpertsToMove:
     def verbs(self) -> dict[type, VerbHandler]:
         return {EplbRebalanceReqInput: self._on_verb}
 
-    def advance(self) -> None:
-        """Do nothing."""
+    @property
+    def work(self) -> Sequence[Work]:
+        """Nothing."""
+        return ()
 
     def status(self) -> None:
         """Show nothing."""

@@ -24,15 +24,13 @@ class KVAgeLimit:
     def __init__(self, scheduler: Scheduler, default_lag: int) -> None:
         self._scheduler = scheduler
         self._default_lag = default_lag
-        self._seen_epoch = scheduler.runner.state.epoch.weight_epoch
 
     def advance(self) -> None:
+        """Retract what a commit made too old; between two commits nothing ages."""
         epoch = self._scheduler.runner.state.epoch.weight_epoch
-        if epoch != self._seen_epoch:  # between two commits nothing ages
-            self._seen_epoch = epoch
-            too_old = [req for req in self._scheduler.queues.holding_kv() if self._is_too_old(req, epoch)]
-            if too_old:
-                self._scheduler.retract(too_old)
+        too_old = [req for req in self._scheduler.queues.holding_kv() if self._is_too_old(req, epoch)]
+        if too_old:
+            self._scheduler.retract(too_old)
 
     def _is_too_old(self, req: Req, weight_epoch: int) -> bool:
         lag = self._default_lag if req.source.max_kv_version_lag is None else req.source.max_kv_version_lag

@@ -5,7 +5,7 @@
     tensors of it in the model       -> no step runs until it is over; requests wait
     weights neither old nor new      -> poisoned: requests end with 503 and the reason
 
-Called between steps while no weight verb is under way.
+Checked between steps before and after each weight verb, when generation is paused, and when a lease runs out.
 
 Only its sender's calls renew a lease:
 
@@ -20,6 +20,7 @@ A call of the open update that came in time is waited for: its turn may come aft
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -90,9 +91,10 @@ class LeaseMonitor:
         if self._pause is not None and (self._is_own or has_opened or is_work):
             self._pause.renew()
 
-    def check(self, waiting: Iterable[tuple[float, ControlReqInput[Any]]] = ()) -> None:
-        """Drop what has expired, and report torn weights.  `waiting`: the verbs whose turn has not come, with the times
-        at which they came.
+    def check(self, waiting: Iterable[tuple[float, ControlReqInput[Any]]] = ()) -> float:
+        """Drop what has expired, report torn weights; return when the next lease runs out.
+
+        `waiting`: the verbs whose turn has not come, with the times at which they came.
         """
         self._await_own(waiting)
         expired, pause_ended = self._updater.expire(), self._end_pause()
@@ -101,6 +103,7 @@ class LeaseMonitor:
         self._scheduler.serving.write(self._updater.is_dirty)
         if self._torn is not None and self._scheduler.serving.poisoned is None:
             self._scheduler.poison(self._torn)
+        return min(self._updater.lease_deadline, math.inf if self._pause is None else self._pause.deadline)
 
     def _await_own(self, waiting: Iterable[tuple[float, ControlReqInput[Any]]]) -> None:
         """Renew the leases within which a call of the sender came that waits for its turn."""

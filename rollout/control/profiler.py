@@ -111,6 +111,7 @@ class StepProfiler:
             raise error
         self._trace, self._num_steps = trace, self._scheduler.stats.num_steps
         self._steps_left = min(verb.num_steps or MAX_PROFILED_STEPS, MAX_PROFILED_STEPS)
+        self._scheduler.agenda.call(self.advance)
         self._scheduler.reply(verb.answer(ProfileReply(files=trace.files), "Profile started."))
 
     def _planned(self, verb: StartProfileReqInput) -> _Trace:
@@ -160,11 +161,14 @@ class StepProfiler:
         self._thread.submit(_give_memory_back)
 
     def advance(self) -> None:
+        """Count steps, end the trace after the last of them, and answer once it is written."""
         if self._trace is not None and self._is_over():
             self._end(self._trace, None)
         if self._file is not None and self._scheduler.parallel.tp.all_agree(self._file.done()):
             file, self._file = self._file, None
             self._written(file.exception())
+        if self._trace is not None or self._file is not None:
+            self._scheduler.agenda.call(self.advance)
 
     def _is_over(self) -> bool:
         """Return whether the last step has run.  A step counts on all data-parallel ranks if one had tokens for it."""

@@ -22,14 +22,15 @@ class SessionControl:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        scheduler.cache.pins.on_first = lambda: scheduler.agenda.call(self.expire)
 
     @property
     def verbs(self) -> dict[type, VerbHandler]:
         return {GetSessionsReqInput: self._get, FinishSessionReqInput: self._finish}
 
-    def advance(self) -> None:
-        scheduler = self._scheduler
-        scheduler.cache.pins.advance(scheduler.now, scheduler.runner.state.epoch.weight_epoch)
+    def expire(self) -> None:
+        """Drop the pins that have expired."""
+        self._scheduler.agenda.call_at(self.expire, self._scheduler.cache.pins.expire())
 
     def _get(self, verb: GetSessionsReqInput) -> ControlReqOutput[SessionsReply]:
         """Report each session with KV: `kv_tokens` by its requests and its pin, `pinned_tokens`, `expires_in_s`."""

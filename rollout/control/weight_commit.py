@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.core.errors import FatalError
 from rollout.core.messages.update_state import CommitReply
+from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.content import Digests
 from weight_sync.errors import WeightSyncError
@@ -19,13 +20,17 @@ from weight_sync.updater import WeightUpdater
 
 
 class WeightCommit:
-    """One for the life of the engine: labels of calls of their own depend on those before."""
+    """One for the life of the engine: labels of calls of their own depend on those before.
+
+    `followers`: the work that is done after each commit of content, before the next step.
+    """
 
     def __init__(self, scheduler: Scheduler, updater: WeightUpdater, adoption: PlacementAdoption) -> None:
         self._scheduler = scheduler
         self._updater = updater
         self._adoption = adoption
         self._partial = PartialLabel()
+        self.followers: Sequence[Work] = ()
 
     def run(self, *, alone: bool = False) -> tuple[str, CommitReply]:
         """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests.
@@ -54,6 +59,8 @@ class WeightCommit:
         whole = scheduler.serving.has_whole_weights
         if result.names:
             state.publish_weights(version, result.digests if whole else Digests())
+            for work in self.followers:
+                scheduler.agenda.call(work)
         else:
             state.relabel(version)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)

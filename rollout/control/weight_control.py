@@ -29,12 +29,12 @@ from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.rank_consensus import RankConsensus
 from rollout.control.weight_commit import WeightCommit, committed, successor
 from rollout.control.weight_groups import WeightGroups
-from rollout.control.weight_queue import Job, WeightQueue
+from rollout.control.weight_queue import Job, WeightQueue, nothing, replies
 from rollout.control.weight_reading import shown_weights
 from rollout.control.weight_sources import SOURCES
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.messages.io_struct import ContinueGenerationReqInput, ContinueReply
-from rollout.core.messages.message import ControlReqInput, ControlReqOutput, NoReply, Reply
+from rollout.core.messages.message import ControlReqInput, ControlReqOutput, NoReply
 from rollout.core.messages.update_state import CommitReply, EndedUpdateState, UpdateStateReply
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
@@ -49,6 +49,7 @@ from rollout.core.messages.weights import (
     UpdateWeightVersionReqInput,
     VersionReply,
 )
+from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
 from weight_sync.checker import live_fingerprints
 from weight_sync.content import Digests
@@ -122,9 +123,10 @@ class WeightControl:
         """The verbs that take their turn."""
         return self._queue.verbs
 
-    def advance(self) -> None:
-        """Finish the verb whose I/O is done, at a step boundary, and start the next."""
-        self._queue.advance()
+    @property
+    def advance(self) -> Work:
+        """The work between steps: finish the verb whose I/O is done, start the next, see to the leases."""
+        return self._queue.advance
 
     def add_jobs(self, planners: dict[type, Callable[[Any], Job]]) -> None:
         """Add further verbs that take their turn in the queue, by message type."""
@@ -146,12 +148,14 @@ class WeightControl:
         """Note that a pause was asked for."""
         self._num_pauses += 1
         self._starts_anew = True
+        self._queue.call()
         if not self._queue.busy:
             self._forget_loss()
 
     def on_paused(self) -> None:
         """Note that generation is paused."""
         self._leases.on_pause()
+        self._queue.call()
 
     def require_no_update_in_pause(self) -> None:
         """Raises `Conflict` where generation must not go on, even for a while, before an update is settled."""
@@ -163,6 +167,7 @@ class WeightControl:
         """Note that generation goes on without a continue."""
         if not self._queue.busy and self._updater.is_open and self._updater.is_implicit:
             self._updater.drop("the pause in which it was sent was given up")
+            self._queue.call()
 
     def _forget_loss(self) -> None:
         """Forget a loss before the last pause, but not during a verb: ranks may lose an update at different times."""
@@ -215,9 +220,9 @@ class WeightControl:
 
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
         update_id = verb.update_id or verb.request_id  # the same on all ranks
-        begun = _replies("Weight update begun.", BeginReply(update_id=update_id))
+        begun = replies("Weight update begun.", BeginReply(update_id=update_id))
         if update_id == self._updater.open_id:  # sent again, as its answer did not arrive
-            return Job(verb, _nothing, begun)
+            return Job(verb, nothing, begun)
         if verb.coverage == "partial" and not verb.has_manifest and verb.update_id is None:
             raise BadRequest(
                 "coverage partial without a manifest takes any tensors: give an update_id, so that only yours are taken"
@@ -284,7 +289,7 @@ class WeightControl:
         cast = verb.cast if isinstance(verb, BringsTensorsReqInput) else None
         if refusal is not None:
             return Job(
-                verb, lambda: updater.turn_away(source(), refusal), _replies("", BucketReply()), waits=updater.patience
+                verb, lambda: updater.turn_away(source(), refusal), replies("", BucketReply()), waits=updater.patience
             )
         if verb.abort_all_requests:
             self._scheduler.abort(None)
@@ -332,7 +337,7 @@ class WeightControl:
         update_id = verb.update_id
         if update_id is not None and (ended := self._updater.outcome(update_id)).kind == "committed":
             reply = CommitReply(**ended.answer)
-            return Job(verb, _nothing, _replies(committed(reply), reply))
+            return Job(verb, nothing, replies(committed(reply), reply))
 
         def verify() -> None:
             if verb.weight_version is not None:
@@ -340,7 +345,7 @@ class WeightControl:
             self._updater.verify(update_id)
 
         if verb.phase == "verify":
-            return Job(verb, verify, _replies("Weight update verified; commit or abort it.", CommitReply()))
+            return Job(verb, verify, replies("Weight update verified; commit or abort it.", CommitReply()))
         if verb.phase == "commit":
             roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
             admit = functools.partial(self._updater.admit, update_id, "commit")
@@ -348,7 +353,7 @@ class WeightControl:
         return Job(verb, verify, lambda _: self._commit.run())
 
     def _abort(self, verb: AbortWeightUpdateReqInput) -> Job:
-        step = _replies("Weight update aborted; the previous weights serve.", NoReply())
+        step = replies("Weight update aborted; the previous weights serve.", NoReply())
         return Job(verb, lambda: self._updater.abort(verb.update_id), step)
 
     def _continue(self, verb: _Continue) -> Job:
@@ -390,11 +395,3 @@ class WeightControl:
             return f"Weight version updated to {verb.new_version}.", VersionReply(new_version=verb.new_version)
 
         return Job(verb, lambda: self._updater.require_own(verb.update_id), step)
-
-
-def _nothing() -> None:
-    """Do nothing, as the I/O part of a verb that has none; it still takes its turn in the queue."""
-
-
-def _replies(message: str, reply: Reply) -> Callable[[Any], tuple[str, Reply]]:
-    return lambda _: (message, reply)

@@ -88,9 +88,9 @@ class Job:
 class WeightQueue:
     """`starting(verb)` comes before each verb is planned, `finished(verb, succeeded)` after its job.
 
-    `settle(waiting)` is called while no job is under way and before each, with the verbs that wait and the times at
-    which they came.  All on the scheduler's thread.  `wait_limit(verb)`: for how many seconds a verb lets the job
-    before it wait for its sender; None: no limit.
+    `settle(waiting)` is called before each job and after it, with the verbs that wait and the times at which they
+    came; it returns when it must be called again, if no verb comes.  All on the scheduler's thread.
+    `wait_limit(verb)`: for how many seconds a verb lets the job before it wait for its sender; None: no limit.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class WeightQueue:
         *,
         starting: Callable[[ControlReqInput[Any]], None],
         finished: Callable[[ControlReqInput[Any], bool], None],
-        settle: Callable[[Iterable[tuple[float, ControlReqInput[Any]]]], None],
+        settle: Callable[[Iterable[tuple[float, ControlReqInput[Any]]]], float],
         wait_limit: Callable[[ControlReqInput[Any]], float | None],
     ) -> None:
         self._scheduler = scheduler
@@ -144,20 +144,32 @@ class WeightQueue:
     def put(self, verb: ControlReqInput[Any]) -> None:
         """Put the verb into the queue."""
         self._waiting.append((self._scheduler.now, verb))
+        self.call()
+
+    def call(self) -> None:
+        """Let `advance` run at the next step boundary.  May be called from any thread."""
+        self._scheduler.agenda.call(self.advance)
 
     def advance(self) -> None:
         """Finish the job whose I/O is done, start the next."""
         while True:
             if self._job is None:
-                self._settle(self._waiting)
+                deadline = self._settle(self._waiting)
                 if not self._waiting:
+                    self._scheduler.agenda.call_at(self.advance, deadline)
                     return
                 self._start(self._waiting.popleft()[1])
                 continue
             if not self._is_done():
                 self._end_waits(self._job)
+                if self._asks_each_turn(self._job):
+                    self.call()
                 return
             self._finish()
+
+    def _asks_each_turn(self, job: Job) -> bool:
+        """Return whether the end of the I/O does not suffice: ranks must agree on it, or a verb may cut it short."""
+        return self._scheduler.parallel.tp.size > 1 or (job.waits is not None and bool(self._waiting))
 
     def _end_waits(self, job: Job) -> None:
         if job.waits is None:
@@ -204,7 +216,12 @@ class WeightQueue:
         io = functools.partial(_on_threads, count, job.io)
         thread = self._brief if job.is_brief else self._io
         self._future = thread.submit(self._consensus.run, mark, io, job.roll_back)
-        self._future.add_done_callback(lambda _: self._wake())
+        self._future.add_done_callback(self._on_done)
+
+    def _on_done(self, _: Future) -> None:
+        """Note the end of the I/O part, on its thread."""
+        self.call()
+        self._wake()
 
     def _plan(self, verb: ControlReqInput[Any]) -> Job:
         verb.require_in_time(self._scheduler.now)
@@ -228,6 +245,15 @@ class WeightQueue:
         self._finished(job.verb, answer.success)
         self._settle(self._waiting)
         self._scheduler.reply(answer)
+
+
+def nothing() -> None:
+    """Do nothing, as the I/O part of a verb that has none; it still takes its turn in the queue."""
+
+
+def replies(message: str, reply: Reply) -> Callable[[Any], tuple[str, Reply]]:
+    """Return the step part of a verb that only answers."""
+    return lambda _: (message, reply)
 
 
 def _refused(verb: ControlReqInput[Any], error: Exception) -> Job:

@@ -238,6 +238,7 @@ def _wire(
         events=events,
         max_pinned_tokens=int(limits.num_slots * args.session_pin_fraction),
         pin_timeout=args.session_pin_timeout,
+        clock=lambda: channel.now,
         states=_sequence_memory(args, limits, device),
     )
     lists = partial(RowLists.of_engine, args.max_running_requests, limits.context_length)

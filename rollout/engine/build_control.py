@@ -50,7 +50,7 @@ def build_control(
     device: torch.device,
     pages: MemoryPages | None,
 ) -> None:
-    """Connect every verb's handler, and what runs between steps, in its order.
+    """Connect every verb's handler, and the work between steps, in its order.
 
     `layout` None: experts are not spread.  `wake()` interrupts the scheduler's wait for messages.  `static_state`: the
     fields of `SchedulerState` that do not change.  `pages` None: memory is not released.
@@ -111,18 +111,20 @@ def build_control(
     profiler = StepProfiler(scheduler, NamedFolders.of(args))
     sessions = SessionControl(scheduler)
     weights.add_jobs(checker.jobs | disk.jobs | memory.jobs)
+    commit.followers = (memory.notice_refresh, kv_age.advance, scheduler.cache.pins.retire)
     scheduler.connect(
         weights.verbs | eplb.verbs | experts.verbs | control.verbs | profiler.verbs | sessions.verbs,
         weights.queued_verbs,
         between_steps=[
             weights.advance,
-            eplb.advance,
+            *eplb.work,
             memory.notice_refresh,
             kv_age.advance,
             control.settle_waits,
             control.drain,
             profiler.advance,
-            sessions.advance,
+            scheduler.cache.pins.retire,
+            sessions.expire,
         ],
     )
 

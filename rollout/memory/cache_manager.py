@@ -12,7 +12,8 @@ available, and return to the free list when the batch changes or another request
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -89,13 +90,14 @@ class CacheManager:
         events: KVEvents | None = None,
         max_pinned_tokens: int = 0,
         pin_timeout: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
         states: SequenceMemory | None = None,
     ) -> None:
         self.allocator = SlotAllocator(num_slots)
         kind = NoPrefixCache if disable_radix_cache else RadixCache
         self.prefix_cache: RadixCache = kind(self.allocator, events, None if states is None else states.rows)
         self.states = states  # None: a sequence's KV is all that layers keep
-        self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout)
+        self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout, clock)
         self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, num_slots, device)
         self.num_private = 0  # slots held by requests and not by the cache
         self._ahead: list[torch.Tensor] = []  # [B] each, the next step's last

@@ -7,7 +7,10 @@ cannot be matched any more, so they are never kept.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollout.memory.radix_cache import RadixCache
@@ -24,14 +27,19 @@ class _Pin:
 
 
 class SessionPins:
-    """`max_tokens`: tokens of all pinned prefixes together, each counted once; 0 pins nothing."""
+    """`max_tokens`: tokens of all pinned prefixes together, each counted once; 0 pins nothing.  `clock`: monotonic.
 
-    def __init__(self, cache: RadixCache, max_tokens: int, keep_s: float) -> None:
+    `on_first()` is called with the first pin, after there was none.
+    """
+
+    def __init__(
+        self, cache: RadixCache, max_tokens: int, keep_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.on_first: Callable[[], None] = lambda: None
         self._cache = cache
         self._max_tokens = max_tokens
         self._keep_s = keep_s
-        self._now = 0.0
-        self._weight_epoch = 0
+        self._clock = clock
         self._pins: OrderedDict[str, _Pin] = OrderedDict()  # the least recently used session first
 
     def keep(self, session_id: str, node: RadixNode) -> None:
@@ -39,8 +47,10 @@ class SessionPins:
         path = self._cache.path(node)
         if not 0 < sum(map(len, path)) <= self._max_tokens:
             return
+        if not self._pins:
+            self.on_first()
         pin = self._pins.setdefault(session_id, _Pin(0.0))
-        pin.expires_at = self._now + self._keep_s
+        pin.expires_at = self._clock() + self._keep_s
         self._pins.move_to_end(session_id)
         self._cache.pin(node)
         superseded = [old for old in pin.nodes if old in path]
@@ -54,15 +64,20 @@ class SessionPins:
             else:
                 self.drop_oldest()
 
-    def advance(self, now: float, weight_epoch: int) -> None:
-        """Drop what has expired at `now`, and everything if other weights were published."""
-        self._now = now
-        if weight_epoch != self._weight_epoch:
-            self._weight_epoch = weight_epoch
-            self.clear()
-            self._cache.drop_retired()
-        while self._pins and next(iter(self._pins.values())).expires_at <= now:
+    def expire(self) -> float:
+        """Drop what has expired; return when the next pin does, by the clock."""
+        now = self._clock()
+        while self._pins:
+            expires_at = next(iter(self._pins.values())).expires_at
+            if expires_at > now:
+                return expires_at
             self.drop_oldest()
+        return math.inf
+
+    def retire(self) -> None:
+        """Drop everything, as other weights were published."""
+        self.clear()
+        self._cache.drop_retired()
 
     def drop_oldest(self) -> bool:
         """Drop the least recently used session.  False: there is none."""
@@ -86,4 +101,4 @@ class SessionPins:
     def expires_in(self, session_id: str) -> float | None:
         """Seconds; None: the session has no pin."""
         pin = self._pins.get(session_id)
-        return None if pin is None else pin.expires_at - self._now
+        return None if pin is None else pin.expires_at - self._clock()

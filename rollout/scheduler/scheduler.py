@@ -29,6 +29,7 @@ from rollout.distributed.parallel import Parallel
 from rollout.executor.model_runner import ModelRunner
 from rollout.memory.cache_manager import CacheManager
 from rollout.memory.kv_events import KVEvents
+from rollout.scheduler.agenda import Agenda, Work
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
@@ -49,7 +50,7 @@ VerbHandler = Callable[..., ControlReqOutput[Any] | None]
 class Scheduler:
     """Owns the queues and the gates.  One thread; `tick` is one turn of the loop, run in inference mode.
 
-    On several ranks every rank runs one, in step with the others: the inbox is shared, so verbs and the calls between
+    On several ranks every rank runs one, in step with the others: the inbox is shared, so verbs and the work between
     steps run on all ranks in the same turn, and may communicate.
     """
 
@@ -79,6 +80,7 @@ class Scheduler:
         self.kv_events = kv_events
         self.stats = StepStats()
         self.serving = ServingState(self.finish_step)
+        self.agenda = Agenda(channel)
         self._channel = channel
         self._policy = policy
         self._steps = steps
@@ -96,7 +98,6 @@ class Scheduler:
         self._by_rid: dict[str, Req] = {}
         self._verbs: dict[type, VerbHandler] = {}
         self._queued: set[type] = set()
-        self._between_steps: Sequence[Callable[[], None]] = ()
 
     # --- wiring ---------------------------------------------------------------------------------------------------
 
@@ -104,16 +105,16 @@ class Scheduler:
         self,
         verbs: Mapping[type, VerbHandler],
         queued_verbs: Mapping[type, VerbHandler],
-        between_steps: Sequence[Callable[[], None]],
+        between_steps: Sequence[Work],
     ) -> None:
-        """Set the handlers by message type, and the functions called at every step boundary, in that order.
+        """Set the handlers by message type, and the order of the work between steps; it is done where `agenda` has it.
 
         A handler answers at once, or returns None and calls `reply` later.  Queued verbs run later, and their deadline
         is checked only then.
         """
         self._verbs = {**verbs, **queued_verbs}
         self._queued = set(queued_verbs)
-        self._between_steps = between_steps
+        self.agenda.order = between_steps
 
     def poll_quickly(self, soon: bool) -> None:
         """Keep an idle turn from waiting long, while something is about to be ready on all ranks."""
@@ -161,8 +162,7 @@ class Scheduler:
             wait_ms = min(wait_ms, _SOON_MS)
         for message in self._channel.receive(wait_ms):
             self._dispatch(message)
-        for advance in self._between_steps:
-            advance()
+        self.agenda.run()
         self.parallel.require_whole()
         runs = not self.serving.is_stopped and (self.has_work or not self._is_alone)
         if runs:

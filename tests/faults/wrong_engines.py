@@ -9,9 +9,8 @@ Each is a context in which the engine's own code is replaced; nothing else of th
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from rollout.control.control import Control
 from rollout.control.rank_consensus import PeerRankError, RankConsensus
 from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_control import WeightControl
+from rollout.control.weight_queue import WeightQueue
 from rollout.distributed.communicator import Communicator, RankLostError
 from rollout.distributed.parallel import Parallel
 from rollout.engine import build
@@ -33,9 +33,9 @@ from rollout.memory.radix_cache import RadixCache
 from rollout.memory.radix_node import Namespace
 from rollout.memory.sequence import CachedSequence
 from rollout.model.model_state import ModelState, ServingEpoch
+from rollout.scheduler.agenda import Agenda
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req, VersionMarks
-from rollout.scheduler.scheduler import Scheduler
 from tests.faults import engines
 from weight_sync import intake
 from weight_sync.errors import WeightSyncError
@@ -242,22 +242,23 @@ def recomputes_routes_after_a_retraction() -> Context:
 @noticed_by("histories")
 def commits_in_the_middle_of_a_step() -> Context:
     """Commit between the layers and the output head."""
-    boundary: list[Callable[[], None]] = []
-    logits, connect = ModelRunner.logits, Scheduler.connect
+    queues: list[WeightQueue] = []
+    logits, run, advance = ModelRunner.logits, Agenda.run, WeightQueue.advance
 
-    def connects(self: Scheduler, verbs: Any, queued: Any, between_steps: Sequence[Callable[[], None]]) -> None:
-        def only_when_idle(advance: Callable[[], None]) -> None:
-            if not self.has_work:
-                advance()
+    def builds(self: WeightQueue, *args: Any, **fields: Any) -> None:
+        make(self, *args, **fields)
+        queues.append(self)
 
-        boundary.extend(one for one in between_steps if isinstance(one.__self__, WeightControl))  # type: ignore[attr-defined]
-        connect(self, verbs, queued, [functools.partial(only_when_idle, advance) for advance in between_steps])
+    def only_when_idle(self: Agenda) -> None:
+        if not queues[-1]._scheduler.has_work:
+            run(self)
 
     def wrong(self: ModelRunner, hidden_ND: torch.Tensor) -> torch.Tensor:
-        boundary[-1]()
+        advance(queues[-1])
         return logits(self, hidden_ND)
 
-    return _replaced((Scheduler, "connect", connects), (ModelRunner, "logits", wrong))
+    make = WeightQueue.__init__
+    return _replaced((WeightQueue, "__init__", builds), (Agenda, "run", only_when_idle), (ModelRunner, "logits", wrong))
 
 
 @noticed_by("histories")

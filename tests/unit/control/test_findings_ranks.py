@@ -181,7 +181,7 @@ def test_w02_a_lease_runs_out_on_all_ranks_at_once(
     name = next(iter(new))
     (answer,) = send(harness, {name: torch.full_like(new[name], torch.nan)}, parts=1)
     assert not answer.success
-    assert len({updater._transaction.lease._deadline for updater in updaters(harness)}) == 1  # type: ignore[union-attr]
+    assert len({updater._transaction.lease.deadline for updater in updaters(harness)}) == 1  # type: ignore[union-attr]
     until = time.monotonic() + 1.5
     while time.monotonic() < until:
         harness.tick()

@@ -143,7 +143,7 @@ def deliver(harness: ParallelHarness, tensors: Tensors, **fields: Any) -> Contro
 
 
 def eplb_of(scheduler: Scheduler) -> EplbControl:
-    owners = [getattr(hook, "__self__", None) for hook in scheduler._between_steps]
+    owners = [getattr(hook, "__self__", None) for hook in scheduler.agenda.order]
     (control,) = [owner for owner in owners if isinstance(owner, EplbControl)]
     return control
 

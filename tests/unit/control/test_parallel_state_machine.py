@@ -310,7 +310,7 @@ def _no_fence(patches: pytest.MonkeyPatch, world: World) -> None:
     """Experts are moved although a weight update is open."""
     patches.setattr(WeightControl, "under_way", None)
     for scheduler in world.engine.schedulers:
-        for hook in scheduler._between_steps:
+        for hook in scheduler.agenda.order:
             owner = getattr(hook, "__self__", None)
             if type(owner).__name__ == "EplbControl":
                 patches.setattr(owner, "_weight_update", lambda: None)

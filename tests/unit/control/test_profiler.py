@@ -158,7 +158,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelHarness]
 
 def is_under_way(harness: ParallelHarness) -> list[bool]:
     """By rank."""
-    hooks = [[getattr(hook, "__self__", None) for hook in each._between_steps] for each in harness.schedulers]
+    hooks = [[getattr(hook, "__self__", None) for hook in each.agenda.order] for each in harness.schedulers]
     profilers = [next(owner for owner in owners if isinstance(owner, StepProfiler)) for owners in hooks]
     return [profiler._trace is not None for profiler in profilers]
 
@@ -220,7 +220,7 @@ def test_all_ranks_end_after_the_same_step(ranks: ParallelHarness, fake: type[Fa
 
 def test_without_a_profile_nothing_is_asked_of_other_ranks(ranks: ParallelHarness) -> None:
     groups = [group for scheduler in ranks.schedulers for group in scheduler.parallel.communicators]
-    hooks = [hook for each in ranks.schedulers for hook in each._between_steps]
+    hooks = [hook for each in ranks.schedulers for hook in each.agenda.order]
     profilers = [hook for hook in hooks if isinstance(getattr(hook, "__self__", None), StepProfiler)]
     for group in groups:
         group.reset_counts()

@@ -133,7 +133,7 @@ def status(harness: ParallelHarness) -> dict[str, Any]:
 
 
 def controls(harness: ParallelHarness) -> list[EplbControl]:
-    owners = [getattr(hook, "__self__", None) for s in harness.schedulers for hook in s._between_steps]
+    owners = [getattr(hook, "__self__", None) for s in harness.schedulers for hook in s.agenda.order]
     return [owner for owner in owners if isinstance(owner, EplbControl)]
 
 

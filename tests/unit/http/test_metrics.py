@@ -152,14 +152,14 @@ def test_a_server_whose_scheduler_is_stuck_is_not_alive(live: Live) -> None:
         is_stuck.set()
         go_on.wait(20)
 
-    between_steps = live.scheduler.scheduler._between_steps
-    between_steps.append(stand_still)
+    agenda = live.scheduler.scheduler.agenda
+    agenda.order = [*agenda.order, stand_still]
+    agenda.call(stand_still)
     try:
         assert is_stuck.wait(5)
         reply = live.client.get("/liveness", params={"timeout": 0.5})
         assert reply.status_code == 503 and "0.5 s" in reply.json()["error"]["message"]
     finally:
-        between_steps.pop()
         go_on.set()
     assert live.client.get("/liveness").status_code == 200
 

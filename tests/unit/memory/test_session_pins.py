@@ -32,7 +32,8 @@ class Pinned:
     def __init__(self, max_tokens: int, num_slots: int = 400) -> None:
         self.allocator = SlotAllocator(num_slots)
         self.cache = RadixCache(self.allocator)
-        self.pins = SessionPins(self.cache, max_tokens, keep_s=10.0)
+        self.now = 0.0
+        self.pins = SessionPins(self.cache, max_tokens, keep_s=10.0, clock=lambda: self.now)
 
     def keep(self, session_id: str, tokens: list[int]) -> RadixNode:
         short = len(tokens) - self.allocator.num_free
@@ -63,7 +64,8 @@ def test_the_bound_holds_whatever_comes(max_tokens: int) -> None:
         if rng.random() < 0.05:
             made.pins.drop(f"s{rng.randrange(6)}")
         if rng.random() < 0.05:
-            made.pins.advance(step / 10, weight_epoch=0)
+            made.now = step / 10
+            made.pins.expire()
         made.check()
         most = max(most, made.cache.num_pinned)
     assert 0.7 * max_tokens <= most <= max_tokens
@@ -101,12 +103,14 @@ def test_who_was_quiet_longest_gives_way() -> None:
 def test_pins_expire_and_die_with_their_weights() -> None:
     made = Pinned(100)
     made.keep("a", [1, 2])
-    made.pins.advance(5.0, weight_epoch=0)
+    made.now = 5.0
+    assert made.pins.expire() == 10.0
     made.keep("b", [1, 3])
     assert made.pins.expires_in("a") == 5.0 and made.pins.expires_in("b") == 10.0
-    made.pins.advance(10.0, weight_epoch=0)
+    made.now = 10.0
+    assert made.pins.expire() == 15.0
     assert list(made.pins.nodes()) == ["b"] and made.pins.expires_in("a") is None
-    made.pins.advance(10.0, weight_epoch=1)
+    made.pins.retire()
     assert not made.pins.nodes() and made.cache.num_locked == 0
 
 
