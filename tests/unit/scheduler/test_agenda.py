@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.core.messages.io_struct import PauseGenerationReqInput
+from rollout.control.weight_queue import Job, replies
+from rollout.core.messages.io_struct import FlushCacheReqInput, PauseGenerationReqInput
+from rollout.core.messages.message import NoReply
 from rollout.scheduler.agenda import Agenda
 from rollout.scheduler.channel import LocalChannel
 from tests.call_recorder import Call, Recorder, is_poll, steady, turns_of
 from tests.model_zoo import tiny_checkpoint
+from tests.parallel_harness import control_of
 from tests.scheduler_harness import Harness
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -185,3 +188,19 @@ def test_what_is_pending_is_seen_by_the_recorder(harness: Harness) -> None:
     turns = recorded_turns(harness, 2)
     assert "WeightQueue.advance" in polls(turns[:1]) and polls(turns[1:]) == {"Agenda.run"}
     harness.scheduler.serving.resume()
+
+
+def test_a_turn_does_not_ask_whether_io_has_ended(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, may_end, ends = control_of(harness.scheduler)._queue, threading.Event(), threading.Event()
+    monkeypatch.setattr(queue, "_wake", ends.set)  # comes after the agenda has learnt of the end
+    monkeypatch.setitem(harness.scheduler._verbs, FlushCacheReqInput, queue.put)
+    monkeypatch.setitem(
+        queue._planners, FlushCacheReqInput, lambda verb: Job(verb, lambda: may_end.wait(30), replies("", NoReply()))
+    )
+    flush = harness.post(FlushCacheReqInput)
+    assert "WeightQueue._start" in polls(recorded_turns(harness, 1))
+    assert polls(recorded_turns(harness, 3)) == {"Agenda.run"} and flush not in harness.answers
+    may_end.set()
+    assert ends.wait(30)
+    assert "WeightQueue._finish" in polls(recorded_turns(harness, 1)) and harness.answers[flush].success
+    assert polls(recorded_turns(harness, 3)) == {"Agenda.run"}
