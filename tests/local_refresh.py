@@ -32,9 +32,10 @@ def io_of(harness: Harness) -> ThreadPoolExecutor:
 
 
 def deliver(harness: Harness, tensors: Mapping[str, torch.Tensor]) -> None:
-    """One bucket into the open weight update."""
+    """Write one bucket into the open weight update, and let the next turn see it as it sees the end of a verb."""
     updater = updater_of(harness)
     updater.receive(LoopbackSource(list(tensors.items())), update_id=updater.open_id if updater.is_bound else None)
+    control_of(harness)._weights._queue.call()
 
 
 def refresh(
