@@ -156,7 +156,7 @@ def test_engine_05_many_objects_are_413(live: Live) -> None:
 LONG_TEXTS = """
 import asyncio, resource, sys, time
 from rollout.core.errors import BadRequest, TooLarge
-from rollout.tokenizer_manager import tokenizer as module
+from rollout.text import tokenizer as module
 
 module.MAX_TOKENS = 500_000
 tokenizer = module.Tokenizer.load(sys.argv[1])
