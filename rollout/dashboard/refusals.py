@@ -1,4 +1,4 @@
-"""`RefusalLog`: the last requests that got an error, and why; an ASGI middleware notes them as answers go out."""
+"""`RefusalLog`: the last requests that got an error, and why; the gate before the routes tells it of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.http.io import CLIENT_CLOSED_REQUEST
 
@@ -38,6 +37,11 @@ class RefusalLog:
     def __init__(self) -> None:
         self._entries: deque[Refusal] = deque(maxlen=KEPT)
 
+    def note_answer(self, method: str, path: str, status: int, body: bytes) -> None:
+        """Note an answer from status 400 on, but not 503 to a probe, nor that a client went away."""
+        if status != CLIENT_CLOSED_REQUEST and not (status == 503 and path in PROBES):
+            self.note(method, path, status, reason_in(body))
+
     def note(self, method: str, path: str, status: int, reason: str) -> None:
         new = Refusal(method[:16], _cut(path, MAX_PATH_CHARS), status, _cut(reason, MAX_REASON_CHARS))
         last = self._entries[-1] if self._entries else None
@@ -51,39 +55,6 @@ class RefusalLog:
     def entries(self) -> list[dict[str, Any]]:
         """Oldest first."""
         return [asdict(entry) for entry in self._entries]
-
-
-class NoteRefusals:
-    """Notes in `log` every answer of the application from status 400 on, and what it raised, but not 503 to a probe.
-
-    Stands behind the keys, so that no client without one fills the log.
-    """
-
-    def __init__(self, app: ASGIApp, *, log: RefusalLog) -> None:
-        self._app = app
-        self._log = log
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = 0
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif status >= 400:
-                if status != CLIENT_CLOSED_REQUEST and not (status == 503 and scope["path"] in PROBES):
-                    self._log.note(scope["method"], scope["path"], status, reason_in(message.get("body", b"")))
-                status = 0  # of a body in parts the first is enough
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noting)
-        except Exception as error:
-            self._log.note(scope["method"], scope["path"], 500, f"internal error: {type(error).__name__}")
-            raise
 
 
 def _cut(text: str, most: int) -> str:

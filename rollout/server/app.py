@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.core.errors import BadRequest, LockstepError
 from rollout.core.messages.experts import DumpExpertDistributionReqInput
@@ -24,14 +22,13 @@ from rollout.core.messages.weights import (
 )
 from rollout.core.version import VERSION
 from rollout.dashboard.history import ServerHistory
-from rollout.dashboard.refusals import NoteRefusals
 from rollout.dashboard.routes import DashboardRoutes
 from rollout.http.api_page.routes import PageRoutes
-from rollout.http.auth import KeyMiddleware
 from rollout.http.control.experts import ExpertRoutes
 from rollout.http.control.routes import ControlRoutes
 from rollout.http.control.verbs import VerbRoutes
 from rollout.http.control.weights import WeightRoutes
+from rollout.http.gate import Gate
 from rollout.http.io import describe_query, error_response
 from rollout.http.metrics.metrics import Metrics
 from rollout.http.native.info import InfoRoutes
@@ -44,8 +41,6 @@ from rollout.http.vllm.generate_routes import VllmGenerateRoutes
 from rollout.http.vllm.rpc_routes import RpcRoutes
 from rollout.http.vllm.weight_routes import VllmWeightRoutes
 from rollout.tokenizer_manager.manager import TokenizerManager
-
-logger = logging.getLogger(__name__)
 
 
 def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistory) -> FastAPI:
@@ -95,40 +90,17 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     for router in (*open_to_clients, *control):
         app.include_router(router)
     control_paths = {route.path for router in control for route in router.routes if isinstance(route, APIRoute)}
-    app.add_middleware(NoteRefusals, log=history.refusals)
-    app.add_middleware(KeyMiddleware, args=args, control_paths=control_paths, asking_pages={"/docs": pages.api_page})
+    app.add_middleware(
+        Gate,
+        args=args,
+        control_paths=control_paths,
+        asking_pages={"/docs": pages.api_page},
+        refused=history.refusals.note_answer,
+    )
     app.add_exception_handler(RequestValidationError, _on_bad_query)
     for kind in (LockstepError, HTTPException):
         app.add_exception_handler(kind, _on_known_error)
-    app.add_middleware(_UnknownErrors)
     return app
-
-
-class _UnknownErrors:
-    """Answers unexpected errors with a 500 inside the application, so that the client's connection stays open.
-
-    Starlette's own handler raises the error again once it is answered; the server then closes the connection, and the
-    next request of a pooled client fails.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def note_start(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_start)
-        except Exception as error:
-            if started or scope["type"] != "http":
-                raise
-            logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
-            await error_response(error)(scope, receive, send)
 
 
 async def _on_bad_query(_: Request, error: Exception) -> Response:

@@ -32,8 +32,8 @@ from rollout.core.messages.req_output import FinishReason, LogprobDelta, ReqOutp
 from rollout.core.messages.weights import GetWeightsByNameReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.http import protocol
+from rollout.http.gate import Turns
 from rollout.http.openai import protocol as openai_protocol
-from rollout.http.turns import Turns
 from rollout.scheduler.channel import ZmqChannel
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager import response

@@ -1,6 +1,8 @@
-"""Access control: the keys of `--api-key` and `--admin-api-key`, and, where no key is asked for, the calling web page.
+"""`Gate`: the one middleware before the routes, so that it also stands before streams and unknown paths.
 
-An ASGI middleware, so that it also stands before streams and unknown paths.
+    key or site     the keys of `--api-key` and `--admin-api-key`; without a key, the web page that calls
+    turn            how many requests begin in one pass of the event loop
+    application     a 500 for what it raises, and a note of each error that it answers
 
 A browser on this machine takes a request of any page to a server without a key.  What such a request has:
 
@@ -11,35 +13,57 @@ A browser on this machine takes a request of any page to a server without a key.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
-from collections.abc import Collection, Mapping
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout.core.args.server_args import ServerArgs
-from rollout.http.io import json_response
-from rollout.http.turns import Turns
+from rollout.http.io import error_response, json_response
 from rollout.http.web_page import Page
 
+logger = logging.getLogger(__name__)
+
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/liveness", "/ping", "/metrics", "/dashboard"})
+AT_ONCE = 8
+"""Requests that begin in one pass of the event loop."""
+
+Refused = Callable[[str, str, int, bytes], None]
+"""Takes method, path, status and body of an error that the application answered."""
 
 
-class KeyMiddleware:
-    """Refuses with 401 what does not carry the right `Authorization: Bearer KEY`, with 403 what a page of another site
-    sends where no key is asked for, and with 503 what comes over one connection too many, unless it is control.
+class Gate:
+    """Refuses a request, or passes it on and watches its answer.
+
+    It refuses with 401 a request without the right `Authorization: Bearer KEY`.  Where no key is asked for, it refuses
+    with 403 a request of another site's page.  It refuses with 503 a request over one connection too many, unless it is
+    control.
 
     With an admin key, control paths take that key and no other; without one they take the API key.  `OPEN_PATHS` take
-    anything.  What passes takes its turn, but for control and what is open.  `asking_pages`: what a 401 is instead of
-    JSON, by path: a page that asks for the key, as a browser cannot send one when it opens a page.
+    anything.  A request that passes takes its turn, but for control and open paths.  `asking_pages`: by path, the page
+    that takes the place of the JSON of a 401 and asks for the key: a browser cannot send one when it opens a page.
+
+    `refused` hears of the application's errors.  It does not hear of refusals here, so that clients without a key
+    cannot fill a log.
     """
 
     def __init__(
-        self, app: ASGIApp, *, args: ServerArgs, control_paths: Collection[str], asking_pages: Mapping[str, Page]
+        self,
+        app: ASGIApp,
+        *,
+        args: ServerArgs,
+        control_paths: Collection[str],
+        asking_pages: Mapping[str, Page],
+        refused: Refused,
     ) -> None:
         self._app = app
         self._asking_pages = asking_pages
+        self._refused = refused
         self._api_key = args.api_key
         self._admin_api_key = args.admin_api_key
         self._control_paths = frozenset(control_paths)
@@ -48,12 +72,45 @@ class KeyMiddleware:
         self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        if refusal is None:
-            if scope["path"] not in self._goes_first:
-                await self._turns.take()
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await self._refuse(refusal, scope, receive, send)
+            return
+        if scope["path"] not in self._goes_first:
+            await self._turns.take()
+        await self._pass(scope, receive, send)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application and answer an unexpected error with a 500, so that the client's connection stays open.
+
+        Starlette's own handler raises the error again once it is answered.  The server then closes the connection, and
+        the next request of a pooled client fails.
+        """
+        started, error_status = False, 0
+
+        async def watched(message: Message) -> None:
+            nonlocal started, error_status
+            if message["type"] == "http.response.start":
+                started, error_status = True, message["status"] if message["status"] >= 400 else 0
+            elif error_status:
+                self._refused(scope["method"], scope["path"], error_status, message.get("body", b""))
+                error_status = 0  # of a body in parts the first is enough
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            answer = error_response(error)
+            self._refused(scope["method"], scope["path"], answer.status_code, bytes(answer.body))
+            if started:
+                raise
+            logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+            await answer(scope, receive, send)
+
+    async def _refuse(self, refusal: tuple[int, str, str], scope: Scope, receive: Receive, send: Send) -> None:
         status, kind, message = refusal
         response = json_response({"error": {"type": kind, "message": message}}, status)
         if status == 401 and scope["method"] == "GET" and scope["path"] in self._asking_pages:
@@ -79,6 +136,45 @@ class KeyMiddleware:
         if _same(_bearer(headers), wanted):
             return None
         return 401, "Unauthorized", "missing or wrong key: Authorization: Bearer KEY"
+
+
+class Turns:
+    """Who begins in this pass of the event loop: first come, first served.  Use from one event loop.
+
+    A thousand requests that come at once would otherwise all be parsed before anything else gets its turn: health,
+    control and the answers of others.
+    """
+
+    def __init__(self) -> None:
+        self._left = AT_ONCE
+        self._is_due = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def take(self) -> None:
+        """Go on in this pass, or in a later one if `AT_ONCE` others did."""
+        if self._waiting or not self._left:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+            return
+        self._left -= 1
+        self._see_to_next_pass()
+
+    def _see_to_next_pass(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._pass)
+
+    def _pass(self) -> None:
+        self._is_due = False
+        self._left = AT_ONCE
+        while self._waiting and self._left:
+            turn = self._waiting.popleft()
+            if not turn.done():  # its request may have been cancelled
+                turn.set_result(None)
+                self._left -= 1
+        if self._left < AT_ONCE:
+            self._see_to_next_pass()
 
 
 class SiteCheck:
