@@ -33,9 +33,9 @@ from rollout.http.io import describe_query, error_response
 from rollout.http.metrics.metrics import Metrics
 from rollout.http.native.info import InfoRoutes
 from rollout.http.native.routes import NativeRoutes
-from rollout.http.native.sessions import SessionRoutes
 from rollout.http.openai.routes import OpenAIRoutes
 from rollout.http.server_info import num_ranks
+from rollout.http.sessions import SessionRoutes
 from rollout.http.vllm.control_routes import VllmControlRoutes
 from rollout.http.vllm.generate_routes import VllmGenerateRoutes
 from rollout.http.vllm.rpc_routes import RpcRoutes
@@ -79,7 +79,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         OpenAIRoutes(manager).router(),
         VllmGenerateRoutes(manager).router(),
         InfoRoutes(manager, metrics).router(),
-        SessionRoutes(manager).router(),
+        SessionRoutes(manager, metrics.sessions).router(),
         pages.router(),
         api_verbs,
     ]

@@ -46,7 +46,6 @@ from rollout.tokenizer_manager.request import GenerateReqInput, Prompt, expand
 from rollout.tokenizer_manager.response import ResponseForm, RouteShape
 from rollout.tokenizer_manager.rid_registry import RidRegistry
 from rollout.tokenizer_manager.sample import SampleRecord
-from rollout.tokenizer_manager.session_book import SessionBook
 from rollout.tokenizer_manager.validation import ServingLimits, check_prompts
 
 logger = logging.getLogger(__name__)
@@ -88,8 +87,7 @@ class TokenizerManager:
         self.failure_message: str | None = None  # why the scheduler failed
         self.communicator = Communicator(link.send, server_args.dp_size)
         self._link = link
-        self.sessions = SessionBook()
-        self._observers = [self.sessions, *observers]
+        self._observers = observers
         self._route_shape = RouteShape.of(model_config)
         self._tokenizer: Tokenizer | None = None
         self._limits: ServingLimits | None = None

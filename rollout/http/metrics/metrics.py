@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from rollout.core.messages.scheduler_state import SchedulerState
 from rollout.http.metrics.experts import ExpertMetrics
-from rollout.http.metrics.sessions import SessionMetrics
+from rollout.http.sessions import SessionBook
 from rollout.tokenizer_manager.sample import SampleRecord
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Metrics:
         )
         self._experts = ExpertMetrics(model_name)
         self._registry.register(self._experts)
-        self._sessions = SessionMetrics(model_name, self._registry)
+        self.sessions = SessionBook(model_name, self._registry)
 
     # --- RequestObserver -----------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Metrics:
                 seconds["per_token"] = seconds["decode"] / (len(record.output_ids) - 1)
         for key, value in seconds.items():
             self._seconds[key].labels(*labels).observe(value)
-        self._sessions.on_finished(record)
+        self.sessions.on_finished(record)
 
     # --- other sources -------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from rollout.core.errors import StartupError
 from rollout.core.messages.io_struct import ControlReqOutput, TokenizedGenerateReqInput
 from rollout.core.messages.sessions import FinishSessionReqInput, GetSessionsReqInput
 from rollout.families.registry import load_model_config
-from rollout.http.metrics import sessions as session_metrics
+from rollout.http import sessions as session_book
 from rollout.http.openai.messages import ChatMessages
 from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.tokenizer_manager.channel import SchedulerChannel
@@ -303,7 +303,7 @@ def test_labels_of_sessions_have_a_bound(sessions: Live, monkeypatch: pytest.Mon
         return {label: float(value) for label, value in found}
 
     before = labels()
-    monkeypatch.setattr(session_metrics, "MAX_LABELS", len(before) + 2)
+    monkeypatch.setattr(session_book, "MAX_LABELS", len(before) + 2)
     for index in range(5):
         sessions.generate(input_ids=[5], sampling_params={"max_new_tokens": 1}, session_id=f'label-{index}"')
     assert labels() == before | {'label-0\\"': 1.0, 'label-1\\"': 1.0, "other": 3.0}
