@@ -1,17 +1,22 @@
-"""Reading of bodies, writing of errors and noticing of disconnects: the parts that every route file shares."""
+"""Reading of bodies, writing of errors, naming of unknown fields and noticing of disconnects.
+
+Every route file shares these parts.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -19,8 +24,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rollout.core.errors import BadRequest, LockstepError, TooLarge, status_of
-from rollout.http.protocol import Body
-from rollout.http.unknown_fields import note_unknown, unknown_fields
+from rollout.core.known_fields import shown, unknown_field
+from rollout.http.protocol import Body, UnknownField, body_in, unknown_fields
 from rollout.tokenizer_manager.response import encode_json
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,8 @@ MAX_MESSAGE_CHARS = 4096
 LIST_PIECE = 1024
 """Elements of a long list that are decoded at once: about a millisecond."""
 CLIENT_CLOSED_REQUEST = 499
+IGNORED_HEADER = "x-ignored-fields"
+"""The header of an answer that has no place for the unknown fields; a list in JSON."""
 
 Model = TypeVar("Model", bound=Body)
 Result = TypeVar("Result")
@@ -229,6 +236,60 @@ async def read_limited(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     except ClientDisconnect:
         raise ClientGone("the client closed the connection") from None
     return bytes(chunks)
+
+
+# --- unknown fields ----------------------------------------------------------------------------------------------
+
+
+def note_unknown(request: Request, fields: list[UnknownField]) -> None:
+    """Have the answer name these fields.  Raises `BadRequest` under --strict-requests."""
+    if not fields:
+        return
+    if request.app.state.strict_requests:
+        raise BadRequest(unknown_field(*fields[0]))
+    request.state.ignored_fields = [*_noted(request), *(shown(field.path) for field in fields)]
+
+
+class NamingRoute(APIRoute):
+    """A route whose answers name the unknown fields of the request, with a "?" before a field of the URL."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def naming(request: Request) -> Response:
+            known = self._query_names
+            note_unknown(
+                request, [UnknownField(f"?{name}", known) for name in request.query_params if name not in known]
+            )
+            response = await handler(request)
+            ignored = _noted(request)
+            return named(response, ignored) if ignored else response
+
+        return naming
+
+    @functools.cached_property
+    def _query_names(self) -> frozenset[str]:
+        names: set[str] = set()
+        for field in self.dependant.query_params:
+            model = body_in(field.field_info.annotation)
+            names |= {field.alias} if model is None else model.model_fields.keys()
+        return frozenset(names)
+
+
+def named(response: Response, ignored: list[str]) -> Response:
+    """`response` with the names: in its JSON if that is an object, else in a header."""
+    if response.media_type == "application/json" and response.body:
+        content = msgspec.json.decode(response.body)
+        if isinstance(content, dict):
+            return Response(
+                encode_json(content | {"ignored_fields": ignored}), response.status_code, media_type="application/json"
+            )
+    response.headers[IGNORED_HEADER] = encode_json(ignored).decode()
+    return response
+
+
+def _noted(request: Request) -> list[str]:
+    return getattr(request.state, "ignored_fields", [])
 
 
 # --- disconnects -------------------------------------------------------------------------------------------------

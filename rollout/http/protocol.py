@@ -10,8 +10,11 @@ refused, not ignored.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import (
     BaseModel,
@@ -29,6 +32,7 @@ from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
 from rollout.core.known_fields import (
     HARMLESS_FIELDS,
     MEDIA_FIELDS,
+    MOST_IGNORED,
     UNSUPPORTED_GENERATE_FIELDS,
     UNSUPPORTED_SAMPLING_FIELDS,
     VLLM_SAMPLING_FIELDS,
@@ -171,6 +175,52 @@ def refuse_unsupported(raw: dict[str, Any], names: frozenset[str], place: str = 
         asks = value is not None and value is not False and value != -1 if name in BUDGETS else value
         if asks:
             raise UnsupportedFeature(f"{place}{name} is not supported by this server")
+
+
+# --- unknown fields ---------------------------------------------------------------------------------------------------
+
+
+def unknown_fields(model: type[Body], raw: Mapping[str, Any]) -> list[UnknownField]:
+    """Return the first `MOST_IGNORED` unknown fields of a body, also in bodies inside it."""
+    return list(itertools.islice(_unknown(model, raw, ""), MOST_IGNORED))
+
+
+def _unknown(model: type[Body], raw: Mapping[str, Any], place: str) -> Iterator[UnknownField]:
+    known = known_names(model)
+    for name, value in raw.items():
+        if value is not None and name not in known:
+            yield UnknownField(place + name, known)
+    for name, inner in _inner_bodies(model).items():
+        value = raw.get(name)
+        if isinstance(value, dict):
+            yield from _unknown(inner, value, f"{place}{name}.")
+        elif isinstance(value, list):
+            for index, each in enumerate(value):
+                if isinstance(each, dict):
+                    yield from _unknown(inner, each, f"{place}{name}[{index}].")
+
+
+@functools.cache
+def known_names(model: type[Body]) -> frozenset[str]:
+    """Names that are honoured, refused by name, or harmless."""
+    return frozenset({*model.model_fields, *model.unsupported, *model.other_names, *model.harmless})
+
+
+@functools.cache
+def _inner_bodies(model: type[Body]) -> dict[str, type[Body]]:
+    """The fields that hold bodies, or lists of them."""
+    found = {name: body_in(item.annotation) for name, item in model.model_fields.items()}
+    return {name: inner for name, inner in found.items() if inner is not None}
+
+
+def body_in(kind: Any) -> type[Body] | None:
+    """Return the body that a field of type `kind` holds, also in a list or union; None if it holds none."""
+    if isinstance(kind, type) and issubclass(kind, Body):
+        return kind
+    return next((inner for arm in get_args(kind) if (inner := body_in(arm)) is not None), None)
+
+
+# --- generation -------------------------------------------------------------------------------------------------
 
 
 class AnyGeneration(Body):

@@ -16,8 +16,7 @@ from starlette.responses import Response
 from rollout.core.errors import status_of
 from rollout.core.messages.message import ControlReqOutput
 from rollout.http import protocol
-from rollout.http.io import body_schema, describe_query, error_content, json_response, logger
-from rollout.http.unknown_fields import NamingRoute
+from rollout.http.io import NamingRoute, body_schema, describe_query, error_content, json_response, logger
 
 
 class ControlRoute(NamingRoute):

@@ -17,10 +17,9 @@ from rollout.core.messages.io_struct import VERBS
 from rollout.core.messages.message import AnyReply, ControlReqInput, ControlReqOutput
 from rollout.http.control.body import body_of, fields_of
 from rollout.http.control.io import ControlRoute, add_route, reply, reply_fields
-from rollout.http.io import json_body, json_response
+from rollout.http.io import NamingRoute, json_body, json_response
 from rollout.http.metrics.metrics import Metrics
 from rollout.http.protocol import Body
-from rollout.http.unknown_fields import NamingRoute
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 Responder = Callable[[Request, Any], Awaitable[Response]]

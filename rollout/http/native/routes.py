@@ -14,6 +14,7 @@ from starlette.responses import Response
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.http.io import (
     JsonParts,
+    NamingRoute,
     SseResponse,
     body_schema,
     json_body,
@@ -23,7 +24,6 @@ from rollout.http.io import (
 from rollout.http.native.sessions import addressed
 from rollout.http.openai.protocol import plain_messages
 from rollout.http.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest, template_variables
-from rollout.http.unknown_fields import NamingRoute
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import MAX_BATCH

@@ -16,8 +16,7 @@ from rollout.core.known_fields import (
 )
 from rollout.core.sampling_params import ALIASES, SamplingParams
 from rollout.http.openai.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
-from rollout.http.protocol import Body, GenerateRequest, TokenizeRequest, refuse_unsupported
-from rollout.http.unknown_fields import unknown_fields
+from rollout.http.protocol import Body, GenerateRequest, TokenizeRequest, refuse_unsupported, unknown_fields
 from rollout.http.vllm.generate_protocol import TokenGenerateRequest, TokenSamplingParams
 
 SGLANG_GENERATE = """
