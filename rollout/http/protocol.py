@@ -1,4 +1,4 @@
-"""Bodies of the native endpoints, as pydantic models, and the base of all bodies; /openapi.json shows them.
+"""`Body`, the base of all bodies, as pydantic models, which /openapi.json shows; and bodies of control endpoints.
 
 Bodies of control verbs are made from the verbs' declarations, see `verb_body`.  Values are not checked against a model
 here: `TokenizerManager` and the scheduler do that.
@@ -14,7 +14,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
 from pydantic import (
     BaseModel,
@@ -30,21 +30,13 @@ from pydantic_core import CoreSchema
 
 from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
 from rollout.core.known_fields import (
-    HARMLESS_FIELDS,
-    MEDIA_FIELDS,
     MOST_IGNORED,
-    UNSUPPORTED_GENERATE_FIELDS,
-    UNSUPPORTED_SAMPLING_FIELDS,
-    VLLM_SAMPLING_FIELDS,
     shown,
 )
-from rollout.core.messages.message import Int64, UpdateId
-from rollout.core.sampling_params import SamplingLogprobsMode
-from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, LogprobsFormat, RoutesFormat
+from rollout.core.messages.message import UpdateId
 
 TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
-ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 
 
 class UnknownField(NamedTuple):
@@ -218,117 +210,6 @@ def body_in(kind: Any) -> type[Body] | None:
     if isinstance(kind, type) and issubclass(kind, Body):
         return kind
     return next((inner for arm in get_args(kind) if (inner := body_in(arm)) is not None), None)
-
-
-# --- generation -------------------------------------------------------------------------------------------------
-
-
-class AnyGeneration(Body):
-    """The fields that requests of every dialect have."""
-
-    harmless = HARMLESS_FIELDS
-
-    stream: bool = False
-    session_id: str | None = None
-    extra_key: ExtraKey | None = None
-    cache_salt: ExtraKey | None = None
-    max_kv_version_lag: int | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None  # its old name
-
-    def common_fields(self) -> dict[str, Any]:
-        """Return fields of a `GenerateReqInput`.  Prefixes are shared only if `cache_salt` and `extra_key` agree."""
-        salt, key = self.cache_salt, self.extra_key
-        return {
-            "stream": self.stream,
-            "session_id": self.session_id,
-            "extra_key": key if salt is None else f"{salt}\x1f{key or ''}",
-            "max_kv_version_lag": self.max_kv_version_lag,
-            "ignored_fields": self.ignored_fields,
-            "routed_dp_rank": self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank,
-        }
-
-
-class GenerateRequest(AnyGeneration):
-    """POST /generate.  Lists of prompts make a batch; other fields then take one value or a list."""
-
-    unsupported = UNSUPPORTED_GENERATE_FIELDS
-
-    text: str | list[str] | None = None
-    input_ids: Annotated[TokenIds | list[TokenIds] | None, Field(union_mode="left_to_right")] = None
-    rid: str | list[str] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
-    return_logprob: bool | list[bool] = False
-    logprob_start_len: int | list[int] = -1
-    top_logprobs_num: int | list[int] = 0
-    token_ids_logprob: Annotated[TokenIds | list[TokenIds | None] | None, Field(union_mode="left_to_right")] = None
-    return_text_in_logprobs: bool = False
-    return_routed_experts: bool | None = None
-    routed_experts_start_len: int = 0
-    routed_experts_format: RoutesFormat = "compatible"
-    replay_routed_experts: str | dict[str, Any] | list[str | dict[str, Any] | None] | None = None
-    replay_routed_experts_start_len: int = 0
-    return_prompt_token_ids: bool = False
-    return_sampling_mask: bool | list[bool] | None = None
-    sampling_logprobs_mode: SamplingLogprobsMode | None = None
-    sampling_mask_format: Literal["lists", "csr"] = "lists"
-    logprobs_format: LogprobsFormat = "nested"
-    priority: Int64 = 0
-
-    def to_request(self) -> GenerateReqInput:
-        """Raises `UnsupportedFeature`."""
-        params = self.sampling_params
-        slime = [_asks_for_top_p_ids(each) for each in (params if isinstance(params, list) else [params])]
-        own = type(self).model_fields.keys() - AnyGeneration.model_fields.keys()
-        fields = {name: getattr(self, name) for name in own} | self.common_fields()
-        if any(slime):
-            fields |= {
-                "return_sampling_mask": slime if isinstance(params, list) else True,
-                "sampling_mask_format": "slime",
-            }
-        return GenerateReqInput(**fields | {"priority": -self.priority})  # SGLang's higher ones come first
-
-
-def _asks_for_top_p_ids(params: dict[str, Any]) -> bool:
-    """Return whether slime asks for sampling masks in its form; refuse unsupported names."""
-    asks = params.get("custom_params") == {"return_top_p_token_ids": True}
-    refused = UNSUPPORTED_SAMPLING_FIELDS - {"custom_params"} if asks else UNSUPPORTED_SAMPLING_FIELDS
-    refuse_unsupported(params, refused, "sampling_params: ")
-    for name, ours in VLLM_SAMPLING_FIELDS.items():
-        if params.get(name) is not None and params[name] is not False:
-            raise UnsupportedFeature(f"sampling_params: {name} is vLLM's; ask with {ours}")
-    return asks
-
-
-def template_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    """Return a client's variables for the chat template.  Raises `UnsupportedFeature` for what steers the rendering."""
-    reserved = {"tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "messages", "tools"}
-    refused = reserved & variables.keys()
-    if refused:
-        raise UnsupportedFeature(f"chat_template_kwargs may not set {', '.join(sorted(refused))}")
-    return variables
-
-
-class TokenizeRequest(Body):
-    """POST /tokenize.  The fields from `tools` to `add_generation_prompt` are for messages."""
-
-    unsupported = frozenset({"chat_template", "return_token_strs", "documents", "mm_processor_kwargs"})
-    harmless = MEDIA_FIELDS
-
-    model: str | None = None
-    prompt: str | list[str] | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
-    chat_template_kwargs: FreeObject = {}
-    continue_final_message: bool = False
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = True
-
-
-class DetokenizeRequest(Body):
-    model: str | None = None
-    tokens: Annotated[TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
-    skip_special_tokens: bool | None = None
 
 
 # --- control -----------------------------------------------------------------------------------------------------

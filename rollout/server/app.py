@@ -31,13 +31,14 @@ from rollout.http.control.weights import WeightRoutes
 from rollout.http.gate import Gate
 from rollout.http.io import describe_query, error_response
 from rollout.http.metrics.metrics import Metrics
+from rollout.http.native.generate import GenerateRoutes
 from rollout.http.native.info import InfoRoutes
-from rollout.http.native.routes import NativeRoutes
+from rollout.http.native.tokenize import TokenizeRoutes
 from rollout.http.openai.routes import OpenAIRoutes
 from rollout.http.server_info import num_ranks
 from rollout.http.sessions import SessionRoutes
 from rollout.http.vllm.control_routes import VllmControlRoutes
-from rollout.http.vllm.generate_routes import VllmGenerateRoutes
+from rollout.http.vllm.generate import VllmGenerateRoutes
 from rollout.http.vllm.rpc_routes import RpcRoutes
 from rollout.http.vllm.weight_routes import VllmWeightRoutes
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -75,7 +76,8 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         RpcRoutes(verbs, weights, vllm_weights, vllm_control, num_ranks(args)).router(),
     ]
     open_to_clients = [
-        NativeRoutes(manager).router(),
+        GenerateRoutes(manager).router(),
+        TokenizeRoutes(manager).router(),
         OpenAIRoutes(manager).router(),
         VllmGenerateRoutes(manager).router(),
         InfoRoutes(manager, metrics).router(),

@@ -21,8 +21,8 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import TooLarge
 from rollout.core.messages.io_struct import SchedulerReady
 from rollout.families.registry import load_model_config
+from rollout.http.native.generate import GenerateRequest
 from rollout.http.openai.protocol import CompletionRequest
-from rollout.http.protocol import GenerateRequest
 from rollout.tokenizer_manager.budget import AnswerForm
 from rollout.tokenizer_manager.request import expand
 from rollout.tokenizer_manager.validation import ServingLimits, check_prompts
@@ -136,7 +136,7 @@ class Refuses:
     def __call__(self, case: Case, size: int) -> bool:
         body = case.body(size)
         model = GenerateRequest if case.path == "/generate" else CompletionRequest
-        request = model.model_validate(body).to_request()
+        request = model.model_validate(body).to_request({})
         try:
             check_prompts(expand(request).prompts, self._limits, AnswerForm.of(request))
         except TooLarge:

@@ -7,22 +7,24 @@ A native log-probability entry is `[log-probability or None, token id, text or N
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from rollout.http.answers import (
+    Entry,
+    Native,
+    beside,
+    finish_fields,
+    finite,
+    ignored_fields,
+    prompt_logprobs,
+    usage,
+    version_info,
+)
 from rollout.http.openai.messages import ChatMessage
 from rollout.http.openai.protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
-from rollout.http.openai.text_offsets import TextOffsets
 from rollout.text.token_vocabulary import TokenVocabulary
-
-LOWEST_LOGPROB = -3.4028234663852886e38
-"""Stands for minus infinity, as clients of this format demand a number: the lowest float32.
-
-Not vLLM's -9999, which its clients take for a log-probability that is missing.
-"""
-
-Native = dict[str, Any]
-Entry = list[Any]
 
 
 def response_head(object_name: str, model: str, created: int, first: Native) -> dict[str, Any]:
@@ -45,19 +47,6 @@ def response_tail(request: OpenAIRequest, natives: Sequence[Native]) -> dict[str
     return tail | ({"sglext": extension} if extension else {})
 
 
-def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
-    """Tokens; the prompt of a group of n samples counts once."""
-    metas = [native["meta_info"] for native in natives]
-    prompt = sum(meta["prompt_tokens"] for meta in metas[::n])
-    completion = sum(meta["completion_tokens"] for meta in metas)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(meta["cached_tokens"] for meta in metas[::n])},
-    }
-
-
 def versions(native: Native) -> dict[str, Any]:
     """Return `version_info`, and its fields that are text as `metadata`: OpenAI's type holds nothing else there."""
     facts = version_info(native)
@@ -67,56 +56,11 @@ def versions(native: Native) -> dict[str, Any]:
     }
 
 
-def ignored_fields(native: Native) -> dict[str, Any]:
-    """Return the unknown fields of the request, if there are any."""
-    names = native["meta_info"].get("ignored_fields")
-    return {} if names is None else {"ignored_fields": names}
-
-
-def version_info(native: Native) -> dict[str, Any]:
-    """The fields of `meta_info` on weight versions and the session."""
-    meta = native["meta_info"]
-    names = (
-        "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
-        "kv_weight_version_oldest", "kv_weight_epoch_oldest", "session_id",
-    )  # fmt: skip
-    return {name: meta[name] for name in names if name in meta}
-
-
 def sglext(request: OpenAIRequest, native: Native) -> dict[str, Any]:
     """Routed experts of one choice; with `return_meta_info` every choice carries its own instead."""
     if request.return_meta_info:
         return {}
     return {key: value for key, value in native["meta_info"].items() if key.startswith("routed_experts")}
-
-
-def prompt_logprobs(meta: dict[str, Any], num_top: int) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each prompt token an object from token id to log-probability and rank, null for the first.
-
-    The token itself comes first, then the `num_top` most probable ones.  The rank of a token that is not among those
-    is `num_top + 1`: it is not lower.
-    """
-    entries = meta["input_token_logprobs"]
-    tops = beside(meta, "input_top_logprobs", 0, entries, num_top)
-    return [None if entry[0] is None else _ranked(entry, top) for entry, top in zip(entries, tops)]
-
-
-def _ranked(own: Entry, top: Sequence[Entry]) -> dict[str, Any]:
-    ranks = {entry[1]: rank for rank, entry in enumerate(top, start=1)}
-    return {
-        str(entry[1]): {
-            "logprob": finite(entry[0]), "rank": ranks.get(entry[1], len(top) + 1), "decoded_token": entry[2],
-        }
-        for entry in [own, *top]
-    }  # fmt: skip
-
-
-def finish_fields(native: Native) -> dict[str, Any]:
-    """`finish_reason` as one word (it may be `abort`) and what matched."""
-    reason = native["meta_info"]["finish_reason"]
-    if reason is None:
-        return {"finish_reason": None, "matched_stop": None}
-    return {"finish_reason": reason["type"], "matched_stop": reason.get("matched")}
 
 
 # --- completions -------------------------------------------------------------------------------------------------
@@ -144,13 +88,6 @@ def completion_logprobs(
         "top_logprobs": [None if entry[0] is None else _top_dict(entry, top) for entry, top in zip(entries, tops)],
         "text_offset": places,
     }
-
-
-def beside(
-    meta: dict[str, Any], name: str, first: int, entries: Sequence[Entry], num_top: int | None
-) -> list[list[Entry]]:
-    """The `num_top` most probable tokens beside `entries`; a request has as many for its prompt as for its output."""
-    return [(top or [])[:num_top] for top in meta[name][first:]] if num_top else [[] for _ in entries]
 
 
 def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
@@ -268,6 +205,51 @@ def _token_text(entry: Entry) -> str:
     return f"token_id:{entry[1]}" if entry[2] is None else entry[2]
 
 
-def finite(value: float) -> float:
-    """`value`, or the lowest float32 for minus infinity."""
-    return max(value, LOWEST_LOGPROB)
+# --- places ------------------------------------------------------------------------------------------------------
+
+
+class TextOffsets:
+    """Counts the characters of tokens as they come, whatever names the tokens have in the reply.
+
+    The tokens of one character have its place.  A token that the text does not show has the place of what follows it.
+    Without a `vocabulary` there is no text, and every place is 0.
+    """
+
+    def __init__(self, vocabulary: TokenVocabulary | None, *, skips_special: bool) -> None:
+        self._vocabulary = vocabulary
+        self._skips_special = skips_special
+        self._position = 0
+        self._is_first = True
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Return the places of a prompt's tokens; the special ones that tokenizing added are not in its `text`."""
+        hidden = set()
+        if self._vocabulary is not None:
+            named = {token_id: self._vocabulary.bytes_of(token_id).decode() for token_id in self._specials(token_ids)}
+            hidden = {token_id for token_id, name in named.items() if name not in text}
+        offsets = self._count(token_ids, hidden)
+        self._position = len(text)
+        self._decoder.reset()
+        self._is_first = True
+        return offsets
+
+    def output(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the places of the next output tokens."""
+        return self._count(token_ids, set(self._specials(token_ids)) if self._skips_special else set())
+
+    def _specials(self, token_ids: Sequence[int]) -> set[int]:
+        return set() if self._vocabulary is None else {*token_ids} & self._vocabulary.special_ids
+
+    def _count(self, token_ids: Sequence[int], hidden: set[int]) -> list[int]:
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._position)
+            if self._vocabulary is None or token_id in hidden:
+                continue
+            piece = self._decoder.decode(self._vocabulary.bytes_of(token_id))
+            if self._is_first and self._vocabulary.strips_first_space:
+                piece = piece.removeprefix(" ")
+            self._is_first = False
+            self._position += len(piece)
+        return offsets

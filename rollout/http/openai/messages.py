@@ -5,7 +5,6 @@ The formats of models are in `parsers`.
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from rollout.http.openai.parsers.said import ToolCall
 from rollout.http.openai.parsers.tool_calls import TOOL_CALL_READERS, CallFormat
 from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.tokenizer_manager.manager import TokenizerManager
-from rollout.tokenizer_manager.request import GenerateReqInput
 from rollout.tokenizer_manager.validation import check_token_ids
 
 PROMPT_TAIL = 16
@@ -90,19 +88,18 @@ class ChatMessages:
                 f"{args.reasoning_parser}: the harmony format of gpt-oss has both or none"
             )
 
-    def complete(self, body: ChatCompletionRequest, wanted: GenerateReqInput) -> GenerateReqInput:
-        """Add to the request that answers `body` what its parsers need: tokens to show, and ends of the turn."""
+    def kept_tokens(self, body: ChatCompletionRequest) -> tuple[str, ...]:
+        """Return the special tokens that the parsers of the answer to `body` have to see in its text."""
         reasoning_format, call_format = self._formats(body)
         kept = [*harmony.MARKERS] if self._is_harmony else []
         kept += [] if reasoning_format is None else [*reasoning_format.markers]
         kept += [] if call_format is None else [*call_format.markers]
+        return tuple(kept)
+
+    def end_ids(self) -> list[int]:
+        """Return the ids of the tokens that end a turn besides the model's own."""
         call_ends = () if self._call_format is None else self._call_format.ends
-        ends = self._manager.token_ids_of(harmony.ENDS_OF_TURN if self._is_harmony else call_ends)
-        params = wanted.sampling_params
-        assert isinstance(params, dict)
-        if ends and not params.get("ignore_eos"):
-            params = params | {"stop_token_ids": [*(params.get("stop_token_ids") or ()), *sorted(ends)]}
-        return dataclasses.replace(wanted, kept_special_tokens=tuple(kept), sampling_params=params)
+        return sorted(self._manager.token_ids_of(harmony.ENDS_OF_TURN if self._is_harmony else call_ends))
 
     def _formats(self, body: ChatCompletionRequest) -> tuple[ReasoningFormat | None, CallFormat | None]:
         """The formats that the answer to `body` is read by."""

@@ -1,98 +1,22 @@
 """Bodies of /v1/completions and /v1/chat/completions, and what they ask of the engine.
 
-Responses are in `openai_format`.
+Responses are in `format`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-import msgspec
 from pydantic import Field
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
-from rollout.core.known_fields import (
-    HARMLESS_OPENAI_FIELDS,
-    HARMLESS_SAMPLING_FIELDS,
-    SGLANG_SAMPLING_FIELDS,
-    UNSUPPORTED_GENERATE_FIELDS,
-    UNSUPPORTED_SAMPLING_FIELDS,
-)
+from rollout.core.known_fields import HARMLESS_OPENAI_FIELDS, UNSUPPORTED_GENERATE_FIELDS
 from rollout.core.sampling_params import SamplingLogprobsMode
-from rollout.http.protocol import (
-    AnyGeneration,
-    Body,
-    FreeForm,
-    FreeObject,
-    Messages,
-    TokenIds,
-    Tools,
-    template_variables,
-)
+from rollout.http.chat_messages import plain_messages, template_variables
+from rollout.http.generation import AnyGeneration, Count, SamplingFields, StreamOptions
+from rollout.http.protocol import FreeForm, FreeObject, Messages, TokenIds, Tools
 from rollout.tokenizer_manager.request import FILL_CONTEXT, GenerateReqInput, RoutesFormat
-
-_RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-_NOT_SAMPLING = {"include_stop_str_in_output", "prompt_logprobs"}
-Count = Annotated[int, Field(ge=0)]
-
-
-class StreamOptions(Body):
-    unsupported = frozenset({"continuous_usage_stats"})
-
-    include_usage: bool = False
-
-
-class SamplingFields(Body):
-    """Sampling parameters by OpenAI's and vLLM's names."""
-
-    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING_FIELDS
-    other_names: ClassVar[dict[str, str]] = SGLANG_SAMPLING_FIELDS
-    harmless: ClassVar[frozenset[str]] = HARMLESS_SAMPLING_FIELDS
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    n: int = 1
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    no_stop_trim: bool | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    prompt_logprobs: Count | None = None
-
-    def engine_sampling(self, max_new_tokens: int | None) -> dict[str, Any]:
-        """`sampling_params` of a `GenerateReqInput`; None leaves the length to the server."""
-        names = SamplingFields.model_fields.keys() - _NOT_SAMPLING
-        sampling = {_RENAMED.get(name, name): getattr(self, name) for name in names}
-        sampling["max_new_tokens"] = max_new_tokens
-        if self.seed == -1:  # vLLM's value for none
-            sampling["sampling_seed"] = None
-        if self.include_stop_str_in_output:
-            sampling["no_stop_trim"] = True
-        return {name: value for name, value in sampling.items() if value is not None}
-
-    def engine_logprobs(self, num_top: int | None, *, stream: bool) -> dict[str, Any]:
-        """Fields of a `GenerateReqInput` for `num_top` alternatives of each output token, None for none of it.
-
-        Raises `UnsupportedFeature`.
-        """
-        if self.prompt_logprobs is not None and stream:
-            raise UnsupportedFeature("prompt_logprobs cannot be streamed")
-        wanted = [count for count in (num_top, self.prompt_logprobs) if count is not None]
-        return {
-            "return_logprob": bool(wanted),
-            "top_logprobs_num": max(wanted, default=0),
-            "logprob_start_len": -1 if self.prompt_logprobs is None else 0,
-        }
 
 
 class OpenAIRequest(SamplingFields, AnyGeneration):
@@ -126,7 +50,9 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
     def wants_prompt_token_ids(self) -> bool:
         return self.return_prompt_token_ids or self.return_token_ids
 
-    def _engine_fields(self, max_new_tokens: int | None, num_top: int | None) -> dict[str, Any]:
+    def _engine_fields(
+        self, headers: Mapping[str, str], max_new_tokens: int | None, num_top: int | None
+    ) -> dict[str, Any]:
         """Fields of `GenerateReqInput` that do not depend on the endpoint; `num_top` as in `engine_logprobs`.
 
         Raises `BadRequest`.
@@ -137,7 +63,7 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
             raise BadRequest("return_sampling_mask requires return_meta_info=true")
         logprobs = self.engine_logprobs(0 if num_top is None and self.return_meta_info else num_top, stream=self.stream)
         return (
-            self.common_fields()
+            self.common_fields(headers)
             | logprobs
             | {
                 "sampling_params": self.engine_sampling(max_new_tokens),
@@ -168,8 +94,8 @@ class CompletionRequest(OpenAIRequest):
     best_of: int | None = None
     add_special_tokens: bool = True
 
-    def to_request(self) -> GenerateReqInput:
-        """Raises `BadRequest`."""
+    def to_request(self, headers: Mapping[str, str]) -> GenerateReqInput:
+        """Return the request.  Raises `BadRequest`."""
         if self.best_of is not None and self.best_of != self.n:
             raise BadRequest(f"best_of must equal n ({self.n}): candidates are not ranked, got {self.best_of}")
         prompt = self.prompt
@@ -180,7 +106,7 @@ class CompletionRequest(OpenAIRequest):
             raise UnsupportedFeature(
                 "add_special_tokens: false is not supported for text; send the token ids that /tokenize gives with it"
             )
-        fields = self._engine_fields(self.max_tokens, self.logprobs)
+        fields = self._engine_fields(headers, self.max_tokens, self.logprobs)
         if self.logprobs is not None and self.echo:
             fields["logprob_start_len"] = 0
         return GenerateReqInput(
@@ -238,70 +164,20 @@ class ChatCompletionRequest(OpenAIRequest):
             str(self.template_messages()[-1]["content"] or "") if self.continue_final_message and self.messages else ""
         )
 
-    def to_request(self, prompt_ids: list[int]) -> GenerateReqInput:
-        """Raises `BadRequest`."""
+    def to_request(
+        self, headers: Mapping[str, str], prompt_ids: list[int], kept_tokens: tuple[str, ...], end_ids: Sequence[int]
+    ) -> GenerateReqInput:
+        """Return the request for the prompt of the given ids, whose text holds `kept_tokens` and ends at `end_ids`.
+
+        Raises `BadRequest`.
+        """
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true")
         if self.tool_choice not in (None, "auto", "none"):
             raise UnsupportedFeature("tool_choice other than auto and none is not supported by this server")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else None
-        return GenerateReqInput(input_ids=prompt_ids, **self._engine_fields(limit, num_top))
-
-
-def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates take them: content as text, arguments of calls as objects.  Raises `BadRequest`.
-
-    Content that is null stays null beside calls, which some templates tell from an empty text.
-    """
-    if not messages:
-        raise BadRequest("messages is empty")
-    return [_plain_message(index, message) for index, message in enumerate(messages)]
-
-
-def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message.get("role"), str):
-        raise BadRequest(f"messages[{index}] has no role")
-    if isinstance(message.get("tool_calls"), list):
-        message = message | {"tool_calls": [_with_arguments(call) for call in message["tool_calls"]]}
-    content = message.get("content")
-    if content is None:
-        return message if "content" in message and message.get("tool_calls") else message | {"content": ""}
-    if isinstance(content, str):
-        return message
-    if not isinstance(content, list):
-        raise BadRequest(f"messages[{index}].content must be text or a list of parts")
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadRequest(f"messages[{index}].content holds a part that is not text; this server takes text only")
-        texts.append(part["text"])
-    return message | {"content": "".join(texts)}
-
-
-def _with_arguments(call: Any) -> Any:
-    """A tool call with its arguments as an object, as templates take them; clients send them as JSON text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"])
-    except (msgspec.DecodeError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return call | {"function": function | {"arguments": CallArguments(arguments, function["arguments"])}}
-
-
-class CallArguments(dict[str, Any]):
-    """Arguments of a call: an object for most templates, and text for others, which join it to text, as DeepSeek's."""
-
-    def __init__(self, values: dict[str, Any], text: str) -> None:
-        super().__init__(values)
-        self._text = text
-
-    def __add__(self, after: str) -> str:
-        return self._text + after
-
-    def __radd__(self, before: str) -> str:
-        return before + self._text
+        fields = self._engine_fields(headers, limit, num_top)
+        if end_ids and not self.ignore_eos:
+            fields["sampling_params"]["stop_token_ids"] = [*(self.stop_token_ids or ()), *end_ids]
+        return GenerateReqInput(input_ids=prompt_ids, kept_special_tokens=kept_tokens, **fields)

@@ -1,6 +1,6 @@
 """/v1/completions, /v1/chat/completions and /v1/models.
 
-The request is `openai_protocol`, the layout of a response's parts `openai_format`.
+The request is in `protocol`, the layout of a response's parts in `format`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from rollout.core.errors import NotFound, TooLarge
+from rollout.http.answers import Native, ignored_fields
 from rollout.http.io import SseResponse, body_schema, json_body, json_response, until_disconnect
-from rollout.http.native.sessions import addressed
 from rollout.http.openai import format as fmt
 from rollout.http.openai.messages import ChatMessage, ChatMessages
 from rollout.http.openai.protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
@@ -29,7 +29,7 @@ from rollout.tokenizer_manager.response import encode_json
 CompletionBody = Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
 ChatBody = Annotated[ChatCompletionRequest, Depends(json_body(ChatCompletionRequest))]
 
-ChoiceOf = Callable[[fmt.ChoiceCursor, int, fmt.Native], dict[str, Any]]
+ChoiceOf = Callable[[fmt.ChoiceCursor, int, Native], dict[str, Any]]
 
 
 class OpenAIRoutes:
@@ -52,11 +52,11 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request, body: CompletionBody) -> Response:
         """Complete one prompt or several, as text or token ids."""
-        wanted = addressed(body.to_request(), request.headers)
+        wanted = body.to_request(request.headers)
         handle = await until_disconnect(request.receive, self._manager.submit(wanted))
         prompt_texts = await self._prompt_texts(body, handle)
 
-        def choice_of(cursor: fmt.ChoiceCursor, index: int, native: fmt.Native) -> dict[str, Any]:
+        def choice_of(cursor: fmt.ChoiceCursor, index: int, native: Native) -> dict[str, Any]:
             return cursor.completion(body, index, native, prompt_texts[index])
 
         return await self._answer(request, handle, body, "text_completion", choice_of)
@@ -86,7 +86,7 @@ class OpenAIRoutes:
         """Answer a chat under the model's template, or continue `input_ids`."""
         handle, messages = await until_disconnect(request.receive, self._submit_chat(body, request.headers))
 
-        def choice_of(cursor: fmt.ChoiceCursor, index: int, native: fmt.Native) -> dict[str, Any]:
+        def choice_of(cursor: fmt.ChoiceCursor, index: int, native: Native) -> dict[str, Any]:
             return cursor.chat(body, messages[index], index, native)
 
         return await self._answer(request, handle, body, "chat.completion", choice_of)
@@ -104,7 +104,7 @@ class OpenAIRoutes:
                 add_generation_prompt=body.add_generation_prompt,
                 extra=body.template_variables(),
             )
-        wanted = addressed(self._messages.complete(body, body.to_request(prompt_ids)), headers)
+        wanted = body.to_request(headers, prompt_ids, self._messages.kept_tokens(body), self._messages.end_ids())
         make_message = self._messages.maker(body, prompt_ids)
         handle = await self._manager.submit(wanted)
         return handle, [make_message() for _ in handle.records]
@@ -139,7 +139,7 @@ class OpenAIRoutes:
         created, is_chat = int(time.time()), isinstance(body, ChatCompletionRequest)
         object_name += ".chunk" if is_chat else ""
         cursors: defaultdict[int, fmt.ChoiceCursor] = defaultdict(functools.partial(self._cursor, body))
-        finals: dict[int, fmt.Native] = {}
+        finals: dict[int, Native] = {}
         head = fmt.response_head(object_name, self._model_name(body), created, _first_native(handle))
         async with contextlib.aclosing(handle.stream()) as stream:
             async for index, native in stream:
@@ -152,7 +152,7 @@ class OpenAIRoutes:
                     yield encode_json(_chunk(head, make_choice))
                 else:
                     finals[index] = native
-                    last = head | fmt.versions(native) | fmt.ignored_fields(native)
+                    last = head | fmt.versions(native) | ignored_fields(native)
                     yield await handle.encode(functools.partial(_chunk, last, make_choice), index)
         natives = [finals[index] for index in sorted(finals)]
         tail = fmt.response_tail(body, natives)
@@ -189,7 +189,7 @@ def _chunk(head: dict[str, Any], make_choice: Callable[[], dict[str, Any]]) -> d
     return head | {"choices": [make_choice()]}
 
 
-def _first_native(handle: GenerateHandle) -> fmt.Native:
+def _first_native(handle: GenerateHandle) -> Native:
     """Return as much of the first choice as the head of a chunk needs."""
     return {"meta_info": {"id": handle.records[0].rid}}
 

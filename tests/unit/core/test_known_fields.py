@@ -15,9 +15,12 @@ from rollout.core.known_fields import (
     VLLM_SAMPLING_FIELDS,
 )
 from rollout.core.sampling_params import ALIASES, SamplingParams
-from rollout.http.openai.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
-from rollout.http.protocol import Body, GenerateRequest, TokenizeRequest, refuse_unsupported, unknown_fields
-from rollout.http.vllm.generate_protocol import TokenGenerateRequest, TokenSamplingParams
+from rollout.http.generation import StreamOptions
+from rollout.http.native.generate import GenerateRequest
+from rollout.http.native.tokenize import TokenizeRequest
+from rollout.http.openai.protocol import ChatCompletionRequest, CompletionRequest
+from rollout.http.protocol import Body, refuse_unsupported, unknown_fields
+from rollout.http.vllm.generate import TokenGenerateRequest, TokenSamplingParams
 
 SGLANG_GENERATE = """
 rid session_id text input_ids input_embeds image_data video_data audio_data mm_hashes mm_content_hashes
@@ -149,7 +152,7 @@ def test_no_known_sampling_parameter_is_ignored_by_generate(names: str) -> None:
     assert not set(names.split()) - KNOWN_SAMPLING_FIELDS
     for name in set(names.split()) & refused:
         with pytest.raises(UnsupportedFeature, match=name):
-            GenerateRequest(input_ids=[1], sampling_params={name: 1}).to_request()
+            GenerateRequest(input_ids=[1], sampling_params={name: 1}).to_request({})
 
 
 @pytest.mark.parametrize("name", ["thinking_token_budget", "max_thinking_tokens"])

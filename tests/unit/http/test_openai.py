@@ -12,7 +12,7 @@ import pytest
 
 from capture.codec import decode_compact
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
-from rollout.http.openai import format as fmt
+from rollout.http import answers
 from rollout.http.openai.protocol import ChatCompletionRequest
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import logprob_of, route_rows
@@ -366,11 +366,11 @@ def test_prompt_logprobs(live: Live, client: openai.OpenAI) -> None:
 def test_prompt_logprobs_rank_a_token_outside_the_top() -> None:
     meta = {"input_token_logprobs": [[None, 4, None], [-9.0, 5, "x"]],
             "input_top_logprobs": [None, [[-1.0, 8, "y"], [float("-inf"), 9, "z"]]]}  # fmt: skip
-    first, second = fmt.prompt_logprobs(meta, 1)
+    first, second = answers.prompt_logprobs(meta, 1)
     assert first is None and list(second) == ["5", "8"]
     assert second["5"] == {"logprob": -9.0, "rank": 2, "decoded_token": "x"}
-    assert fmt.prompt_logprobs(meta, 2)[1]["9"] == {
-        "logprob": fmt.LOWEST_LOGPROB, "rank": 2, "decoded_token": "z"
+    assert answers.prompt_logprobs(meta, 2)[1]["9"] == {
+        "logprob": answers.LOWEST_LOGPROB, "rank": 2, "decoded_token": "z"
     }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import TooLarge
 from rollout.core.messages.io_struct import SchedulerReady, TokenizedGenerateReqInput
 from rollout.families.registry import load_model_config
+from rollout.http.native.generate import GenerateRequest
 from rollout.http.openai.protocol import CompletionRequest
-from rollout.http.protocol import GenerateRequest
 from rollout.tokenizer_manager import budget as budgets
 from rollout.tokenizer_manager import replay
 from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits
@@ -66,7 +66,7 @@ def limits(folder: Path) -> ServingLimits:
 
 def check(limits: ServingLimits, body: dict[str, Any], model: Any = GenerateRequest) -> list[Prompt]:
     """The prompts of a body that is within the limits; raises `TooLarge`."""
-    request = model.model_validate(body).to_request()
+    request = model.model_validate(body).to_request({})
     prompts = expand(request).prompts
     check_prompts(prompts, limits, AnswerForm.of(request))
     return prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models
 
-from rollout.http.openai.text_offsets import TextOffsets
+from rollout.http.openai.format import TextOffsets
 from rollout.text.token_vocabulary import TokenVocabulary
 
 

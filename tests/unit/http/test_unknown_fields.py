@@ -18,7 +18,8 @@ from rollout.core.known_fields import HARMLESS_FIELDS, HARMLESS_OPENAI_FIELDS, M
 from rollout.core.messages.io_struct import VERBS
 from rollout.core.messages.weights import BeginWeightUpdateReqInput
 from rollout.http.control.body import body_of
-from rollout.http.protocol import GenerateRequest, unknown_fields
+from rollout.http.native.generate import GenerateRequest
+from rollout.http.protocol import unknown_fields
 from rollout.server.engine import Engine
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint

@@ -16,8 +16,8 @@ import pytest
 
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.req_output import FinishReason
-from rollout.http.vllm import generate_format as fmt
-from rollout.http.vllm.generate_protocol import TokenGenerateRequest
+from rollout.http.vllm import generate as fmt
+from rollout.http.vllm.generate import TokenGenerateRequest
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import NUM_EXPERTS, TOP_K, logprob_of
 from tests.tiny_tokenizer import write_model_folder

@@ -19,6 +19,7 @@ from rollout.families.registry import load_model_config
 from rollout.http import protocol
 from rollout.http.control.body import body_of
 from rollout.http.metrics.metrics import Metrics
+from rollout.http.native.generate import GenerateRequest
 from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.http.vllm import control_protocol as vllm_control_protocol
 from rollout.server.app import build_app
@@ -83,7 +84,7 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        protocol.GenerateRequest,
+        GenerateRequest,
         protocol.AbortRequest,
         protocol.RouteProbeRequest,
         *(body_of(verb) for verb in VERBS if verb.endpoint.path is not None),

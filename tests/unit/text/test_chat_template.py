@@ -15,7 +15,7 @@ import pytest
 import transformers
 
 from rollout.core.errors import BadRequest, StartupError, UnsupportedFeature
-from rollout.http.openai.protocol import plain_messages
+from rollout.http.chat_messages import plain_messages
 from rollout.text.chat_template import ChatTemplates
 from rollout.text.tokenizer import Tokenizer
 from rollout.text.tokenizer_files import read_tokenizer

@@ -1,43 +1,54 @@
-"""/generate, /tokenize and /detokenize."""
+"""/tokenize and /detokenize."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
+from pydantic import Field
 from starlette.responses import Response
 
 from rollout.core.errors import BadRequest, TooLarge
-from rollout.http.io import (
-    JsonParts,
-    NamingRoute,
-    SseResponse,
-    body_schema,
-    json_body,
-    json_response,
-    until_disconnect,
-)
-from rollout.http.native.sessions import addressed
-from rollout.http.openai.protocol import plain_messages
-from rollout.http.protocol import DetokenizeRequest, GenerateRequest, TokenizeRequest, template_variables
-from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.core.known_fields import MEDIA_FIELDS
+from rollout.http.chat_messages import plain_messages, template_variables
+from rollout.http.io import NamingRoute, body_schema, json_body, json_response
+from rollout.http.protocol import Body, FreeObject, Messages, TokenIds, Tools
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import MAX_BATCH
 from rollout.tokenizer_manager.validation import check_token_ids
 
 MAX_DECODED_IDS = 1 << 20
 
-GenerateBody = Annotated[GenerateRequest, Depends(json_body(GenerateRequest))]
+
+class TokenizeRequest(Body):
+    """POST /tokenize.  The fields from `tools` to `add_generation_prompt` are for messages."""
+
+    unsupported = frozenset({"chat_template", "return_token_strs", "documents", "mm_processor_kwargs"})
+    harmless = MEDIA_FIELDS
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: FreeObject = {}
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: Annotated[TokenIds | list[TokenIds], Field(union_mode="left_to_right")]
+    skip_special_tokens: bool | None = None
+
+
 TokenizeBody = Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))]
 
 
-class NativeRoutes:
-    """SGLang's native data endpoints."""
+class TokenizeRoutes:
+    """Token ids of texts and texts of token ids, under SGLang's and vLLM's names."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
@@ -45,21 +56,10 @@ class NativeRoutes:
     def router(self) -> APIRouter:
         router = APIRouter(route_class=NamingRoute, tags=["native"])
         add = router.add_api_route
-        for method in ("POST", "PUT"):  # one route each, so that each has an operation id of its own
-            add("/generate", self.generate, methods=[method], openapi_extra=body_schema(GenerateRequest))
         for prefix in ("", "/v1"):
             add(f"{prefix}/tokenize", self.tokenize, methods=["POST"], openapi_extra=body_schema(TokenizeRequest))
             add(f"{prefix}/detokenize", self.detokenize, methods=["POST"], openapi_extra=body_schema(DetokenizeRequest))
         return router
-
-    async def generate(self, request: Request, body: GenerateBody) -> Response:
-        """Generate, or score with `max_new_tokens` 0.  One prompt and n = 1 reply with an object, else with a list."""
-        wanted = addressed(body.to_request(), request.headers)
-        handle = await until_disconnect(request.receive, self._manager.submit(wanted))
-        if body.stream:
-            return SseResponse(_events(handle), on_close=handle.abort)
-        parts = await until_disconnect(request.receive, handle.encoded())
-        return JsonParts(parts, is_list=handle.replies_with_list)
 
     async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a prompt, a list of prompts, or a chat under the model's template."""
@@ -102,11 +102,3 @@ class NativeRoutes:
             texts = await tokenizer.decode_each(batch, skip_special_tokens=default if skips is None else skips)
             content[name] = texts if is_batch else texts[0]
         return json_response(content)
-
-
-async def _events(handle: GenerateHandle) -> AsyncGenerator[bytes, None]:
-    """Yield cumulative responses as they grow; the responses of a list say which sample they are."""
-    async with contextlib.aclosing(handle.stream()) as stream:
-        async for index, response in stream:
-            content = response | {"index": index} if handle.replies_with_list else response
-            yield await handle.encode(functools.partial(dict, content), index)

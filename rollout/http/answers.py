@@ -1,0 +1,90 @@
+"""Parts that answers of several dialects share, made of native responses.
+
+Pure functions over the dicts that `tokenizer_manager.response` builds.
+
+A native log-probability entry is `[log-probability or None, token id, text or None]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+LOWEST_LOGPROB = -3.4028234663852886e38
+"""Stands for minus infinity, as clients of this format demand a number: the lowest float32.
+
+Not vLLM's -9999, which its clients take for a log-probability that is missing.
+"""
+
+Native = dict[str, Any]
+Entry = list[Any]
+
+
+def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
+    """Tokens; the prompt of a group of n samples counts once."""
+    metas = [native["meta_info"] for native in natives]
+    prompt = sum(meta["prompt_tokens"] for meta in metas[::n])
+    completion = sum(meta["completion_tokens"] for meta in metas)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(meta["cached_tokens"] for meta in metas[::n])},
+    }
+
+
+def ignored_fields(native: Native) -> dict[str, Any]:
+    """Return the unknown fields of the request, if there are any."""
+    names = native["meta_info"].get("ignored_fields")
+    return {} if names is None else {"ignored_fields": names}
+
+
+def version_info(native: Native) -> dict[str, Any]:
+    """The fields of `meta_info` on weight versions and the session."""
+    meta = native["meta_info"]
+    names = (
+        "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
+        "kv_weight_version_oldest", "kv_weight_epoch_oldest", "session_id",
+    )  # fmt: skip
+    return {name: meta[name] for name in names if name in meta}
+
+
+def prompt_logprobs(meta: dict[str, Any], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's form: for each prompt token an object from token id to log-probability and rank, null for the first.
+
+    The token itself comes first, then the `num_top` most probable ones.  The rank of a token that is not among those
+    is `num_top + 1`: it is not lower.
+    """
+    entries = meta["input_token_logprobs"]
+    tops = beside(meta, "input_top_logprobs", 0, entries, num_top)
+    return [None if entry[0] is None else _ranked(entry, top) for entry, top in zip(entries, tops)]
+
+
+def _ranked(own: Entry, top: Sequence[Entry]) -> dict[str, Any]:
+    ranks = {entry[1]: rank for rank, entry in enumerate(top, start=1)}
+    return {
+        str(entry[1]): {
+            "logprob": finite(entry[0]), "rank": ranks.get(entry[1], len(top) + 1), "decoded_token": entry[2],
+        }
+        for entry in [own, *top]
+    }  # fmt: skip
+
+
+def finish_fields(native: Native) -> dict[str, Any]:
+    """`finish_reason` as one word (it may be `abort`) and what matched."""
+    reason = native["meta_info"]["finish_reason"]
+    if reason is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": reason["type"], "matched_stop": reason.get("matched")}
+
+
+def beside(
+    meta: dict[str, Any], name: str, first: int, entries: Sequence[Entry], num_top: int | None
+) -> list[list[Entry]]:
+    """The `num_top` most probable tokens beside `entries`; a request has as many for its prompt as for its output."""
+    return [(top or [])[:num_top] for top in meta[name][first:]] if num_top else [[] for _ in entries]
+
+
+def finite(value: float) -> float:
+    """`value`, or the lowest float32 for minus infinity."""
+    return max(value, LOWEST_LOGPROB)

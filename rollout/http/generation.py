@@ -1,0 +1,131 @@
+"""Fields that requests for tokens have in several dialects, and what they ask of the engine.
+
+A body of a dialect translates itself into a `GenerateReqInput`, the one request that `TokenizerManager` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from rollout.core.errors import BadRequest, UnsupportedFeature
+from rollout.core.known_fields import (
+    HARMLESS_FIELDS,
+    HARMLESS_SAMPLING_FIELDS,
+    SGLANG_SAMPLING_FIELDS,
+    UNSUPPORTED_SAMPLING_FIELDS,
+)
+from rollout.http.protocol import Body, TokenIds
+from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS
+
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
+RANK_HEADER = "x-data-parallel-rank"
+ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
+_RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_NOT_SAMPLING = {"include_stop_str_in_output", "prompt_logprobs"}
+Count = Annotated[int, Field(ge=0)]
+
+
+class AnyGeneration(Body):
+    """The fields that requests of every dialect have."""
+
+    harmless = HARMLESS_FIELDS
+
+    stream: bool = False
+    session_id: str | None = None
+    extra_key: ExtraKey | None = None
+    cache_salt: ExtraKey | None = None
+    max_kv_version_lag: int | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None  # its old name
+
+    def common_fields(self, headers: Mapping[str, str]) -> dict[str, Any]:
+        """Return fields of a `GenerateReqInput`.  Prefixes are shared only if `cache_salt` and `extra_key` agree.
+
+        The session and the data-parallel rank are taken from `headers` where the body names none.  Raises `BadRequest`.
+        """
+        salt, key = self.cache_salt, self.extra_key
+        session_id, rank = self.session_id, self.routed_dp_rank
+        if session_id is None:
+            session_id = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
+        if rank is None:
+            rank = _rank_in(headers) if self.data_parallel_rank is None else self.data_parallel_rank
+        return {
+            "stream": self.stream,
+            "session_id": session_id,
+            "extra_key": key if salt is None else f"{salt}\x1f{key or ''}",
+            "max_kv_version_lag": self.max_kv_version_lag,
+            "ignored_fields": self.ignored_fields,
+            "routed_dp_rank": rank,
+        }
+
+
+def _rank_in(headers: Mapping[str, str]) -> int | None:
+    """Return the data-parallel rank that the headers name.  Raises `BadRequest`."""
+    rank = headers.get(RANK_HEADER)
+    if not rank:
+        return None
+    if not rank.isdecimal() or len(rank) > 9:
+        raise BadRequest(f"{RANK_HEADER} must be a number, got {rank[:80]!r}")
+    return int(rank)
+
+
+class StreamOptions(Body):
+    unsupported = frozenset({"continuous_usage_stats"})
+
+    include_usage: bool = False
+
+
+class SamplingFields(Body):
+    """Sampling parameters by OpenAI's and vLLM's names."""
+
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING_FIELDS
+    other_names: ClassVar[dict[str, str]] = SGLANG_SAMPLING_FIELDS
+    harmless: ClassVar[frozenset[str]] = HARMLESS_SAMPLING_FIELDS
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: Count | None = None
+
+    def engine_sampling(self, max_new_tokens: int | None) -> dict[str, Any]:
+        """`sampling_params` of a `GenerateReqInput`; None leaves the length to the server."""
+        names = SamplingFields.model_fields.keys() - _NOT_SAMPLING
+        sampling = {_RENAMED.get(name, name): getattr(self, name) for name in names}
+        sampling["max_new_tokens"] = max_new_tokens
+        if self.seed == -1:  # vLLM's value for none
+            sampling["sampling_seed"] = None
+        if self.include_stop_str_in_output:
+            sampling["no_stop_trim"] = True
+        return {name: value for name, value in sampling.items() if value is not None}
+
+    def engine_logprobs(self, num_top: int | None, *, stream: bool) -> dict[str, Any]:
+        """Fields of a `GenerateReqInput` for `num_top` alternatives of each output token, None for none of it.
+
+        Raises `UnsupportedFeature`.
+        """
+        if self.prompt_logprobs is not None and stream:
+            raise UnsupportedFeature("prompt_logprobs cannot be streamed")
+        wanted = [count for count in (num_top, self.prompt_logprobs) if count is not None]
+        return {
+            "return_logprob": bool(wanted),
+            "top_logprobs_num": max(wanted, default=0),
+            "logprob_start_len": -1 if self.prompt_logprobs is None else 0,
+        }

@@ -1,0 +1,112 @@
+"""/generate: its body, its route and its stream."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from rollout.core.errors import UnsupportedFeature
+from rollout.core.known_fields import (
+    UNSUPPORTED_GENERATE_FIELDS,
+    UNSUPPORTED_SAMPLING_FIELDS,
+    VLLM_SAMPLING_FIELDS,
+)
+from rollout.core.messages.message import Int64
+from rollout.core.sampling_params import SamplingLogprobsMode
+from rollout.http.generation import AnyGeneration
+from rollout.http.io import JsonParts, NamingRoute, SseResponse, body_schema, json_body, until_disconnect
+from rollout.http.protocol import TokenIds, refuse_unsupported
+from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.request import GenerateReqInput, LogprobsFormat, RoutesFormat
+
+
+class GenerateRequest(AnyGeneration):
+    """POST /generate.  Lists of prompts make a batch; other fields then take one value or a list."""
+
+    unsupported = UNSUPPORTED_GENERATE_FIELDS
+
+    text: str | list[str] | None = None
+    input_ids: Annotated[TokenIds | list[TokenIds] | None, Field(union_mode="left_to_right")] = None
+    rid: str | list[str] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: Annotated[TokenIds | list[TokenIds | None] | None, Field(union_mode="left_to_right")] = None
+    return_text_in_logprobs: bool = False
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int = 0
+    routed_experts_format: RoutesFormat = "compatible"
+    replay_routed_experts: str | dict[str, Any] | list[str | dict[str, Any] | None] | None = None
+    replay_routed_experts_start_len: int = 0
+    return_prompt_token_ids: bool = False
+    return_sampling_mask: bool | list[bool] | None = None
+    sampling_logprobs_mode: SamplingLogprobsMode | None = None
+    sampling_mask_format: Literal["lists", "csr"] = "lists"
+    logprobs_format: LogprobsFormat = "nested"
+    priority: Int64 = 0
+
+    def to_request(self, headers: Mapping[str, str]) -> GenerateReqInput:
+        """Return the request.  Raises `BadRequest` or `UnsupportedFeature`."""
+        params = self.sampling_params
+        slime = [_asks_for_top_p_ids(each) for each in (params if isinstance(params, list) else [params])]
+        own = type(self).model_fields.keys() - AnyGeneration.model_fields.keys()
+        fields = {name: getattr(self, name) for name in own} | self.common_fields(headers)
+        if any(slime):
+            fields |= {
+                "return_sampling_mask": slime if isinstance(params, list) else True,
+                "sampling_mask_format": "slime",
+            }
+        return GenerateReqInput(**fields | {"priority": -self.priority})  # SGLang's higher ones come first
+
+
+def _asks_for_top_p_ids(params: dict[str, Any]) -> bool:
+    """Return whether slime asks for sampling masks in its form; refuse unsupported names."""
+    asks = params.get("custom_params") == {"return_top_p_token_ids": True}
+    refused = UNSUPPORTED_SAMPLING_FIELDS - {"custom_params"} if asks else UNSUPPORTED_SAMPLING_FIELDS
+    refuse_unsupported(params, refused, "sampling_params: ")
+    for name, ours in VLLM_SAMPLING_FIELDS.items():
+        if params.get(name) is not None and params[name] is not False:
+            raise UnsupportedFeature(f"sampling_params: {name} is vLLM's; ask with {ours}")
+    return asks
+
+
+GenerateBody = Annotated[GenerateRequest, Depends(json_body(GenerateRequest))]
+
+
+class GenerateRoutes:
+    """SGLang's native endpoint for tokens."""
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
+
+    def router(self) -> APIRouter:
+        router = APIRouter(route_class=NamingRoute, tags=["native"])
+        schema = body_schema(GenerateRequest)
+        for method in ("POST", "PUT"):  # one route each, so that each has an operation id of its own
+            router.add_api_route("/generate", self.generate, methods=[method], openapi_extra=schema)
+        return router
+
+    async def generate(self, request: Request, body: GenerateBody) -> Response:
+        """Generate, or score with `max_new_tokens` 0.  One prompt and n = 1 reply with an object, else with a list."""
+        wanted = body.to_request(request.headers)
+        handle = await until_disconnect(request.receive, self._manager.submit(wanted))
+        if body.stream:
+            return SseResponse(_events(handle), on_close=handle.abort)
+        parts = await until_disconnect(request.receive, handle.encoded())
+        return JsonParts(parts, is_list=handle.replies_with_list)
+
+
+async def _events(handle: GenerateHandle) -> AsyncGenerator[bytes, None]:
+    """Yield cumulative responses as they grow; the responses of a list say which sample they are."""
+    async with contextlib.aclosing(handle.stream()) as stream:
+        async for index, response in stream:
+            content = response | {"index": index} if handle.replies_with_list else response
+            yield await handle.encode(functools.partial(dict, content), index)
