@@ -419,6 +419,17 @@ def test_refusals_are_kept_with_their_reasons(live: Live) -> None:
     assert (second["path"], second["status"], second["reason"]) == (f"/{HOSTILE}", 404, "Not Found")
 
 
+def test_an_unexpected_error_is_answered_and_kept(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(live.manager, "submit", broken)
+    assert live.refused(input_ids=[1]) == (500, "internal error: ZeroDivisionError")
+    (kept_one,) = data_of(live)["refusals"]
+    assert (kept_one["path"], kept_one["status"]) == ("/generate", 500)
+    assert kept_one["reason"] == "internal error: ZeroDivisionError"
+
+
 def test_a_probe_that_hears_503_is_no_error_n32(live: Live) -> None:
     """N32: polls of /ready during the start filled the list of errors."""
     live.client.post("/pause_generation")
