@@ -2,7 +2,7 @@
 
     key or site     the keys of `--api-key` and `--admin-api-key`; without a key, the web page that calls
     turn            how many requests begin in one pass of the event loop
-    application     a 500 for what it raises, and a note of each error that it answers
+    application     a 500 for an unexpected error, and a note of each error that it answers
 
 A browser on this machine takes a request of any page to a server without a key.  What such a request has:
 
@@ -139,7 +139,7 @@ class Gate:
 
 
 class Turns:
-    """Who begins in this pass of the event loop: first come, first served.  Use from one event loop.
+    """The order in which requests begin: first come, first served.  Use from one event loop.
 
     A thousand requests that come at once would otherwise all be parsed before anything else gets its turn: health,
     control and the answers of others.
