@@ -218,7 +218,7 @@ class WeightQueue:
         self._future = thread.submit(self._consensus.run, mark, io, job.roll_back)
         self._future.add_done_callback(self._on_done)
 
-    def _on_done(self, _: Future) -> None:
+    def _on_done(self, _: Future[Any]) -> None:
         """Note the end of the I/O part, on its thread."""
         self.call()
         self._wake()

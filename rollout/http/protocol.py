@@ -30,7 +30,7 @@ from pydantic_core import CoreSchema
 
 from rollout.core.errors import BadRequest, TooLarge, UnsupportedFeature
 from rollout.core.known_fields import (
-    MOST_IGNORED,
+    MAX_IGNORED,
     shown,
 )
 from rollout.core.messages.message import UpdateId
@@ -173,8 +173,8 @@ def refuse_unsupported(raw: dict[str, Any], names: frozenset[str], place: str = 
 
 
 def unknown_fields(model: type[Body], raw: Mapping[str, Any]) -> list[UnknownField]:
-    """Return the first `MOST_IGNORED` unknown fields of a body, also in bodies inside it."""
-    return list(itertools.islice(_unknown(model, raw, ""), MOST_IGNORED))
+    """Return the first `MAX_IGNORED` unknown fields of a body, also in bodies inside it."""
+    return list(itertools.islice(_unknown(model, raw, ""), MAX_IGNORED))
 
 
 def _unknown(model: type[Body], raw: Mapping[str, Any], place: str) -> Iterator[UnknownField]:

@@ -16,12 +16,7 @@ from typing import Any
 
 from rollout.core.console import say
 from rollout.core.errors import BadRequest, FatalError, LockstepError, Unavailable, status_of
-from rollout.core.messages.io_struct import (
-    AbortReqInput,
-    BatchTokenOutput,
-    SchedulerInput,
-    TokenizedGenerateReqInput,
-)
+from rollout.core.messages.io_struct import AbortReqInput, BatchTokenOutput, SchedulerInput, TokenizedGenerateReqInput
 from rollout.core.messages.message import ControlReqInput, ControlReqOutput, failure
 from rollout.core.messages.req_output import FinishReason, ReqOutput
 from rollout.core.messages.unreadable import Unreadable
