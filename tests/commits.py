@@ -58,8 +58,9 @@ def main(words: Sequence[str]) -> int:
     if len(words) != 1:
         print(__doc__)
         return 2
-    if ".." not in words[0]:
-        found = problems(Path(words[0]).read_text(encoding="utf-8"))
+    path = Path(words[0])
+    if path.is_file() or ".." not in words[0]:
+        found = problems(path.read_text(encoding="utf-8"))
         print(*(f"commit message: {problem}" for problem in found), sep="\n", end="\n" if found else "")
         return bool(found)
     command = ["git", "log", "--no-merges", "--format=%h%n%B%x00", words[0]]

@@ -41,3 +41,15 @@ def test_the_hook_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "message").write_text("Added a flag\n\nIt was missing.\n\n# a comment of git\n")
     assert main([str(tmp_path / "message")]) == 1
     assert "imperative" in capsys.readouterr().out
+
+
+def test_a_path_with_two_dots_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "worktree").mkdir()
+    (tmp_path / "message").write_text("Added a flag\n\nIt was missing.\n")
+    assert main([str(tmp_path / "worktree" / ".." / "message")]) == 1
+    assert "commit message: the subject begins with 'Added'" in capsys.readouterr().out
+
+
+def test_a_range_is_read_from_git(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["HEAD..HEAD"]) == 0
+    assert capsys.readouterr().out == ""
