@@ -36,6 +36,7 @@ CLIENT = (ROOT / "docs" / "client.md").read_text()
 NUMERICS = (ROOT / "docs" / "exact_numerics.md").read_text()
 RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
 GPU = (ROOT / "docs" / "gpu.md").read_text()
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 # Fields of OpenAI's own documentation, and the few that have no effect.
 OPENAI_FIELDS = {
     *("model", "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tool_choice", "user"),
@@ -151,8 +152,9 @@ def test_the_files_named_in_the_readme_exist() -> None:
         (CLIENT, "docs"),
         (NUMERICS, "docs"),
         (GPU, "docs"),
+        (GLOSSARY, "docs"),
     ],
-    ids=["README", "http_api", "architecture", "reliability", "models", "client", "exact_numerics", "gpu"],
+    ids=["README", "http_api", "architecture", "reliability", "models", "client", "exact_numerics", "gpu", "glossary"],
 )
 def test_links_and_paths_lead_somewhere(text: str, folder: str) -> None:
     links = [ROOT / folder / target for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in target]
