@@ -225,13 +225,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 SEEING = {name for name, settings in FAMILIES.items() if "vision_config" in settings}
 
-# In the suites over families, the gate plays the families that have a kind of layer of their own.
-_IN_THE_GATE: tuple[str, ...] = ()
-
 
 def also_for(names: Iterable[str], otherwise: str) -> pytest.MarkDecorator:
-    """Plays a test for `otherwise`, what the fixture `model` is by default, and for each of these families."""
-    families = [pytest.param(name, marks=() if name in _IN_THE_GATE else pytest.mark.full) for name in names]
+    """Play a test for `otherwise`, the default of the fixture `model`, and in full for each of these families."""
+    families = [pytest.param(name, marks=pytest.mark.full) for name in names]
     return pytest.mark.parametrize("model", [otherwise, *families], indirect=True, scope="module")
 
 

@@ -36,6 +36,7 @@ from rollout.scheduler.serving_state import ServingState
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from tests.decode_batch_faults import ForgetsToAdvance, ForgetsWhoLeft
+from tests.faults.wrong_engines import recomputes_routes_after_a_retraction
 from tests.mixed.engine import Engine
 from tests.mixed.play import MixedFailed, play
 from tests.mixed.schedule import Schedule, schedule_of
@@ -205,16 +206,7 @@ def drops_a_row_of_routes() -> Context:
     return _replaced((RouteSlotStore, "write", wrong))
 
 
-@_enter
-def computes_rows_of_routes_again() -> Context:
-    """Compute rows again after a retraction, under the weights in force then."""
-    save = RecordReader.save_rows
-
-    def wrong(self: RecordReader, req: Req) -> None:
-        save(self, req)
-        req.saved_rows = None
-
-    return _replaced((RecordReader, "save_rows", wrong))
+_enter(recomputes_routes_after_a_retraction)
 
 
 @_enter
