@@ -8,13 +8,16 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess, alive
+from weight_sync.process_group import free_port
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +156,65 @@ def test_routes_by_default_and_routes_refused(folder: Path, dense: Path) -> None
         response = server.http.post("/generate", json=body | {"return_routed_experts": True})
         assert response.status_code == 400 and "dense" in response.text
         assert server.http.post("/generate", json=body).status_code == 200
+
+
+class Call(threading.Thread):
+    """A POST on a thread of its own."""
+
+    def __init__(self, server: ServerProcess, path: str, body: dict[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self._url, self._body = server.url + path, body
+        self.reply: httpx.Response | None = None
+        self.start()
+
+    def run(self) -> None:
+        self.reply = httpx.post(self._url, json=self._body, timeout=60, trust_env=False)
+
+    def wait(self, seconds: float) -> httpx.Response:
+        self.join(seconds)
+        assert self.reply is not None, f"no answer within {seconds} s"
+        return self.reply
+
+
+def rendezvous(server: ServerProcess) -> Call:
+    """Start a weight verb that takes as long as it may: nothing listens at its address."""
+    body = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+    call = Call(server, "/init_weights_update_group", body)
+    time.sleep(0.7)
+    return call
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(folder, tp_size=2) as server:
+        yield server
+
+
+@pytest.mark.full
+def test_w25_health_says_soon_that_a_rank_is_stopped(two_ranks: ServerProcess) -> None:
+    pid = two_ranks.rank_pids()[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        ill = two_ranks.http.get("/health")
+        assert time.monotonic() - started < 5
+        assert ill.status_code == 503 and "a rank is stopped" in ill.json()["error"]["message"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert two_ranks.http.get("/model_info").status_code == 200
+    assert two_ranks.http.get("/health").status_code == 200
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("timeout_s", "drain_s", "status"), [(2.0, 20.0, 502), (30.0, 1.0, 503)])
+def test_w22_a_weight_verb_under_way_is_answered_before_the_server_stops(
+    folder: Path, timeout_s: float, drain_s: float, status: int
+) -> None:
+    """Its own outcome is the answer if that comes in time, else 503; on a server that has nothing else to do."""
+    with ServerProcess(folder, weight_update_timeout=timeout_s, drain_timeout=drain_s) as server:
+        call = rendezvous(server)
+        server.process.send_signal(signal.SIGTERM)
+        reply = call.wait(20)
+        assert reply.status_code == status and reply.json()["success"] is False
+        assert server.wait_exit() == 0
+        assert "Traceback" not in server.stderr()

@@ -12,28 +12,29 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.integrations.framework import Row
+from tests.integrations.framework import Row, load_rows
 from tests.integrations.page import write_table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# What is not on PyPI is replayed from recordings, by tests that `make test-full` runs too.
-REPLAYS = sorted((ROOT / "tests" / "integration").glob("test_replay_*.py"))
+# Frameworks that are not on PyPI are replayed from recordings, by tests that `make test-full` runs too.
+RECORDED = ROOT / "tests" / "integration" / "test_recorded_clients.py"
 FILE_S = 240.0
+PLUGIN = "tests.integrations.rows"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.integrations")
     parser.add_argument("names", nargs="*", help="words of file names; default: all")
     names = parser.parse_args().names
-    files = [file for file in [*sorted(HERE.glob("test_*.py")), *REPLAYS] if not names or _named(file, names)]
+    files = [file for file in [*sorted(HERE.glob("test_*.py")), RECORDED] if not names or _named(file, names)]
     rows, failures = [], []
     for file in files:
         started = time.monotonic()
-        row, status = _run(file)
-        steps = f"{len(row.passed)} of {len(row.passed) + len(row.failed)} steps" if row is not None else "no step"
-        print(f"{file.stem}: {steps}, {time.monotonic() - started:.0f} s", flush=True)
-        rows += [row] if row is not None else []
+        found, status = _run(file)
+        passed, failed = sum(len(row.passed) for row in found), sum(len(row.failed) for row in found)
+        print(f"{file.stem}: {passed} of {passed + failed} steps, {time.monotonic() - started:.0f} s", flush=True)
+        rows += found
         failures += [file.stem] if status else []
     if not names:
         write_table(ROOT / "docs" / "integrations.md", rows)
@@ -46,17 +47,27 @@ def _named(file: Path, names: list[str]) -> bool:
     return any(name in file.stem for name in names)
 
 
-def _run(file: Path) -> tuple[Row | None, int]:
-    """Run a test file; return its row, if it came so far, and its exit status."""
+def _run(file: Path) -> tuple[list[Row], int]:
+    """Run a test file; return its rows, if it came so far, and its exit status."""
     with tempfile.TemporaryDirectory(prefix="lockstep-row-") as folder:
-        path = Path(folder) / "row.json"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.integrations.rows", "--row", str(path), str(file)]
+        path = Path(folder) / "rows.json"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "tests.integrations.rows",
+            "--rows",
+            str(path),
+            str(file),
+        ]
         try:
             status = subprocess.run(command, cwd=ROOT, timeout=FILE_S).returncode
         except subprocess.TimeoutExpired:
             print(f"{file.stem}: not done within {FILE_S:.0f} s", flush=True)
             status = 1
-        return (Row.load(path) if path.exists() else None), status
+        return (load_rows(path) if path.exists() else []), status
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """The framework that a test file drives, and its row of docs/integrations.md.
 
-A file says `FRAMEWORK = Framework(...)`; each of its tests is a step, named by the test.
+A file says `FRAMEWORK = Framework(...)`; each of its tests is a step, named by the test.  A file of several says
+`FRAMEWORKS`, by the names that its tests have as parameters.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -49,12 +51,13 @@ class Row:
             not_there=list(framework.not_there),
         )
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self)))
 
-    @classmethod
-    def load(cls, path: Path) -> Row:
-        return cls(**json.loads(path.read_text()))
+def save_rows(path: Path, rows: Sequence[Row]) -> None:
+    path.write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
+
+
+def load_rows(path: Path) -> list[Row]:
+    return [Row(**fields) for fields in json.loads(path.read_text())]
 
 
 def _flag(name: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A pytest plugin: `--row FILE` writes the row of the framework whose tests ran."""
+"""A pytest plugin: `--rows FILE` writes the rows of the frameworks whose tests ran."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.framework import Row
+from tests.integrations.framework import Framework, Row, save_rows
 
-_ROW = pytest.StashKey[Row]()
+_ROWS = pytest.StashKey[dict[str, Row]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--row", type=Path, help="file for the row of docs/integrations.md")
+    parser.addoption("--rows", type=Path, help="file for the rows of docs/integrations.md")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    frameworks = {id(found): found for item in session.items if (found := getattr(_module(item), "FRAMEWORK", None))}
-    for framework in frameworks.values():
-        session.config.stash[_ROW] = Row.of(framework)
+    frameworks = [framework for item in session.items if (framework := _framework(item)) is not None]
+    session.config.stash[_ROWS] = {framework.name: Row.of(framework) for framework in frameworks}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     report = yield
-    row = item.config.stash.get(_ROW, None)
-    if row is not None and (report.when == "call" or report.failed):
-        step = _step(item.name)
+    framework = _framework(item)
+    if framework is not None and (report.when == "call" or report.failed):
+        row, step = item.config.stash[_ROWS][framework.name], _step(item)
         steps = row.passed if report.passed else row.failed
         if step not in steps:
             steps.append(step)
@@ -35,17 +34,25 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    path, row = session.config.getoption("--row"), session.config.stash.get(_ROW, None)
-    if path is not None and row is not None:
-        row.save(path)
+    path, rows = session.config.getoption("--rows"), session.config.stash.get(_ROWS, {})
+    if path is not None and rows:
+        save_rows(path, list(rows.values()))
 
 
-def _step(test: str) -> str:
+def _framework(item: pytest.Item) -> Framework | None:
+    """Return the framework of a module, or the one of several that a recorded step names."""
+    module = getattr(item, "module", None)
+    if hasattr(module, "FRAMEWORKS"):
+        return module.FRAMEWORKS[_parameters(item)["framework"]]
+    return getattr(module, "FRAMEWORK", None)
+
+
+def _step(item: pytest.Item) -> str:
     """`test_some_words[sglang]`: "some words (sglang)"; of a recording its steps are the parameters."""
-    name, _, parameter = test.removeprefix("test_").removesuffix("]").partition("[")
-    words = parameter if name == "replay" else f"{name} ({parameter})" if parameter else name
+    name, _, parameter = item.name.removeprefix("test_").removesuffix("]").partition("[")
+    words = _parameters(item)["step"] if name == "replay" else f"{name} ({parameter})" if parameter else name
     return words.replace("_", " ")
 
 
-def _module(item: pytest.Item) -> Any:
-    return getattr(item, "module", None)
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params  # type: ignore[attr-defined, no-any-return]

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import base64
 import json
 from itertools import pairwise
@@ -240,3 +242,14 @@ def test_a_decoder_that_skips_the_checksum_would_be_caught(monkeypatch):
     record = bytearray(encode_compact(RoutedExperts(ids, 4, (0,), 1)))
     record[-1] ^= 1
     assert decode_compact(bytes(record)).logical_ids_TLK.tolist() == [[[0, 3]]]
+
+
+def test_21_nemo_rl_3292_a_record_is_a_byte_a_choice() -> None:
+    """The record is of a model with 128 experts, 48 layers and 8 experts a token, over 4,000 tokens."""
+    random = np.random.default_rng(0)
+    ids_TLK = random.random((4000, 48, 128)).argsort(axis=2)[:, :, :8].astype(id_dtype(128))
+    routed = RoutedExperts(ids_TLK, 128, tuple(range(48)), 48)
+    size = len(encode_compact(routed))
+    assert ids_TLK.size <= size < ids_TLK.size + 1024
+    assert len(json.dumps(ids_TLK[:100].tolist())) * 40 > 4 * size  # wrong: lists of numbers
+    assert len(encode_compatible(routed)) > 5 * size

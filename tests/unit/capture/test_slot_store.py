@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch
@@ -91,3 +93,11 @@ def test_unwritten_rows_are_missing_in_the_value_type(num_experts):
     array = store.read(np.array([3, 5, 7]))
     assert (array[1] == missing_id(num_experts)).all()
     assert RoutedExperts(array, num_experts, (0, 1), 2).missing_rows().tolist() == [1]
+
+
+def test_23_slime_2385_rows_of_all_slots_are_a_byte_a_choice() -> None:
+    slots, layers, top_k = 1000, 48, 8
+    store = RouteSlotStore(slots, layers, top_k, 128)
+    assert store.nbytes == slots * (layers * top_k + 1)
+    assert RouteSlotStore(slots, layers, top_k, 300).nbytes == slots * (2 * layers * top_k + 1)
+    assert torch.zeros(slots, layers, top_k, dtype=torch.int32).nbytes > 3 * store.nbytes  # wrong: what others take

@@ -25,6 +25,7 @@ from rollout.core.messages.io_struct import (
     SchedulerReady,
     TokenizedGenerateReqInput,
     decode_input,
+    decode_output,
     encode,
 )
 from rollout.core.messages.req_output import FinishedRecord, FinishReason, ReqOutput
@@ -347,3 +348,18 @@ def test_a_main_process_that_does_not_decode_what_it_sends_is_noticed(monkeypatc
     data = packed(request("r", replay=ReplayedRoutes(data=b"", shape=(0, 2, 3), start=True)))
     monkeypatch.undo()
     assert isinstance(read_input(data), Unreadable)
+
+
+def test_engine_01_an_answer_that_cannot_be_encoded_is_a_failed_answer(folder: Path) -> None:
+    harness = Harness(folder)
+    sent = harness.channel.send
+    harness.channel.send = lambda message: sent(_through_msgpack(message))  # as over a socket
+    harness.scheduler._verbs.update(
+        {FlushCacheReqInput: lambda verb: ControlReqOutput(request_id=verb.request_id, success=True, data={"n": 2**70})}
+    )
+    answer = harness.control(FlushCacheReqInput)
+    assert not answer.success and answer.status_code == 500
+
+
+def _through_msgpack(message):
+    return decode_output(encode_output(message))

@@ -327,3 +327,48 @@ def test_the_forms_say_the_same(tmp_path) -> None:
         assert spelled[name] == tensor.tolist()
     assert dump.num_numbers == sum(tensor.size for tensor in stored.values())
     assert not dump.header.keys() & dump.tensors.keys()
+
+
+class SumsLayersFirst(LoadWindows):
+    """Wrong: loads of all layers together, in which layers that are skewed to different sides look even."""
+
+    def rank_balancedness(self, window: int) -> torch.Tensor:
+        loads_G = self._rank_loads[self._last(window)].double().sum(dim=(0, 1))
+        return (loads_G.mean() / loads_G.max()).expand(self._rank_loads.shape[1])
+
+
+class MeansOverLayers(LoadWindows):
+    """Wrong: mean and maximum over layers, rank by rank."""
+
+    def rank_balancedness(self, window: int) -> torch.Tensor:
+        loads_SLG = self._rank_loads[self._last(window)].double()
+        return loads_SLG.mean(dim=1).sum(dim=0) / loads_SLG.amax(dim=1).sum(dim=0)
+
+
+def balancedness_is_right(windows_type: type[LoadWindows]) -> bool:
+    windows = windows_type(2, 2)
+    windows.add(torch.tensor([[[6, 0, 1, 1], [1, 2, 3, 2]]]))  # 6 : 2 in one layer, 3 : 5 in the other
+    return windows.rank_balancedness(10).tolist() == pytest.approx([4 / 6, 4 / 5])
+
+
+def test_75_balancedness_is_over_ranks_within_a_layer() -> None:
+    assert balancedness_is_right(LoadWindows)
+    assert not balancedness_is_right(SumsLayersFirst)
+    assert not balancedness_is_right(MeansOverLayers)
+
+
+class OneVersion:
+    weight_version, weight_epoch = "v", 0
+
+
+def test_counts_before_a_move_are_not_read_with_the_map_after_it() -> None:
+    placement = ExpertPlacement(ExpertLocationMetadata(torch.tensor([[0, 1, 2, 3]]), 4))
+    recorder = LoadRecorder(1, 4, placement, num_ranks=2)
+    hot = torch.tensor([[[0]], [[0]], [[1]]])  # both experts on rank 0
+    recorder.note(hot, OneVersion(), hot[:, 0, 0], hot[:, 0, 0])
+    placement.adopt(ExpertLocationMetadata(torch.tensor([[0, 2, 1, 3]]), 4))
+    recorder.note(hot, OneVersion(), hot[:, 0, 0], hot[:, 0, 0])
+    dump = recorder.dump({})
+    assert dump.tensors["segment_physical_count"].tolist() == [[[2, 1, 0, 0]], [[2, 0, 1, 0]]]
+    assert dump.header["windows"][0]["rank_loads"] == [[5, 1]]
+    assert dump.header["windows"][0]["rank_balancedness"] == [pytest.approx(3 / 5)]

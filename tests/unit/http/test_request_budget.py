@@ -19,6 +19,7 @@ from rollout.core.messages.io_struct import SchedulerReady, TokenizedGenerateReq
 from rollout.families.registry import load_model_config
 from rollout.http.native.generate import GenerateRequest
 from rollout.http.openai.protocol import CompletionRequest
+from rollout.server.engine import Engine
 from rollout.tokenizer_manager import budget as budgets
 from rollout.tokenizer_manager import replay
 from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits
@@ -326,3 +327,29 @@ def test_the_table_of_bytes_in_the_docs_is_the_budget() -> None:
         (f"{kind.held:g}", f"{kind.built:g}", f"{kind.scheduler:g}", entries[kind.units])
         for kind in budgets.KINDS.values()
     ]
+
+
+PROMPT = [5, 9, 2, 6, 5, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    engine = Engine(model_path=str(folder), dtype="float32", max_total_tokens=4096, random_seed=1)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_logprobs_num": 300, "sampling_params": {"n": 64, "max_new_tokens": 400}},
+        {"token_ids_logprob": [7] * 4000, "sampling_params": {"n": 16, "max_new_tokens": 100}},
+        {"top_logprobs_num": 300, "input_ids": [PROMPT * 40] * 100, "logprob_start_len": 0},
+    ],
+)
+def test_engine_22_more_log_probabilities_than_memory_is_for_are_refused(engine: Engine, fields: dict) -> None:
+    body = {"input_ids": PROMPT, "return_logprob": True} | fields
+    with pytest.raises(TooLarge, match="log-probabilities"):
+        engine.generate(**body)
+    few = body | {"input_ids": PROMPT, "sampling_params": {"n": 2, "max_new_tokens": 2, "temperature": 0.0}}
+    assert len(engine.generate(**few)) == 2

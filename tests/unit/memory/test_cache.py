@@ -273,3 +273,18 @@ def test_allocator_hands_out_each_slot_once() -> None:
     assert sorted(torch.cat([first, second]).tolist()) == list(range(6))
     with pytest.raises(AssertionError):
         allocator.alloc(1)
+
+
+@pytest.mark.parametrize("kind", [RadixCache, NoPrefixCache])
+def test_engine_14_a_root_lives_while_it_is_used(kind: type[RadixCache]) -> None:
+    allocator = SlotAllocator(16)
+    cache = kind(allocator)
+    tokens = np.arange(4)
+    node, _ = cache.match(("k", 0), tokens)
+    cache.lock(node)
+    cache.insert(("k", 0), tokens, allocator.alloc(4))
+    assert cache.evict(16) == cache.num_cached == 0 or kind is RadixCache
+    cache.evict(16)
+    assert cache.match(("k", 0), tokens)[0] is node, "a second root would split one namespace in two"
+    cache.unlock(node)
+    assert not cache._roots and allocator.num_free == 16

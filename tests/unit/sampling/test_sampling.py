@@ -284,3 +284,9 @@ def test_wire_forms_are_normalised() -> None:
     )
     assert (params.stop, params.top_k, params.logit_bias, params.sampling_seed) == (["end"], -1, {3: 1.0}, 5)
     assert params.temperature == 1.0 and unknown == ["regex"]
+
+
+def test_engine_20_a_temperature_beyond_float32_is_refused() -> None:
+    for temperature in (1e39, 1e308, float("inf"), float("nan")):
+        with pytest.raises(BadRequest, match="temperature"):
+            SamplingParams(temperature=temperature).validate(320)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from rollout.core.messages.io_struct import (
     ControlReqOutput,
     GetStateReqInput,
     PauseGenerationReqInput,
+    SchedulerFailed,
     TokenizedGenerateReqInput,
     decode_input,
     decode_output,
@@ -22,6 +24,7 @@ from rollout.core.messages.io_struct import (
 )
 from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.channel import ZmqChannel
+from rollout.tokenizer_manager.channel import SchedulerChannel
 
 DEADLINE_S = 10.0
 
@@ -150,3 +153,27 @@ def test_engine_13_samples_of_one_prompt_share_its_ids() -> None:
     seeds = [(sample.rid, sample.sampling_params.sampling_seed) for sample in samples]
     assert seeds == [("r", 7), ("r_0", 8), ("r_1", 9), ("r_2", 10)]
     assert all(sample.input_ids is samples[0].input_ids and not sample.siblings for sample in samples)
+
+
+def test_engine_22_messages_of_strangers_over_the_network_are_dropped(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        channel = SchedulerChannel(tmp_path, remote_host="127.0.0.1")
+        assert channel.remote_output_addr is not None
+        context = zmq.Context()
+        stranger = context.socket(zmq.PUSH)
+        stranger.connect(channel.remote_output_addr)
+        fake = encode(SchedulerFailed(message="fake"))
+        try:
+            for frames in ([fake], [b"guess", fake], [b"", fake]):
+                stranger.send_multipart(frames)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(channel.receive(), 1.0)
+            rank = ZmqChannel(None, channel.remote_output_addr, channel.secret)
+            rank.send(SchedulerFailed(message="true"))
+            rank.close()
+            assert await asyncio.wait_for(channel.receive(), 10.0) == SchedulerFailed(message="true")
+        finally:
+            context.destroy(linger=0)
+            channel.close()
+
+    asyncio.run(scenario())

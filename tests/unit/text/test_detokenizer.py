@@ -1,6 +1,10 @@
 """Text grows, never changes, and equals what a single decode of all ids gives."""
 
+from __future__ import annotations
+
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -8,8 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models
 
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.core.sampling_params import SamplingParams
 from rollout.text.detokenizer import IncrementalDetokenizer, final_text, longest_partial_stop
 from rollout.text.tokenizer import Tokenizer
+from rollout.tokenizer_manager.handle import SampleText
+from rollout.tokenizer_manager.sample import SampleRecord
+from tests.model_zoo import tiny_checkpoint
 from tests.tiers import examples
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
@@ -183,3 +192,57 @@ def test_a_matched_stop_token_gives_no_text(tokenizer: Tokenizer) -> None:
     ids = ids_of(tokenizer, "abc")
     assert final_text(IncrementalDetokenizer(tokenizer.decode), ids, ids[-1], trim=True) == "ab"
     assert final_text(IncrementalDetokenizer(tokenizer.decode), ids, ids[-1], trim=False) == "abc"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tokenizer ends turns with `<|im_end|>`, which its configurations do not name."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", "dense", seed=1)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text()) | {"eos_token_id": 0}
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+class CountingTokenizer:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.num_tokens = 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.num_tokens += len(ids)
+        return self._tokenizer.decode(ids, **options)
+
+
+@pytest.mark.parametrize("text", [b"\x80", b"\xf0\x90\x80", b"\xe4\xb8\xad\xff", "\ufffd".encode()])
+def test_engine_21_a_stream_of_broken_characters_decodes_each_token_a_few_times(
+    tokenizer_folder: Path, text: bytes
+) -> None:
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    ids = ([byte_tokens(tokenizer_folder)[value] for value in text] * 4000)[:4000]
+    counting = CountingTokenizer(tokenizer)
+    record = SampleRecord(TokenizedGenerateReqInput(rid="r", input_ids=[0], sampling_params=SamplingParams()), 0.0, "v")
+    shown = SampleText(record, counting)  # type: ignore[arg-type]
+    before = ""
+    for token_id in ids:
+        record.output_ids.append(token_id)
+        now = shown.update()
+        assert now.startswith(before)
+        before = now
+    assert counting.num_tokens < 100 * len(ids)
+    assert tokenizer.decode(ids).startswith(before) and len(before) >= len(tokenizer.decode(ids)) - 24
+
+
+def byte_tokens(folder: Path) -> list[int]:
+    """Token ids by byte, of a byte-level vocabulary: printable bytes stand for themselves, the others follow."""
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    others = iter(range(256, 512))
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    return [vocabulary[chr(byte if byte in printable else next(others))] for byte in range(256)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, version
+from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, fused, version
+from tests.loopback_updater import LoopbackUpdater, refresh
 from weight_sync.checker import compare, live_fingerprints, reset_tensors, resettable, take_snapshot
 from weight_sync.content import Content, ContentBook, Digests
-from weight_sync.errors import UnknownTensorError, WeightRequestError
+from weight_sync.errors import CommitError, UnknownTensorError, WeightRequestError
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.tensor_meta import TensorMeta
 
@@ -122,3 +125,61 @@ def test_the_book_keeps_what_was_sent_where_memory_holds_what_came_of_it() -> No
     sent = {(meta, live[name]) for name, meta in metas.items()} - {(metas[EMBED], live[EMBED])}
     assert book.digests.sent == digest({*sent, (metas[EMBED], 5), (scale, 6)}), "what memory no longer holds is dropped"
     assert book.digests.held == digest((meta, live[name]) for name, meta in metas.items())
+
+
+# --- derived tensors and tensors that are not written (B2) ------------------------------------------------------------
+
+
+class FrozenDerived(FakeWeights):
+    """Wrong: what is computed from weights is computed once."""
+
+    def recompute_derived(self) -> None:
+        if not bool(self.derived_norm_sum):
+            super().recompute_derived()
+
+
+def test_41_sglang_29916_and_42_sglang_31937_derived_tensors_follow_every_path() -> None:
+    """Refresh in the plain and the fused form, a commit that is taken back, and a reset."""
+
+    def follows(weights: FakeWeights) -> bool:
+        return torch.equal(weights.derived_norm_sum, weights.norm.sum())
+
+    for tensors in (version(2), fused(version(2))):
+        weights, frozen = FakeWeights(seed=1), FrozenDerived(seed=1)
+        refresh(weights, [list(tensors.items())])
+        refresh(frozen, [list(tensors.items())])
+        assert follows(weights) and not follows(frozen), list(tensors)
+    weights = FakeWeights(seed=1)
+    updater = LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=_votes(True, False))
+    updater.begin("v2")
+    updater.send(list(version(2).items()))
+    updater.verify()
+    with pytest.raises(CommitError):
+        updater.commit()
+    assert follows(weights) and torch.equal(weights.norm, version(1)[NORM])
+    reset_tensors(weights, resettable(weights))
+    assert bool(weights.derived_norm_sum.isnan())
+
+
+def _votes(*answers: bool) -> Callable[[bool], bool]:
+    remaining = list(answers)
+    return lambda mine: mine and remaining.pop(0)
+
+
+class Forgetful(FakeWeights):
+    """Wrong: reports success for a tensor that it does not write."""
+
+    def write(self, name: str, source: torch.Tensor) -> None:
+        if name != NORM or not source.isfinite().all():
+            super().write(name, source)
+
+
+def test_46_verl_7224_what_was_not_written_is_found() -> None:
+    right, wrong = FakeWeights(seed=1), Forgetful(seed=1)
+    wrong.norm.copy_(version(1)[NORM])
+    for weights, forgotten in ((right, []), (wrong, [NORM])):
+        snapshot = take_snapshot(weights, keep_content=False)
+        reset_tensors(weights, resettable(weights))
+        for name, tensor in version(1).items():
+            weights.write(name, tensor)
+        assert [difference.name for difference in compare(weights, snapshot)] == forgotten

@@ -161,3 +161,60 @@ def test_torch_rebuilds_a_tensor_from_these_fifteen_arguments() -> None:
     )
     assert tuple(inspect.signature(rebuild_cuda_tensor).parameters) == expected
     assert hasattr(torch.UntypedStorage, "_release_ipc_counter")
+
+
+# --- bounds of a handle (W16) -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counters() -> Iterator[str]:
+    """A file of counters as torch makes it."""
+    path = Path("/dev/shm/torch_1_16_16")
+    path.write_bytes(bytes(64 + 8 * 10_000))
+    yield f"/{path.name}"
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"counter_offset": 9_999, "nbytes": 96}, None),
+        ({"counter_offset": 10_000}, "names counter 10000 of 10000"),
+        ({"counter_offset": 2**47}, "names counter"),
+        ({"counter": b"/torch_9_9_9"}, "cannot open shared memory"),
+        ({"counter": b"/../etc/passwd"}, "not a name that torch gives"),
+        ({"nbytes": 97}, "bytes 32 to 129 of an allocation of 128"),
+        ({"offset_bytes": 64, "nbytes": 65}, "bytes 64 to 129 of an allocation of 128"),
+    ],
+)
+def test_w16_a_cuda_handle_stays_within_its_counters_and_its_allocation(
+    counters: str, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str | None
+) -> None:
+    """torch itself checks neither; its part is played on the host, with an allocation of 128 bytes."""
+    memory = torch.zeros(4096, dtype=torch.uint8)
+
+    def rebuilt(kind: Any, size: tuple[int, ...], stride: Any, offset: int, *rest: Any) -> torch.Tensor:
+        at, counter_offset = rest[5], rest[8]
+        assert counter_offset < 10_000, "torch would write outside of its map"
+        return memory[at : at + size[0]]
+
+    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", rebuilt)
+    monkeypatch.setattr(cuda_ipc, "device_index", lambda device: 0)
+    monkeypatch.setattr(cuda_ipc, "allocation_of", lambda address: (address, 128), raising=False)
+    fields: dict[str, Any] = {
+        "device": 0,
+        "memory": b"m" * 64,
+        "nbytes": 64,
+        "offset_bytes": 32,
+        "counter": counters.encode(),
+        "counter_offset": 0,
+        "event": b"e" * 64,
+        "event_sync_required": True,
+    }
+    storage = cuda_ipc.CudaStorage(cuda_ipc.CudaHandle(**fields | change))
+    if reason is None:
+        assert storage.read(0, storage.nbytes).numel() == storage.nbytes
+    else:
+        with pytest.raises(WeightRequestError, match=reason):
+            storage.read(0, storage.nbytes)

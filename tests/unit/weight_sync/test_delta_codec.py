@@ -13,7 +13,7 @@ from tests.tiers import examples
 from weight_sync.delta.changes import Changes, apply_changes, find_changes
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.frame import read_frame, write_frame
-from weight_sync.delta.planes import invert_planes, read_planes, write_planes
+from weight_sync.delta.planes import PlaneSizes, invert_planes, read_planes, write_planes
 from weight_sync.errors import (
     BaseMismatchError,
     ContentError,
@@ -251,3 +251,10 @@ def test_caps_hold_before_memory_is_taken() -> None:
         read_frame(bytes(bomb), LIMIT)
     with pytest.raises(ContentError, match="not a delta frame"):
         read_frame(b"", LIMIT)
+
+
+def test_w10_planes_are_no_larger_than_their_tensor() -> None:
+    """Else the tensor would be written densely."""
+    assert PlaneSizes.check(90, False, (90, 12, 0, 0, 0), numel=100, itemsize=2)
+    with pytest.raises(ContentError):
+        PlaneSizes.check(90, False, (90, 12, 90, 90, 180), numel=100, itemsize=2)

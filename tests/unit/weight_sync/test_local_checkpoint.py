@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
+import random
 import shutil
 import threading
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +23,14 @@ from tests.delta_models import same_bits
 from tests.published_versions import Stream, read_checkpoint, rewrite_index, write_checkpoint
 from weight_sync.checkpoint_folder import INDEX_FILE
 from weight_sync.delta import local_checkpoint, version_dir
+from weight_sync.delta.compression import compress
 from weight_sync.delta.durable import locked
+from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
+from weight_sync.delta.frame import DeltaFrame, FrameEntry
 from weight_sync.delta.local_checkpoint import PullResult, pull
 from weight_sync.delta.local_state import LOCK_FILE, NEXT_FOLDER, STATE_FILE, SYNC_FOLDER
-from weight_sync.delta.publisher import publish_bytes
+from weight_sync.delta.planes import PlaneSizes
+from weight_sync.delta.publisher import publish_bytes, publish_encoded
 from weight_sync.delta.version_dir import version_path
 from weight_sync.errors import (
     ContentError,
@@ -371,3 +378,74 @@ def test_a_full_version_that_does_not_fit_is_refused_by_the_check(stream: Stream
 def test_absurd_targets_are_refused(stream: Stream, target: int) -> None:
     with pytest.raises(WeightRequestError, match="target_version"):
         pulled(stream, target)
+
+
+# --- what a published delta may unpack to (W10) -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at_most(num_bytes: int) -> Iterator[None]:
+    """The block holds no more bytes, arrays and objects of Python than that, at any time."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < num_bytes
+    finally:
+        tracemalloc.stop()
+
+
+def checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["stranger", "x"])
+def test_w10_a_delta_unpacks_nothing_that_the_base_does_not_have(tmp_path: Path, name: str) -> None:
+    """A few kB that unpack to 128 MiB, of a tensor that the model lacks or has smaller: refused unopened."""
+    base, source = checkpoint(tmp_path / "base", {"x": torch.ones(8, dtype=torch.bfloat16)}), tmp_path / "source"
+    numel = 64 << 20
+    entry = FrameEntry(TensorMeta(name, torch.bfloat16, (numel,)), PlaneSizes(0, True, (0, 0, 0, 0, 2 * numel)), 1, 1)
+    frame = DeltaFrame((entry,), "0" * 64, "1" * 64, (*[compress(b"")] * 4, compress(bytes(2 * numel))))
+    publish_encoded(source, 1, EncodedDelta((frame,), "0" * 64, "1" * 64, 2 * numel, numel, {}))
+    assert sum(file.stat().st_size for file in source.rglob("*")) < 64 << 10
+    with at_most(32 << 20), pytest.raises(ContentError, match=name):
+        pull(tmp_path / "local", base, source, 1, timeout_s=5)
+
+
+def test_w10_a_chain_is_unpacked_tensor_by_tensor(tmp_path: Path) -> None:
+    """Five versions in which all of twelve tensors of 128 KiB change: a few tensors are unpacked at a time."""
+    tensors = {f"t{number:02}": torch.zeros(64 << 10, dtype=torch.int16) for number in range(12)}
+    base, source = checkpoint(tmp_path / "base", tensors), tmp_path / "source"
+    encoder = DeltaEncoder(tensors.items())
+    for version in range(1, 6):
+        tensors = {name: tensor + version * 257 for name, tensor in tensors.items()}
+        delta = encoder.encode(tensors.items())
+        publish_encoded(source, version, delta)
+        encoder.advance(delta)
+    with at_most(4 << 20):
+        pull(tmp_path / "local", base, source, 5, timeout_s=5)
+    pulled = load_file(tmp_path / "local" / "model.safetensors")
+    assert all(torch.equal(pulled[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_w10_a_damaged_frame_is_refused_within_bounds(tmp_path: Path, seed: int) -> None:
+    """Any bytes of a published frame changed: what comes of it is the version itself, or nothing."""
+    rng = random.Random(seed)
+    tensors = {"x": torch.arange(4096, dtype=torch.int16), "y": torch.ones(16)}
+    base, source = checkpoint(tmp_path / "base", tensors), tmp_path / "source"
+    new = {name: tensor + 1 for name, tensor in tensors.items()}
+    file = next(publish_encoded(source, 1, DeltaEncoder(tensors.items()).encode(new.items())).glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    for _ in range(rng.choice((1, 2, 8))):
+        content[rng.randrange(len(content))] = rng.randrange(256)
+    file.write_bytes(content[: rng.choice((len(content), rng.randrange(len(content))))])
+    try:
+        with at_most(8 << 20):
+            pull(tmp_path / "local", base, source, 1, timeout_s=5)
+    except WeightSyncError:
+        assert not (tmp_path / "local" / "model.safetensors").exists()
+    else:
+        pulled = load_file(tmp_path / "local" / "model.safetensors")
+        assert all(torch.equal(pulled[name], tensor) for name, tensor in new.items())

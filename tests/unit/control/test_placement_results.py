@@ -1,14 +1,6 @@
-"""Public bugs of expert placement (field notes, B4) that take several ranks, each as a test that fails on the bug.
+"""A placement of experts changes no result, on one rank or on several, and a balancer that stops says so.
 
-    70  sglang#32962        ranks that share tokens pick replicas differently: an expert computed twice, or not at all
-    71  sglang#25882, sglang#18213   wrong results after experts moved: a path that goes by the map of before
-    72  vllm#57883          the balancer stops for ever, health is fine and no number says so
-    73  vllm#32860, #32418  ranks wait for one another without end
-    74  deepseek-ai/EPLB#22 two slots of one expert on one rank in a planned map, which no code downstream expects
-
-Bugs that one rank can show (70, 71, 74 and 75, balancedness over the wrong axis) are in
-`test_regression_b4_expert_load.py`.  76 (vllm#27866: one rank dies, all hang or restart) is in
-`test_parallel_server.py`: the server ends at once and says which rank it was.
+Each test plays the wrong variant of a public engine, by its number in the bug list B4.
 """
 
 from __future__ import annotations
@@ -35,11 +27,14 @@ from rollout.control.eplb_control import EplbControl
 from rollout.core.messages.experts import EplbRebalanceReqInput
 from rollout.core.messages.io_struct import FlushCacheReqInput, GetStateReqInput
 from rollout.distributed.communicator import RankLostError
+from rollout.model.weight_loading import WeightIndex
 from tests import parallel_harness
 from tests.late_loop import loop  # noqa: F401
+from tests.local_refresh import refresh
+from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.routes_judge import EXPERTS, LAYERS, LAYOUTS, OneRank, decisive_checkpoint, moved_experts, prompt
-from tests.scheduler_harness import Result
+from tests.scheduler_harness import Harness, Result
 
 PROMPTS = [prompt(70, 11), prompt(71, 2), prompt(72, 30), prompt(73, 5)]
 NUM_NEW = 6
@@ -215,3 +210,74 @@ def test_74_deepseek_eplb_22_no_rank_has_an_expert_twice(folder: Path, judge: On
         refused = harness.control(EplbRebalanceReqInput, physical_to_logical_map=theirs.physical_to_logical_LP.tolist())
         assert refused.status_code == 400 and "twice" in refused.message
         assert len(theirs.physical_to_logical_LP) == LAYERS and objections(harness, judge) == []
+
+
+# --- 70, 71, 74 on one rank -------------------------------------------------------------------------------------------
+
+
+ONE_RANK_PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7]]
+
+
+@pytest.fixture(scope="module")
+def one_rank_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("b4") / "model", seed=5)
+
+
+def one_rank_answers(harness: Harness) -> list[tuple]:
+    results = harness.generate(ONE_RANK_PROMPTS, params={"max_new_tokens": 5})
+    return [(result.token_ids, result.logprobs, result.routes.tolist()) for result in results]
+
+
+def located(rows: list[list[int]]) -> dict:
+    return {
+        "ep_num_redundant_experts": len(rows[0]) - EXPERTS,
+        "init_expert_location": json.dumps({"physical_to_logical_map": rows}),
+    }
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_70_71_a_placement_changes_no_result_on_any_path(one_rank_folder: Path, seed: int, native: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.cat([torch.arange(EXPERTS), torch.randint(EXPERTS, (5,), generator=generator)])
+    rows = [slots[torch.randperm(len(slots), generator=generator)].tolist() for _ in range(2)]
+    settings = {} if native else {"disable_native_kernels": True}
+    expected = one_rank_answers(Harness(one_rank_folder, **settings))
+    placed = Harness(one_rank_folder, **settings | located(rows))
+    assert one_rank_answers(placed) == expected
+    placement = placed.scheduler.runner.state.placement
+    for layer in range(2):  # the other replica of every expert that has one
+        for expert in range(EXPERTS):
+            placement._split.slots_LRE[layer, 0, expert] = placement.local_slots(layer, expert)[-1]
+    placed.scheduler.cache.flush()
+    assert one_rank_answers(placed) == expected
+    placement.is_identity = True  # wrong: physical ids taken for logical ones
+    placed.scheduler.runner.recorded = None  # a tape has the calls of before
+    placed.scheduler.cache.flush()
+    assert one_rank_answers(placed) != expected
+
+
+TWICE_HERE = [[0, 0, 0, 1, 2, 3, 4, 5, 6, 7], [7, 7, 0, 1, 2, 3, 4, 5, 6, 6]]
+
+
+def copies_agree(one_rank_folder: Path, new: Path) -> bool:
+    """Return whether every slot holds its expert after a refresh, read by the placement and not by what wrote it."""
+    harness = Harness(one_rank_folder, **located(TWICE_HERE))
+    content = logical_tensors(new)
+    assert refresh(harness, content, "v1").success
+    model = harness.scheduler.runner.state.model
+    return all(
+        torch.equal(place.read(), content[name])
+        for name, entry in model.weights._entries.items()
+        for place in entry.places()
+    )
+
+
+def test_74_every_copy_on_one_rank_is_written(
+    one_rank_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = tiny_checkpoint(tmp_path / "new", seed=6)
+    assert copies_agree(one_rank_folder, new)
+    every = WeightIndex.places
+    monkeypatch.setattr(WeightIndex, "places", lambda self, name: every(self, name)[:1])  # wrong: the first only
+    assert not copies_agree(one_rank_folder, new)

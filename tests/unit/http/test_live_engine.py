@@ -1,4 +1,4 @@
-"""Regression tests over HTTP, with a real engine behind it: each fails on the code before its fix."""
+"""The HTTP process in front of a real engine: aborts, errors, samples that run together, and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regression tests of the versions in records: spans by content, and spans of the prompt's log-probabilities.
+"""The versions in a record: spans by content, and spans of the prompt's log-probabilities.
 
 Float32 on the compiled operators: a fresh engine scores tokens that its weights explain with the same bits.
 """

@@ -1,14 +1,7 @@
-"""Public bugs of stale KV and mislabelled versions (field notes, B3), each as a test that fails on the wrong behaviour.
+"""KV and labels of a refresh: no prefix of older weights is matched, and no label is given before it is in force.
 
-    63  miles#2783            in-place refresh: prefix KV of old weights is matched for ever
-    64  miles#2782            the same by default, in every asynchronous recipe
-    65  NeMo-RL#4018          a cache that is never reset: KV up to 17 versions old
-    66  prime-rl#2270         KL against the trainer grows for hundreds of steps
-    67  lmdeploy#4917 and others   rewards fall after long runs, prefix caching had to be switched off
-    68  UniRL#94              a flush at every step recomputes KV that was still good
-    69  vllm#49040, #54443    a version published before the refresh is done; a waiting request that straddles it
-
-64, 66 and 67 are 63 seen from other recipes and later in a run; the tests of 63 and 65 are theirs too.
+The numbers are of public bugs (B3); 64, 66 and 67 are 63 seen from other recipes, so that the tests of 63 and 65 are
+theirs too.
 """
 
 from __future__ import annotations

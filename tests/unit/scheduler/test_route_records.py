@@ -1,25 +1,7 @@
-"""Public bugs of routed-expert capture (field notes, B1) that lose or mix up rows, each a test that fails on the bug.
+"""Rows of routes in a record are the choices of its tokens, whatever happens to the request.
 
-    1   vllm-ascend#16314   the capture fails, the exception is swallowed, all routes are zero
-    3   vllm#49184          a fused operator serves well and never shows its routes: zeros
-    4   flashinfer#3382     the same, with whatever was in the memory
-    6   sglang#12162        rows of output tokens are copies of one another, shifted by the length of the output
-    7   sglang#26860        a prompt that is not split is longer than the capture buffer: crash
-    8   vllm#35744          KV slots beyond the end of the table of rows: crash
-    9   tpu-inference#3583  every row of a prompt zero, rows of the output fine
-    10  vllm#39917          a preempted request silently loses the rows that it had
-    11  vllm-ascend#10727   buffers overwritten by the next step before their rows were fetched
-    12  miles#3277          a retraction pairs the first log-probabilities with recomputed routes, of other weights
-    32  xtuner#1827         routes in answers to requests that did not want them
-    33  TRT-LLM#17778       ids of slots instead of experts, rows of another shape
-
-Engines of two ranks, whose tokens are scattered unless the test says otherwise.  What trainers and clients make of the
-rows is in `test_regression_b1_forms.py`.  16 (a proxy drops the field that asks for routes: the server can be told to
-return them by default) is in `test_control.py`.
-Cannot occur here: 2 (no layer routes by a hash of the token), 5 (no model with shared experts), 13 (12, where nothing
-but the weights can make it visible), 17 (no separate prefill servers), 18 (KV is never moved to other slots), 19 and 20
-(speed: measured in `make bench`), 22 and 26 (no global replay state), 24 (one owner of an answer's bytes), 34 (a wish:
-probabilities), 35 (no gateway).
+Engines of two ranks, whose tokens are scattered unless the test says otherwise.  Each test plays the wrong variant of a
+public engine beside the right one; its number in the bug list B1 is in its name.
 """
 
 from __future__ import annotations
