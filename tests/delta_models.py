@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from tests.logical_weights_fake import FakeWeights
 from weight_sync.delta.frame import DeltaFrame
+from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.delta import DeltaSource
+from weight_sync.tensor_meta import TensorMeta
 
 Tensors = dict[str, torch.Tensor]
 
@@ -37,3 +41,32 @@ def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Delivered(BucketSource):
+    """A transport that brings these tensors."""
+
+    must_drain = True
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._named = [(f"part {number}", tensor) for number, tensor in enumerate(tensors)]
+
+    def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
+        return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._named]
+
+    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+        yield self._named
+
+
+def delta_source(payload: bytes, weights: FakeWeights) -> DeltaSource:
+    return DeltaSource(Delivered(torch.frombuffer(bytearray(payload), dtype=torch.uint8)), weights)
+
+
+def nudged(tensors: Tensors, steps: int = 1) -> Tensors:
+    """Every third element a few units in the last place further."""
+    result = {}
+    for name, tensor in tensors.items():
+        words = tensor.clone().view(-1).view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+        words[::3] += steps
+        result[name] = words.view(tensor.dtype).view(tensor.shape)
+    return result

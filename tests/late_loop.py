@@ -11,6 +11,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,20 +29,24 @@ def _cases(*names: str) -> list[Any]:
     return ["sequential", *(pytest.param(name, marks=pytest.mark.full) for name in names)]
 
 
+@contextmanager
+def engines_of(name: str) -> Iterator[None]:
+    """Set the loop of the engines that are built in the block: "sequential", "late" or "graphs"."""
+    with captured_engines() if name == "graphs" else pytest.MonkeyPatch.context() as patch:
+        if name != "sequential":
+            overlap(patch)
+        yield
+
+
 @pytest.fixture(params=_cases("late"), autouse=True)
 def loop(request: pytest.FixtureRequest) -> Iterator[str]:
     """Set the loop of the engines that a test builds, and yield its name."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "late":
-            overlap(patch)
+    with engines_of(request.param):
         yield request.param
 
 
 @pytest.fixture(params=_cases("late", "graphs"), autouse=True, name="loop")
 def captured_loop(request: pytest.FixtureRequest) -> Iterator[str]:
     """Set the loop as `loop` does; "graphs": the late one, over captured steps."""
-    captured = captured_engines() if request.param == "graphs" else pytest.MonkeyPatch.context()
-    with captured as patch:
-        if request.param != "sequential":
-            overlap(patch)
+    with engines_of(request.param):
         yield request.param

@@ -19,6 +19,7 @@ import io
 import json
 import pickle
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -207,3 +208,38 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class Sending:
+    """`send(server)` on a thread of its own; `error` is what it raised."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self.error: BaseException | None = None
+        self._send = send
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Sending:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(30.0)
+        assert not self._thread.is_alive(), "the sender hangs"
+
+    def _run(self) -> None:
+        try:
+            self._send()
+        except BaseException as error:
+            self.error = error
+
+
+def give_up_at(server: ParameterServerStandIn, bucket: int) -> None:
+    """The sender says an exception in place of a bucket, and nothing more; its socket stays open."""
+
+    def rewrite(index: int, message: Any) -> Any:
+        if index == bucket:
+            server.send(server.encode(RuntimeError("another worker failed")))
+            raise SystemExit
+        return message
+
+    server.rewrite = rewrite

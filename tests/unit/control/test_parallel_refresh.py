@@ -18,7 +18,6 @@ from safetensors.torch import save
 
 from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
-    FlushCacheReqInput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -42,7 +41,6 @@ from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.publisher import publish_encoded
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.sender import split_fused_experts
-from weight_sync.shadow import ShadowStaging
 from weight_sync.tensor_meta import TensorMeta
 
 Tensors = dict[str, torch.Tensor]
@@ -197,63 +195,6 @@ def test_by_fused_tensors_as_its_checkpoints_have_them(
     checked = engine.control(WeightsCheckerReqInput, action="checksum")
     metas = [(TensorMeta(name, t.dtype, tuple(t.shape)), fingerprint(t)) for name, t in new.items()]
     assert checked.data["digest"] == digest(metas)
-
-
-@pytest.mark.full(but="sequential-dp2 all-to-all-moe_dense_first")
-@pytest.mark.parametrize("fault", ["nan", "missing", "shape", "aborted"])
-@WITH_FAMILIES
-def test_a_refresh_that_fails_changes_nothing(engine: ParallelHarness, old: Path, new: Tensors, fault: str) -> None:
-    before = in_dtype(logical_tensors(old), torch.float64)
-    want = [result.logprobs for result in engine.generate(PROMPTS, SIX)]
-    bad = dict(new)
-    name = next(
-        name for name in new if name.endswith("experts.5.down_proj.weight")
-    )  # only some ranks have a part of it
-    if fault == "nan":
-        bad[name] = torch.full_like(new[name], float("nan"))
-    elif fault == "missing":
-        del bad[name]
-    elif fault == "shape":
-        bad[name] = new[name][:-1]
-    assert engine.control(BeginWeightUpdateReqInput, weight_version="v1").success
-    send(engine, bad)
-    if fault == "aborted":
-        assert engine.control(AbortWeightUpdateReqInput).success
-    else:
-        assert not engine.control(EndWeightUpdateReqInput).success
-    check_content(engine, before)
-    assert engine.control(FlushCacheReqInput).success  # so that steps have the same sizes again
-    assert [result.logprobs for result in engine.generate(PROMPTS, SIX)] == want
-    assert refresh(engine, new, "v2").success
-    check_content(engine, new)
-
-
-@pytest.mark.full(but="sequential-dp2 all-to-all")
-@pytest.mark.parametrize("step", ["write", "prepare", "commit"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_one_rank_that_fails_stops_all(
-    engine: ParallelHarness, old: Path, new: Tensors, monkeypatch: pytest.MonkeyPatch, step: str, victim: int
-) -> None:
-    """An error on one rank only, while it stages, prepares or commits."""
-    before = in_dtype(logical_tensors(old), torch.float64)
-    weights = engine.schedulers[victim].runner.state.model.weights
-    inner = getattr(ShadowStaging, step)
-
-    def faulty(staging: ShadowStaging, *arguments: Any) -> Any:
-        if staging._weights is weights:
-            raise OSError("a fault of one rank")
-        return inner(staging, *arguments)
-
-    assert engine.control(BeginWeightUpdateReqInput, weight_version="v1").success
-    monkeypatch.setattr(ShadowStaging, step, faulty)
-    answers = [*send(engine, new), engine.control(EndWeightUpdateReqInput)]
-    monkeypatch.undo()
-    assert not answers[-1].success
-    assert any("a fault of one rank" in answer.message or "another rank" in answer.message for answer in answers)
-    check_content(engine, before)
-    assert {scheduler.runner.state.epoch.weight_version for scheduler in engine.schedulers} == {"default"}
-    assert refresh(engine, new, "v2").success
-    check_content(engine, new)
 
 
 @pytest.mark.full(but="sequential-dp2 all-to-all-moe_dense_first")

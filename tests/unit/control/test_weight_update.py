@@ -288,19 +288,6 @@ def test_a_refresh_while_requests_run(
     assert again.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["host", "device", "journal"])
-@pytest.mark.parametrize("end", [EndWeightUpdateReqInput, AbortWeightUpdateReqInput])
-def test_half_a_refresh_leaves_no_trace(
-    engine: Callable[..., Trainer], old: Tensors, new: Tensors, mode: StagingMode, end: type
-) -> None:
-    trainer = engine(weight_staging=mode)
-    trainer.ok(BeginWeightUpdateReqInput, weight_version="v2")
-    assert trainer.bucket(halves(new)[0]).success
-    assert trainer(end).success == (end is AbortWeightUpdateReqInput)
-    check_old_serves(trainer, old)
-    refresh(trainer, new, "v2")
-
-
 def test_in_place_failures_poison_until_a_complete_refresh(
     engine: Callable[..., Trainer], old: Tensors, new: Tensors
 ) -> None:
@@ -381,26 +368,6 @@ def test_a_client_s_refresh(
     assert trainer.digest() == digest_of(new)
     assert trainer.state()["weight_version"] == "v2" and not trainer.state()["paused"]
     trainer.harness.run()
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("fault", ["missing", "not finite", "renamed"])
-def test_a_client_s_broken_refresh_changes_nothing(
-    engine: Callable[..., Trainer], old: Tensors, new: Tensors, client: Callable[..., ControlReqOutput], fault: str
-) -> None:
-    trainer = engine()
-    broken = dict(new)
-    name = sorted(new)[3]
-    tensor = broken.pop(name)
-    if fault == "not finite":
-        broken[name] = tensor.clone().fill_(float("nan"))
-    elif fault == "renamed":
-        broken[name + ".renamed"] = tensor
-    assert not client(trainer, broken, "v2").success
-    assert trainer.digest() == digest_of(old) and trainer.state()["weight_version"] == "v1"
-    assert trainer.ok(ContinueGenerationReqInput)["paused"] is False
-    assert client(trainer, new, "v2").success, "the next refresh succeeds"
-    assert trainer.digest() == digest_of(new)
 
 
 @pytest.mark.parametrize("client", [slime, torchrl, areal])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ import zmq
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tests.ipc_wire import cuda_handle, entry
-from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, fused, version
-from tests.parameter_server_stand_in import Form, ParameterServerStandIn
+from tests.logical_weights_fake import NORM, FakeWeights, expert_name, fused, version
+from tests.parameter_server_stand_in import ParameterServerStandIn, Sending, give_up_at
 from weight_sync.errors import (
     ContentError,
-    CoverageError,
-    DtypeMismatchError,
-    ShapeMismatchError,
     TransactionStateError,
     TransportError,
     UnknownTensorError,
@@ -36,29 +32,6 @@ from weight_sync.updater import WeightUpdater
 
 CPU = torch.device("cpu")
 REMOTE_ERRORS = "failed to update weights due to remote errors"
-
-
-class Sending:
-    """`send(server)` on a thread of its own; `error` is what it raised."""
-
-    def __init__(self, send: Callable[[], None]) -> None:
-        self.error: BaseException | None = None
-        self._send = send
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Sending:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join(30.0)
-        assert not self._thread.is_alive(), "the sender hangs"
-
-    def _run(self) -> None:
-        try:
-            self._send()
-        except BaseException as error:
-            self.error = error
 
 
 @pytest.fixture
@@ -185,53 +158,6 @@ def test_expert_names_travel(updater: WeightUpdater) -> None:
 
 
 # --- content and messages that are refused ------------------------------------------------------------------------
-
-
-WRONG = [
-    ([entry(offset=2048 - 12)], WeightRequestError, "in a buffer of 2048 bytes|reaches byte"),
-    ([entry(offset=4096)], WeightRequestError, "offset 4096 in a buffer"),
-    ([entry(offset=-4)], WeightRequestError, "offset -4 in a buffer"),
-    ([entry(offset=2)], WeightRequestError, "cannot be read from offset 2"),
-    ([entry(offset=None)], WeightRequestError, "offset None"),
-    ([entry(offset=True)], WeightRequestError, "offset True"),
-    ([entry(shape=[1 << 40])], WeightRequestError, "reaches byte"),
-    ([entry(shape=[1 << 60, 1 << 60])], WeightRequestError, "out of range"),
-    ([entry(shape=[-4])], WeightRequestError, "out of range"),
-    ([entry(shape=[1] * 9)], WeightRequestError, "sizes"),
-    ([entry(shape="4")], WeightRequestError, "no dtype or no shape"),
-    ([entry(dtype="float31")], WeightRequestError, "unknown dtype"),
-    ([entry(dtype=None)], WeightRequestError, "no dtype or no shape"),
-    ([entry(name="")], WeightRequestError, "name"),
-    ([entry(name=None)], WeightRequestError, "name"),
-    ([entry(), entry(name=EMBED, dtype=torch.bfloat16, shape=[6, 4], offset=12)], WeightRequestError, "overlap"),
-    ([{"name": NORM}], WeightRequestError, "lacks dtype, shape, offset"),
-    ([NORM], WeightRequestError, "lacks name"),
-    ({"name": NORM}, WeightRequestError, "neither a bucket"),
-    ([entry(name="model.norm.bias")], UnknownTensorError, "model.norm.bias"),
-    ([entry(shape=[2])], ShapeMismatchError, NORM),
-    ([entry(dtype=torch.float64)], DtypeMismatchError, NORM),
-    ([entry(), entry(offset=256)], CoverageError, "came twice"),
-]
-
-
-@pytest.mark.parametrize(("message", "kind", "reason"), WRONG)
-@pytest.mark.parametrize("form", ["pickle", "json"])
-def test_a_wrong_bucket_is_refused_and_the_sender_told(
-    updater: WeightUpdater, weights: FakeWeights, form: Form, message: Any, kind: type[Exception], reason: str
-) -> None:
-    before = weights.snapshot()
-    updater.begin()
-    sent = list(version(1).items())
-    with ParameterServerStandIn(form=form) as server:
-        server.rewrite = lambda index, right: message if index == 1 else right
-        raised, _ = refresh(updater, server, [(n, t) for n, t in sent if n != NORM])
-        with pytest.raises(kind, match=reason):
-            raise raised or AssertionError("not refused")
-        assert str(raised) in server.answers
-    assert updater.status()["failed"] == str(raised)
-    with pytest.raises(TransactionStateError):
-        updater.verify()
-    assert weights.snapshot() == before
 
 
 def test_the_sender_gives_up_when_told(updater: WeightUpdater) -> None:
@@ -365,18 +291,6 @@ def test_only_unix_sockets_are_dialled(updater: WeightUpdater, endpoint: str) ->
 # --- senders that fail ----------------------------------------------------------------------------------------------
 
 
-def give_up_at(server: ParameterServerStandIn, bucket: int) -> None:
-    """The sender says an exception in place of a bucket, and nothing more; its socket stays open."""
-
-    def rewrite(index: int, message: Any) -> Any:
-        if index == bucket:
-            server.send(server.encode(RuntimeError("another worker failed")))
-            raise SystemExit
-        return message
-
-    server.rewrite = rewrite
-
-
 def test_an_exception_of_the_sender_ends_the_transaction(updater: WeightUpdater) -> None:
     updater.begin()
     with ParameterServerStandIn() as server:
@@ -448,23 +362,3 @@ def test_a_message_in_parts_is_refused(updater: WeightUpdater) -> None:
         raised, failed = refresh(updater, server, [(NORM, version(1)[NORM])])
     assert isinstance(raised, WeightRequestError) and "2 parts" in str(raised)
     assert isinstance(failed, RuntimeError) and server.answers == [str(raised)]
-
-
-@pytest.mark.parametrize("give_up_after", [0, 1, 3])
-def test_after_any_failure_the_next_refresh_succeeds(
-    updater: WeightUpdater, weights: FakeWeights, give_up_after: int
-) -> None:
-    before = weights.snapshot()
-    updater.begin()
-    with ParameterServerStandIn(bucket_bytes=256) as server:
-        give_up_at(server, give_up_after)
-        with Sending(lambda: server.update(list(version(1).items()))), pytest.raises(TransportError):
-            updater.receive(IpcSource(server.handles, updater.receiver))
-    updater.abort()
-    assert weights.snapshot() == before
-    updater.begin("v2")
-    with ParameterServerStandIn() as server:
-        assert refresh(updater, server, list(version(2).items())) == (None, None)
-    updater.verify()
-    updater.commit()
-    expect_equal(weights, version(2))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, version
-from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named, broadcast_source, new_updater
+from tests.loopback_updater import LoopbackSource, LoopbackUpdater, broadcast_source, new_updater
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import (
     ContentError,
@@ -208,27 +208,6 @@ def test_checksums_are_of_the_live_weights() -> None:
     assert live_fingerprints(updater.weights) == live_fingerprints(FakeWeights(seed=4)) != live
 
 
-def test_the_other_rank_has_a_say_at_verify() -> None:
-    updater = WeightUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: False)
-    updater.begin(coverage="partial")
-    updater._transaction.receive([(NORM, torch.ones(4))])  # type: ignore[union-attr]
-    with pytest.raises(TransactionStateError, match="another rank"):
-        updater.verify()
-    assert not updater.is_open
-
-
-def test_a_vote_that_raises_drops_the_transaction() -> None:
-    def late(mine: bool) -> bool:
-        raise TimeoutError("no vote in time")
-
-    updater = WeightUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=late)
-    updater.begin(coverage="partial")
-    updater._transaction.receive([(NORM, torch.ones(4))])  # type: ignore[union-attr]
-    with pytest.raises(TimeoutError):
-        updater.verify()
-    assert not updater.is_open
-
-
 def test_close_drops_what_is_open() -> None:
     updater = loopback()
     updater.begin()
@@ -325,75 +304,11 @@ def test_48_vllm_37334_refused_refreshes_hold_no_memory() -> None:
     assert live_tensor_bytes() >= before + one and kept
 
 
-class EndsAllTheSame(LoopbackUpdater):
-    """Wrong: a bucket that fails is only reported, and the rest makes up the version."""
-
-    def send(self, named: Named, weight_version: str | None = None) -> None:
-        if self.failure is None:
-            super().send(named, weight_version)
-
-
 def serves_one_version(weights: FakeWeights) -> bool:
     found = {
         seed for name in weights.metas() for seed in (1, 2) if torch.equal(weights.read(name), version(seed)[name])
     }
     return len(found) == 1
-
-
-def test_52_tokenspeed_672_an_end_after_a_failed_chunk_publishes_nothing() -> None:
-    for updater_class, right in ((LoopbackUpdater, True), (EndsAllTheSame, False)):
-        weights = FakeWeights(seed=1)
-        updater = updater_class(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine)
-        named = list(version(2).items())
-        updater.begin("v2", "partial")
-        updater.send(named[:3])
-        updater.failure = TransportError("the sender is gone")
-        try:
-            updater.send(named[3:6])
-        except TransportError:
-            assert right
-        updater.failure = None
-        try:
-            updater.verify()
-            updater.commit()
-            published = True
-        except TransactionStateError:
-            published = False
-        assert published is not right
-        assert serves_one_version(weights) is right
-
-
-@pytest.mark.parametrize("place", range(11))
-def test_53_unirl_480_a_failed_write_is_rolled_back(place: int) -> None:
-    """At every tensor in turn, with that tensor half written: the mode that writes tensors as they come.
-
-    Where they are exchanged at the commit: `test_a_write_that_fails_anywhere_restores_every_bit`.
-    """
-    weights = FakeWeights(seed=1)
-    updater = LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging="journal")
-    old, writes = weights.snapshot(), []
-
-    def fail(name: str) -> None:
-        writes.append(name)
-        if len(writes) == place + 1:
-            raise OSError("no such luck")
-
-    updater.begin("v2")
-    weights.fault = fail
-    with pytest.raises(OSError, match="no such luck"):
-        updater.send(list(version(2).items()))
-    with pytest.raises(TransactionStateError):
-        updater.verify()
-    assert len(writes) > place and weights.snapshot() == old and updater.torn is None
-
-
-@pytest.mark.mutant
-def test_53_writing_without_a_way_back_is_caught() -> None:
-    """The wrong variant: write what came, one by one, and stop at the first failure."""
-    weights = FakeWeights(seed=1)
-    for name, tensor in list(version(2).items())[:4]:
-        weights.write(name, tensor)
-    assert not serves_one_version(weights)
 
 
 def test_55_skyrl_1605_a_second_begin_is_refused_and_harms_nothing() -> None:
@@ -409,28 +324,6 @@ def test_55_skyrl_1605_a_second_begin_is_refused_and_harms_nothing() -> None:
     updater.verify()
     assert updater.commit().weight_version == "v2"
     assert torch.equal(weights.read(EMBED), version(2)[EMBED])
-
-
-@pytest.mark.parametrize("failure", [TransportError("the sender is gone"), OSError("broken pipe")])
-def test_56_trl_6913_the_next_run_can_refresh(failure: Exception) -> None:
-    """A transfer fails, its trainer is gone; another one comes, drops what is open, and succeeds."""
-    weights = FakeWeights(seed=1)
-    updater = new_updater(weights)
-    named = list(version(2).items())
-    updater.begin("v2")
-    updater.send(named[:4])
-    updater.failure = failure
-    with pytest.raises(type(failure)):
-        updater.send(named[4:])
-    updater.failure = None
-    assert serves_one_version(weights)
-    if updater.is_open:
-        updater.abort()
-    updater.begin("v3")
-    updater.send(named)
-    updater.verify()
-    assert updater.commit().weight_version == "v3"
-    assert torch.equal(weights.read(NORM), version(2)[NORM])
 
 
 def test_62_prime_rl_3577_a_bucket_of_another_version_is_drained_and_refused() -> None:
