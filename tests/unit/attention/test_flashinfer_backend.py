@@ -25,7 +25,6 @@ from rollout.core.specs.layer_specs import FullKV, KVKind, LatentKV, WindowKV
 from rollout.executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
 from rollout.memory.kv_pool import KVPool, ReqToTokenPool
 from tests.attention_steps import AttentionSteps, LayerCase, Layout
-from tests.family_zoo import family_checkpoint
 from tests.flashinfer_signatures import differences
 from tests.flashinfer_stand_in import stand_in
 from tests.model_zoo import tiny_checkpoint
@@ -272,15 +271,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.full(but="qwen3_moe")
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_an_engine_answers_as_with_torch(family: str, engines: None, tmp_path: Path) -> None:
-    """Requests that share prefixes, in chunks, among others that decode."""
-    if family == "qwen3_moe":
-        folder = tiny_checkpoint(tmp_path / "model", head_dim=64)
-    else:
-        sizes = {"head_dim": 64} if family == "gpt_oss" else {"kv_lora_rank": 128, "qk_rope_head_dim": 64}
-        folder = family_checkpoint(tmp_path / "model", family, 0, **sizes)
+def test_an_engine_answers_as_with_torch(engines: None, tmp_path: Path) -> None:
+    """Requests that share prefixes, in chunks, among others that decode; `tests/gpu/test_parity.py` has families."""
+    folder = tiny_checkpoint(tmp_path / "model", head_dim=64)
     rng = np.random.default_rng(0)
     shared = rng.integers(3, 300, 40).tolist()
     prompts = [shared[:n] + rng.integers(3, 300, m).tolist() for n, m in ((0, 3), (40, 5), (40, 21), (17, 1), (40, 9))]
