@@ -15,7 +15,7 @@ from tests.scheduler_harness import Harness
 def test_engine_17_get_weights_by_name_shows_a_bounded_count_of_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_reading, "_MOST_NUMBERS_SHOWN", 1000, raising=False)
+    monkeypatch.setattr(weight_reading, "_MAX_NUMBERS_SHOWN", 1000, raising=False)
     harness = Harness(tiny_checkpoint(tmp_path / "model"))
     name = "model.embed_tokens.weight"
     shown = harness.control(GetWeightsByNameReqInput, name=name, truncate_size=2)

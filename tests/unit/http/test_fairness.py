@@ -16,7 +16,7 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.req_output import LogprobDelta, ReqOutput
 from rollout.core.sampling_params import SamplingParams
-from rollout.http.turns import Turns
+from rollout.http.gate import Turns
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager import response
 from rollout.tokenizer_manager.handle import GenerateHandle

@@ -41,15 +41,16 @@ WORST_BODIES = """
 import resource, sys, time
 from rollout.core.errors import BadRequest, TooLarge
 from rollout.http import io as http_io, protocol
+from rollout.http.native import generate
 from rollout.http.openai import protocol as openai_protocol
 
 SIZE = 64 << 20
 size_now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size_now + (1700 << 20),) * 2)
 for model, name, element in (
-    (protocol.GenerateRequest, b"input_ids", b'""'),
-    (protocol.GenerateRequest, b"input_ids", b"[]"),
-    (protocol.GenerateRequest, b"input_ids", b"257.5"),
+    (generate.GenerateRequest, b"input_ids", b'""'),
+    (generate.GenerateRequest, b"input_ids", b"[]"),
+    (generate.GenerateRequest, b"input_ids", b"257.5"),
     (openai_protocol.ChatCompletionRequest, b"messages", b"{}"),
     (protocol.AbortRequest, b"rid", b"1000"),
 ):
@@ -120,7 +121,7 @@ def test_engine_05_many_objects_are_413(live: Live) -> None:
 LONG_TEXTS = """
 import asyncio, resource, sys, time
 from rollout.core.errors import BadRequest, TooLarge
-from rollout.tokenizer_manager import tokenizer as module
+from rollout.text import tokenizer as module
 
 module.MAX_TOKENS = 500_000
 tokenizer = module.Tokenizer.load(sys.argv[1])

@@ -23,12 +23,12 @@ from rollout.core.host_copy import HostCopies, to_device
 from rollout.core.messages.io_struct import AbortReqInput, ContinueGenerationReqInput, PauseGenerationReqInput
 from rollout.distributed.parallel import Parallel
 from rollout.executor import input_builder, model_runner
-from rollout.memory import kv_pool
+from rollout.memory import cache_manager, kv_pool
 from rollout.memory.kv_pool import NewestTokens
 from rollout.memory.radix_cache import RadixCache
-from rollout.memory.radix_node import Namespace, RadixNode
+from rollout.memory.radix_node import RadixNode
 from rollout.sampling import torch_sampler
-from rollout.scheduler import cache_manager, scheduler
+from rollout.scheduler import scheduler
 from rollout.scheduler import step as step_module
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Req
@@ -431,8 +431,8 @@ def test_mini_sglang_20fcd7f_live_arrays_may_advance_once_they_are_sent() -> Non
 class KeepsAView(RadixCache):
     """Wrong: what is inserted is not copied: it is a row of the slot table, which the next request gets."""
 
-    def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
-        node, known = super().insert(namespace, tokens, slots)
+    def insert_below(self, node: RadixNode, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
+        node, known = super().insert_below(node, tokens, slots)
         if known < len(tokens):
             node.slots = slots[known:]
         return node, known
@@ -518,7 +518,7 @@ def ranks_agree(folder: Path, patch: pytest.MonkeyPatch) -> bool:
 
     def noted(self: Scheduler, reqs: Any) -> None:
         reqs = list(reqs)
-        records[self.parallel.position.world_rank].update({req.rid: list(req.output.token_ids) for req in reqs})
+        records[self.parallel.position.world_rank].update({req.rid: list(req.output_ids) for req in reqs})
         emit(self, reqs)
 
     patch.setattr(Scheduler, "_emit", noted)

@@ -197,7 +197,7 @@ def answers(checker: StopChecker, token_ids: list[int], **params: Any) -> list[A
     req = accepted(checker, **params)
     found = []
     for token_id in token_ids:
-        req.output.token_ids.append(token_id)
+        req.output_ids.append(token_id)
         reason = checker.check(req)
         found.append(reason.matched if reason else None)
     return found

@@ -183,7 +183,7 @@ def counters() -> Iterator[str]:
         ({"counter_offset": 10_000}, "names counter 10000 of 10000"),
         ({"counter_offset": 2**47}, "names counter"),
         ({"counter": b"/torch_9_9_9"}, "cannot open shared memory"),
-        ({"counter": b"/../etc/passwd"}, "not a name that torch gives"),
+        ({"counter": b"/../etc/passwd"}, "not a name of torch's"),
         ({"nbytes": 97}, "bytes 32 to 129 of an allocation of 128"),
         ({"offset_bytes": 64, "nbytes": 65}, "bytes 64 to 129 of an allocation of 128"),
     ],
