@@ -8,8 +8,7 @@ import numpy as np
 
 from capture.token_logprobs import TokenLogprobs, token_id_dtype
 from rollout.core.messages.req_output import PromptLogprobs, VersionSpan
-from rollout.tokenizer_manager.alternatives import AlternativeArrays, message_arrays
-from rollout.tokenizer_manager.sample import SampleRecord
+from rollout.tokenizer_manager.sample import AlternativeArrays, SampleRecord, message_arrays
 
 
 def output_logprobs(record: SampleRecord, vocab_size: int) -> TokenLogprobs:

@@ -39,14 +39,12 @@ from rollout.tokenizer_manager.budget import AnswerForm
 from rollout.tokenizer_manager.channel import SchedulerLink
 from rollout.tokenizer_manager.communicator import Communicator
 from rollout.tokenizer_manager.handle import GenerateHandle
-from rollout.tokenizer_manager.ignored_fields import IgnoredFields
-from rollout.tokenizer_manager.in_flight import InFlight, InFlightSample
+from rollout.tokenizer_manager.in_flight import InFlight, InFlightSample, RidRegistry
 from rollout.tokenizer_manager.replay import read_replays
-from rollout.tokenizer_manager.request import GenerateReqInput, Prompt, expand
+from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput, IgnoredFields, expand, sample_rids
 from rollout.tokenizer_manager.response import ResponseForm, RouteShape
-from rollout.tokenizer_manager.rid_registry import RidRegistry
 from rollout.tokenizer_manager.sample import SampleRecord
-from rollout.tokenizer_manager.validation import ServingLimits, check_prompts
+from rollout.tokenizer_manager.validation import ServingLimits, check_messages
 
 logger = logging.getLogger(__name__)
 
@@ -195,16 +193,14 @@ class TokenizerManager:
         ignored = self._ignored_fields.of(request, expanded.unknown_sampling_keys)
         self._rids.reserve(expanded)
         try:
-            await self._complete(expanded.prompts, request.replay_routed_experts_start_len)
-            check_prompts(expanded.prompts, limits, AnswerForm.of(request))
+            await self._complete(expanded, request)
+            check_messages(expanded, limits, AnswerForm.of(request))
             self.limits  # noqa: B018 - raises if the server stopped while the prompt was tokenised
         except BaseException:
-            self._rids.release(rid for prompt in expanded.prompts for rid in prompt.sample_rids())
+            self._rids.release(rid for message in expanded.messages for rid in sample_rids(message))
             raise
         now, version = time.monotonic(), self.weight_version
-        groups = [
-            [SampleRecord(sample, now, version) for sample in prompt.source.samples()] for prompt in expanded.prompts
-        ]
+        groups = [[SampleRecord(sample, now, version) for sample in message.samples()] for message in expanded.messages]
         tokenizer = self._tokenizer
         handle = GenerateHandle(
             [record for group in groups for record in group],
@@ -338,16 +334,16 @@ class TokenizerManager:
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
-    async def _complete(self, prompts: Sequence[Prompt], replay_start: int) -> None:
+    async def _complete(self, expanded: ExpandedRequest, request: GenerateReqInput) -> None:
         """Tokenise the prompts that came as text, and read the routes that prompts bring along.
 
         Long text and all routes are read off the event loop.
         """
-        as_text = [prompt for prompt in prompts if prompt.text is not None]
-        texts = [prompt.text for prompt in as_text if prompt.text is not None]
-        for prompt, input_ids in zip(as_text, await self.tokenizer.encode(texts) if texts else (), strict=True):
-            prompt.source.input_ids = input_ids
-        await read_replays(prompts, replay_start, self._route_shape)
+        if request.texts:
+            for message, input_ids in zip(expanded.messages, await self.tokenizer.encode(request.texts), strict=True):
+                message.input_ids = input_ids
+        if request.replay_routed_experts is not None:
+            await read_replays(expanded, request.replay_routed_experts_start_len, self._route_shape)
 
     def _dispatch(self, handle: GenerateHandle, groups: Sequence[Sequence[SampleRecord]], wanted: int | None) -> None:
         """Send every sample to a data-parallel rank: the `wanted` one, else the one with the least left to do.

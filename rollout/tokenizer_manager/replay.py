@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
@@ -27,7 +26,7 @@ from capture.errors import CaptureError
 from capture.routed_experts import RoutedExperts, id_dtype
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.messages.io_struct import ReplayedRoutes
-from rollout.tokenizer_manager.request import Prompt
+from rollout.tokenizer_manager.request import ExpandedRequest
 from rollout.tokenizer_manager.response import RouteShape
 
 MAX_REASON_CHARS = 400
@@ -44,22 +43,22 @@ class _Envelope(msgspec.Struct, kw_only=True):
     start: _Size | None = None
 
 
-async def read_replays(prompts: Sequence[Prompt], start: int, shape: RouteShape) -> None:
+async def read_replays(expanded: ExpandedRequest, start: int, shape: RouteShape) -> None:
     """Read the routes that prompts bring along, off the event loop; shared routes are read once.
 
     They partition the prefix cache: KV computed under them is no other request's.  Raises `UnsupportedFeature` for a
     dense model, and as `read_replay` does.
     """
     read: dict[int, tuple[ReplayedRoutes, str]] = {}
-    for prompt in prompts:
-        if prompt.replay is None:
+    for message, value in zip(expanded.messages, expanded.replays, strict=True):
+        if value is None:
             continue
         if not shape.moe_layer_ids:
             raise UnsupportedFeature("replay_routed_experts: this model is dense, it has no experts to route to")
-        if id(prompt.replay) not in read:
-            read[id(prompt.replay)] = await asyncio.to_thread(_named, prompt.replay, start, shape)
-        prompt.source.replay, name = read[id(prompt.replay)]
-        prompt.source.extra_key = f"{prompt.source.extra_key or ''}\x00{name}"
+        if id(value) not in read:
+            read[id(value)] = await asyncio.to_thread(_named, value, start, shape)
+        message.replay, name = read[id(value)]
+        message.extra_key = f"{message.extra_key or ''}\x00{name}"
 
 
 def read_replay(value: Any, start: int, shape: RouteShape) -> ReplayedRoutes:

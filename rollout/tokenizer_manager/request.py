@@ -11,15 +11,24 @@ Every id in this table, and the ids that stand for a whole group (r, r_0, a), ca
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rollout.core.errors import BadRequest, TooLarge
-from rollout.core.known_fields import HARMLESS_SAMPLING_FIELDS, KNOWN_SAMPLING_FIELDS
+from rollout.core.known_fields import (
+    HARMLESS_SAMPLING_FIELDS,
+    KNOWN_SAMPLING_FIELDS,
+    MAX_IGNORED,
+    shown,
+    unknown_field,
+)
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import MAX_N, SamplingLogprobsMode, SamplingParams, sampling_params_from_dict
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH = 4096
 """Prompts in one request."""
@@ -28,6 +37,8 @@ MAX_SAMPLES = 8192
 MAX_TOKEN_IDS_LOGPROB = 4096
 FILL_CONTEXT = 1 << 31
 """Tokens, more than any context holds."""
+MAX_LOGGED_NAMES = 256
+"""Names of unknown fields in the log: they come from clients."""
 MAX_RID_CHARS = 512
 MAX_SESSION_ID_CHARS = 512
 MAX_EXTRA_KEY_CHARS = 512
@@ -88,33 +99,36 @@ class GenerateReqInput:
     kept_special_tokens: tuple[str, ...] = ()
     default_new_tokens: int | None = None
 
-
-@dataclass(slots=True)
-class Prompt:
-    """One prompt of a request: `source`, the message to the scheduler for all its samples, and what completes it.
-
-    `text` is to be tokenised and `replay` to be read, each where it is not None.  `default_new_tokens`: the caller
-    named no length, generate this many tokens or up to the end of the context.
-    """
-
-    rid: str
-    text: str | None
-    replay: Any  # as it came
-    default_new_tokens: int | None
-    source: TokenizedGenerateReqInput
-
-    def sample_rids(self) -> list[str]:
-        return [self.source.rid, *(rid for rid, _ in self.source.siblings)]
+    @property
+    def texts(self) -> list[str]:
+        """The prompts that came as text: all of them, or none."""
+        if self.text is None:
+            return []
+        return [self.text] if isinstance(self.text, str) else self.text
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedRequest:
-    """`replies_with_list`: the reply to a batch or n > 1 is a list, prompt by prompt, even of length 1."""
+    """The messages of a request to the scheduler, one for each prompt and all its samples, and what completes them.
+
+    Lists run parallel to `messages`.  `names`: the id of each prompt, and of the group of its samples.  `lengths`: the
+    number of tokens to generate where the caller named none, up to the end of the context; else None.  `replays`: the
+    routes to read, as they came.  `replies_with_list`: the reply to a batch or n > 1 is a list, prompt by prompt, even
+    of length 1.
+    """
 
     rid: str | None  # of the whole batch, where one was given
-    prompts: list[Prompt]
+    names: list[str]
+    messages: list[TokenizedGenerateReqInput]
+    lengths: list[int | None]
+    replays: list[Any]
     replies_with_list: bool
     unknown_sampling_keys: list[str]
+
+
+def sample_rids(message: TokenizedGenerateReqInput) -> list[str]:
+    """Return the id of each sample of a message."""
+    return [message.rid, *(rid for rid, _ in message.siblings)]
 
 
 _SHARED = ("stream", "routed_experts_start_len", "extra_key", "max_kv_version_lag", "priority", "session_id")
@@ -125,14 +139,14 @@ _PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num")
 def expand(
     request: GenerateReqInput, *, routes_by_default: bool = False, masks_by_default: bool = False
 ) -> ExpandedRequest:
-    """Return one `Prompt` for each prompt, in order; prompts that come as text have no token ids yet.
+    """Return one message for each prompt, in order; prompts that come as text have no token ids yet.
 
     Raises `BadRequest` for no prompt, two kinds of prompt, lists of the wrong length or bad sampling parameters;
     `TooLarge` over a cap.
     """
     _check_shared(request)
-    texts, ids, is_batch = _prompts(request)
-    count = len(texts)
+    ids, is_batch = _prompts(request)
+    count = len(ids)
     if count > MAX_BATCH:
         raise TooLarge(f"a request holds at most {MAX_BATCH} prompts, got {count}")
     rids = _prompt_rids(request.rid, count, is_batch)
@@ -150,22 +164,23 @@ def expand(
         for asked, each in zip(_column("return_sampling_mask", request.return_sampling_mask, count, is_batch), params)
     ]
     shared["sampling_logprobs_mode"] = request.sampling_logprobs_mode or "selected"
-    prompts = []
+    messages, lengths = [], []
     for index, rid in enumerate(rids):
-        own = {name: column[index] for name, column in columns.items()}
         first, *siblings = _samples(rid, params[index])
-        source = TokenizedGenerateReqInput(
-            rid=first[0],
-            input_ids=ids[index] or [],
-            sampling_params=params[index],
-            siblings=siblings,
-            **shared,
-            **own,
+        own = {name: column[index] for name, column in columns.items()}
+        messages.append(
+            TokenizedGenerateReqInput(
+                rid=first[0],
+                input_ids=ids[index],
+                sampling_params=params[index],
+                siblings=siblings,
+                **shared,
+                **own,
+            )
         )
-        default = request.default_new_tokens if raw_params[index].get("max_new_tokens") is None else None
-        prompts.append(Prompt(rid, texts[index], replays[index], default, source))
+        lengths.append(request.default_new_tokens if raw_params[index].get("max_new_tokens") is None else None)
     group = request.rid if is_batch and isinstance(request.rid, str) else None
-    return ExpandedRequest(group, prompts, is_batch or params[0].n > 1, unknown)
+    return ExpandedRequest(group, rids, messages, lengths, replays, is_batch or params[0].n > 1, unknown)
 
 
 def _check_shared(request: GenerateReqInput) -> None:
@@ -184,25 +199,24 @@ def _check_shared(request: GenerateReqInput) -> None:
         raise BadRequest(f"replay_routed_experts_start_len must be in 0..{2**31 - 1}")
 
 
-def _prompts(request: GenerateReqInput) -> tuple[list[str | None], list[list[int] | None], bool]:
+def _prompts(request: GenerateReqInput) -> tuple[list[list[int]], bool]:
+    """Return the token ids of each prompt, none of a text, and whether the request is a batch."""
     text, input_ids = request.text, request.input_ids
     if text is None and input_ids is None:
         raise BadRequest("Either text, input_ids or input_embeds should be provided.")
     if text is not None and input_ids is not None:
         raise BadRequest("give either text or input_ids, not both")
     if text is not None:
-        texts = [text] if isinstance(text, str) else list(text)
-        if not texts:
+        if not text and not isinstance(text, str):
             raise BadRequest("text is an empty list")
-        return list(texts), [None] * len(texts), not isinstance(text, str)
-    assert input_ids is not None
+        return [[] for _ in request.texts], not isinstance(text, str)
     if not input_ids:
         raise BadRequest("input_ids is empty")
     if isinstance(input_ids[0], list):
         batch: list[list[int]] = input_ids
-        return [None] * len(batch), list(batch), True
+        return list(batch), True
     single: list[int] = input_ids
-    return [None], [single], False
+    return [single], False
 
 
 def _prompt_rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str]:
@@ -284,3 +298,25 @@ def _samples(rid: str, params: SamplingParams) -> list[tuple[str, int | None]]:
 
 def _wrap_int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
+
+
+class IgnoredFields:
+    """The unknown fields of generation requests, for their answers and once for the log."""
+
+    def __init__(self, *, is_strict: bool) -> None:
+        self._is_strict = is_strict
+        self._logged: set[str] = set()
+
+    def of(self, request: GenerateReqInput, sampling_keys: Sequence[str]) -> list[str]:
+        """Return the paths of the unknown fields of a body, and of the unknown keys of `sampling_params`.
+
+        Raises `BadRequest` for such a key under --strict-requests; bodies were checked as they were read.
+        """
+        if sampling_keys and self._is_strict:
+            raise BadRequest(unknown_field(f"sampling_params.{sampling_keys[0]}", KNOWN_SAMPLING_FIELDS))
+        names = [shown(f"sampling_params.{key}") for key in sampling_keys[:MAX_IGNORED]]
+        for name in names:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED_NAMES:
+                self._logged.add(name)
+                logger.warning("%s is not known and has no effect", name)
+        return [*request.ignored_fields, *names]

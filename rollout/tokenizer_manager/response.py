@@ -22,10 +22,9 @@ from capture.sampling_mask import SamplingMask
 from rollout.core.errors import LockstepError
 from rollout.core.messages.req_output import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
 from rollout.core.specs.model_config import ModelConfig
-from rollout.tokenizer_manager.alternatives import AlternativeArrays, message_arrays
 from rollout.tokenizer_manager.compact_logprobs import output_logprobs, prompt_logprobs, row_spans
 from rollout.tokenizer_manager.request import LogprobsFormat, MaskFormat, RoutesFormat
-from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord
+from rollout.tokenizer_manager.sample import AlternativeArrays, MaskRecord, SampleRecord, message_arrays
 
 HEAVY = 4096
 """Weight from which on a response is built off the event loop: some milliseconds of work."""

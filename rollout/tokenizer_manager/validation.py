@@ -16,7 +16,7 @@ from rollout.core.specs.model_config import ModelConfig
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits, RequestBudget
 from rollout.tokenizer_manager.replay import check_replay
-from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, Prompt
+from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, ExpandedRequest
 from rollout.tokenizer_manager.response import RouteShape
 
 MAX_TOP_LOGPROBS = 1024
@@ -81,7 +81,7 @@ class ServingLimits:
             raise BadRequest(f"routed_dp_rank must be in 0..{self.dp_size - 1} (--dp-size), got {dp_rank}")
 
 
-def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits, form: AnswerForm) -> None:
+def check_messages(expanded: ExpandedRequest, limits: ServingLimits, form: AnswerForm) -> None:
     """Check the completed messages of a request, and fill in the sampling parameters that the server sets.
 
     These are `max_new_tokens` where the caller left it to the server, and the tokenizer's end token.  Lists that
@@ -90,12 +90,11 @@ def check_prompts(prompts: Sequence[Prompt], limits: ServingLimits, form: Answer
     """
     budget = RequestBudget(limits.budget, form, limits.route_shape, limits.vocab_size)
     shared = _SharedLists(limits)
-    for prompt in prompts:
-        _check_prompt(prompt.source, prompt.default_new_tokens, limits, shared)
-        budget.add(prompt.source)
+    for source, length in zip(expanded.messages, expanded.lengths, strict=True):
+        _check_prompt(source, length, limits, shared)
+        budget.add(source)
     budget.require()
-    for prompt in prompts:
-        source = prompt.source
+    for source in expanded.messages:
         if source.replay is not None:
             check_replay(source.replay, len(source.input_ids), source.sampling_params.max_new_tokens)
 

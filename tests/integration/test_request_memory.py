@@ -25,7 +25,7 @@ from rollout.http.native.generate import GenerateRequest
 from rollout.http.openai.protocol import CompletionRequest
 from rollout.tokenizer_manager.budget import AnswerForm
 from rollout.tokenizer_manager.request import expand
-from rollout.tokenizer_manager.validation import ServingLimits, check_prompts
+from rollout.tokenizer_manager.validation import ServingLimits, check_messages
 from tests.abuse.usage import forget_peaks, usage_of
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess
@@ -138,7 +138,7 @@ class Refuses:
         model = GenerateRequest if case.path == "/generate" else CompletionRequest
         request = model.model_validate(body).to_request({})
         try:
-            check_prompts(expand(request).prompts, self._limits, AnswerForm.of(request))
+            check_messages(expand(request), self._limits, AnswerForm.of(request))
         except TooLarge:
             return True
         return False

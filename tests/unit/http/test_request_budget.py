@@ -23,8 +23,8 @@ from rollout.server.engine import Engine
 from rollout.tokenizer_manager import budget as budgets
 from rollout.tokenizer_manager import replay
 from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits
-from rollout.tokenizer_manager.request import GenerateReqInput, Prompt, expand
-from rollout.tokenizer_manager.validation import ServingLimits, check_prompts
+from rollout.tokenizer_manager.request import GenerateReqInput, expand
+from rollout.tokenizer_manager.validation import ServingLimits, check_messages
 from tests.engine_thread import EngineThread
 from tests.http_harness import Live, live_server
 from tests.model_zoo import tiny_checkpoint
@@ -65,12 +65,12 @@ def limits(folder: Path) -> ServingLimits:
     return ServingLimits.of(args, load_model_config(folder), ready, None)
 
 
-def check(limits: ServingLimits, body: dict[str, Any], model: Any = GenerateRequest) -> list[Prompt]:
-    """The prompts of a body that is within the limits; raises `TooLarge`."""
+def check(limits: ServingLimits, body: dict[str, Any], model: Any = GenerateRequest) -> list[TokenizedGenerateReqInput]:
+    """The messages of a body that is within the limits; raises `TooLarge`."""
     request = model.model_validate(body).to_request({})
-    prompts = expand(request).prompts
-    check_prompts(prompts, limits, AnswerForm.of(request))
-    return prompts
+    expanded = expand(request)
+    check_messages(expanded, limits, AnswerForm.of(request))
+    return expanded.messages
 
 
 def with_budget(limits: ServingLimits, **fields: Any) -> ServingLimits:
@@ -130,10 +130,10 @@ def test_masks_of_top_p_alone_get_a_share_of_what_is_left_c3(limits: ServingLimi
     """Their size is unknown until the end: counting the most would refuse requests that are small in fact."""
     few = with_budget(limits, max_logprob_entries=1000)
     body = {"input_ids": [1], "return_sampling_mask": True}
-    (prompt,) = check(few, body | {"sampling_params": {"top_p": 0.9, "max_new_tokens": 10, "n": 4}})
-    assert prompt.source.max_mask_ids == 250
-    (prompt,) = check(limits, body | {"sampling_params": {"top_p": 0.9, "max_new_tokens": 10, "n": 4}})
-    assert prompt.source.max_mask_ids is None, "all that they could hold fits"
+    (message,) = check(few, body | {"sampling_params": {"top_p": 0.9, "max_new_tokens": 10, "n": 4}})
+    assert message.max_mask_ids == 250
+    (message,) = check(limits, body | {"sampling_params": {"top_p": 0.9, "max_new_tokens": 10, "n": 4}})
+    assert message.max_mask_ids is None, "all that they could hold fits"
     with pytest.raises(TooLarge, match="1001 ids of sampling masks"):
         check(few, body | {"sampling_params": {"top_p": 0.9, "max_new_tokens": 1001}})
 
@@ -250,8 +250,8 @@ def test_lists_that_4096_prompts_share_are_checked_once(limits: ServingLimits) -
     with pytest.raises(TooLarge, match="logit_bias"):
         check(limits, body)
     assert time.process_time() - started < FEW_S
-    prompts = check(with_budget(limits, max_request_bytes=1 << 40), body)
-    assert len({id(prompt.source.sampling_params) for prompt in prompts}) == 1
+    messages = check(with_budget(limits, max_request_bytes=1 << 40), body)
+    assert len({id(message.sampling_params) for message in messages}) == 1
 
 
 def test_routes_that_prompts_share_are_read_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

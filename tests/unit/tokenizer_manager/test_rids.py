@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.core.errors import BadRequest
-from rollout.tokenizer_manager.request import GenerateReqInput, expand
-from rollout.tokenizer_manager.rid_registry import RidRegistry
+from rollout.tokenizer_manager.in_flight import RidRegistry
+from rollout.tokenizer_manager.request import GenerateReqInput, expand, sample_rids
 
 NAMES = st.sampled_from(["a", "b", "a_0", "a_1", "a_0_0", "b_0"])
 
@@ -40,7 +40,7 @@ REQUESTS = st.one_of(
     ],
 )
 def test_names_of_samples(request_: GenerateReqInput, leaves: list[str]) -> None:
-    assert [rid for prompt in expand(request_).prompts for rid in prompt.sample_rids()] == leaves
+    assert [rid for message in expand(request_).messages for rid in sample_rids(message)] == leaves
 
 
 @given(st.lists(st.one_of(REQUESTS, st.integers(0, 20)), max_size=12))
@@ -57,12 +57,12 @@ def test_names_are_unique_while_in_use_and_gone_afterwards(actions: list[Generat
                 groups = {name: members - {leaf} for name, members in groups.items() if members - {leaf}}
         else:
             expanded = expand(action)
-            leaves = [rid for prompt in expanded.prompts for rid in prompt.sample_rids()]
+            leaves = [rid for message in expanded.messages for rid in sample_rids(message)]
             new: dict[str, set[str]] = {}
-            for prompt in expanded.prompts:
-                names = [expanded.rid] + ([prompt.rid] if prompt.source.sampling_params.n > 1 else [])
+            for own, message in zip(expanded.names, expanded.messages, strict=True):
+                names = [expanded.rid] + ([own] if message.sampling_params.n > 1 else [])
                 for name in filter(None, names):
-                    new.setdefault(name, set()).update(prompt.sample_rids())
+                    new.setdefault(name, set()).update(sample_rids(message))
             taken = set(in_use) | set(groups)
             clash = len(set(leaves)) < len(leaves) or set(leaves) & set(new) or (set(leaves) | set(new)) & taken
             if clash:
