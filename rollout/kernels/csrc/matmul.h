@@ -33,6 +33,24 @@ inline void check_bias(const at::Tensor& input, const std::optional<at::Tensor>&
   check_same_dtype(input, {*bias});
 }
 
+// A `put` of `packed_matmul`: it adds the bias to the float32 sums, before they are rounded, and stores the rows.
+template <class T>
+struct PutRow {
+  T* out;
+  const T* bias;
+  int64_t out_size;
+
+  PutRow(at::Tensor& result, const std::optional<at::Tensor>& added)
+      : out(result.mutable_data_ptr<T>()),
+        bias(added ? added->const_data_ptr<T>() : nullptr),
+        out_size(result.size(1)) {}
+
+  void operator()(int64_t token, int64_t column, int n, F32x16 sums) const {
+    if (bias != nullptr) sums = sums + load(bias + column, n);
+    store(out + token * out_size + column, sums, n);
+  }
+};
+
 // Room for `num_tokens` packed rows.
 template <class T>
 inline at::Tensor packed_token_buffer(int64_t num_tokens, int64_t depth) {

@@ -1,7 +1,8 @@
 // RMS norm of one row, and the residual sum before it, for the operators that begin with them.
 //
 // Sums of squares in float32.  Without an offset of the weight, the normed value is rounded to the storage dtype, then
-// multiplied with the weight in that dtype; with one, by offset + weight in float32, and rounded once: as in plain.py.
+// multiplied with the weight in that dtype; with one, by offset + weight in float32, and rounded once: as in plain
+// torch.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Between logical rows and packed weights: writing, reading back, and looking up single rows.
+// Between logical rows and packed weights: writing and reading back.
 //
 // Blocks of sixteen logical rows lie `step` half-panels apart from half-panel `offset` on: 1 and 0 where a matrix is
 // alone; 2 and 0, 2 and 1 where two of one size alternate (gate and up projections of an expert).
@@ -11,34 +11,12 @@
 #endif
 
 #include "checks.h"
-#include "packed.h"
+#include "packed_rows.h"
 #include "parallel.h"
 #include "transpose.h"
 
 namespace lockstep {
 namespace {
-
-// The place of one logical row: its first group; the next groups follow `kRowStride` elements apart.
-template <class T>
-inline constexpr int64_t kRowStride = kPanelRows * kGroup<T>;
-
-template <class T>
-T* row_place(T* packed, int64_t depth, int64_t row, int64_t step, int64_t offset) {
-  const int64_t half = row / kLanes * step + offset, lane = half % kPanelVectors * kLanes + row % kLanes;
-  return packed + half / kPanelVectors * panel_numel<T>(depth) + lane * kGroup<T>;
-}
-
-int64_t check_packed(const at::Tensor& packed, int64_t depth, int64_t last_row, int64_t step, int64_t offset) {
-  TORCH_CHECK(packed.is_contiguous() && packed.dim() >= 1, "packed weights must be contiguous");
-  TORCH_CHECK(step >= 1 && 0 <= offset && offset < step, "offset must be in 0..step - 1");
-  return with_dtype(packed, [&](auto zero) {
-    using T = decltype(zero);
-    const int64_t half = last_row < 0 ? -1 : last_row / kLanes * step + offset;
-    const int64_t panels = half < 0 ? 0 : half / kPanelVectors + 1;
-    TORCH_CHECK(panels * panel_numel<T>(depth) <= packed.numel(), "rows lie outside the packed weights");
-    return panels;
-  });
-}
 
 // Sixteen rows of sixteen groups <-> sixteen groups of sixteen rows; strides in elements.
 template <class T, class Store>
@@ -122,15 +100,6 @@ void pack_rows(at::Tensor& packed, const at::Tensor& source, int64_t first_row, 
   });
 }
 
-// Elements `from_k` .. depth - 1 of a packed row.
-template <class T>
-void unpack_row(const T* place, int64_t from_k, int64_t depth, T* row) {
-  place += from_k / kGroup<T> * kRowStride<T>;
-  for (int64_t k = from_k; k < depth; k += kGroup<T>, place += kRowStride<T>) {
-    std::copy_n(place, std::min(kGroup<T>, depth - k), row + k);
-  }
-}
-
 at::Tensor unpack_rows(const at::Tensor& packed, int64_t depth, int64_t first_row, int64_t num_rows, int64_t step,
                        int64_t offset) {
   TORCH_CHECK(first_row >= 0 && num_rows >= 0, "rows must not be negative");
@@ -155,28 +124,6 @@ at::Tensor unpack_rows(const at::Tensor& packed, int64_t depth, int64_t first_ro
   return out;
 }
 
-at::Tensor matrix_rows(const at::Tensor& packed, const at::Tensor& ids, int64_t depth) {
-  TORCH_CHECK(ids.dim() == 1 && ids.scalar_type() == at::kLong, "ids must be [N] int64");
-  const at::Tensor rows = ids.contiguous();
-  const int64_t* row = rows.const_data_ptr<int64_t>();
-  int64_t largest = -1;
-  for (int64_t n = 0; n < rows.numel(); ++n) {
-    TORCH_CHECK(row[n] >= 0, "row ", row[n], " is negative");
-    largest = std::max(largest, row[n]);
-  }
-  check_packed(packed, depth, largest, 1, 0);
-  at::Tensor out = at::empty({rows.numel(), depth}, packed.options());
-  with_dtype(packed, [&](auto zero) {
-    using T = decltype(zero);
-    const T* from = packed.const_data_ptr<T>();
-    T* to = out.mutable_data_ptr<T>();
-    for_spans(rows.numel(), kLanes, rows.numel() * depth / 2, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) unpack_row(row_place(from, depth, row[n], 1, 0), 0, depth, to + n * depth);
-    });
-  });
-  return out;
-}
-
 }  // namespace
 }  // namespace lockstep
 
@@ -189,5 +136,4 @@ TORCH_LIBRARY_FRAGMENT(lockstep, m) {
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) {
   m.impl("pack_rows", &lockstep::pack_rows);
   m.impl("unpack_rows", &lockstep::unpack_rows);
-  m.impl("matrix_rows", &lockstep::matrix_rows);
 }

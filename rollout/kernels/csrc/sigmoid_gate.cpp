@@ -1,10 +1,6 @@
-// The activation of dense feed-forward blocks, that of experts being part of their operator, and sigmoid gates.
+// Groups of neighbours times the sigmoid of their gate, which is rounded to the storage dtype as in torch.
 //
-// Rounding as in torch: silu(gate) to the storage dtype, then its product with up; a sigmoid likewise.  No call to torch's own functions,
-// whose last elements of a thread's share are computed by other instructions than the rest.
-//
-// Shapes: T tokens, I intermediate.
-#include <ATen/ops/empty.h>
+// Shapes: T tokens, N features in G groups.
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
@@ -15,33 +11,6 @@ namespace lockstep {
 namespace {
 
 constexpr int64_t kTokenSpan = 8;
-
-template <class T>
-void activate_row(const T* gate, const T* up, int64_t size, T* out) {
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const int n = static_cast<int>(std::min<int64_t>(kLanes, size - i));
-    store(out + i, round_to<T>(silu(load(gate + i, n))) * load(up + i, n), n);
-  }
-}
-
-// gate_up [T, 2I], gate first -> silu(gate) * up [T, I].
-at::Tensor silu_and_mul(const at::Tensor& gate_up) {
-  TORCH_CHECK(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "gate_up must be [T, 2I]");
-  const at::Tensor rows = gate_up.contiguous();
-  const int64_t num_tokens = rows.size(0), size = rows.size(1) / 2;
-  at::Tensor out = at::empty({num_tokens, size}, rows.options());
-  with_dtype(rows, [&](auto zero) {
-    using T = decltype(zero);
-    const T* x = rows.const_data_ptr<T>();
-    T* y = out.mutable_data_ptr<T>();
-    for_spans(num_tokens, kTokenSpan, num_tokens * size, [&](int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; ++t) {
-        activate_row(x + 2 * t * size, x + (2 * t + 1) * size, size, y + t * size);
-      }
-    });
-  });
-  return out;
-}
 
 // Groups of `size` neighbours of a row, each times the sigmoid of its gate.
 template <class T>
@@ -87,7 +56,4 @@ at::Tensor sigmoid_gate(const at::Tensor& hidden, const at::Tensor& gate) {
 }  // namespace
 }  // namespace lockstep
 
-TORCH_LIBRARY_IMPL(lockstep, CPU, m) {
-  m.impl("silu_and_mul", &lockstep::silu_and_mul);
-  m.impl("sigmoid_gate", &lockstep::sigmoid_gate);
-}
+TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("sigmoid_gate", &lockstep::sigmoid_gate); }

@@ -1,13 +1,11 @@
-// RMS norm with the residual sum before it, and the path of queries, keys and values from projection to KV pool.
+// The path of queries, keys and values from projection to KV pool.
 //
-// Rounding as in plain.py: norms as in norm.h; both products of the rotation and their sum rounded one by one.
+// Rounding as in plain torch: norms as in norm.h; both products of the rotation and their sum rounded one by one.
 //
-// Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated, S slots of the
-// KV pool.
+// Shapes: T tokens, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated, S slots of the KV pool.
 #include <vector>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "checks.h"
@@ -18,22 +16,6 @@ namespace lockstep {
 namespace {
 
 constexpr int64_t kTokenSpan = 8;
-
-// residual += hidden, where there is one; the norm of it.
-at::Tensor add_rms_norm(at::Tensor& residual, const std::optional<at::Tensor>& hidden, const at::Tensor& weight,
-                        double eps, std::optional<double> weight_offset) {
-  check_norm(residual, hidden, weight);
-  at::Tensor out = at::empty_like(residual);
-  with_dtype(residual, [&](auto zero) {
-    using T = decltype(zero);
-    const NormRows<T> norm(residual, hidden, weight, {eps, weight_offset});
-    T* place = out.mutable_data_ptr<T>();
-    for_spans(residual.size(0), kTokenSpan, residual.numel() / 4, [&](int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; ++t) norm.token(t, place + t * residual.size(1));
-    });
-  });
-  return out;
-}
 
 template <class T>
 struct HeadPath {
@@ -135,7 +117,4 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Ten
 }  // namespace
 }  // namespace lockstep
 
-TORCH_LIBRARY_IMPL(lockstep, CPU, m) {
-  m.impl("add_rms_norm", &lockstep::add_rms_norm);
-  m.impl("qk_norm_rope_store", &lockstep::qk_norm_rope_store);
-}
+TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("qk_norm_rope_store", &lockstep::qk_norm_rope_store); }
