@@ -29,7 +29,8 @@ from rich.progress import track
 from rich.table import Table
 
 import rollout.kernels.gpu
-from rollout.kernels.gpu.compile_cases import HOPPER, CompileCase, compile_for
+from benchmarks import experts_cases
+from benchmarks.compile_cases import HOPPER, CompileCase, compile_for
 
 DUMP_TIMEOUT_S = 60.0
 
@@ -49,10 +50,10 @@ class Compiled:
 
 def cases(only: str = "") -> list[CompileCase]:
     """Return the cases of every module of `rollout.kernels.gpu` that has kernels; `only`: words in their names."""
-    found: list[CompileCase] = []
+    found = list(experts_cases.compile_cases())
     for module in pkgutil.iter_modules(rollout.kernels.gpu.__path__, f"{rollout.kernels.gpu.__name__}."):
         of_module = getattr(import_module(module.name), "compile_cases", None)
-        found += of_module() if callable(of_module) else []
+        found += [CompileCase(*case) for case in of_module()] if callable(of_module) else []
     return [case for case in found if only in case.name]
 
 

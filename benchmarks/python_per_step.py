@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch._ops import OpOverload
 
 from rollout.executor.recorded_forward import RecordedForward, Tape
+from rollout.kernels.operators import OPERATORS
 from rollout.kernels.ops import Ops
 from rollout.layers.layer import Layer
 from rollout.scheduler.stats import PHASES
@@ -78,8 +79,7 @@ class OperatorClock:
             return self._play
         if not isinstance(value, Ops):
             return self._timed(value)
-        operators = {name: each for name, each in vars(value).items() if isinstance(each, OpOverload)}
-        return replace(value, **{name: self._timed(operator) for name, operator in operators.items()})
+        return value.replace(**{name: self._timed(getattr(value, name)) for name in (*OPERATORS, "rest")})
 
     def take(self) -> tuple[float, int]:
         """Seconds and calls since the last take."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 import torch
 
 from rollout.engine import build
+from rollout.kernels.operators import OPERATORS
 from rollout.kernels.ops import plain_ops
-from rollout.kernels.schemas import SCHEMAS
 from tests.device_stand_in import DEVICE, Device
 from tests.scheduler_harness import Harness
 from tests.streams_stand_in import Streams
@@ -24,7 +23,7 @@ def stand_in_device() -> Iterator[Device]:
     """Engines that are built within may be on `DEVICE`."""
     plain, streams = plain_ops(), Streams()
     device = Device(streams)
-    kernels = replace(plain, **{name: device.kernel(getattr(plain, name)) for name in SCHEMAS})
+    kernels = plain.replace(**{name: device.kernel(one.plain) for name, one in OPERATORS.items()})
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode(), device:
         streams.install(patch)
         patch.setattr(build, "select_ops", lambda *_: kernels)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +25,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 import triton.language as tl
 from triton.runtime import interpreter
 
-from rollout.kernels.gpu.register import TRITON_OPERATORS
+from rollout.kernels.gpu.register import TRITON_OPERATORS, triton_form
 from rollout.kernels.ops import Ops, plain_ops
 
 
@@ -50,10 +48,8 @@ def kernels(module: str) -> Any:
 
 def interpreted_ops() -> Ops:
     """The functions that `load_gpu_kernels` registers, called with CPU tensors; plain torch for the rest."""
-    operators: dict[str, Callable[..., Any]] = {
-        name: getattr(kernels(module), name) for name, module in TRITON_OPERATORS.items()
-    }
-    return replace(plain_ops(), takes_empty_slots=True, **operators)
+    operators = {name: triton_form(name) for name in TRITON_OPERATORS}
+    return plain_ops().replace(takes_empty_slots=True, **operators)
 
 
 def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.specs.layer_specs import RotarySpec
+from rollout.kernels.operators.norm_route import RouterRule
 from rollout.kernels.ops import Ops, compiled_ops
 from rollout.kernels.places import LatentSizes
 from rollout.layers.norm_rotary import RotaryTable
@@ -80,13 +81,15 @@ def routers(ops: Ops) -> Iterator[torch.Tensor]:
             residual, hidden = _randn(dtype, tokens, depth), _randn(dtype, tokens, depth)
             for row in residual[:2]:
                 row.fill_(torch.nan)  # ids stay ids whatever the scores are
-            normed, weights, ids = ops.norm_route(residual, hidden, scale, EPS, storage, experts, top_k, normalise)
+            normed, weights, ids = ops.norm_route(
+                residual, hidden, scale, EPS, storage, RouterRule(experts, top_k, normalise)
+            )
             assert tokens == 0 or (int(ids.min()) >= 0 and int(ids.max()) < experts)
             yield from (normed[2:], weights[2:], ids)
             if normalise:
-                rule, bias = (experts, top_k, True, "softmax_of_chosen"), _randn(dtype, experts)
-                free = (1.0, None, 1, 1, None, None)
-                normed, weights, ids = ops.norm_route(residual, hidden, scale, EPS, storage, *rule, *free, bias)
+                rule, bias = RouterRule(experts, top_k, scoring="softmax_of_chosen"), _randn(dtype, experts)
+                rest = (storage, rule, None, None, None, bias)
+                normed, weights, ids = ops.norm_route(residual, hidden, scale, EPS, *rest)
                 assert tokens == 0 or (int(ids.min()) >= 0 and int(ids.max()) < experts)
                 yield from (weights[2:], ids)
 

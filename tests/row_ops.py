@@ -7,7 +7,6 @@ own.  So two ways to deal out the same tokens can be compared bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from rollout.kernels.ops import Ops, plain_ops
 def row_ops() -> Ops:
     """Plain torch, row by row."""
     ops = plain_ops()
-    return replace(
-        ops,
+    return ops.replace(
         linear=_by_rows(ops.linear, 1),
         norm_linear=_by_rows(ops.norm_linear, 2),
         norm_route=_by_rows(ops.norm_route, 2),

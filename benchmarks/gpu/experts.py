@@ -14,9 +14,9 @@ import torch
 from benchmarks.gpu.ceilings import best_seconds_of_each, measure_ceilings
 from benchmarks.gpu.settings import Settings
 from rollout.kernels.gpu import experts_plan
-from rollout.kernels.gpu.experts import fused_experts
 from rollout.kernels.gpu.experts_grouped import grouped_experts
 from rollout.kernels.gpu.experts_plan import Tiles
+from rollout.kernels.gpu.fused_experts import fused_experts
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 STEPS = 8

@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from rollout.kernels import isa as isas
-from rollout.kernels import schemas
+from rollout.kernels.operators import OPERATORS
 
 SOURCES = Path(__file__).parent / "csrc"
 # No -ffast-math and no contraction: what is fused, and in which order sums run, is written in the sources.
@@ -67,7 +67,7 @@ def load_kernels(progress: Progress | None = None, isa: str | None = None) -> Ke
     `isa` is one of `rollout.kernels.isa.CHOICES`, by default `$LOCKSTEP_CPU_ISA` or "auto": the best that the processor
     has and whose trial succeeds.  `progress` is called with a line if there is something to wait for or to know.
     """
-    assert schemas.SCHEMAS, "the compiled operators implement these"
+    assert OPERATORS, "the compiled operators implement these"
     wanted = isa or os.environ.get("LOCKSTEP_CPU_ISA") or "auto"
     try:
         if refusal := isas.refusal_of(wanted):

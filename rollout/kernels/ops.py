@@ -7,16 +7,15 @@ Shapes: O output features, D input features, P physical experts, I expert interm
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from rollout.core.errors import StartupError
-from rollout.kernels import plain
+from rollout.kernels.operators import OPERATORS
 from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, Place, ViewPlace, W8Place
-from rollout.kernels.schemas import SCHEMAS
 from weight_sync.held_format import INT8_BLOCKS, HeldFormat
 
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
@@ -131,46 +130,54 @@ class PackedW8(Packed):
         return W8Place(w13[physical_id], inner, hidden, step=2, offset=int(part == "up_proj"))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ops:
-    """The functions of `schemas.SCHEMAS`, which has their arguments, and the storage that they read.
+    """The operators of `rollout.kernels.operators`, which has their arguments, as attributes; and their storage.
 
-    All floating-point arguments of a call have one dtype, which is that of the result.  `batch_invariant`: a row of
-    every result has the same bits in every batch and with any number of threads.  `graph_safe`: none of them waits for
-    the device, or allocates what depends on numbers there, so that a step can be captured (`gated_delta` apart).
-    `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero and whose weight
-    is not used.  `rest` lets threads that look for the next operator sleep: for where none follows soon.
+    `batch_invariant`: a row of every result has the same bits in every batch and with any number of threads.
+    `graph_safe`: none of them waits for the device, or allocates what depends on numbers there, so that a step can be
+    captured (`gated_delta` apart).  `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert,
+    whose output is zero and whose weight is not used.  `rest` lets threads that look for the next operator sleep: for
+    where none follows soon.
     """
 
-    storage: RowMajor
-    batch_invariant: bool
-    graph_safe: bool = False
-    takes_empty_slots: bool = False
-    rest: Callable[[], None] = lambda: None
-    gather_rows: Callable[..., torch.Tensor]
-    matrix_rows: Callable[..., torch.Tensor]
-    linear: Callable[..., torch.Tensor]
-    add_rms_norm: Callable[..., torch.Tensor]
-    norm_linear: Callable[..., torch.Tensor]
-    norm_route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    qk_norm_rope_store: Callable[..., torch.Tensor]
-    latent_query_store: Callable[..., torch.Tensor]
-    latent_values: Callable[..., torch.Tensor]
-    silu_and_mul: Callable[..., torch.Tensor]
-    sigmoid_gate: Callable[..., torch.Tensor]
-    gated_delta: Callable[..., torch.Tensor]
-    fused_experts: Callable[..., torch.Tensor]
+    def __init__(
+        self,
+        operators: Mapping[str, Callable[..., Any]],
+        storage: RowMajor,
+        *,
+        batch_invariant: bool,
+        graph_safe: bool = False,
+        takes_empty_slots: bool = False,
+        rest: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert operators.keys() == OPERATORS.keys(), operators.keys() ^ OPERATORS.keys()
+        self.storage, self.rest = storage, rest
+        self.batch_invariant, self.graph_safe, self.takes_empty_slots = batch_invariant, graph_safe, takes_empty_slots
+        vars(self).update(operators)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            """Return the operator of this name."""
+
+    def replace(self, **changes: Any) -> Ops:
+        """Return a copy in which these attributes are others."""
+        unknown = changes.keys() - vars(self).keys()
+        assert not unknown, unknown
+        made = copy(self)
+        vars(made).update(changes)
+        return made
 
 
 def plain_ops() -> Ops:
     """Plain torch, called directly."""
-    return Ops(storage=RowMajor(), batch_invariant=False, **{name: getattr(plain, name) for name in SCHEMAS})
+    return Ops({name: one.plain for name, one in OPERATORS.items()}, RowMajor(), batch_invariant=False)
 
 
 def compiled_ops(storage: RowMajor | None = None) -> Ops:
     """Torch's registry with the compiled CPU operators in it (`load_kernels`), for bfloat16 and float32."""
-    ops = _registry_ops(storage or Packed(), batch_invariant=True)
-    return replace(ops, rest=torch.ops.lockstep.rest.default)
+    rest = torch.ops.lockstep.rest.default
+    return Ops(_registered(), storage or Packed(), batch_invariant=True, graph_safe=True, rest=rest)
 
 
 def gpu_ops() -> Ops:
@@ -178,12 +185,11 @@ def gpu_ops() -> Ops:
 
     Not batch invariant: matrix products of dense layers are the library's.
     """
-    return replace(_registry_ops(RowMajor(), batch_invariant=False), takes_empty_slots=True)
+    return Ops(_registered(), RowMajor(), batch_invariant=False, graph_safe=True, takes_empty_slots=True)
 
 
-def _registry_ops(storage: RowMajor, batch_invariant: bool) -> Ops:
-    operators = {name: getattr(torch.ops.lockstep, name).default for name in SCHEMAS}
-    return Ops(storage=storage, batch_invariant=batch_invariant, graph_safe=True, **operators)
+def _registered() -> dict[str, Callable[..., Any]]:
+    return {name: one.registered for name, one in OPERATORS.items()}
 
 
 def select_ops(

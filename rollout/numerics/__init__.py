@@ -1,8 +1,7 @@
 """Engine numerics for a trainer: a Hugging Face model that computes with the engine's operators, bit for bit.
 
 assembly     the engine's matrices, of a trainer's tensors
-formulas     what each operator computes, as autograd can follow it
-operators    operators under autograd: the engine's results, the formulas' gradients
+operators    operators under autograd: the engine's results, the gradients of plain forms
 attention    the same for attention
 sequences    a trainer's batch as one step of the engine
 engine       the engine's model over a trainer's tensors

@@ -1,6 +1,6 @@
 """The engine's matrices put together from the tensors of a trainer's model, and gradients taken apart.
 
-The engine keeps its matrices packed, which no formula of a gradient reads.  A template of the same model, row-major and
+The engine keeps its matrices packed, which no gradient reads.  A template of the same model, row-major and
 without memory, says where each of the trainer's tensors would lie in each row-major matrix; by it a matrix is put
 together when a gradient needs it, and the gradient of a matrix taken apart.
 """

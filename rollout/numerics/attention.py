@@ -13,8 +13,9 @@ from rollout.attention.base import AttentionBackend
 from rollout.attention.torch_native import TorchNativeBackend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.specs.layer_specs import KVKind
+from rollout.kernels.operator import Gradient
 from rollout.memory.kv_pool import KVPool
-from rollout.numerics.operators import Differentiable, Rule
+from rollout.numerics.operators import Differentiable
 
 
 class DifferentiableAttention(AttentionBackend):
@@ -52,8 +53,8 @@ class DifferentiableAttention(AttentionBackend):
         ) -> torch.Tensor:
             return self._backend.attend(layer, q, scale, window, sinks)
 
-        rule = Rule(formula=self._formula(layer, scale, window), flows=("q", "k", "v"), weights=("sinks",))
-        (out,) = self._tensors.run(operator, rule, {"q": q, "k": keys, "v": values, "sinks": sinks})
+        formula, rule = self._formula(layer, scale, window), Gradient(flows=("q", "k", "v"), weights=("sinks",))
+        (out,) = self._tensors.run(operator, formula, rule, {"q": q, "k": keys, "v": values, "sinks": sinks})
         return out
 
     def _formula(self, layer: int, scale: float | None, window: int | None) -> Callable[..., torch.Tensor]:

@@ -129,7 +129,7 @@ def use_engine_numerics(
 
     With `engine_logprobs`, log-probabilities and routes equal the ones of an engine of this `dtype` (bfloat16 or
     float32) with the same weights, bit for bit, on the same machine.  Parameters stay the model's own, in bfloat16 or
-    float32, which a forward rounds as a refresh does; gradients come from formulas in float32, straight through that
+    float32, which a forward rounds as a refresh does; gradients are computed in float32, straight through that
     rounding.  The model's `forward` takes whole sequences, padded or packed, and gives logits in the wider of both
     dtypes; the result of this call has the routes, which follow `capture.replay.force_routes` within its context.
 

@@ -1,96 +1,45 @@
-"""The engine's operators under autograd: results come from the operator, gradients from its formula.
+"""The engine's operators under autograd: results come from the operator, gradients from its plain form.
 
     forward     tensors of the trainer -> operator on what the engine would hold -> its bits, in float32
-    backward    the formula (`formulas`) in float32 on the same inputs, put together again; autograd through it
+    backward    the plain form in float32 on the same inputs, put together again; autograd through it
 
 Between operators tensors are float32 and hold numbers of the engine's dtype, so that gradients are not rounded on their
-way.  Formulas read the trainer's own tensors, rounded as the engine holds them: packed matrices have no gradient, and a
-tensor that changes between forward and backward is an error, as everywhere in autograd.
+way.  Plain forms read the trainer's own tensors, rounded as the engine holds them: packed matrices have no gradient,
+and a tensor that changes between forward and backward is an error, as everywhere in autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from rollout.kernels.operator import Gradient, Operator
+from rollout.kernels.operators import OPERATORS
 from rollout.kernels.ops import Ops
-from rollout.kernels.schemas import SCHEMAS
-from rollout.numerics import formulas
 from rollout.numerics.assembly import Assembly
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """The way of gradients through an operator.  Names are the arguments' names in its schema.
-
-    `flows`: tensors of the forward that have gradients; `weights`: matrices that do; `sums`: the first flow becomes its
-    sum with the second, in place; `chosen`: the argument that tells the formula what integers the operator returned;
-    `stored`: pools whose rows `slots` the operator writes, which are further results.
-    """
-
-    formula: Callable[..., Any]
-    flows: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()
-    sums: bool = False
-    chosen: str | None = None
-    stored: tuple[str, ...] = ()
-
-
-_STREAM, _NORM_MATRIX = ("residual", "hidden"), ("norm_weight", "weight", "bias")
-RULES: dict[str, Rule] = {
-    "gather_rows": Rule(formula=formulas.gather_rows, weights=("table",)),
-    "matrix_rows": Rule(formula=formulas.matrix_rows, weights=("weight",)),
-    "linear": Rule(formula=formulas.linear, flows=("hidden",), weights=("weight", "bias")),
-    "add_rms_norm": Rule(formula=formulas.add_rms_norm, flows=_STREAM, sums=True, weights=("weight",)),
-    "norm_linear": Rule(formula=formulas.norm_linear, flows=_STREAM, sums=True, weights=_NORM_MATRIX),
-    "norm_route": Rule(
-        formula=formulas.norm_route, flows=_STREAM, sums=True, weights=_NORM_MATRIX, chosen="forced_ids"
-    ),
-    "qk_norm_rope_store": Rule(
-        formula=formulas.qk_norm_rope_store, flows=("qkv",), weights=("weight",), stored=("k_pool", "v_pool")
-    ),
-    "latent_query_store": Rule(
-        formula=formulas.latent_query_store,
-        flows=("query", "latent"),
-        weights=("norm_weight", "weight"),
-        stored=("pool",),
-    ),
-    "latent_values": Rule(formula=formulas.latent_values, flows=("latents",), weights=("weight",)),
-    "silu_and_mul": Rule(formula=formulas.silu_and_mul, flows=("gate_up",)),
-    "fused_experts": Rule(
-        formula=formulas.fused_experts,
-        flows=("hidden", "weights"),
-        weights=("w13", "w2", "w13_bias", "w2_bias"),
-    ),
-    "sigmoid_gate": Rule(formula=formulas.sigmoid_gate, flows=("hidden", "gate")),
-    "gated_delta": Rule(
-        formula=formulas.gated_delta,
-        flows=("projected",),
-        weights=("conv_weight", "a_log", "dt_bias", "norm_weight"),
-    ),
-}
-assert RULES.keys() == SCHEMAS.keys(), "every operator of the engine has a formula"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator.  `arguments`: in the order of the schema, None in the place of `flows`.
+    """One call of an operator, whose gradient is that of `formula`.
 
-    `flows`: the names of the given arguments that have gradients; `matrices`: how arguments that hold weights are made
-    of the trainer's tensors, which come one after the other; `dtype`: the engine's.
+    `arguments`: in order, None in the place of `flows`, the names of given arguments that have gradients; `matrices`:
+    how arguments that hold weights are made of the trainer's tensors, which come one after the other; `dtype`: the
+    engine's; `padding_id`: the row of a looked up matrix that has no gradient, as in an `nn.Embedding`.
     """
 
     operator: Callable[..., Any]
-    rule: Rule
+    formula: Callable[..., Any]
+    rule: Gradient
     arguments: Mapping[str, Any]
     flows: tuple[str, ...]
     matrices: Mapping[str, Assembly]
     dtype: torch.dtype
+    padding_id: int | None = None
 
     @property
     def sums(self) -> bool:
@@ -104,13 +53,16 @@ class Call:
             yield name, assembly, per_tensor[start:end]
             start = end
 
-    def formula(self, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor | None) -> list[torch.Tensor]:
-        """The results of the formula for these flows and matrices."""
-        arguments = {**self.arguments, **inputs}
+    def recompute(self, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor | None) -> list[torch.Tensor]:
+        """The results of the formula for these flows and matrices, and the rows that it stores in pools of its own."""
+        work = next(iter(inputs.values())).dtype
+        pools = {name: torch.zeros_like(self.arguments[name], dtype=work) for name in self.rule.pools}
+        arguments = {**self.arguments, **inputs, **pools}
         if self.rule.chosen is not None:
             arguments[self.rule.chosen] = chosen
-        results = self.rule.formula(*arguments.values())
-        return list(results) if isinstance(results, tuple) else [results]
+        result = self.formula(*arguments.values())
+        results = [value for value in _listed(result) if value.is_floating_point()]
+        return results + [pools[name].index_select(0, arguments["slots"]) for name in self.rule.stored]
 
 
 class Operation(torch.autograd.Function):
@@ -121,7 +73,7 @@ class Operation(torch.autograd.Function):
         flows, parts = tensors[: len(call.flows)], tensors[len(call.flows) :]
         held = {name: tensor.to(call.dtype) for name, tensor in zip(call.flows, flows, strict=True)}
         result = call.operator(*{**call.arguments, **held}.values())
-        results = result if isinstance(result, tuple) else (result,)
+        results = _listed(result)
         stored = [call.arguments[pool].index_select(0, call.arguments["slots"]) for pool in call.rule.stored]
         whole = [value for value in results if not value.is_floating_point()]
         if call.rule.sums:
@@ -155,8 +107,10 @@ class Operation(torch.autograd.Function):
             inputs[name] = matrix.requires_grad_(any(wanted))
         of_results = [g for g, is_whole in zip(gradients[int(call.sums) :], ctx.is_whole, strict=True) if not is_whole]
         with torch.enable_grad(), torch.autocast(saved[0].device.type, enabled=False):
-            results = call.formula(inputs, whole[0] if whole else None)
+            results = call.recompute(inputs, whole[0] if whole else None)
         found = _gradients(results, inputs, of_results)
+        if call.padding_id is not None:
+            found = {name: _without_row(gradient, call.padding_id) for name, gradient in found.items()}
         of_flows = [found.get(name) for name in call.flows]
         if call.sums:
             both = _sum(found.get(call.flows[0]), gradients[0])
@@ -182,6 +136,15 @@ def _gradients(
     return {name: gradient for name, gradient in zip(wanted, found) if gradient is not None}
 
 
+def _listed(result: Any) -> list[torch.Tensor]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+def _without_row(gradient: torch.Tensor, row: int) -> torch.Tensor:
+    gradient[row] = 0
+    return gradient
+
+
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     return one if other is None else other if one is None else one + other
 
@@ -195,41 +158,49 @@ class Differentiable:
     """
 
     def __init__(self, ops: Ops, dtype: torch.dtype, padding_id: int | None) -> None:
-        self._dtype = dtype
-        rules = dict(RULES)
-        for name in ("gather_rows", "matrix_rows"):
-            rules[name] = replace(rules[name], formula=partial(rules[name].formula, padding_id=padding_id))
+        self._dtype, self._padding_id = dtype, padding_id
         self.assemblies: Mapping[int, Assembly] = {}
         self.named: Mapping[str, torch.Tensor] = {}
         self.stored: dict[int, torch.Tensor] = {}
         self.choose: Callable[[Mapping[str, Any], Sequence[torch.Tensor]], torch.Tensor | None] = lambda *_: None
-        mine: dict[str, Any] = {name: self._operator(getattr(ops, name), name, rules[name]) for name in SCHEMAS}
-        self.ops = replace(ops, **mine)
+        mine = {name: self._differentiable(one, getattr(ops, name)) for name, one in OPERATORS.items()}
+        self.ops = ops.replace(**mine)
 
-    def run(self, operator: Callable[..., Any], rule: Rule, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    def run(
+        self,
+        operator: Callable[..., Any],
+        formula: Callable[..., Any],
+        rule: Gradient,
+        arguments: Mapping[str, Any],
+    ) -> tuple[torch.Tensor, ...]:
         """The outputs of `Operation`; the operator's own, where nothing has a gradient by `rule`."""
         flows = tuple(name for name in rule.flows if arguments[name] is not None)
         held = {name: self.assemblies.get(id(arguments[name])) for name in rule.weights}
         matrices = {name: assembly for name, assembly in held.items() if assembly is not None}
         if not flows and not matrices:
             return (operator(*arguments.values()),)
-        call = Call(operator, rule, {**arguments, **dict.fromkeys(flows)}, flows, matrices, self._dtype)
+        padding_id = self._padding_id if rule.looks_up else None
+        without_flows = {**arguments, **dict.fromkeys(flows)}
+        call = Call(operator, formula, rule, without_flows, flows, matrices, self._dtype, padding_id)
         parts = [self.named[name] for assembly in matrices.values() for name in assembly.names]
         results: tuple[torch.Tensor, ...] = Operation.apply(call, *(arguments[name] for name in flows), *parts)
         return results
 
-    def _operator(self, operator: Callable[..., Any], name: str, rule: Rule) -> Callable[..., Any]:
-        declared = getattr(torch.ops.lockstep, name).default._schema.arguments
+    def _differentiable(self, one: Operator, operator: Callable[..., Any]) -> Callable[..., Any]:
+        rule = one.gradient
+        if rule is None:
+            return operator
+        formula = rule.form or one.plain
 
         def call(*given: Any) -> Any:
-            rest = [argument.default_value for argument in declared[len(given) :]]
-            arguments = dict(zip((argument.name for argument in declared), (*given, *rest), strict=True))
-            outputs = self.run(operator, rule, arguments)
+            arguments = one.parameters | dict(zip(one.parameters, given))
+            outputs = self.run(operator, formula, rule, arguments)
             if rule.sums and arguments["hidden"] is not None:
                 outputs = outputs[1:]
             if rule.chosen is not None and (chosen := self.choose(arguments, outputs)) is not None:
                 # the sum has been made
-                outputs = self.run(operator, rule, {**arguments, "hidden": None, rule.chosen: chosen})
+                forced = {**arguments, "hidden": None, rule.chosen: chosen}
+                outputs = self.run(operator, formula, rule, forced)
             if rule.stored:
                 end = len(outputs) - len(rule.stored)
                 self.stored.update(zip((id(arguments[pool]) for pool in rule.stored), outputs[end:], strict=True))

@@ -166,8 +166,8 @@ def flashinfer_findings() -> list[str]:
 
 def kernel_findings() -> list[str]:
     """Configurations of Triton kernels that this triton does not compile for compute capability 9.0."""
+    from benchmarks.compile_cases import CompileCase
     from benchmarks.gpu_kernels_table import cases, compile_case
-    from rollout.kernels.gpu.compile_cases import CompileCase
     from weight_sync import fingerprint_gpu
 
     found = []

@@ -3,26 +3,28 @@
 On CUDA the operators come from torch's registry, so that a test also shows that a model gets the Triton kernel.
 A dry run calls the same kernels in Triton's interpreter, in float32 and at small sizes.
 
-float32 within a relative error of 2e-6 (1e-5 for long sums), bfloat16 within 1e-2.  Shapes: as in `schemas`.
+float32 within a relative error of 2e-6 (1e-5 for long sums), bfloat16 within 1e-2.  Shapes: as in `operators`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from rollout.kernels import plain
-from rollout.kernels.gpu.experts import fused_experts_fp8
-from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
+from rollout.kernels.gpu.fused_experts import fused_experts_fp8
+from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels, triton_form
+from rollout.kernels.operators import OPERATORS
+from rollout.kernels.operators.norm_route import RouterRule, of_best_groups
+from rollout.kernels.ops import plain_ops
 from tests.gpu.needs import need_cuda
 from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprints_end_to_end
 from weight_sync.fp8_blocks import dequantise, quantise
 from weight_sync.tensor_meta import DTYPES
 
+plain = plain_ops()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 EPS = 1e-6
 
@@ -40,8 +42,8 @@ def op(on_cuda: bool) -> Callable[[str], Callable[..., Any]]:
     if on_cuda:
         status = load_gpu_kernels()
         assert status.available, status.reason
-        return lambda name: getattr(torch.ops.lockstep, name).default
-    return lambda name: getattr(import_module(f"rollout.kernels.gpu.{TRITON_OPERATORS[name]}"), name)
+        return lambda name: OPERATORS[name].registered
+    return triton_form
 
 
 class Numbers:
@@ -117,14 +119,14 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 def router_case(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of `norm_route`, residual first."""
-    settings, size, rand = dict(ROUTERS[name]), 128, Numbers(dtype, device, seed=tokens)
-    experts = settings["num_experts"]
-    if settings.get("scoring") == "sigmoid":
-        settings["correction_bias"] = 0.1 * rand(experts).float()
-    if settings.get("scoring") == "softmax_of_chosen":
-        settings["bias"] = rand(experts)
-    return [rand(tokens, size), None, rand(size), EPS, rand(experts, size, scale=2.5 * size**-0.5)], settings
+    """Arguments of `norm_route`, residual first, and biases by name."""
+    rule, size, rand = RouterRule(**ROUTERS[name]), 128, Numbers(dtype, device, seed=tokens)
+    experts, biases = rule.num_experts, {}
+    if rule.scoring == "sigmoid":
+        biases["correction_bias"] = 0.1 * rand(experts).float()
+    if rule.scoring == "softmax_of_chosen":
+        biases["bias"] = rand(experts)
+    return [rand(tokens, size), None, rand(size), EPS, rand(experts, size, scale=2.5 * size**-0.5), rule], biases
 
 
 def copies(arguments: list[Any]) -> list[Any]:
@@ -136,10 +138,10 @@ def choices_of(arguments: list[Any], settings: dict[str, Any]) -> torch.Tensor:
     """Return the values that experts are chosen by [T, E] in float64; -inf for the experts of groups that lose."""
     normed = plain.add_rms_norm(exact(arguments[0]), None, exact(arguments[2]), EPS)
     logits = normed @ exact(arguments[4]).T  # type: ignore[union-attr]
-    if settings.get("scoring") != "sigmoid":
+    if arguments[5].scoring != "sigmoid":
         return logits + exact(settings["bias"]) if "bias" in settings else logits  # type: ignore[operator]
     choices = logits.sigmoid() + exact(settings["correction_bias"])  # type: ignore[operator]
-    return plain._of_best_groups(choices, settings["num_groups"], settings["top_groups"])
+    return of_best_groups(choices, arguments[5].num_groups, arguments[5].top_groups)
 
 
 @pytest.mark.parametrize("tokens", [1, 37])
@@ -154,10 +156,10 @@ def test_routers_choose_what_the_definition_chooses(
     choices, slack = choices_of(arguments, settings), 1e-4 if dtype == torch.float32 else 6e-2
     taken = choices.gather(1, ids.cpu())
     left = choices.scatter(1, ids.cpu(), float("-inf")).amax(-1)
-    grouped = "num_groups" in settings and dtype == torch.bfloat16  # another group may be the best by rounding
+    grouped = arguments[5].num_groups > 1 and dtype == torch.bfloat16  # another group may be the best by rounding
     assert grouped or (taken.amin(-1) >= left - slack).all()
     assert grouped or (taken[:, :-1] >= taken[:, 1:] - slack).all(), "best first"
-    assert all(len(set(row)) == settings["top_k"] for row in ids.tolist())
+    assert all(len(set(row)) == arguments[5].top_k for row in ids.tolist())
     more = {key: exact(x) if isinstance(x, torch.Tensor) else x for key, x in settings.items()}
     on_host = [exact(x) if isinstance(x, torch.Tensor) else x for x in arguments]
     _, want, _ = plain.norm_route(*on_host, **more, forced_ids=ids.cpu())

@@ -4,7 +4,7 @@
 // through is the same in any step, chunk, batch and with any number of threads.  The state stays in the caches while the
 // tokens go through it, a tile of them and a block of columns at a time.
 //
-// Rounding as in delta_rule.py.  Sums over the keys run in four parts, of keys 0, 4, 8 .., of 1, 5, 9 .. and so on,
+// Rounding as in gated_delta.py.  Sums over the keys run in four parts, of keys 0, 4, 8 .., of 1, 5, 9 .. and so on,
 // joined as (0 + 2) + (1 + 3).
 //
 // Shapes: T tokens, R rows of the pools, Hk key heads, H value heads, dk and dv sizes of a head's keys and values,

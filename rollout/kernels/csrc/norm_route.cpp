@@ -151,7 +151,7 @@ void check_routing(const at::Tensor& residual, const Scoring& s, const std::opti
 std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(
     at::Tensor& residual, const std::optional<at::Tensor>& hidden, const at::Tensor& norm_weight, double eps,
     const at::Tensor& weight, int64_t num_experts, int64_t k, bool normalise, c10::string_view scoring, double scaling,
-    const std::optional<at::Tensor>& correction_bias, int64_t num_groups, int64_t top_groups,
+    int64_t num_groups, int64_t top_groups, const std::optional<at::Tensor>& correction_bias,
     const std::optional<at::Tensor>& forced_ids, std::optional<double> weight_offset,
     const std::optional<at::Tensor>& bias) {
   const Scoring rule{num_experts, k, num_groups, top_groups, normalise, scaling};

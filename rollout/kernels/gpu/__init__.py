@@ -1,1 +1,5 @@
-"""Operators for CUDA: Triton kernels, and the functions of `rollout.kernels.schemas` that launch them."""
+"""Operators for CUDA, each in the module of its name: Triton kernels, and the function that launches them.
+
+`compile_cases` of a module gives configurations of its kernels: name, kernel, types of the arguments that are not
+constant, constants, warps and stages.
+"""

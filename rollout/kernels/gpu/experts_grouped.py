@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout.kernels.expert_compute import Assignments, ExpertForm, grouped
-from rollout.kernels.plain import weighted_sum
+from rollout.kernels.operators.fused_experts import Assignments, ExpertForm, grouped, weighted_sum
 
 
 def grouped_experts(
@@ -23,7 +22,7 @@ def grouped_experts(
     limit: float | None = None,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """Compute the same as `fused_experts` of `experts`, empty slots too, where `expert_compute.has_grouped` allows it.
+    """Compute the same as `fused_experts` of `experts`, empty slots too, where `has_grouped` allows it.
 
     Empty slots are sorted behind the slots of the last expert, where no product reads or writes, and then masked.
     """

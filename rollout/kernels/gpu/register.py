@@ -5,33 +5,23 @@ Nothing of triton is loaded before `load_gpu_kernels` is called.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from rollout.kernels.build import KernelStatus
-from rollout.kernels.schemas import SCHEMAS
+from rollout.kernels.operators import OPERATORS
 
-# Operator of `schemas` -> the module of this package that has it.  The others are plain torch on CUDA: `linear`,
-# `gather_rows`, `matrix_rows`, `latent_query_store` and `latent_values` are library calls, `gated_delta` is slow.
-TRITON_OPERATORS = {
-    "add_rms_norm": "norm",
-    "norm_linear": "norm",
-    "norm_route": "router",
-    "qk_norm_rope_store": "rotary",
-    "silu_and_mul": "activation",
-    "sigmoid_gate": "activation",
-    "fused_experts": "experts",
-}
-# Operators that a CUDA graph can hold: they read no tensor's value on the host, and their sizes follow from the sizes
-# of their arguments.  The plain `gated_delta` goes over the lengths of sequences on the host.
-GRAPH_SAFE = frozenset(SCHEMAS) - {"gated_delta"}
-
+# Operators with a module of their name in this package, which has a function of that name.  The others are plain torch
+# on CUDA: `linear`, `gather_rows`, `matrix_rows`, `latent_query_store` and `latent_values` are library calls,
+# `gated_delta` is slow.
+TRITON_OPERATORS = tuple(name for name in OPERATORS if (Path(__file__).parent / f"{name}.py").is_file())
 _LARGEST_TILE_BYTES = 144 << 10  # of shared memory, that of experts: `experts_plan.EXPERT_TILES`
-
-_LIBRARY = torch.library.Library("lockstep", "IMPL")
 
 
 @cache
@@ -43,11 +33,11 @@ def load_gpu_kernels() -> KernelStatus:
     if (reason := _too_small()) is not None:
         return KernelStatus(available=False, reason=reason)
     try:
-        operators = {name: getattr(_module(module), name) for name, module in TRITON_OPERATORS.items()}
+        operators = {name: triton_form(name) for name in TRITON_OPERATORS}
     except ImportError as error:
         return KernelStatus(available=False, reason=f"triton cannot be used: {error}")
     for name, operator in operators.items():
-        _LIBRARY.impl(name, operator, "CUDA")
+        OPERATORS[name].implement(operator, "CUDA")
     return KernelStatus(available=True)
 
 
@@ -62,5 +52,7 @@ def _too_small() -> str | None:
     return f"{found.name} has {room >> 10} KiB of shared memory for a block, the tiles of experts take 144"
 
 
-def _module(name: str) -> object:
-    return import_module(f"rollout.kernels.gpu.{name}")
+def triton_form(name: str) -> Callable[..., Any]:
+    """Return the function of one of `TRITON_OPERATORS`.  Raises `ImportError` where triton cannot be used."""
+    found: Callable[..., Any] = getattr(import_module(f"rollout.kernels.gpu.{name}"), name)
+    return found

@@ -13,11 +13,11 @@ Shapes: N rows, V vocabulary, C chunks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
-
-from rollout.kernels.gpu.compile_cases import CompileCase
 
 _CHUNK = 2048
 _WARPS = 8
@@ -182,7 +182,7 @@ def sample_rows(
     return token_ids, logprobs
 
 
-def compile_cases() -> list[CompileCase]:
+def compile_cases() -> list[tuple[Any, ...]]:
     """The vocabulary of Qwen3, bfloat16 and float32 logits."""
     facts = {"largest": "*fp32", "best": "*i32", "totals": "*fp64", "first_nan": "*i32"}
     size: dict[str, object] = {"V": 151_936, "CHUNK": _CHUNK}
@@ -191,7 +191,7 @@ def compile_cases() -> list[CompileCase]:
         rows = {"logits": f"*{dtype}", "row_stride": "i32", "temperatures": "*fp32"} | facts
         draw = rows | {"seeds": "*i64", "positions": "*i64", "greedy": "*i8", "token_ids": "*i64", "logprobs": "*fp32"}
         cases += [
-            CompileCase(f"sample, chunks {dtype}", chunk_kernel, rows, size, _WARPS, 3),
-            CompileCase(f"sample, draw {dtype}", draw_kernel, draw, size | {"CHUNKS": 128}, _WARPS, 3),
+            (f"sample, chunks {dtype}", chunk_kernel, rows, size, _WARPS, 3),
+            (f"sample, draw {dtype}", draw_kernel, draw, size | {"CHUNKS": 128}, _WARPS, 3),
         ]
     return cases

@@ -16,9 +16,9 @@ import torch
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import StartupError
 from rollout.core.specs.layer_specs import MoESpec
+from rollout.kernels.operators.fused_experts import weighted_sum
 from rollout.kernels.ops import ExpertPart
 from rollout.kernels.places import Place, ShardPlace, ViewPlace
-from rollout.kernels.plain import weighted_sum
 from rollout.layers.build import Build
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.shard import Shard

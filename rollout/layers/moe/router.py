@@ -14,6 +14,7 @@ import torch
 from eplb.placement import ExpertPlacement
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.specs.layer_specs import RouterSpec
+from rollout.kernels.operators.norm_route import RouterRule
 from rollout.kernels.places import ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext, RouteHook
@@ -42,8 +43,8 @@ class TopKRouter(WeightLayer):
         self.correction_bias: torch.Tensor | None = None
         if spec.correction_bias:
             self.correction_bias = torch.empty(spec.num_experts, dtype=torch.float32, device=build.device)
-        self._rule = (spec.num_experts, spec.top_k, spec.normalise, spec.scoring, spec.scaling)
-        self._groups = (spec.num_groups, spec.top_groups)
+        best = (spec.num_experts, spec.top_k, spec.normalise, spec.scoring, spec.scaling)
+        self._rule = RouterRule(*best, spec.num_groups, spec.top_groups)
 
     def __call__(
         self,
@@ -64,9 +65,8 @@ class TopKRouter(WeightLayer):
             norm.weight,
             norm.eps,
             self.weight,
-            *self._rule,
+            self._rule,
             self.correction_bias,
-            *self._groups,
             forced_TK,
             norm.weight_offset,
             self.bias,

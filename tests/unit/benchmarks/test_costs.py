@@ -8,25 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.profile.costs import BYTES, FLOPS, Cost, operator_cost
 from benchmarks.profile.machine import Machine
 from benchmarks.profile.operators import OperatorTimer
 from rollout.kernels.build import SOURCES
-from rollout.kernels.schemas import SCHEMAS
+from rollout.kernels.operators import OPERATORS
+from rollout.kernels.operators.norm_route import RouterRule
 from tests.kernels import native_ops
+from tests.operators import all_cases, copies, module_of, name_of
 
 pytestmark = pytest.mark.full
 
 BF16 = torch.bfloat16
 MACHINE = Machine(read_bytes_per_s=1e9, bf16_flops_per_s=4e9, fp32_flops_per_s=2e9)
 # Blocks and layers are composite: a timer sees their parts.
-# No matrix product, and every tensor is read or written whole; the last three run when weights are written.
+# No matrix product, and every tensor is read or written whole; the last three run when weights are written.  Operators
+# of models say so in `tests.operators`.
 MOVES_WHAT_IT_IS_GIVEN = {
     f"lockstep::{name}"
     for name in (
-        *("add_rms_norm", "silu_and_mul", "sigmoid_gate", "sample_rows", "score_rows"),
-        *("isa", "tiles_agree", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
+        *("sample_rows", "score_rows", "isa", "tiles_agree", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
         *("empty_packed_w8", "pack_rows_w8", "unpack_rows_w8"),
     )
 }
@@ -65,7 +68,8 @@ def test_norms_change_the_residual() -> None:
     weight = packed(rows=32, depth=64)
     linear = cost(torch.ops.lockstep.norm_linear.default, zeros(5, 64), zeros(5, 64), zeros(64), 1e-6, weight, 32)
     assert linear == Cost(3 * row + 2 * 64 + 2 * 32 * 64 + 2 * 5 * 32, 2 * 5 * 32 * 64, BF16)
-    route = cost(torch.ops.lockstep.norm_route.default, zeros(5, 64), None, zeros(64), 1e-6, weight, 32, 4, True)
+    rule = RouterRule(32, 4)
+    route = cost(torch.ops.lockstep.norm_route.default, zeros(5, 64), None, zeros(64), 1e-6, weight, *rule)
     outputs = row + 5 * 4 * (2 + 8)
     assert route == Cost(2 * row + 2 * 64 + 2 * 32 * 64 + outputs, 2 * 5 * 32 * 64, BF16)
 
@@ -199,7 +203,22 @@ def test_timer_takes_calls_apart_and_starts_anew() -> None:
 def test_every_compiled_operator_has_its_costs_or_is_known_to_need_none() -> None:
     """An operator that is new in the sources must be entered: products of matrices would go uncounted."""
     sources = "".join(path.read_text() for path in SOURCES.glob("*.cpp"))
-    names = [*SCHEMAS, *re.findall(r'm\.def\(\s*"(\w+)[("]', sources)]
+    names = [*OPERATORS, *re.findall(r'm\.def\(\s*"(\w+)[("]', sources)]
     defined = {f"lockstep::{name}" for name in names}
     assert len(defined) > 8
-    assert not defined - set(FLOPS) - set(BYTES) - MOVES_WHAT_IT_IS_GIVEN
+    of_models = {f"lockstep::{name}" for name in OPERATORS if costs_what_it_is_given(name)}
+    assert not defined - set(FLOPS) - set(BYTES) - MOVES_WHAT_IT_IS_GIVEN - of_models
+    assert not of_models & (set(FLOPS) | set(BYTES))
+
+
+def costs_what_it_is_given(name: str) -> bool:
+    return getattr(module_of(name), "COSTS_WHAT_IT_IS_GIVEN", False)
+
+
+@pytest.mark.parametrize("case", all_cases())
+def test_an_operator_without_flops_multiplies_no_matrices(case: str) -> None:
+    """By torch's own count of the plain form."""
+    one = OPERATORS[name_of(case)]
+    with FlopCounterMode(display=False) as counter:
+        one.plain(*copies(all_cases()[case]).values())
+    assert counter.get_total_flops() == 0 or not costs_what_it_is_given(one.name)

@@ -348,7 +348,7 @@ def splits_sums_of_large_batches(ops: Ops) -> Ops:
         second = hidden_TD - first
         return ops.linear(first, *weight) + ops.linear(second, *weight)
 
-    return replace(ops, linear=linear)
+    return ops.replace(linear=linear)
 
 
 def adds_experts_one_by_one(ops: Ops) -> Ops:
@@ -364,7 +364,7 @@ def adds_experts_one_by_one(ops: Ops) -> Ops:
             total_TD += slots_TKD[:, k] * weights_T[:, None]
         return total_TD
 
-    return replace(ops, fused_experts=experts)
+    return ops.replace(fused_experts=experts)
 
 
 def rounds_by_threads(ops: Ops) -> Ops:
@@ -374,7 +374,7 @@ def rounds_by_threads(ops: Ops) -> Ops:
         out = ops.linear(hidden_TD, *weight)
         return out * (1 + torch.finfo(out.dtype).eps) if torch.get_num_threads() > 1 else out
 
-    return replace(ops, linear=linear)
+    return ops.replace(linear=linear)
 
 
 class OtherBlocksInPrefill(AttentionBackend):

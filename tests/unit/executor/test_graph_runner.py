@@ -6,7 +6,6 @@ Float32 on the compiled operators, where a row has the same bits in every batch:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -314,7 +313,7 @@ def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], graphs: pytest.Mo
 
 def test_an_operator_that_waits_ends_the_start(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
     """Wrong: operators that look at the routes on the host say that they can be captured."""
-    graphs.setattr(build, "select_ops", lambda *args: replace(plain_ops(), graph_safe=True))
+    graphs.setattr(build, "select_ops", lambda *args: plain_ops().replace(graph_safe=True))
     with pytest.raises(StartupError, match=r"^capturing steps failed: .* give a smaller --cuda-graph-max-bs, or --dis"):
         Harness(folders[0], **SMALL)
 

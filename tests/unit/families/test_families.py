@@ -18,8 +18,10 @@ from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.layout import ParallelLayout
 from rollout.families.registry import FAMILIES as REGISTERED
 from rollout.families.registry import load_model_config, model_config_from_dict
-from rollout.kernels import plain
+from rollout.kernels import ops
+from rollout.kernels.operators import OPERATORS
 from rollout.kernels.ops import plain_ops
+from rollout.layers.linear import Linear
 from rollout.model.decoder import DecoderForCausalLM
 from tests import model_zoo
 from tests.family_zoo import FAMILIES, family_checkpoint, family_model
@@ -319,14 +321,23 @@ def test_keys_that_published_gpt_oss_checkpoints_have() -> None:
 def test_gates_left_open_are_noticed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = family_checkpoint(tmp_path / "model", name, 7)
     want, _ = _theirs(family_model(name, 7), _ids(3))
-    gated = plain.sigmoid_gate
-    left_open: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        "of the shared expert": lambda x, gate: x if gate.shape[1] == 1 else gated(x, gate),
-        "of attention": lambda x, gate: x if gate.shape[1] > 1 else gated(x, gate),
+    project = Linear.__call__
+    gated = OPERATORS["sigmoid_gate"].plain
+
+    def wide_open(self: Linear, hidden_TD: torch.Tensor) -> torch.Tensor:
+        projected = project(self, hidden_TD)
+        return torch.full_like(projected, 100.0) if self.out_features == 1 else projected
+
+    of_attention = replace(OPERATORS["sigmoid_gate"], plain=lambda x, gate: x if gate.shape[1] > 1 else gated(x, gate))
+    left_open = {
+        "of the shared expert": (Linear, "__call__", wide_open),
+        "of attention": (ops, "OPERATORS", {**OPERATORS, "sigmoid_gate": of_attention}),
     }
-    for gate in left_open.values():
-        monkeypatch.setattr(plain, "sigmoid_gate", gate)
-        assert (_ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs - want).abs().max() > 1e-2
+    for change in left_open.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            found = _ours(load_tiny(path, torch.float32), _ids(3), "torch_native").log_probs
+        assert (found - want).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(

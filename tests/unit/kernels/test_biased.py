@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
+from rollout.kernels.operators.norm_route import RouterRule
 from rollout.kernels.ops import Ops, plain_ops
 from tests.kernels import error, matrix, native_ops, rows_are_independent
 from tests.layer_storage import stored_experts
@@ -183,8 +185,8 @@ def _route(
     bias: torch.Tensor | None,
     forced: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rule = (experts, 4, True, "softmax_of_chosen", 1.0, None, 1, 1, forced, 0.0)
-    return ops.norm_route(hidden.clone(), None, norm, EPS, weight, *rule, bias)
+    rule = RouterRule(experts, 4, scoring="softmax_of_chosen")
+    return ops.norm_route(hidden.clone(), None, norm, EPS, weight, rule, None, forced, 0.0, bias)
 
 
 @DTYPES
@@ -227,7 +229,7 @@ def test_the_comparison_notices_another_router(native: Ops) -> None:
     stored = matrix(native, weight)
     ours = _route(native, hidden, norm, stored, 19, bias)
     assert not torch.equal(ours[2], _route(native, hidden, norm, stored, 19, None)[2])
-    over_all = native.norm_route(hidden.clone(), None, norm, EPS, stored, 19, 4, False, "softmax")[1]
+    over_all = native.norm_route(hidden.clone(), None, norm, EPS, stored, RouterRule(19, 4, normalise=False))[1]
     assert (ours[1] - over_all).abs().max() > 1e-2
 
 
@@ -240,12 +242,12 @@ def test_the_comparison_notices_another_router(native: Ops) -> None:
         ("unknown scores", 19, {"scoring": "max"}),
     ],
 )
-def test_routers_that_do_not_fit_are_refused(native: Ops, message: str, bias_of: int, rule: dict[str, object]) -> None:
+def test_routers_that_do_not_fit_are_refused(native: Ops, message: str, bias_of: int, rule: dict[str, Any]) -> None:
     weight = matrix(native, _randn(torch.float32, 19, 32, seed=0))
-    settings = {"num_experts": 19, "top_k": 4, "normalise": True, "scoring": "softmax_of_chosen", **rule}
+    wrong = RouterRule(19, 4, scoring="softmax_of_chosen")._replace(**rule)
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.lockstep.norm_route(
-            torch.ones(3, 32), None, torch.ones(32), EPS, weight, **settings, bias=torch.zeros(bias_of)
+        native.norm_route(
+            torch.ones(3, 32), None, torch.ones(32), EPS, weight, wrong, None, None, None, torch.zeros(bias_of)
         )
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.kernels.delta_rule import gated_delta as plain
-from rollout.kernels.ops import Ops
-from rollout.kernels.plain import sigmoid_gate
+from rollout.kernels.ops import Ops, plain_ops
 from tests.check_programs import TARGETS, headers_with, run_check
 from tests.delta_rule import Operator, Sequences, Sizes
 from tests.kernels import error, native_ops
 
+plain = plain_ops().gated_delta
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 SIZES = [
     Sizes(1, 1, 1, 1, 1),
@@ -209,6 +208,6 @@ def test_gates(native: Ops, dtype: torch.dtype, tokens: int, size: int, gates: i
     gate = (3 * torch.randn(tokens, gates + 5, generator=generator)).to(dtype)[:, 2 : 2 + gates]
     got = native.sigmoid_gate(hidden, gate)
     exact = hidden.double().view(tokens, gates, size // gates) * gate.double().sigmoid().unsqueeze(-1)
-    for out in (got, sigmoid_gate(hidden, gate)):
+    for out in (got, plain_ops().sigmoid_gate(hidden, gate)):
         torch.testing.assert_close(out.double(), exact.view(tokens, size), rtol=2 * torch.finfo(dtype).eps, atol=0)
     assert all(torch.equal(native.sigmoid_gate(hidden[t : t + 1], gate[t : t + 1])[0], got[t]) for t in range(tokens))

@@ -5,7 +5,9 @@ Judged by plain torch in float64.  bfloat16 is not played: triton's interpreter 
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,26 +18,31 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rollout.kernels import plain, schemas
 from rollout.kernels.gpu import register
-from rollout.kernels.ops import RowMajor, select_ops
+from rollout.kernels.operators import OPERATORS
+from rollout.kernels.ops import RowMajor, plain_ops, select_ops
 from rollout.sampling.batch_info import PlainRows
 from rollout.sampling.torch_sampler import TorchSampler
 from tests import interpreted
 from tests.interpreted import kernels
 from tests.kernels import error, rows_are_independent
+from tests.operators import all_cases, copies, name_of
 
-activation, norm, rotary = map(kernels, ("activation", "norm", "rotary"))
+norm, norm_linear, rotary, silu, gate = map(
+    kernels, ("add_rms_norm", "norm_linear", "qk_norm_rope_store", "silu_and_mul", "sigmoid_gate")
+)
 
+plain = plain_ops()
+ROOT = Path(__file__).resolve().parents[3]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3}
 OFFSETS = pytest.mark.parametrize("offset", [None, 1.0])
 CASES = {
     "add_rms_norm": (norm.add_rms_norm, plain.add_rms_norm),
-    "norm_linear": (norm.norm_linear, plain.norm_linear),
+    "norm_linear": (norm_linear.norm_linear, plain.norm_linear),
     "qk_norm_rope_store": (rotary.qk_norm_rope_store, plain.qk_norm_rope_store),
-    "silu_and_mul": (activation.silu_and_mul, plain.silu_and_mul),
-    "sigmoid_gate": (activation.sigmoid_gate, plain.sigmoid_gate),
+    "silu_and_mul": (silu.silu_and_mul, plain.silu_and_mul),
+    "sigmoid_gate": (gate.sigmoid_gate, plain.sigmoid_gate),
 }
 
 
@@ -73,7 +80,7 @@ def test_norms(dtype: torch.dtype, offset: float | None, size: int) -> None:
         arguments = (residual, added, weight[0], 1e-6, offset)
         assert worst_error(norm.add_rms_norm, "add_rms_norm", *arguments) < TOLERANCE[dtype]
         product = (*arguments[:4], _randn(7, size, seed=9, dtype=dtype), 7, None, offset)
-        assert worst_error(norm.norm_linear, "norm_linear", *product) < 3 * TOLERANCE[dtype]
+        assert worst_error(norm_linear.norm_linear, "norm_linear", *product) < 3 * TOLERANCE[dtype]
 
 
 def test_rounding_is_that_of_plain_torch() -> None:
@@ -84,8 +91,8 @@ def test_rounding_is_that_of_plain_torch() -> None:
         got = norm.add_rms_norm(mine, hidden, weight[0], 1e-6, offset)
         assert torch.equal(got, plain.add_rms_norm(theirs, hidden, weight[0], 1e-6, offset))
         assert torch.equal(mine, theirs)
-    assert torch.equal(activation.silu_and_mul(hidden), plain.silu_and_mul(hidden))
-    assert torch.equal(activation.sigmoid_gate(hidden, residual[:, :6]), plain.sigmoid_gate(hidden, residual[:, :6]))
+    assert torch.equal(silu.silu_and_mul(hidden), plain.silu_and_mul(hidden))
+    assert torch.equal(gate.sigmoid_gate(hidden, residual[:, :6]), plain.sigmoid_gate(hidden, residual[:, :6]))
 
 
 def _heads(dtype: torch.dtype, norms: bool, offset: float | None, head_dim: int = 24, rotated: int = 16) -> tuple:
@@ -118,24 +125,24 @@ def test_pools_and_rows_that_lie_apart() -> None:
     torch.testing.assert_close(query, expected)
     torch.testing.assert_close(both, torch.stack(pools, 1), equal_nan=True)
     gated = _randn(4, 20)[:, 3:15]
-    torch.testing.assert_close(activation.silu_and_mul(gated), plain.silu_and_mul(gated))
-    torch.testing.assert_close(activation.sigmoid_gate(gated, gated[:, :4]), plain.sigmoid_gate(gated, gated[:, :4]))
+    torch.testing.assert_close(silu.silu_and_mul(gated), plain.silu_and_mul(gated))
+    torch.testing.assert_close(gate.sigmoid_gate(gated, gated[:, :4]), plain.sigmoid_gate(gated, gated[:, :4]))
 
 
 @DTYPES
 @pytest.mark.parametrize("inner", [1, 33, 1100])
 def test_activations(dtype: torch.dtype, inner: int) -> None:
     gate_up = 4 * _randn(3, 2 * inner, dtype=dtype)
-    assert worst_error(activation.silu_and_mul, "silu_and_mul", gate_up) < TOLERANCE[dtype]
+    assert worst_error(silu.silu_and_mul, "silu_and_mul", gate_up) < TOLERANCE[dtype]
     hidden = _randn(3, 4 * inner, seed=1, dtype=dtype)
-    assert worst_error(activation.sigmoid_gate, "sigmoid_gate", hidden, _randn(3, 4, dtype=dtype)) < TOLERANCE[dtype]
+    assert worst_error(gate.sigmoid_gate, "sigmoid_gate", hidden, _randn(3, 4, dtype=dtype)) < TOLERANCE[dtype]
 
 
 def test_no_rows() -> None:
     nothing, weight = torch.empty(0, 24), torch.ones(24)
     assert norm.add_rms_norm(nothing, None, weight, 1e-6).shape == (0, 24)
-    assert activation.silu_and_mul(nothing).shape == (0, 12)
-    assert activation.sigmoid_gate(nothing, nothing[:, :2]).shape == (0, 24)
+    assert silu.silu_and_mul(nothing).shape == (0, 12)
+    assert gate.sigmoid_gate(nothing, nothing[:, :2]).shape == (0, 24)
     qkv, weight, angles, *rest = _heads(torch.float32, True, None)
     assert rotary.qk_norm_rope_store(qkv[:0], weight, angles[:0], *rest).shape == (0, 3, 24)
 
@@ -151,7 +158,7 @@ def test_rows_do_not_depend_on_one_another() -> None:
 
     assert rows_are_independent(heads, 9)
     assert rows_are_independent(lambda rows: norm.add_rms_norm(hidden[rows], hidden[rows], weight, 1e-6), 9)
-    assert rows_are_independent(lambda rows: activation.silu_and_mul(hidden[rows]), 9)
+    assert rows_are_independent(lambda rows: silu.silu_and_mul(hidden[rows]), 9)
 
 
 @pytest.mark.mutant
@@ -167,8 +174,8 @@ def test_rows_do_not_depend_on_one_another() -> None:
         (rotary, "qk_norm_rope_store", "(head - turned) * v_head_stride", "(turned + HKV - 1 - head) * v_head_stride"),
         (rotary, "qk_norm_rope_store", "    value = x\n", "    value = rounded(2 * x, dtype)\n"),
         (rotary, "qk_norm_rope_store", "tl.load(row + partner_at,", "tl.load(row + at,"),
-        (activation, "silu_and_mul", "row * row_stride + I + at", "row * row_stride + I - 1 - at"),
-        (activation, "sigmoid_gate", "at // GROUP_SIZE", "at % (N // GROUP_SIZE)"),
+        (silu, "silu_and_mul", "row * row_stride + I + at", "row * row_stride + I - 1 - at"),
+        (gate, "sigmoid_gate", "at // GROUP_SIZE", "at % (N // GROUP_SIZE)"),
     ],
 )  # fmt: skip
 def test_wrong_kernels_are_caught(module: Any, name: str, old: str, new: str, tmp_path: Path) -> None:
@@ -191,8 +198,8 @@ def test_kernels_stand_in_the_registry_for_cuda() -> None:
     code = """
 import json, torch
 from rollout.kernels.gpu import register
-from rollout.kernels.schemas import SCHEMAS
-has = lambda: [n for n in SCHEMAS if torch._C._dispatch_has_kernel_for_dispatch_key(f"lockstep::{n}", "CUDA")]
+from rollout.kernels.operators import OPERATORS
+has = lambda: [n for n in OPERATORS if torch._C._dispatch_has_kernel_for_dispatch_key(f"lockstep::{n}", "CUDA")]
 before, status, again = has(), register.load_gpu_kernels(), register.load_gpu_kernels()
 x = torch.randn(3, 8)
 on_cpu = torch.equal(torch.ops.lockstep.silu_and_mul(x), torch.nn.functional.silu(x[:, :4]) * x[:, 4:])
@@ -202,7 +209,7 @@ print(json.dumps([before, has(), status.available, status is again, on_cpu]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     before, after, *facts = json.loads(done.stdout)
-    assert before == [] and set(after) == register.TRITON_OPERATORS.keys() and facts == [True, True, True]
+    assert before == [] and set(after) == set(register.TRITON_OPERATORS) and facts == [True, True, True]
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,27 +221,30 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(name: str) -> object:
         raise ImportError("libtriton.so: no such file")
 
-    monkeypatch.setattr(register, "_module", fails)
+    monkeypatch.setattr(register, "import_module", fails)
     status = load()
     assert not status.available and "libtriton.so" in status.reason
 
 
-def test_wrappers_take_what_the_schemas_say() -> None:
-    """Names, order and defaults of the arguments."""
-    for name, module in register.TRITON_OPERATORS.items():
-        function = getattr(kernels(module), name)
-        schema = torch.library.infer_schema(function, mutates_args=())
-        arguments = schema.partition(" -> ")[0].replace("SymInt", "int")
-        assert arguments == schemas.SCHEMAS[name].partition(" -> ")[0].replace("(a!)", "").replace("(b!)", ""), name
+def test_triton_forms_take_what_plain_forms_take() -> None:
+    """Names, order, types and defaults of the arguments."""
+    for name in register.TRITON_OPERATORS:
+        ours, theirs = inspect.signature(register.triton_form(name)), inspect.signature(OPERATORS[name].plain)
+        assert ours == theirs, name
 
 
 def test_the_choice_of_operators() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         ops = select_ops(dtype, "cuda:1", kernels_available=True)
-        assert ops.norm_route is torch.ops.lockstep.norm_route.default
+        assert ops.linear is torch.ops.lockstep.linear.default
         assert type(ops.storage) is RowMajor and not ops.batch_invariant
     for dtype, available in ((torch.float64, True), (torch.bfloat16, False)):
-        assert select_ops(dtype, "cuda", available).norm_route is plain.norm_route
+        assert select_ops(dtype, "cuda", available).linear is plain.linear
+
+
+def test_documents_say_what_runs_on_cuda() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} >= OPERATORS.keys()
 
 
 # --- what a CUDA graph can hold ---------------------------------------------------------------------------------------
@@ -259,35 +269,6 @@ class NothingIsRead(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _arguments(name: str) -> tuple[Any, ...]:
-    x, weight, norm_weight = _randn(5, 8), _randn(8, 8, seed=1), _randn(8, seed=2)
-    slots, pools = torch.arange(5), [torch.zeros(9, 1, 4) for _ in range(2)]
-    states = (torch.zeros(3, 1, 8), torch.zeros(3, 2, 2, 2), torch.tensor([3, 2]), slots[:2], slots[:2] - 1)
-    return {
-        "gather_rows": (weight, slots),
-        "matrix_rows": (weight, slots, 8),
-        "linear": (x, weight, 8, norm_weight),
-        "add_rms_norm": (x, x.clone(), norm_weight, 1e-6),
-        "norm_linear": (x, None, norm_weight, 1e-6, weight, 8),
-        "norm_route": (
-            x, None, norm_weight, 1e-6, weight, 8, 2, True, "sigmoid", 2.0, norm_weight, 4, 2, torch.full((5, 2), -1),
-        ),
-        "qk_norm_rope_store": (_randn(5, 16), None, _randn(5, 2, 4), *pools, slots, 1e-6),
-        "latent_query_store": (
-            _randn(5, 12), _randn(5, 6), norm_weight[:4], 1e-6, _randn(12, 4), 2, _randn(5, 2, 2),
-            torch.zeros(9, 1, 6), slots,
-        ),
-        "latent_values": (x, _randn(12, 4), 2, 2),
-        "silu_and_mul": (x,),
-        "sigmoid_gate": (x, x[:, :2]),
-        "gated_delta": (
-            _randn(5, 16), _randn(2, 8), norm_weight[:2], norm_weight[2:4], norm_weight[4:6], 1e-6, *states,
-            torch.tensor([[1, 1, 2]]),
-        ),
-        "fused_experts": (x, slots[:, None] % 2, None, _randn(2, 6, 8), _randn(2, 8, 3), 3),
-    }[name]  # fmt: skip
-
-
 def waits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
     """Why the function cannot be captured, found with CPU tensors and with meta tensors, which have no values."""
     try:
@@ -299,18 +280,26 @@ def waits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
     return ""
 
 
+def float32_cases() -> list[tuple[str, tuple[Any, ...]]]:
+    """The name of an operator and arguments of it, for every case."""
+    return [(name_of(case), tuple(copies(given, torch.float32).values())) for case, given in all_cases().items()]
+
+
 def test_plain_operators_that_a_graph_holds() -> None:
     """Operators that are plain torch on CUDA do not wait, nor does `sample_plain` of plain torch."""
-    names = register.GRAPH_SAFE - register.TRITON_OPERATORS.keys()
-    assert not {name: why for name in names if (why := waits(getattr(plain, name), _arguments(name)))}
+    held = {name for name, one in OPERATORS.items() if one.graph_safe} - set(register.TRITON_OPERATORS)
+    cases = [case for case in float32_cases() if case[0] in held]
+    assert {name for name, _ in cases} == held
+    assert not {name: why for name, arguments in cases if (why := waits(OPERATORS[name].plain, arguments))}
     rows = PlainRows(torch.arange(5), torch.full((5,), 0.7), torch.arange(5) > 2)
     assert not waits(lambda *tensors: TorchSampler().sample_plain(tensors[0], PlainRows(*tensors[1:4]), tensors[4]),
                      (_randn(5, 30), *rows, torch.arange(5)))  # fmt: skip
 
 
 def test_operators_that_a_graph_does_not_hold_are_seen_to_wait() -> None:
-    for name in (*(schemas.SCHEMAS.keys() - register.GRAPH_SAFE), "fused_experts"):
-        assert waits(getattr(plain, name), _arguments(name)), name
+    for name, arguments in float32_cases():
+        if not OPERATORS[name].graph_safe or name == "fused_experts":
+            assert waits(OPERATORS[name].plain, arguments), name
     for wrong in (
         lambda x: x[x > 0],
         lambda x: x * float(x.sum()),
@@ -327,6 +316,6 @@ def test_triton_operators_that_a_graph_holds(monkeypatch: pytest.MonkeyPatch) ->
     from triton.runtime.interpreter import InterpretedFunction
 
     monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **kwargs: None)
-    for name, module in register.TRITON_OPERATORS.items():
-        function = getattr(kernels(module), name)
-        assert name in register.GRAPH_SAFE and not waits(function, _arguments(name)), name
+    for name, arguments in float32_cases():
+        if name in register.TRITON_OPERATORS:
+            assert OPERATORS[name].graph_safe and not waits(register.triton_form(name), arguments), name

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from rollout.core.specs.layer_specs import RouterSpec
-from rollout.kernels import plain
+from rollout.kernels.operators.norm_route import RouterRule
+from rollout.kernels.ops import plain_ops
 from tests.family_zoo import family_config, with_experts
 from tests.interpreted import kernels, mutated
 from tests.kernels import error, matrix, native_ops
 
-router = kernels("router")
+router, plain = kernels("norm_route"), plain_ops()
 SPECS = {
     "softmax": RouterSpec(num_experts=12, top_k=3),
     "not normalised": RouterSpec(num_experts=12, top_k=3, normalise=False, scaling=1.5),
@@ -62,20 +63,15 @@ class Case:
         """`dtype`: of the floating-point arguments; `weight`: as the implementation stores it."""
         dtype, spec = dtype or self.weight.dtype, self.spec
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        best = (spec.num_experts, spec.top_k, spec.normalise, spec.scoring, spec.scaling)
         return norm_route(
             self.residual[rows].to(dtype, copy=True),
             self.hidden[rows].to(dtype),
             self.norm.to(dtype),
             self.eps,
             self.weight.to(dtype) if weight is None else weight,
-            spec.num_experts,
-            spec.top_k,
-            spec.normalise,
-            spec.scoring,
-            spec.scaling,
+            RouterRule(*best, spec.num_groups, spec.top_groups),
             None if self.correction is None else self.correction.to(wide),
-            spec.num_groups,
-            spec.top_groups,
             forced,
             None,
             None if self.bias is None else self.bias.to(dtype),

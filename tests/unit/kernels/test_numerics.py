@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rollout.kernels.operators.norm_route import RouterRule
 from rollout.kernels.ops import Ops, plain_ops
 from tests.kernels import angles, native_ops
 from tests.layer_storage import stored_experts, stored_matrix
@@ -101,7 +102,7 @@ def norm_route(dtype: torch.dtype, depth: int, experts: int, top_k: int) -> Erro
 
     def compute(ops: Ops) -> torch.Tensor:
         storage = stored_matrix(ops, weight)
-        _, chosen, ids = ops.norm_route(residual.clone(), hidden, scale, EPS, storage, experts, top_k, True)
+        _, chosen, ids = ops.norm_route(residual.clone(), hidden, scale, EPS, storage, RouterRule(experts, top_k))
         return torch.zeros(TOKENS, experts, dtype=dtype).scatter(1, ids, chosen)
 
     return _compare(compute, exact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout.kernels import plain
+from rollout.kernels.build import SOURCES
+from rollout.kernels.operator import Operator
+from rollout.kernels.operators import OPERATORS
+from rollout.kernels.operators.norm_route import RouterRule
 from rollout.kernels.ops import Ops, plain_ops, select_ops
 from tests.kernels import angles, error, expert_weights, experts, linear, matrix, native_ops, rows_are_independent
+from tests.operators import all_cases, as_stored, copies, name_of
 
 PLAIN = plain_ops()
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -194,7 +199,7 @@ def test_routes(native: Ops, dtype: torch.dtype, normalise: bool, experts_: int,
     residual, hidden = (rows / 8).to(dtype), torch.zeros(40, experts_, dtype=dtype)
     norm, router = torch.ones(experts_, dtype=dtype), 0.5 * torch.eye(experts_, dtype=dtype)
     normed, weights, ids = native.norm_route(
-        residual.clone(), hidden, norm, 1e-6, matrix(native, router), experts_, top_k, normalise
+        residual.clone(), hidden, norm, 1e-6, matrix(native, router), RouterRule(experts_, top_k, normalise)
     )
     assert torch.equal(normed, native.add_rms_norm(residual.clone(), hidden, norm, 1e-6))
     logits = 0.5 * normed
@@ -209,7 +214,7 @@ def _route(native: Ops, logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """Ids chosen for logits that appear as a column of the router, so that no arithmetic touches them."""
     router = matrix(native, F.pad(logits[:, None], (0, 1)))
     state = torch.tensor([[2.0, 0.0]])  # its norm is [sqrt(2), 0]
-    return native.norm_route(state, None, torch.ones(2), 0.0, router, len(logits), top_k, True)[2][0]
+    return native.norm_route(state, None, torch.ones(2), 0.0, router, RouterRule(len(logits), top_k))[2][0]
 
 
 def test_routes_prefer_the_lowest_of_equals_and_survive_nan(native: Ops) -> None:
@@ -311,7 +316,7 @@ def test_rows_do_not_depend_on_one_another(native: Ops, dtype: torch.dtype) -> N
         "norm and linear": lambda rows: native.norm_linear(hidden[rows], hidden[rows], scale, 1e-6, packed, 70),
         "experts": lambda rows: native.fused_experts(hidden[rows], ids[rows], weights[rows], *stored),
         "slots": lambda rows: native.fused_experts(hidden[rows], ids[rows], None, *stored),
-        "router": lambda rows: native.norm_route(hidden[rows], None, scale, 1e-6, packed, 70, 5, True)[1],
+        "router": lambda rows: native.norm_route(hidden[rows], None, scale, 1e-6, packed, RouterRule(70, 5))[1],
         "heads": heads,
     }
     dependent = [name for name, compute in computations.items() if not rows_are_independent(compute, tokens)]
@@ -333,7 +338,7 @@ def _one_row(ops: Ops, expert: int = 0, inner: int = 3) -> torch.Tensor:
 
 
 def _route_one(ops: Ops, top_k: int) -> torch.Tensor:
-    return ops.norm_route(_randn(2, 3), None, torch.ones(3), 1e-6, matrix(ops, _randn(3, 3)), 3, top_k, True)[0]
+    return ops.norm_route(_randn(2, 3), None, torch.ones(3), 1e-6, matrix(ops, _randn(3, 3)), RouterRule(3, top_k))[0]
 
 
 @pytest.mark.parametrize(
@@ -362,39 +367,20 @@ def test_arguments_that_do_not_fit_are_refused(native: Ops, message: str, call) 
 
 def test_effects_are_those_that_the_schemas_say(native: Ops) -> None:
     operators = torch.ops.lockstep
-    hidden, weight, ids = _randn(5, 16), torch.ones(16), torch.randint(0, 2, (5, 3))
+    hidden, weight = _randn(5, 16), torch.ones(16)
     packed = matrix(native, _randn(7, 16))
-    stored = expert_weights(native, _randn(2, 8, 16), _randn(2, 16, 4))
     cases = [
-        (operators.linear, (hidden, packed, 7)),
-        (operators.norm_linear, (_randn(5, 16, seed=1), hidden, weight, 1e-6, packed, 7)),
-        (operators.norm_route, (_randn(5, 16, seed=1), hidden, weight, 1e-6, packed, 7, 3, True)),
         (operators.add_rms_norm, (_randn(5, 16, seed=1), hidden, weight, 1e-6)),
-        (operators.add_rms_norm, (_randn(5, 16, seed=1), None, weight, 1e-6)),
+        (operators.norm_linear, (_randn(5, 16, seed=1), hidden, weight, 1e-6, packed, 7)),
+        (operators.norm_route, (_randn(5, 16, seed=1), hidden, weight, 1e-6, packed, *RouterRule(7, 3))),
         (operators.pack_rows, (packed, _randn(2, 16), 3, 1, 0)),
         (operators.unpack_rows, (packed, 16, 1, 4, 1, 0)),
-        (operators.matrix_rows, (packed, torch.tensor([3, 0, 6]), 16)),
-        (operators.gather_rows, (_randn(7, 2, 3), torch.tensor([3, 0, 6]))),
         (operators.block_sums, (torch.zeros(7, 5, dtype=torch.uint16), torch.arange(5), 3)),
-        (operators.fused_experts, (hidden, ids, torch.rand(5, 3), *stored)),
-        (operators.fused_experts, (hidden, ids, None, *stored)),
-        (operators.sigmoid_gate, (hidden, hidden[:, :4])),
-        (
-            operators.gated_delta,
-            (
-                _randn(5, 16), _randn(2, 8), weight[:2], weight[:2], weight[:2], 1e-6, torch.zeros(3, 1, 8),
-                torch.zeros(3, 2, 2, 2), torch.tensor([3, 2]), torch.arange(2), torch.arange(2) - 1,
-                torch.tensor([[1, 1, 2]]),
-            ),
-        ),
-        (
-            operators.qk_norm_rope_store,
-            (
-                _randn(5, 16), _randn(3, 4), _randn(5, 2, 4),
-                torch.zeros(9, 1, 4), torch.zeros(9, 1, 4), torch.arange(5), 1e-6,
-            ),
-        ),
-    ]  # fmt: skip
+    ]
+    for case, arguments in all_cases().items():
+        given = as_stored(case, native, copies(arguments, torch.float32)).values()
+        flat = [part for value in given for part in (value if isinstance(value, RouterRule) else [value])]
+        cases.append((getattr(operators, name_of(case)), tuple(flat)))
     for operator, arguments in cases:
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema",))
 
@@ -409,44 +395,63 @@ def test_the_choice_of_operators() -> None:
         (torch.bfloat16, "mps", True),
         (torch.bfloat16, "cpu", False),
     ):
-        assert select_ops(dtype, device, available).linear is plain.linear
+        assert select_ops(dtype, device, available).linear is PLAIN.linear
 
 
 def test_plain_torch_stands_behind_every_schema() -> None:
-    """The registry has the functions of `plain` where nothing is compiled, as with --disable-native-kernels."""
+    """The registry has the plain forms where nothing is compiled, as with --disable-native-kernels."""
     code = """
 import torch
-from rollout.kernels import plain, schemas
+from rollout.kernels.operators import OPERATORS
+from tests.operators import all_cases, copies, name_of
 assert not hasattr(torch.ops.lockstep, "isa")
-x, w, norm = torch.randn(5, 8), torch.randn(8, 8), torch.rand(8)
-ids, slots = torch.tensor([[0, 1]] * 5), torch.arange(5)
-pools = [torch.zeros(9, 1, 4) for _ in range(2)]
-calls = {
-    "gather_rows": (w, slots), "matrix_rows": (w, slots, 8), "linear": (x, w, 8, norm),
-    "add_rms_norm": (x, x, norm, 1e-6), "norm_linear": (x, None, norm, 1e-6, w, 8),
-    "norm_route": (x, None, norm, 1e-6, w, 8, 2, True, "sigmoid", 2.0, norm),
-    "qk_norm_rope_store": (torch.randn(5, 16), None, torch.randn(5, 2, 4), *pools, slots, 1e-6),
-    "latent_query_store": (
-        torch.randn(5, 12), torch.randn(5, 6), norm[:4], 1e-6, torch.randn(12, 4), 2, torch.randn(5, 2, 2),
-        torch.zeros(9, 1, 6), slots,
-    ),
-    "latent_values": (x, torch.randn(12, 4), 2, 2),
-    "silu_and_mul": (x,), "sigmoid_gate": (x, x[:, :2]),
-    "gated_delta": (
-        torch.randn(5, 16), torch.randn(2, 8), norm[:2], norm[2:4], norm[4:6], 1e-6, torch.zeros(3, 1, 8),
-        torch.zeros(3, 2, 2, 2), torch.tensor([3, 2]), slots[:2], slots[:2] - 1, torch.tensor([[1, 1, 2]]),
-    ),
-    "fused_experts": (x, ids, None, torch.randn(2, 6, 8), torch.randn(2, 8, 3), 3),
-}
-assert calls.keys() == schemas.SCHEMAS.keys()
-def copies(args):
-    return [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-for name, args in calls.items():
-    got, want = getattr(torch.ops.lockstep, name)(*copies(args)), getattr(plain, name)(*copies(args))
-    for one, two in zip(got, want) if isinstance(got, tuple) else [(got, want)]:
-        assert torch.equal(one, two), name
+cases = {case: copies(given, torch.float32) for case, given in all_cases().items()}
+assert {name_of(case) for case in cases} == OPERATORS.keys()
+for case, given in cases.items():
+    one = OPERATORS[name_of(case)]
+    got, want = one.registered(*copies(given).values()), one.plain(*copies(given).values())
+    for ours, theirs in zip(got, want) if isinstance(got, tuple) else [(got, want)]:
+        assert torch.equal(ours, theirs), case
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("one", OPERATORS.values(), ids=lambda one: one.name)
+def test_schemas_have_the_arguments_of_plain_forms(one: Operator) -> None:
+    """Names, order and defaults; the fields of a rule in its place, without defaults."""
+    fields = [] if one.rule is None else list(inspect.signature(one.rule).parameters)
+    wanted = {name: default for name, default in one.parameters.items() if name != "rule"}
+    declared = getattr(torch.ops.lockstep, one.name).default._schema.arguments
+    at = list(one.parameters).index("rule") if fields else 0
+    assert [argument.name for argument in declared[at : at + len(fields)]] == fields
+    rest = [*declared[:at], *declared[at + len(fields) :]]
+    assert [argument.name for argument in rest] == list(wanted)
+    given = {argument.name: argument.default_value for argument in rest if argument.has_default_value()}
+    assert given == {name: value for name, value in wanted.items() if value is not inspect.Parameter.empty}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_has_a_source_of_its_name(name: str) -> None:
+    assert f'm.impl("{name}", &lockstep::{name})' in (SOURCES / f"{name}.cpp").read_text()
+
+
+def _floats(case: str, ops: Ops, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Floating-point results of a case, and rows that it stores, in float64."""
+    arguments = as_stored(case, ops, copies(all_cases()[case], dtype))
+    result = getattr(ops, name_of(case))(*arguments.values())
+    gradient = OPERATORS[name_of(case)].gradient
+    written = [] if gradient is None else [arguments[name] for name in gradient.pools]
+    results = [*(result if isinstance(result, tuple) else [result]), *written]
+    return [value.double() for value in results if value.is_floating_point()]
+
+
+@DTYPES
+@pytest.mark.parametrize("case", all_cases())
+def test_compiled_operators_are_as_near_as_plain_torch(native: Ops, case: str, dtype: torch.dtype) -> None:
+    exact = _floats(case, PLAIN, torch.float64)
+    for ours, theirs, right in zip(_floats(case, native, dtype), _floats(case, PLAIN, dtype), exact, strict=True):
+        assert ours.shape == right.shape
+        assert error(ours, right) <= SLACK * error(theirs, right) + EPS + 0.5 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -476,12 +481,12 @@ def test_sigmoid_routers_choose_as_plain_torch_does(
 ) -> None:
     hidden, weight = _randn(40, 48, dtype=dtype), _randn(64, 48, seed=1, dtype=dtype) / 4
     norm, bias = torch.ones(48, dtype=dtype), 0.3 * torch.randn(64, generator=torch.Generator().manual_seed(5))
-    rule = (64, 6, normalise, "sigmoid", 2.5, bias, *groups)
+    rule = RouterRule(64, 6, normalise, "sigmoid", 2.5, *groups)
     forced = torch.full((40, 6), -1)
     forced[3], forced[9] = torch.arange(6), torch.arange(6) * 9
     for given in (None, forced):
-        ours = native.norm_route(hidden.clone(), None, norm, 1e-6, matrix(native, weight), *rule, given)
-        theirs = PLAIN.norm_route(hidden.clone(), None, norm, 1e-6, weight, *rule, given)
+        ours = native.norm_route(hidden.clone(), None, norm, 1e-6, matrix(native, weight), rule, bias, given)
+        theirs = PLAIN.norm_route(hidden.clone(), None, norm, 1e-6, weight, rule, bias, given)
         assert torch.equal(ours[2], theirs[2])
         torch.testing.assert_close(ours[1], theirs[1], rtol=2e-2 if dtype.itemsize == 2 else 1e-4, atol=1e-6)
         if given is not None:

@@ -25,7 +25,8 @@ from eplb.expert_location import ExpertLocationMetadata
 from eplb.placement import ExpertPlacement
 from rollout.core.specs.layer_specs import MoESpec, RouterSpec
 from rollout.distributed.parallel import Parallel
-from rollout.kernels.gpu import experts, experts_kernels, experts_plan
+from rollout.kernels.gpu import experts_kernels, experts_plan
+from rollout.kernels.gpu import fused_experts as experts
 from rollout.kernels.gpu.experts_grouped import grouped_experts
 from rollout.kernels.gpu.experts_plan import EXPERT_TILES, Tiles, choose_implementation, choose_tiles, max_blocks
 from rollout.kernels.ops import gpu_ops, plain_ops
@@ -346,7 +347,7 @@ def test_a_layer_hands_empty_slots_to_operators_that_take_them(weighted: bool) -
     case = with_empty_slots(draw(6, top_k=3, hidden=40, weighted=weighted))
     work = DispatchOutput(case.hidden, case.ids, case.weights, None, has_holes=True)
     expected = _layer(ops)(work)
-    taking = _layer(replace(ops, fused_experts=experts.fused_experts, takes_empty_slots=True))
+    taking = _layer(ops.replace(fused_experts=experts.fused_experts, takes_empty_slots=True))
     taking._of_filled_slots = None  # type: ignore[assignment, method-assign]
     torch.testing.assert_close(taking(work), expected, atol=1e-5, rtol=1e-5)
 

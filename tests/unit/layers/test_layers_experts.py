@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.kernels.expert_compute import (
+from rollout.kernels.operators.fused_experts import (
     Strategy,
     apply_experts,
     choose_strategy,
@@ -17,9 +17,10 @@ from rollout.kernels.expert_compute import (
     looped,
     padded,
     padded_capacity,
+    weighted_sum,
 )
+from rollout.kernels.operators.norm_route import RouterRule
 from rollout.kernels.ops import plain_ops
-from rollout.kernels.plain import weighted_sum
 from rollout.layers.moe.dispatchers.base import LocalDispatcher
 from tests.tiers import examples
 
@@ -178,4 +179,4 @@ def _route(logits_TE: torch.Tensor, normalise: bool) -> tuple[torch.Tensor, torc
     norm = torch.full((size,), size**-0.5, dtype=logits_TE.dtype)
     matrix = torch.zeros(size, size, dtype=logits_TE.dtype)
     matrix[:, : logits_TE.shape[0]] = logits_TE.T
-    return plain_ops().norm_route(hidden, None, norm, 0.0, matrix, size, 2, normalise)[1:]
+    return plain_ops().norm_route(hidden, None, norm, 0.0, matrix, RouterRule(size, 2, normalise))[1:]

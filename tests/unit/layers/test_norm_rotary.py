@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from rollout.core.specs.layer_specs import NormSpec
 from rollout.core.specs.model_config import rotary_of
-from rollout.kernels.plain import qk_norm_rope_store, rotate
+from rollout.kernels.operators.qk_norm_rope_store import qk_norm_rope_store, rotate
 from rollout.layers.norm_rotary import QueryKeyNorm, RMSNorm, RotaryTable
 from tests.kernels import angles, plain_build
 
@@ -86,7 +86,7 @@ def test_queries_and_keys_have_norms_of_their_own() -> None:
     rotary = angles(8, 1, torch.float64, torch.zeros(5, dtype=torch.int64))
     pools = [torch.zeros(5, 2, 8, dtype=torch.float64) for _ in range(2)]
     qkv = torch.cat((heads, heads[:, :2]), dim=1).flatten(1)
-    query = qk_norm_rope_store(qkv, layer.weight, rotary, *pools, torch.arange(5), 1e-6)
+    query = qk_norm_rope_store.plain(qkv, layer.weight, rotary, *pools, torch.arange(5), 1e-6)
     unit = heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     expected = torch.cat((unit[:, :4] * q_norm, unit[:, 4:] * k_norm), dim=1)
     torch.testing.assert_close(torch.cat((query, pools[0]), dim=1), expected, atol=1e-14, rtol=1e-14)

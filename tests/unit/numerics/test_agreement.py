@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from capture.replay import force_routes, record_routes
+from rollout.kernels.operator import Operator
+from rollout.kernels.operators import OPERATORS
 from rollout.kernels.ops import Ops
 from rollout.numerics import operators, use_engine_numerics
-from rollout.numerics.operators import Rule
 from tests.family_zoo import FAMILIES, family_checkpoint
 from tests.invariance import Ask, Facts
 from tests.kernels import native_ops
@@ -160,7 +161,7 @@ def test_one_bit_in_one_operator_is_noticed(served: Served, name: str, monkeypat
     def wrong(ops: Ops) -> Ops:
         right = getattr(ops, name)
         changes: dict[str, Any] = {name: lambda *given: WRONG_OPERATORS[name](right(*given))}
-        return replace(ops, **changes)
+        return ops.replace(**changes)
 
     model, batch = served.model(), Batch.of(*served.samples)
     with use_engine_numerics(model), torch.no_grad():
@@ -171,13 +172,16 @@ def test_one_bit_in_one_operator_is_noticed(served: Served, name: str, monkeypat
     assert not torch.equal(got, want)
 
 
-def detached(rule: Rule, position: int) -> Rule:
-    """The formula without the gradient of one of its arguments."""
+def detached(operator: Operator, position: int) -> Operator:
+    """The operator without the gradient of one of its arguments."""
+    rule = operator.gradient
+    assert rule is not None
+    formula = rule.form or operator.plain
 
-    def formula(*given: Any, **named: Any) -> Any:
-        return rule.formula(*(value.detach() if i == position else value for i, value in enumerate(given)), **named)
+    def form(*given: Any) -> Any:
+        return formula(*(value.detach() if i == position else value for i, value in enumerate(given)))
 
-    return replace(rule, formula=formula)
+    return replace(operator, gradient=replace(rule, form=form))
 
 
 WRONG_FORMULAS = {
@@ -195,7 +199,8 @@ WRONG_FORMULAS = {
 @pytest.mark.parametrize("what", WRONG_FORMULAS)
 def test_a_missing_term_of_a_gradient_is_noticed(served: Served, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, position = WRONG_FORMULAS[what]
-    monkeypatch.setitem(operators.RULES, name, detached(operators.RULES[name], position))
+    wrong = {**OPERATORS, name: detached(OPERATORS[name], position)}
+    monkeypatch.setattr(operators, "OPERATORS", wrong)
     model, batch = served.model(torch.float32), Batch.of(*served.samples)
     with use_engine_numerics(model, dtype=torch.float32) as numerics:
         found = gradients(model, batch, by_engine=True)

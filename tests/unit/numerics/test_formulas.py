@@ -1,4 +1,4 @@
-"""Each formula of a gradient against differences of the plain operator, in float64; that of log-probabilities, too.
+"""The gradient of each operator against differences of its plain form, in float64; that of log-probabilities, too.
 
 Differences are central and along a random direction in all arguments that have gradients, so that a missing or wrong
 term shows in one number; every operator is also checked with a formula that lacks a term.
@@ -15,170 +15,55 @@ import torch
 from rollout.core.errors import BadRequest
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.specs.layer_specs import FullKV, LatentKV, WindowKV
-from rollout.kernels import plain
-from rollout.kernels.schemas import SCHEMAS
+from rollout.kernels.operator import Gradient
+from rollout.kernels.operators import OPERATORS
 from rollout.memory.kv_pool import KVPool
 from rollout.numerics import engine_logprobs, with_gradient_of
 from rollout.numerics.attention import DifferentiableAttention
-from rollout.numerics.operators import RULES, Differentiable
+from rollout.numerics.operators import Call, Differentiable
 from rollout.numerics.sequences import Sequences
-from tests.kernels import angles, native_ops
+from tests.kernels import native_ops
+from tests.operators import Arguments, T, all_cases, name_of, rand
 
-T, D, E, K = 9, 12, 6, 3
 STEP, NEAR = 1e-6, 1e-6
-Arguments = dict[str, Any]
+CASES = {case: arguments for case, arguments in all_cases().items() if OPERATORS[name_of(case)].gradient is not None}
 
 
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
+def rule_of(case: str) -> Gradient:
+    rule = OPERATORS[name_of(case)].gradient
+    assert rule is not None
+    return rule
 
 
-def turns(rotary_dim: int) -> torch.Tensor:
-    return angles(rotary_dim, 32, torch.float64, torch.arange(T))
-
-
-def norm_route(scoring: str, **others: Any) -> Arguments:
-    ids = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:K] for t in range(T)])
-    defaults = {"normalise": True, "scoring": scoring, "scaling": 1.7, "correction_bias": None}
-    groups = {"num_groups": 1, "top_groups": 1, "forced_ids": ids, "weight_offset": None, "bias": None}
-    return {
-        "residual": rand(T, D),
-        "hidden": None,
-        "norm_weight": rand(D, seed=1),
-        "eps": 1e-6,
-        "weight": rand(E, D),
-        "num_experts": E,
-        "top_k": K,
-        **defaults,
-        **groups,
-        **others,
-    }
-
-
-def experts(**others: Any) -> Arguments:
-    inner = 5
-    form = {"w13_bias": None, "w2_bias": None, "limit": None, "alpha": 1.0}
-    ids = norm_route("softmax")["forced_ids"] % (E - 1)  # the last expert has no token
-    return {
-        "hidden": rand(T, D),
-        "ids": ids,
-        "weights": rand(T, K).abs(),
-        "w13": rand(E, 2 * inner, D),
-        "w2": rand(E, D, inner),
-        "inner_size": inner,
-        **form,
-        **others,
-    }
-
-
-def delta() -> Arguments:
-    key_heads, heads, key, value, width = 2, 4, 6, 3, 3
-    channels = 2 * key_heads * key + heads * value
-    lens = torch.tensor([4, 1, T - 5])
-    return {
-        "projected": rand(T, channels + heads * value + 2 * heads),
-        "conv_weight": rand(width, channels),
-        "a_log": rand(heads) - 1,
-        "dt_bias": rand(heads, seed=1),
-        "norm_weight": rand(value),
-        "eps": 1e-6,
-        "conv_pool": torch.zeros(3, width - 1, channels, dtype=torch.float64),
-        "state_pool": torch.zeros(3, heads, key, value, dtype=torch.float64),
-        "query_lens": lens,
-        "rows": torch.arange(3),
-        "sources": torch.full((3,), -1),
-        "snapshots": torch.empty((0, 3), dtype=torch.int64),
-    }
-
-
-def heads_of(*, weight: torch.Tensor | None, offset: float | None, rotary_dim: int) -> Arguments:
-    pools = {name: torch.zeros(T, 2, 8, dtype=torch.float64) for name in ("k_pool", "v_pool")}
-    return {
-        "qkv": rand(T, (4 + 2 * 2) * 8),
-        "weight": weight,
-        "angles": turns(rotary_dim),
-        **pools,
-        "slots": torch.arange(T),
-        "eps": 1e-6,
-        "weight_offset": offset,
-    }
-
-
-NORM = {"residual": rand(T, D), "hidden": None}
-CASES: dict[str, Arguments] = {
-    "gather_rows": {"table": rand(7, D), "ids": torch.tensor([1, 4, 1, 0, 6, 2, 2, 2, 5])},
-    "matrix_rows": {"weight": rand(7, D), "ids": torch.tensor([1, 4, 1, 0, 6, 2, 2, 2, 5]), "depth": D},
-    "linear": {"hidden": rand(T, D), "weight": rand(5, D), "out_size": 5, "bias": rand(5)},
-    "linear, no bias": {"hidden": rand(T, D), "weight": rand(5, D), "out_size": 5, "bias": None},
-    "add_rms_norm": {**NORM, "weight": rand(D), "eps": 1e-6, "weight_offset": None},
-    "add_rms_norm, offset": {**NORM, "weight": rand(D), "eps": 1e-6, "weight_offset": 1.0},
-    "norm_linear": {
-        **NORM,
-        "norm_weight": rand(D),
-        "eps": 1e-6,
-        "weight": rand(5, D),
-        "out_size": 5,
-        "bias": rand(5),
-        "weight_offset": 1.0,
-    },
-    "norm_route": norm_route("softmax"),
-    "norm_route, not normalised": norm_route("softmax", normalise=False),
-    "norm_route, of chosen": norm_route("softmax_of_chosen", bias=rand(E)),
-    "norm_route, sigmoid": norm_route("sigmoid", correction_bias=rand(E), num_groups=3, top_groups=2),
-    "qk_norm_rope_store": heads_of(weight=rand(6, 8), offset=None, rotary_dim=8),
-    "qk_norm_rope_store, part": heads_of(weight=rand(6, 8), offset=1.0, rotary_dim=4),
-    "qk_norm_rope_store, no norm": heads_of(weight=None, offset=None, rotary_dim=8),
-    "latent_query_store": {
-        "query": rand(T, 3 * (4 + 2)),
-        "latent": rand(T, 7),
-        "norm_weight": rand(5),
-        "eps": 1e-6,
-        "weight": rand(3 * (4 + 4), 5),
-        "num_heads": 3,
-        "angles": turns(2),
-        "pool": torch.zeros(T, 1, 7, dtype=torch.float64),
-        "slots": torch.arange(T),
-    },
-    "latent_values": {"latents": rand(T, 15), "weight": rand(3 * 8, 5), "num_heads": 3, "value_size": 4},
-    "silu_and_mul": {"gate_up": rand(T, 10)},
-    "fused_experts": experts(),
-    "fused_experts, clamped": experts(w13_bias=rand(E, 10), w2_bias=rand(E, D), limit=1.0, alpha=1.7),
-    "sigmoid_gate": {"hidden": rand(T, 12), "gate": rand(T, 3)},
-    "gated_delta": delta(),
-}
-
-
-def name_of(case: str) -> str:
-    return case.partition(",")[0]
+def formula_of(case: str) -> Callable[..., Any]:
+    return rule_of(case).form or OPERATORS[name_of(case)].plain
 
 
 def with_gradients(case: str) -> list[str]:
-    rule = RULES[name_of(case)]
+    rule = rule_of(case)
     return [name for name in (*rule.flows, *rule.weights) if CASES[case].get(name) is not None]
 
 
-def results_of(case: str, arguments: Arguments) -> list[torch.Tensor]:
-    """Return the results of the plain operator, with what it stores, on copies of the arguments."""
-    name = name_of(case)
-    given = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
-    result = getattr(plain, name)(*given.values())
-    results = list(result) if isinstance(result, tuple) else [result]
-    return [x for x in results if x.is_floating_point()] + [given[pool] for pool in RULES[name].stored]
+def results_of(case: str, formula: Callable[..., Any], arguments: Arguments) -> list[torch.Tensor]:
+    """Return what autograd follows under engine numerics: floating-point results, and rows of pools of its own."""
+    rule, flows = rule_of(case), rule_of(case).flows
+    call = Call(formula, formula, rule, arguments | dict.fromkeys(flows), flows, {}, torch.float64)
+    inputs = {name: arguments[name] for name in with_gradients(case)}
+    return call.recompute(inputs, None if rule.chosen is None else arguments[rule.chosen])
 
 
 def slopes(case: str, formula: Callable[..., Any]) -> tuple[float, float]:
-    """Return the slope of a random sum of the results along a random direction: by the formula, and by differences."""
-    arguments, names = CASES[case], with_gradients(case)
-    weights = [rand(*result.shape, seed=2) for result in results_of(case, arguments)]
+    """Return the slope of a random sum of the results along a random direction: by autograd, and by differences."""
+    arguments, names, plain = CASES[case], with_gradients(case), OPERATORS[name_of(case)].plain
+    weights = [rand(*result.shape, seed=2) for result in results_of(case, plain, arguments)]
     ways = {name: rand(*arguments[name].shape, seed=3) for name in names}
 
     def at(step: float) -> float:
         moved = arguments | {name: arguments[name] + step * way for name, way in ways.items()}
-        return sum(float((x * w).sum()) for x, w in zip(results_of(case, moved), weights, strict=True))
+        return sum(float((x * w).sum()) for x, w in zip(results_of(case, plain, moved), weights, strict=True))
 
     inputs = {name: arguments[name].clone().requires_grad_() for name in names}
-    results = formula(*(arguments | inputs).values())
-    results = results if isinstance(results, tuple) else (results,)
+    results = results_of(case, formula, arguments | inputs)
     found = torch.autograd.grad(results, list(inputs.values()), weights, allow_unused=True)
     slope = sum(float((g * way).sum()) for g, way in zip(found, ways.values()) if g is not None)
     return slope, (at(STEP) - at(-STEP)) / (2 * STEP)
@@ -189,25 +74,22 @@ def is_near(found: float, wanted: float) -> bool:
 
 
 def test_every_operator_has_a_case() -> None:
-    assert {name_of(case) for case in CASES} == set(SCHEMAS)
+    assert {name_of(case) for case in all_cases()} == set(OPERATORS)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_the_slopes_of_the_operator(case: str) -> None:
-    arguments = CASES[case]
-    declared = [argument.name for argument in getattr(torch.ops.lockstep, name_of(case)).default._schema.arguments]
-    assert list(arguments) == declared
-    assert is_near(*slopes(case, RULES[name_of(case)].formula))
+    assert is_near(*slopes(case, formula_of(case)))
 
 
 @pytest.mark.mutant
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case in CASES for name in with_gradients(case)])
 def test_a_missing_term_is_noticed(case: str, name: str) -> None:
-    position, rule = list(CASES[case]).index(name), RULES[name_of(case)]
+    position, formula = list(CASES[case]).index(name), formula_of(case)
 
     def wrong(*given: Any) -> Any:
         # a part is left, so that there is a gradient
-        return rule.formula(*(0.9 * x + 0.1 * x.detach() if i == position else x for i, x in enumerate(given)))
+        return formula(*(0.9 * x + 0.1 * x.detach() if i == position else x for i, x in enumerate(given)))
 
     assert not is_near(*slopes(case, wrong))
 

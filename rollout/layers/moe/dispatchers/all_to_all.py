@@ -18,7 +18,7 @@ import torch
 from rollout.core.errors import StartupError
 from rollout.distributed.communicator import pack_rows, unpack_rows
 from rollout.distributed.parallel import Parallel
-from rollout.kernels.plain import weighted_sum
+from rollout.kernels.operators.fused_experts import weighted_sum
 from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
 
 

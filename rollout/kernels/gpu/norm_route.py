@@ -1,4 +1,4 @@
-"""The router of an MoE layer as Triton kernels: `norm_route` of `rollout.kernels.schemas`.
+"""`norm_route`: the router of an MoE layer as Triton kernels.
 
     add_rms_norm -> logits [T, E] -> the best K of each row, or the given ones, and their weights
 
@@ -12,13 +12,15 @@ Shapes: T tokens, D hidden, E logical experts, K top-k, G groups of experts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from rollout.kernels.gpu.activation import sigmoid
-from rollout.kernels.gpu.compile_cases import CompileCase
-from rollout.kernels.gpu.norm import add_rms_norm
+from rollout.kernels.gpu.add_rms_norm import add_rms_norm
+from rollout.kernels.gpu.sigmoid_gate import sigmoid
+from rollout.kernels.operators.norm_route import RouterRule
 
 _TILE_T, _TILE_E, _TILE_D = 16, 32, 128
 _LOGITS_WARPS, _LOGITS_STAGES = 4, 4
@@ -162,47 +164,41 @@ def norm_route(
     norm_weight: torch.Tensor,
     eps: float,
     weight: torch.Tensor,
-    num_experts: int,
-    top_k: int,
-    normalise: bool,
-    scoring: str = "softmax",
-    scaling: float = 1.0,
+    rule: RouterRule,
     correction_bias: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
     forced_ids: torch.Tensor | None = None,
     weight_offset: float | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids in `forced_ids` are not checked against E: a wrong one gives its row NaN for weights."""
-    assert scoring in SCORINGS and num_experts % num_groups == 0
-    assert top_k <= num_experts // num_groups * top_groups
+    assert rule.scoring in SCORINGS and rule.num_experts % rule.num_groups == 0
+    assert rule.top_k <= rule.num_experts // rule.num_groups * rule.top_groups
     normed_TD = add_rms_norm(residual, hidden, norm_weight, eps, weight_offset)
     num_tokens, device = normed_TD.shape[0], normed_TD.device
-    weights_TK = torch.empty((num_tokens, top_k), dtype=normed_TD.dtype, device=device)
-    ids_TK = torch.empty((num_tokens, top_k), dtype=torch.int64, device=device)
+    weights_TK = torch.empty((num_tokens, rule.top_k), dtype=normed_TD.dtype, device=device)
+    ids_TK = torch.empty((num_tokens, rule.top_k), dtype=torch.int64, device=device)
     if num_tokens == 0:
         return normed_TD, weights_TK, ids_TK
-    logits_TE = router_logits(normed_TD, weight, bias, torch.float32 if scoring == "sigmoid" else normed_TD.dtype)
+    logits_TE = router_logits(normed_TD, weight, bias, torch.float32 if rule.scoring == "sigmoid" else normed_TD.dtype)
     choose_kernel[(num_tokens,)](
         logits_TE,
         logits_TE if correction_bias is None else correction_bias,
         ids_TK if forced_ids is None else forced_ids.contiguous(),
         weights_TK,
         ids_TK,
-        scaling,
-        E=num_experts,
-        K=top_k,
-        SCORING=SCORINGS[scoring],
-        NORMALISE=normalise,
+        rule.scaling,
+        E=rule.num_experts,
+        K=rule.top_k,
+        SCORING=SCORINGS[rule.scoring],
+        NORMALISE=rule.normalise,
         CORRECTS=correction_bias is not None,
         FORCES=forced_ids is not None,
-        NUM_GROUPS=num_groups,
-        TOP_GROUPS=top_groups,
-        BLOCK_E=triton.next_power_of_2(num_experts),
-        BLOCK_G=triton.next_power_of_2(num_groups),
-        BLOCK_K=triton.next_power_of_2(top_k),
-        num_warps=_choose_warps(num_experts),
+        NUM_GROUPS=rule.num_groups,
+        TOP_GROUPS=rule.top_groups,
+        BLOCK_E=triton.next_power_of_2(rule.num_experts),
+        BLOCK_G=triton.next_power_of_2(rule.num_groups),
+        BLOCK_K=triton.next_power_of_2(rule.top_k),
+        num_warps=_choose_warps(rule.num_experts),
         enable_fp_fusion=False,
     )
     return normed_TD, weights_TK, ids_TK
@@ -239,7 +235,7 @@ def _choose_warps(num_experts: int) -> int:
     return 1 if num_experts <= 256 else 2
 
 
-def compile_cases() -> list[CompileCase]:
+def compile_cases() -> list[tuple[Any, ...]]:
     """Logits of bfloat16 and float32 models; choices as Qwen3, GPT-OSS and DeepSeek-V3 make them."""
     cases = []
     tiles: dict[str, object] = {"HAS_BIAS": False, "TILE_T": _TILE_T, "TILE_E": _TILE_E, "TILE_D": _TILE_D}
@@ -247,7 +243,7 @@ def compile_cases() -> list[CompileCase]:
         signature = dict.fromkeys(("hidden", "weight", "bias", "logits"), f"*{dtype}") | {"num_tokens": "i32"}
         sizes: dict[str, object] = {"E": 128, "D": 2048}
         name = f"router logits {dtype}"
-        cases.append(CompileCase(name, logits_kernel, signature, sizes | tiles, _LOGITS_WARPS, _LOGITS_STAGES))
+        cases.append((name, logits_kernel, signature, sizes | tiles, _LOGITS_WARPS, _LOGITS_STAGES))
     for scoring, experts, groups, top_groups, top_k in (
         ("softmax", 128, 1, 1, 8),
         ("softmax", 512, 1, 1, 10),
@@ -261,5 +257,5 @@ def compile_cases() -> list[CompileCase]:
         constants |= {"CORRECTS": is_sigmoid, "FORCES": True, "NUM_GROUPS": groups, "TOP_GROUPS": top_groups}
         constants |= {"BLOCK_E": experts, "BLOCK_G": groups, "BLOCK_K": triton.next_power_of_2(top_k)}
         name = f"router {scoring} E={experts} G={groups} K={top_k}"
-        cases.append(CompileCase(name, choose_kernel, signature, constants, _choose_warps(experts), 3))
+        cases.append((name, choose_kernel, signature, constants, _choose_warps(experts), 3))
     return cases

@@ -22,8 +22,6 @@ from typing import NamedTuple
 import torch
 import triton
 
-from rollout.kernels import plain
-from rollout.kernels.expert_compute import has_grouped
 from rollout.kernels.gpu import experts_kernels as kernels
 from rollout.kernels.gpu.experts_grouped import grouped_experts
 from rollout.kernels.gpu.experts_plan import (
@@ -34,6 +32,8 @@ from rollout.kernels.gpu.experts_plan import (
     max_blocks,
     plan_chunk,
 )
+from rollout.kernels.operators.fused_experts import fused_experts as plain_experts
+from rollout.kernels.operators.fused_experts import has_grouped
 from weight_sync.fp8_blocks import QUANTISED
 
 SUM_WIDTH = 1024  # features that a program of the weighted sum takes
@@ -56,12 +56,12 @@ def fused_experts(
 ) -> torch.Tensor:
     """Apply SwiGLU of expert `ids[t, k]` to row t [T, K, D]; with weights [T, K], sum over K in slot order [T, D].
 
-    The arguments are the operator's in `schemas`, weights row-major.  Ids of no expert, such as -1, are empty slots:
+    Weights are row-major.  Ids of no expert, such as -1, are empty slots:
     their output is zero, their weight is not read.  float64 is computed by plain torch, which synchronises and takes no
     empty slots.
     """
     if hidden.dtype not in _TRITON_DTYPES:
-        return plain.fused_experts(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
+        return plain_experts.plain(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
     if choose_implementation(ids.numel(), w13.shape[0]) == "grouped_mm" and has_grouped(w2):
         return grouped_experts(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
     return _of_matrices(hidden, ids, weights, _Matrices(w13, w2, w13_bias, w2_bias), limit, alpha)

@@ -1,5 +1,4 @@
-"""The residual sum and RMSNorm of a row as one Triton kernel: `add_rms_norm` and `norm_linear` of
-`rollout.kernels.schemas`.
+"""`add_rms_norm`: the residual sum and RMSNorm of a row as one Triton kernel.
 
 One program a row.  A row's bits depend on that row alone: the sum of squares runs in one order for each D.
 
@@ -8,12 +7,11 @@ Shapes: T tokens, D hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
-
-from rollout.kernels.gpu.compile_cases import CompileCase
 
 
 @triton.jit
@@ -95,32 +93,18 @@ def add_rms_norm(
     return out
 
 
-def norm_linear(
-    residual: torch.Tensor,
-    hidden: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    out_size: int,
-    bias: torch.Tensor | None = None,
-    weight_offset: float | None = None,
-) -> torch.Tensor:
-    """The product is torch's: a row's bits may depend on the number of rows."""
-    return F.linear(add_rms_norm(residual, hidden, norm_weight, eps, weight_offset), weight, bias)
-
-
 def _num_warps(block: int) -> int:
     """Eight elements a thread, in at most eight warps."""
     return min(max(block // 256, 1), 8)
 
 
-def compile_cases() -> list[CompileCase]:
+def compile_cases() -> list[tuple[Any, ...]]:
     """Hidden sizes of the published models, both forms of the weight."""
     pointers = dict.fromkeys(("residual", "hidden", "weight", "out"), "*bf16")
     numbers = dict.fromkeys(("residual_stride", "hidden_stride"), "i32")
     floats = dict.fromkeys(("eps", "weight_offset"), "fp32")
     return [
-        CompileCase(
+        (
             f"add_rms_norm D={size}{' offset' if offset else ''}",
             add_rms_norm_kernel,
             pointers | numbers | floats,

@@ -1,4 +1,10 @@
-"""Applying many experts to many rows: three ways to do it behind one function, and the rule that picks one.
+"""`fused_experts`: SwiGLU of expert ids[t, k] on row t [T, K, D], or with weights [T, K] their sum over K in slot order
+[T, D].
+
+Biases w13_bias [P, 2I], gate first, and w2_bias [P, D].  With a limit, `ClampedSwiGLU`.  An id of -1 is a slot without
+an expert where `Ops.takes_empty_slots` says so: its output is zero, its weight is not used.
+
+The plain form has three ways to apply many experts to many rows, and a rule that picks one:
 
     padded   one batched matmul over all experts, each padded to the busiest one's rows: fewest calls, best when rows
              are spread evenly and most experts are used
@@ -20,11 +26,34 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from rollout.kernels.operator import Gradient, operator
+from rollout.kernels.operators.silu_and_mul import silu_and_mul
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[..., 2I], gate first -> `silu(gate) * up` [..., I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+
+@operator(
+    "(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size, Tensor? w13_bias=None, "
+    "Tensor? w2_bias=None, float? limit=None, float alpha=1.0) -> Tensor",
+    Gradient(flows=("hidden", "weights"), weights=("w13", "w2", "w13_bias", "w2_bias")),
+)
+def fused_experts(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    inner_size: int,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+) -> torch.Tensor:
+    outputs_TKD = apply_experts(hidden, ids, w13, w2, form=ExpertForm(w13_bias, w2_bias, limit, alpha))
+    return outputs_TKD if weights is None else weighted_sum(outputs_TKD, weights)
+
+
+def weighted_sum(expert_out_TKD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """Sum over K in slot order, products rounded to the dtype of the hidden states as in transformers."""
+    return (expert_out_TKD * weights_TK.unsqueeze(-1)).sum(dim=1)
 
 
 def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
@@ -47,7 +76,7 @@ class ExpertForm:
     def inner(self, gate_up: torch.Tensor, experts_A: torch.Tensor | None) -> torch.Tensor:
         """The activation of what the first product gave [A, 2I], or [P, C, 2I] where `experts_A` is None."""
         gate_up = _biased(gate_up, self.w13_bias, experts_A)
-        return silu_and_mul(gate_up) if self.limit is None else clamped_swiglu(gate_up, self.limit, self.alpha)
+        return silu_and_mul.plain(gate_up) if self.limit is None else clamped_swiglu(gate_up, self.limit, self.alpha)
 
     def out(self, out: torch.Tensor, experts_A: torch.Tensor | None) -> torch.Tensor:
         """Return the second product [A, D], or [P, C, D], with its bias."""
@@ -211,19 +240,10 @@ def looped(
     form: ExpertForm,
 ) -> torch.Tensor:
     """Two matmuls per used expert, one activation for all.  Returns [A, D]."""
-    spans, end = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            spans.append((expert, slice(end, end + count)))
-            end += count
-    rows_AD = hidden_RD.index_select(0, assigned.rows_A)
-    gate_up = rows_AD.new_empty(end, w13_PID.shape[1])
-    for expert, span in spans:
-        torch.mm(rows_AD[span], w13_PID[expert].t(), out=gate_up[span])
-    inner = form.inner(gate_up, assigned.experts_A)
-    out_AD = torch.empty_like(rows_AD)
-    for expert, span in spans:
-        torch.mm(inner[span], w2_PDI[expert].t(), out=out_AD[span])
+    rows = hidden_RD.index_select(0, assigned.rows_A).split(counts)
+    gate_up = torch.cat([part @ matrix.t() for part, matrix in zip(rows, w13_PID.unbind(), strict=True) if len(part)])
+    inner = form.inner(gate_up, assigned.experts_A).split(counts)
+    out_AD = torch.cat([part @ matrix.t() for part, matrix in zip(inner, w2_PDI.unbind(), strict=True) if len(part)])
     return _unsorted(form.out(out_AD, assigned.experts_A), assigned)
 
 

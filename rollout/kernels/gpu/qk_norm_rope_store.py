@@ -1,20 +1,21 @@
-"""From the attention's projections to queries and to the KV pools: `qk_norm_rope_store` of `rollout.kernels.schemas`.
+"""`qk_norm_rope_store`: from the attention's projections to queries and to the KV pools.
 
 One Triton program takes some heads of one token: it norms queries and keys by head, rotates their first elements, and
-stores keys and values in the token's slot.  Rounding as in plain torch: the norm as in `norm`, both products of the
-rotation and their sum one by one.  A token's bits depend on that token alone.
+stores keys and values in the token's slot.  Rounding as in plain torch: the norm as in `add_rms_norm`, both products of
+the rotation and their sum one by one.  A token's bits depend on that token alone.
 
 Shapes: T tokens, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated, S slots of the KV pool.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from rollout.kernels.gpu.compile_cases import CompileCase
-from rollout.kernels.gpu.norm import normed, rounded
+from rollout.kernels.gpu.add_rms_norm import normed, rounded
 
 _HEADS = 4  # of a program, which is one warp
 
@@ -128,14 +129,14 @@ def qk_norm_rope_store(
     return out
 
 
-def compile_cases() -> list[CompileCase]:
+def compile_cases() -> list[tuple[Any, ...]]:
     """Heads of 128 with and without a norm, and of 256 with an offset."""
     signature = dict.fromkeys(("qkv", "weight", "angles", "k_pool", "v_pool"), "*bf16")
     signature |= {"slots": "*i64", "out": "*bf16"}
     strides = ("qkv_stride", "k_slot_stride", "k_head_stride", "v_slot_stride", "v_head_stride")
     signature |= dict.fromkeys(strides, "i32") | dict.fromkeys(("eps", "weight_offset"), "fp32")
     return [
-        CompileCase(
+        (
             f"qk_norm_rope_store hd={size}{' norm' if norms else ''}{' offset' if offset else ''}",
             qk_norm_rope_store_kernel,
             signature,

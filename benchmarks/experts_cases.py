@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.compile_cases import CompileCase
 from rollout.kernels.gpu import experts_kernels as kernels
-from rollout.kernels.gpu.compile_cases import CompileCase
-from rollout.kernels.gpu.experts import PLAIN_WARPS, SUM_WIDTH, plan_constants, product_constants
 from rollout.kernels.gpu.experts_plan import EXPERT_TILES, Tiles, plan_chunk
+from rollout.kernels.gpu.fused_experts import PLAIN_WARPS, SUM_WIDTH, plan_constants, product_constants
 
 _EXPERTS, _TOP_K, _HIDDEN, _INNER = 128, 8, 2048, 768
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}

@@ -1,0 +1,104 @@
+"""`operator`: a function in plain torch becomes an operator of torch's registry.
+
+`torch.ops.lockstep.NAME` runs what torch's dispatcher finds for the device of its arguments: the compiled CPU kernel
+where `load_kernels` loaded it, the Triton kernel where `load_gpu_kernels` did, else the plain form.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("lockstep", "FRAGMENT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """The way of gradients through an operator.  Names are of arguments.
+
+    `flows`: tensors of the forward that have gradients; `weights`: matrices that do; `sums`: the first flow becomes its
+    sum with the second, in place, and the plain form takes the sum and None for the gradient; `chosen`: the argument
+    that tells the plain form what integers the operator returned; `pools`: tensors that the operator writes; `stored`:
+    the pools whose rows `slots` are further results; `looks_up`: a padding row of the weight has no gradient.
+
+    `form`: what autograd follows, where the plain form computes more than its gradient needs.
+    """
+
+    flows: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    sums: bool = False
+    chosen: str | None = None
+    pools: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
+    looks_up: bool = False
+    form: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator: `schema` in torch's words, and `plain`, the function that defines its results.
+
+    `gradient`: None for an operator of integers.  `graph_safe`: it reads no tensor's value on the host, and sizes of
+    its results follow from sizes of its arguments, so that a CUDA graph holds it.  `rule`: a named tuple; the argument
+    `rule` of every form is one, and the schema has its fields in that place.
+    """
+
+    name: str
+    schema: str
+    plain: Callable[..., Any]
+    gradient: Gradient | None
+    graph_safe: bool
+    rule: Callable[..., Any] | None
+
+    @cached_property
+    def parameters(self) -> dict[str, Any]:
+        """The names of arguments in order, each with its default or `inspect.Parameter.empty`."""
+        return {name: given.default for name, given in inspect.signature(self.plain).parameters.items()}
+
+    @property
+    def registered(self) -> Callable[..., Any]:
+        """Call what torch's registry has, with the arguments of `plain`."""
+        found: Callable[..., Any] = getattr(torch.ops.lockstep, self.name).default
+        if self.rule is None:
+            return found
+        at = list(self.parameters).index("rule")
+        return lambda *given, **named: found(*given[:at], *given[at], *given[at + 1 :], **named)
+
+    def implement(self, form: Callable[..., Any], key: str) -> None:
+        """Put `form`, which has the arguments of `plain`, into the registry under a dispatch key."""
+        _LIBRARY.impl(self.name, self._of_fields(form), key)
+
+    def _of_fields(self, form: Callable[..., Any]) -> Callable[..., Any]:
+        """`form` with the fields of the rule in place of the rule."""
+        rule = self.rule
+        if rule is None:
+            return form
+        at = list(self.parameters).index("rule")
+        end = at + len(inspect.signature(rule).parameters)
+        return lambda *given: form(*given[:at], rule(*given[at:end]), *given[end:])
+
+
+def operator(
+    schema: str,
+    gradient: Gradient | None,
+    *,
+    graph_safe: bool = True,
+    rule: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Register the decorated function under its name as the plain form of an operator of this schema.
+
+    Fields of a rule have no defaults in the schema: torch leaves out last arguments that equal their defaults.
+    """
+
+    def register(plain: Callable[..., Any]) -> Operator:
+        made = Operator(plain.__name__, schema, plain, gradient, graph_safe, rule)
+        _LIBRARY.define(made.name + schema)
+        made.implement(plain, "CompositeExplicitAutograd")
+        return made
+
+    return register

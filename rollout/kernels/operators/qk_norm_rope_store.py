@@ -1,0 +1,51 @@
+"""`qk_norm_rope_store`: queries and keys of qkv [T, (H + 2 Hkv) hd] normed by head where there is a weight
+[H + Hkv, hd], and rotated by angles [T, 2, rd]; keys and values stored in their slots [T] of the pools [S, Hkv, hd].
+
+Returns the queries [T, H, hd].  Gradients reach what is stored, not what the pools held before.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.kernels.operator import Gradient, operator
+from rollout.kernels.operators.add_rms_norm import rms_norm
+
+
+@operator(
+    "(Tensor qkv, Tensor? weight, Tensor angles, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots, float eps, "
+    "float? weight_offset=None) -> Tensor",
+    Gradient(flows=("qkv",), weights=("weight",), pools=("k_pool", "v_pool"), stored=("k_pool", "v_pool")),
+)
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    weight: torch.Tensor | None,
+    angles: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    slots: torch.Tensor,
+    eps: float,
+    weight_offset: float | None = None,
+) -> torch.Tensor:
+    num_kv_heads, head_dim = k_pool.shape[1:]
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    query_key, value = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if weight is not None:
+        query_key = rms_norm(query_key, weight, eps, weight_offset)
+    query, key = rotate(query_key, angles).split([num_heads, num_kv_heads], dim=1)
+    k_pool.index_copy_(0, slots, key)
+    v_pool.index_copy_(0, slots, value)
+    return query.contiguous()
+
+
+def rotate(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """The first rd elements of each head of [T, heads, hd] rotated by angles [T, 2, rd] of cos and sign-folded sin.
+
+    Rolling by half of them and folding the sign into sin equals rotate-half, bit for bit.
+    """
+    rotary_dim = angles.shape[-1]
+    cos, signed_sin = angles.unsqueeze(2).unbind(1)
+    turned, kept = heads[..., :rotary_dim], heads[..., rotary_dim:]
+    turned = turned.roll(rotary_dim // 2, -1).mul_(signed_sin).add_(turned * cos)
+    return turned if kept.shape[-1] == 0 else torch.cat((turned, kept), -1)
