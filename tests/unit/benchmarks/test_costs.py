@@ -29,7 +29,17 @@ MACHINE = Machine(read_bytes_per_s=1e9, bf16_flops_per_s=4e9, fp32_flops_per_s=2
 MOVES_WHAT_IT_IS_GIVEN = {
     f"lockstep::{name}"
     for name in (
-        *("sample_rows", "score_rows", "isa", "tiles_agree", "empty_packed", "pack_rows", "unpack_rows", "block_sums"),
+        *(
+            "sample_rows",
+            "score_rows",
+            "rest",
+            "isa",
+            "tiles_agree",
+            "empty_packed",
+            "pack_rows",
+            "unpack_rows",
+            "block_sums",
+        ),
         *("empty_packed_w8", "pack_rows_w8", "unpack_rows_w8"),
     )
 }
