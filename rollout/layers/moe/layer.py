@@ -81,10 +81,8 @@ class MoELayer(Layer):
         out_TD = self.dispatcher.combine(self.experts(work), work.handle)
         if self._shared is None:
             return out_TD
-        shared_TD = self._shared(normed_TD)
-        if self.shared_expert_gate is not None:
-            shared_TD = self._ops.sigmoid_gate(shared_TD, self.shared_expert_gate(normed_TD))
-        return out_TD.add_(shared_TD)
+        gate_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(normed_TD)
+        return self._ops.add_gated(out_TD, self._shared(normed_TD), gate_T1)
 
     def _add_by_slices(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
