@@ -40,14 +40,7 @@ PHRASES = (
     r"(?:of|for|to|by) what (?:is|was|it|they)\b",
 )
 SAID = (r"beside\b", r"(?:says|said|told)\b")
-"""Code states, returns or refuses, and does not speak.  "Beside" stands for "next to" or "in addition to"."""
-SAID_LATER = (
-    "tests/",
-    *(f"rollout/{name}/" for name in ("attention", "control", "dashboard", "engine", "executor", "http", "kernels")),
-    *(f"rollout/{name}/" for name in ("layers", "memory", "model", "numerics", "sampling", "scheduler")),
-    "rollout/tokenizer_manager/",
-)
-"""Folders whose docstrings and comments do not obey `SAID` yet.  The list may only get shorter."""
+"""Say "next to" or "in addition to" for "beside".  Code states, returns or refuses; a document may say something."""
 MESSAGE_PHRASES = (
     r"what(?:ever)?\b(?!.*\?)",
     r"(?:those|that) (?:of|on|in|at|by)\b",
@@ -60,8 +53,10 @@ MOST = re.compile(r"(?:^|_)most_", re.IGNORECASE)
 """A part of a name that means a maximum, whose word is `max_`."""
 MIN_TEST_WORDS = 4
 """Words of a test's name after `test_`: fewer are a riddle."""
-TEST_NAMES = False
-"""Turn this on when no test has a shorter name: 246 have, which `--test-names` prints."""
+VERBS = frozenset((ROOT / "tests" / "verbs.txt").read_text(encoding="utf-8").split())
+"""A function's docstring begins with one of these.  Add a verb that is missing."""
+NAMED_LIKE_VALUES = ("property", "fixture")
+"""Parts of decorators whose functions are named like values: their docstrings may begin with a noun phrase."""
 WRITTEN, WRITTEN_END = "<!-- written by", "<!-- end -->"
 """Marks around a part of a document that a command writes.  It joins names of tests."""
 ALLOWED: dict[tuple[str, str], int] = {}
@@ -88,14 +83,14 @@ def _pattern(phrases: Sequence[str]) -> re.Pattern[str]:
     return re.compile(r"\b(?:" + "|".join(phrases) + ")", re.IGNORECASE)
 
 
-_PHRASES, _STRICT = _pattern(PHRASES), _pattern((*PHRASES, *SAID))
+_PHRASES, _OF_DOCUMENTS = _pattern((*PHRASES, *SAID)), _pattern((*PHRASES, SAID[0]))
 _OF_MESSAGES = _pattern((*PHRASES, *SAID, *MESSAGE_PHRASES))
 
 
-def python_findings(path: str, source: str, test_names: bool = TEST_NAMES) -> Iterator[Finding]:
+def python_findings(path: str, source: str) -> Iterator[Finding]:
     """Judge the docstrings, comments, messages and names of a file."""
     tree = ast.parse(source)
-    yield from _bad_names(path, tree, test_names)
+    yield from _bad_names(path, tree)
     if not path.startswith("tests/"):
         yield from message_findings(path, tree)
     yield from _prose_findings(path, source, tree)
@@ -126,7 +121,7 @@ def _texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
-def _bad_names(path: str, tree: ast.AST, test_names: bool) -> Iterator[Finding]:
+def _bad_names(path: str, tree: ast.AST) -> Iterator[Finding]:
     for node in ast.walk(tree):
         name = ""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -136,7 +131,7 @@ def _bad_names(path: str, tree: ast.AST, test_names: bool) -> Iterator[Finding]:
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             name = node.id if isinstance(node, ast.Name) else node.attr
         if name.startswith("test_"):
-            if test_names and len(name.split("_")) <= MIN_TEST_WORDS:
+            if len(name.split("_")) <= MIN_TEST_WORDS:
                 yield Finding(path, node.lineno, "short test name", name)
         elif MOST.search(name):
             yield Finding(path, node.lineno, "name", name)
@@ -144,16 +139,25 @@ def _bad_names(path: str, tree: ast.AST, test_names: bool) -> Iterator[Finding]:
 
 def _prose_findings(path: str, source: str, tree: ast.AST) -> Iterator[Finding]:
     """Judge docstrings and comments."""
-    pattern = _PHRASES if path.startswith(SAID_LATER) else _STRICT
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for line, text in _documented(node):
                 if text.split() and text.split()[0].strip("`:,.") in FIRST_WORDS:
                     yield Finding(path, line, "first word", text.splitlines()[0])
-                yield from _phrases(path, line, text, pattern)
+                yield from _phrases(path, line, text)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_called(node):
+            docstring = ast.get_docstring(node) or ""
+            if docstring and docstring.split()[0].strip("`:,.;") not in VERBS:
+                yield Finding(path, node.lineno, "no verb first", docstring.splitlines()[0])
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            yield from _phrases(path, token.start[0], token.string.lstrip("# "), pattern)
+            yield from _phrases(path, token.start[0], token.string.lstrip("# "))
+
+
+def _is_called(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Tell a function that a reader calls from a test, a property and a fixture."""
+    decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+    return not node.name.startswith("test_") and not any(word in decorators for word in NAMED_LIKE_VALUES)
 
 
 def _documented(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str]]:
@@ -166,8 +170,8 @@ def _documented(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFun
 def document_findings(path: str, source: str) -> Iterator[Finding]:
     """Judge the sentences of a Markdown file outside code and tables."""
     for line, paragraph in _paragraphs(source):
-        yield from _phrases(path, line, paragraph)
-        for sentence in re.split(r"(?<=[.!?:])[*_)]*\s+", paragraph):
+        yield from _phrases(path, line, paragraph, _OF_DOCUMENTS)
+        for sentence in re.split(r"(?<=[.!?])[*_)]*\s+", paragraph):
             if len(sentence.split()) > MAX_WORDS:
                 yield Finding(path, line, "long sentence", sentence)
 
@@ -202,20 +206,18 @@ def _files() -> list[Path]:
     return sorted([*inside, *ROOT.glob("*.md")])
 
 
-def findings(paths: Sequence[str], test_names: bool = TEST_NAMES) -> list[Finding]:
+def findings(paths: Sequence[str]) -> list[Finding]:
     found: list[Finding] = []
     for path in paths:
         source = (ROOT / path).read_text(encoding="utf-8")
         is_python = path.endswith(".py")
-        found += python_findings(path, source, test_names) if is_python else document_findings(path, source)
+        found += python_findings(path, source) if is_python else document_findings(path, source)
     return found
 
 
 def main(words: Sequence[str]) -> int:
-    files = [word for word in words if word != "--test-names"]
-    test_names = TEST_NAMES or len(files) < len(words)
-    found = findings(files or [str(path.relative_to(ROOT)) for path in _files()], test_names)
-    if files:
+    found = findings(words or [str(path.relative_to(ROOT)) for path in _files()])
+    if words:
         print(*found, sep="\n")
         return bool(found)
     counts = Counter(one.place for one in found)
