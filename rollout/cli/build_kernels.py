@@ -9,7 +9,7 @@ from rollout.kernels.build import load_kernels
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit status 0 also where they cannot be compiled: the server runs without them, more slowly."""
+    """Compile the operators.  The exit status is 0 even where that fails: the server runs without them, more slowly."""
     args = build_kernels_parser().parse_args(words)
     status = load_kernels(print, args.cpu_isa)
     if status.available:

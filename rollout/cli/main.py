@@ -1,7 +1,7 @@
 """The command `lockstep`.
 
-A subcommand's words are read by a light parser, and its module is imported when it is run: help and typing errors do
-not wait for torch.
+A light parser reads a subcommand's words, and its module is imported when it runs.  So help and typing errors do not
+wait for torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand with the words after its name; its exit status."""
+    """Run a subcommand with the words after its name, and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="lockstep",
         description="A serving engine for reinforcement-learning rollouts of Mixture-of-Experts models.",

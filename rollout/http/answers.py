@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 LOWEST_LOGPROB = -3.4028234663852886e38
-"""Stands for minus infinity, as clients of this format demand a number: the lowest float32.
+"""The lowest float32.  It stands for minus infinity, as clients of this format demand a number.
 
-Not vLLM's -9999, which its clients take for a log-probability that is missing.
+It is not vLLM's -9999, which vLLM's clients take for a log-probability that is missing.
 """
 
 Native = dict[str, Any]
@@ -21,7 +21,7 @@ Entry = list[Any]
 
 
 def usage(natives: Sequence[Native], n: int) -> dict[str, Any]:
-    """Tokens; the prompt of a group of n samples counts once."""
+    """Count the tokens of an answer.  The prompt of a group of n samples counts once."""
     metas = [native["meta_info"] for native in natives]
     prompt = sum(meta["prompt_tokens"] for meta in metas[::n])
     completion = sum(meta["completion_tokens"] for meta in metas)
@@ -40,7 +40,7 @@ def ignored_fields(native: Native) -> dict[str, Any]:
 
 
 def version_info(native: Native) -> dict[str, Any]:
-    """The fields of `meta_info` on weight versions and the session."""
+    """Return the fields of `meta_info` about weight versions and the session."""
     meta = native["meta_info"]
     names = (
         "weight_version", "weight_versions", "weight_version_start", "weight_version_end", "prefill_weight_versions",
@@ -50,10 +50,10 @@ def version_info(native: Native) -> dict[str, Any]:
 
 
 def prompt_logprobs(meta: dict[str, Any], num_top: int) -> list[dict[str, Any] | None]:
-    """vLLM's form: for each prompt token an object from token id to log-probability and rank, null for the first.
+    """Return the log-probabilities of a prompt in vLLM's form: an object for each token, and null for the first one.
 
-    The token itself comes first, then the `num_top` most probable ones.  The rank of a token that is not among those
-    is `num_top + 1`: it is not lower.
+    An object maps token ids to log-probability and rank: the token itself, then the `num_top` most probable ones.  A
+    token that is not among these has the rank `num_top + 1`: its true rank is not better.
     """
     entries = meta["input_token_logprobs"]
     tops = beside(meta, "input_top_logprobs", 0, entries, num_top)
@@ -71,7 +71,7 @@ def _ranked(own: Entry, top: Sequence[Entry]) -> dict[str, Any]:
 
 
 def finish_fields(native: Native) -> dict[str, Any]:
-    """`finish_reason` as one word (it may be `abort`) and what matched."""
+    """Return `finish_reason` as one word, which may be `abort`, and the token or text that matched a stop."""
     reason = native["meta_info"]["finish_reason"]
     if reason is None:
         return {"finish_reason": None, "matched_stop": None}
@@ -81,10 +81,13 @@ def finish_fields(native: Native) -> dict[str, Any]:
 def beside(
     meta: dict[str, Any], name: str, first: int, entries: Sequence[Entry], num_top: int | None
 ) -> list[list[Entry]]:
-    """The `num_top` most probable tokens beside `entries`; a request has as many for its prompt as for its output."""
+    """Return the `num_top` most probable tokens at the place of each entry.
+
+    The engine records equally many for the prompt and for the output of a request, so longer lists are cut.
+    """
     return [(top or [])[:num_top] for top in meta[name][first:]] if num_top else [[] for _ in entries]
 
 
 def finite(value: float) -> float:
-    """`value`, or the lowest float32 for minus infinity."""
+    """Return `value`, or the lowest float32 for minus infinity."""
     return max(value, LOWEST_LOGPROB)

@@ -19,9 +19,9 @@ def template_variables(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates take them: content as text, arguments of calls as objects.  Raises `BadRequest`.
+    """Return messages as templates take them: content as text, arguments of calls as objects.  Raises `BadRequest`.
 
-    Content that is null stays null beside calls, which some templates tell from an empty text.
+    Content that is null stays null next to calls, because some templates treat an empty text differently.
     """
     if not messages:
         raise BadRequest("messages is empty")
@@ -49,7 +49,7 @@ def _plain_message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(call: Any) -> Any:
-    """A tool call with its arguments as an object, as templates take them; clients send them as JSON text."""
+    """Return a tool call with its arguments as an object, as templates take them.  Clients send them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -63,7 +63,7 @@ def _with_arguments(call: Any) -> Any:
 
 
 class CallArguments(dict[str, Any]):
-    """Arguments of a call: an object for most templates, and text for others, which join it to text, as DeepSeek's."""
+    """Arguments of a call: an object for most templates, and text for templates that join it to text, as DeepSeek's."""
 
     def __init__(self, values: dict[str, Any], text: str) -> None:
         super().__init__(values)

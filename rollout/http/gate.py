@@ -4,7 +4,7 @@
     turn            how many requests begin in one pass of the event loop
     application     a 500 for an unexpected error, and a note of each error that it answers
 
-A browser on this machine takes a request of any page to a server without a key.  What such a request has:
+A browser on this machine sends the requests of any page to a server without a key.  Marks of such a request:
 
     Sec-Fetch-Site: cross-site     another site's link, image, form or script
     Origin: http://other           the same, of a form or script
@@ -97,7 +97,7 @@ class Gate:
                 started, error_status = True, message["status"] if message["status"] >= 400 else 0
             elif error_status:
                 self._refused(scope["method"], scope["path"], error_status, message.get("body", b""))
-                error_status = 0  # of a body in parts the first is enough
+                error_status = 0  # the first part of a body is enough
             await send(message)
 
         try:
@@ -151,7 +151,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
-        """Go on in this pass, or in a later one if `AT_ONCE` others did."""
+        """Wait for the request's turn, which is in a later pass if `AT_ONCE` others begin in this one."""
         if self._waiting or not self._left:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -213,7 +213,7 @@ class SiteCheck:
 
 
 def _name(authority: str) -> str:
-    """`localhost:80` -> `localhost`, `[::1]:80` -> `::1`."""
+    """Return the host of an authority without its port: `localhost` for `localhost:80`, `::1` for `[::1]:80`."""
     try:
         return urlsplit(f"//{authority}").hostname or ""
     except ValueError:
@@ -234,5 +234,5 @@ def _bearer(headers: dict[bytes, bytes]) -> bytes:
 
 
 def _same(given: bytes, wanted: str) -> bool:
-    """Compare in a time that does not depend on where they differ."""
+    """Return whether the keys are equal, in a time that does not depend on where they differ."""
     return hmac.compare_digest(given, wanted.encode())

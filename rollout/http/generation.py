@@ -106,7 +106,7 @@ class SamplingFields(Body):
     prompt_logprobs: Count | None = None
 
     def engine_sampling(self, max_new_tokens: int | None) -> dict[str, Any]:
-        """`sampling_params` of a `GenerateReqInput`; None leaves the length to the server."""
+        """Return the `sampling_params` of a `GenerateReqInput`; None leaves the length to the server."""
         names = SamplingFields.model_fields.keys() - _NOT_SAMPLING
         sampling = {_RENAMED.get(name, name): getattr(self, name) for name in names}
         sampling["max_new_tokens"] = max_new_tokens
@@ -117,9 +117,9 @@ class SamplingFields(Body):
         return {name: value for name, value in sampling.items() if value is not None}
 
     def engine_logprobs(self, num_top: int | None, *, stream: bool) -> dict[str, Any]:
-        """Fields of a `GenerateReqInput` for `num_top` alternatives of each output token, None for none of it.
+        """Return the fields of a `GenerateReqInput` that ask for `num_top` alternatives of each output token.
 
-        Raises `UnsupportedFeature`.
+        `num_top` None asks for no log-probabilities of the output.  Raises `UnsupportedFeature`.
         """
         if self.prompt_logprobs is not None and stream:
             raise UnsupportedFeature("prompt_logprobs cannot be streamed")

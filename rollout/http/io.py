@@ -53,7 +53,7 @@ def json_response(content: Any, status_code: int = 200) -> Response:
 
 
 class JsonParts(Response):
-    """An answer whose JSON is in parts: the list of them, or the one that there is.  Each is given up as it is sent."""
+    """An answer whose JSON is in parts: a list of them, or a single one.  Each part is given up as it is sent."""
 
     media_type = "application/json"
 
@@ -73,7 +73,7 @@ class JsonParts(Response):
 
 
 def error_content(error: BaseException) -> dict[str, str]:
-    """`{"type", "message"}`; details of internal errors are logged, not returned.
+    """Return the `type` and `message` of an error.  Details of internal errors are logged, not returned.
 
     A message may repeat what a client sent: it is cut at `MAX_MESSAGE_CHARS`.
     """
@@ -92,7 +92,7 @@ def error_response(error: BaseException) -> Response:
 
 
 def json_body(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
-    """A FastAPI dependency that reads a body as `model`, whatever its content type; no body counts as `{}`.
+    """Return a FastAPI dependency that reads a body as `model`, whatever its content type.  No body counts as `{}`.
 
     The dependency raises `BadRequest`, `UnsupportedFeature`, or `TooLarge` over 64 MiB or `MAX_BODY_OBJECTS`.
     """
@@ -106,13 +106,13 @@ def json_body(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
 
 
 def accepted(request: Request, body: Model) -> Model:
-    """`body`, whose unknown fields the answer names.  Raises `BadRequest` for them under --strict-requests."""
+    """Return `body`, and have the answer name its unknown fields.  Raises `BadRequest` under --strict-requests."""
     note_unknown(request, body.unknown)
     return body
 
 
 async def parsed(request: Request, data: bytes, parse: Callable[[bytes], Result]) -> Result:
-    """`parse(data)`, off the event loop unless it is short."""
+    """Return `parse(data)`, which runs off the event loop unless `data` is short."""
     if len(data) <= THREAD_BODY_BYTES:
         return parse(data)
     async with request.app.state.heavy_bodies if len(data) > HEAVY_BODY_BYTES else contextlib.nullcontext():
@@ -120,7 +120,7 @@ async def parsed(request: Request, data: bytes, parse: Callable[[bytes], Result]
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The `openapi_extra` that documents a body read by `json_body`."""
+    """Return the `openapi_extra` that documents a body read by `json_body`."""
     schema = model.model_json_schema()
     content = _inline(schema, schema.pop("$defs", {}))
     return {"requestBody": {"content": {"application/json": {"schema": content}}}}
@@ -147,7 +147,7 @@ def parse_body(model: type[Model], data: bytes) -> Model:
 
 
 def validated(model: type[Model], raw: Any) -> Model:
-    """Raises `BadRequest` or `UnsupportedFeature` saying what is wrong with which field."""
+    """Return `raw` as a `model`.  Raises `BadRequest` or `UnsupportedFeature`, which name the field and its fault."""
     if not isinstance(raw, dict):
         raise BadRequest("the body must be a JSON object")
     try:
@@ -170,7 +170,10 @@ def _decode(data: bytes, struct_lists: Mapping[str, Any]) -> Any:
 
 
 def _decode_structs(data: bytes, struct_lists: Mapping[str, Any]) -> Any:
-    """The body, its `struct_lists` in their types if they fit; what does not fit is plain, and refused later."""
+    """Decode a body, and the fields in `struct_lists` as lists of their structs.
+
+    A list that does not fit its type is decoded as plain values, and refused later.
+    """
     if not struct_lists:
         return msgspec.json.decode(data)
     try:
@@ -188,11 +191,14 @@ def _decode_field(raw: msgspec.Raw, kind: Any) -> Any:
 
 
 def _decode_list(raw: msgspec.Raw, kind: Any) -> list[Any]:
-    """Piece by piece: all threads wait for one call of the decoder.  Raises `msgspec.ValidationError`."""
+    """Decode a list in pieces, because all threads wait during a call of the decoder.
+
+    Raises `msgspec.ValidationError`.
+    """
     elements = msgspec.json.decode(raw, type=list[msgspec.Raw])
     found: list[Any] = []
     for start in range(0, len(elements), LIST_PIECE):
-        piece = b",".join(elements[start : start + LIST_PIECE])  # of what has a buffer
+        piece = b",".join(elements[start : start + LIST_PIECE])  # a `msgspec.Raw` has a buffer
         found += msgspec.json.decode(b"[%b]" % piece, type=kind)
     return found
 
@@ -211,7 +217,7 @@ def _check_objects(data: bytes) -> None:
 
 
 def _describe(error: ValidationError) -> str:
-    """The first complaint, without pydantic's names for the arms of a union."""
+    """Return pydantic's first complaint, without its names for the arms of a union."""
     item = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(part) for part in item["loc"] if isinstance(part, int) or str(part).isidentifier()]
     return f"{'.'.join(path[:3]) or 'body'}: {item['msg']}"
@@ -223,7 +229,7 @@ def describe_query(error: RequestValidationError) -> str:
 
 
 async def read_limited(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The body.  Raises `TooLarge` over `limit` bytes, before as much is held, and `ClientGone`."""
+    """Return the body.  Raises `ClientGone`, and `TooLarge` as soon as more than `limit` bytes are declared or come."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared} bytes; the limit is {limit}")
@@ -277,7 +283,7 @@ class NamingRoute(APIRoute):
 
 
 def named(response: Response, ignored: list[str]) -> Response:
-    """`response` with the names: in its JSON if that is an object, else in a header."""
+    """Return `response` with the names of `ignored` fields: in its JSON if that is an object, else in a header."""
     if response.media_type == "application/json" and response.body:
         content = msgspec.json.decode(response.body)
         if isinstance(content, dict):
@@ -302,7 +308,7 @@ class ClientGone(LockstepError):
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of `work`, which is cancelled if the client goes away first.  Raises `ClientGone` then."""
+    """Return the result of `work`.  If the client goes away first, cancel it and raise `ClientGone`."""
     task = asyncio.current_task()
     assert task is not None
     watcher = asyncio.create_task(_cancel_when_gone(receive, task))
@@ -332,7 +338,7 @@ class SseResponse(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None]) -> None:
-        """`on_close` is called however the stream ends, also when it never began."""
+        """Wrap the generator.  `on_close` is called however the stream ends, also when it never began."""
         self._framed = _framed(events)
         self._on_close = on_close
         super().__init__(self._framed, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})

@@ -3,8 +3,8 @@
 Bodies of control verbs are made from the verbs' declarations, see `verb_body`.  Values are not checked against a model
 here: `TokenizerManager` and the scheduler do that.
 
-Rules for all bodies: unknown fields are ignored and named in the answer (see `unknown_fields`), null means the default,
-numeric strings count as numbers (but not as token ids), and a field that asks for a feature this server lacks is
+Rules for all bodies: unknown fields are ignored and named in the answer (see `unknown_fields`).  Null means the
+default.  Numeric strings count as numbers, but not as token ids.  A field that asks for a feature this server lacks is
 refused, not ignored.
 """
 
@@ -55,13 +55,13 @@ MAX_MESSAGES = 1 << 16
 
 
 def _bounded(value: Any, info: ValidationInfo) -> Any:
-    """A field without a schema.  Raises `BadRequest` over `MAX_DEPTH`, and `TooLarge` over `MAX_VALUES`."""
+    """Check a field without a schema.  Raises `BadRequest` over `MAX_DEPTH`, and `TooLarge` over `MAX_VALUES`."""
     _check_nested(value, str(info.field_name), MAX_VALUES)
     return value
 
 
 def _checked_messages(value: Any, info: ValidationInfo) -> Any:
-    """Messages of a chat.  Raises `TooLarge` for more than `MAX_MESSAGES`, and `BadRequest` over `MAX_DEPTH`."""
+    """Check the messages of a chat.  Raises `TooLarge` over `MAX_MESSAGES`, and `BadRequest` over `MAX_DEPTH`."""
     name = str(info.field_name)
     if isinstance(value, list) and len(value) > MAX_MESSAGES:
         raise TooLarge(f"{name} has {len(value)} messages; the limit is {MAX_MESSAGES}")
@@ -194,13 +194,13 @@ def _unknown(model: type[Body], raw: Mapping[str, Any], place: str) -> Iterator[
 
 @functools.cache
 def known_names(model: type[Body]) -> frozenset[str]:
-    """Names that are honoured, refused by name, or harmless."""
+    """Return the names of fields that are honoured, refused by name, or harmless."""
     return frozenset({*model.model_fields, *model.unsupported, *model.other_names, *model.harmless})
 
 
 @functools.cache
 def _inner_bodies(model: type[Body]) -> dict[str, type[Body]]:
-    """The fields that hold bodies, or lists of them."""
+    """Return the fields that hold bodies, or lists of them, with the types of these bodies."""
     found = {name: body_in(item.annotation) for name, item in model.model_fields.items()}
     return {name: inner for name, inner in found.items() if inner is not None}
 

@@ -1,6 +1,6 @@
 """The launch settings and the running engine's facts as /server_info shows them.
 
-Never shows a key.
+Keys are never shown.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def vllm_config(args: ServerArgs, state: SchedulerState, context_length: int) ->
 
 
 def resolved_args(args: ServerArgs) -> dict[str, Any]:
-    """`ServerArgs` without keys, plus settings of SGLang that this engine has only in their off state."""
+    """Return `ServerArgs` without keys, plus settings of SGLang that this engine has only in their off state."""
     return args.public_dict() | {
         "served_model_name": args.name,
         "tokenizer_path": args.tokenizer_path or args.model_path,
@@ -75,8 +75,10 @@ def running_facts(state: SchedulerState) -> dict[str, Any]:
 
 
 def kv_events_facts(args: ServerArgs, ranks: Sequence[SchedulerState]) -> dict[str, Any] | None:
-    """Return where events of the prefix cache are published, of which multiples of tokens a request finds one, and how
-    many batches each data-parallel rank has sent."""
+    """Return where events of the prefix cache are published, and how many batches each data-parallel rank has sent.
+
+    `granularity`: requests find a cached prefix only up to a multiple of this number of tokens.
+    """
     if args.kv_events is None:
         return None
     return args.kv_events.description(args.dp_size) | {
@@ -86,7 +88,7 @@ def kv_events_facts(args: ServerArgs, ranks: Sequence[SchedulerState]) -> dict[s
 
 
 def launch_command(args: ServerArgs) -> str:
-    """The command line that gives these settings, keys left out."""
+    """Return the command line that gives these settings, without keys."""
     given = {}
     for item in dataclasses.fields(args):
         value = getattr(args, item.name)
@@ -96,7 +98,7 @@ def launch_command(args: ServerArgs) -> str:
 
 
 def flag_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as words of a command line: `{"tp_size": 2, "enable_eplb": True}`; None leaves a setting out."""
+    """Return settings, as `{"tp_size": 2, "enable_eplb": True}`, as words of a command line.  None leaves one out."""
     words = []
     for name, value in settings.items():
         flag = name.replace("_", "-")

@@ -110,14 +110,14 @@ class SessionRoutes:
         return router
 
     async def sessions(self, limit: Annotated[int, Query(ge=1, le=MAX_SESSIONS)] = 100) -> Response:
-        """List the sessions that keep KV, then the sessions heard of last; at most `limit`."""
+        """List the sessions that keep KV, then the running ones, then the last used ones; at most `limit`."""
         found, pinned = await self._reports()
         return json_response(
             {"sessions": list(found.values())[:limit], "num_sessions": len(found), "num_pinned_tokens": pinned}
         )
 
     async def session(self, session_id: str) -> Response:
-        """One session; 404 if it is not known, or not any more."""
+        """Return the report of one session; 404 if it is not known, or not any more."""
         found, _ = await self._reports()
         if session_id not in found:
             raise NotFound(f"no session {session_id[:80]!r} is known")
@@ -150,7 +150,7 @@ class SessionRoutes:
 
 
 def _history(session: Session | None) -> dict[str, Any]:
-    """Sums over finished requests; `idle_s` is None before the first."""
+    """Return the sums over a session's finished requests; `idle_s` is None before the first of them."""
     fields = dataclasses.asdict(session or Session())
     finished_at = fields.pop("finished_at")
     return fields | {"idle_s": None if session is None else time.monotonic() - finished_at}

@@ -47,5 +47,5 @@ class Page:
 
 
 def _allowed(text: str) -> str:
-    """The source expression of an inline element with this text."""
+    """Return the source expression that allows an inline element with this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -9,7 +9,7 @@ from rollout.http.web_page import Page
 
 
 class PageRoutes:
-    """`shows_dashboard`: whether there is one to go to from `/`."""
+    """The routes of the page.  `shows_dashboard`: whether `/` leads to the dashboard instead."""
 
     def __init__(self, *, shows_dashboard: bool) -> None:
         self.api_page = Page("rollout.http.api_page")
@@ -26,5 +26,5 @@ class PageRoutes:
         return RedirectResponse(self._first)
 
     async def docs(self) -> Response:
-        """Every endpoint with its fields; the page asks /openapi.json, and loads nothing from elsewhere."""
+        """Return the page of all endpoints and their fields.  It asks /openapi.json, and nothing elsewhere."""
         return self.api_page.response()

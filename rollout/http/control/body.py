@@ -29,7 +29,7 @@ def body_of(verb: type[ControlReqInput[Any]]) -> type[Body]:
 
 
 def fields_of(verb: type[ControlReqInput[Any]], body: Body) -> dict[str, Any]:
-    """The fields of the verb that `body` is for."""
+    """Return the fields of `verb`, with the values that `body` gives them."""
     values = {name: getattr(body, name) for name in type(body).model_fields}
     for other, name in verb.endpoint.other_names.items():
         if values[name] is None:
@@ -40,7 +40,7 @@ def fields_of(verb: type[ControlReqInput[Any]], body: Body) -> dict[str, Any]:
 
 
 def _struct_list(kind: Any) -> Any:
-    """The list of structs that a field holds, perhaps or null; None if it holds none."""
+    """Return the type of the list of structs that a field holds, also if it may be null; None if it holds none."""
     for arm in (kind, *get_args(kind)):
         if get_origin(arm) is list and _is_struct(get_args(arm)[0]):
             return arm
@@ -63,7 +63,7 @@ def _default(item: msgspec.structs.FieldInfo) -> Any:
 
 
 def _pydantic_type(kind: Any) -> Any:
-    """The same type with structs as bodies inside the body."""
+    """Return the same type, in which each struct is replaced by a `Body` inside the body."""
     if _is_struct(kind):
         inner = {item.name: (_pydantic_type(item.type), _default(item)) for item in msgspec.structs.fields(kind)}
         return _model(kind, inner)
@@ -77,7 +77,10 @@ def _pydantic_type(kind: Any) -> Any:
 
 
 def _unless(struct: type[msgspec.Struct]) -> Callable[[Any, Callable[[Any], Any]], Any]:
-    """A validator of a list that lets one pass whose elements were decoded as these structs: all are, or none."""
+    """Return a validator that leaves a list alone if its elements were already decoded as these structs.
+
+    Either all elements of a list were, or none.
+    """
 
     def validate(value: Any, validated: Callable[[Any], Any]) -> Any:
         return value if isinstance(value, list) and value and type(value[0]) is struct else validated(value)

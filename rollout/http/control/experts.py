@@ -24,14 +24,14 @@ MAX_JSON_NUMBERS = 4_000_000
 
 
 class ExpertRoutes:
-    """SGLang's."""
+    """SGLang's endpoint that dumps the record of expert loads."""
 
     def __init__(self, verbs: VerbRoutes, args: ServerArgs) -> None:
         self._verbs = verbs
         self._folders = NamedFolders.of(args)
 
     async def dump(self, _: Request, body: Any) -> Response:
-        """Dump in the reply, or in a new file on the server's machine."""
+        """Dump the record in the reply, or in a new file on the server's machine."""
         path = None if body.path is None else await asyncio.to_thread(self._folders.writable, body.path)
         form = _form(body.format, path)
         target = None if path is None else await asyncio.to_thread(_NewFile, path)
@@ -52,7 +52,7 @@ class ExpertRoutes:
 
 
 def _form(wanted: str | None, path: Path | None) -> str:
-    """`json` or `safetensors`; that of the path, if there is one.  Raises `BadRequest`."""
+    """Return the form of the dump, `json` or `safetensors`.  The ending of a path decides.  Raises `BadRequest`."""
     if path is None:
         return wanted or "json"
     form = path.suffix.removeprefix(".")
@@ -75,7 +75,7 @@ class _NewFile:
     """A file that did not exist, opened before the record is taken; deleted again unless it was written whole."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `Conflict` for a path that exists, `BadRequest` for one that cannot be made."""
+        """Create the file.  Raises `Conflict` for a path that exists, `BadRequest` for one that cannot be made."""
         self._path = path
         self._whole = False
         try:
@@ -88,7 +88,7 @@ class _NewFile:
             raise BadRequest(f"{str(path)!r} is not a path: {error}") from None
 
     def write(self, content: bytes) -> int:
-        """Bytes written.  Raises `LockstepError`."""
+        """Write the whole content, and return the number of its bytes.  Raises `LockstepError`."""
         try:
             self._file.write(content)
             self._file.flush()
@@ -98,7 +98,7 @@ class _NewFile:
         return len(content)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of bytes that `write` could not write
+        with contextlib.suppress(OSError):  # closing tries again what `write` could not write
             self._file.close()
         if not self._whole:
             self._path.unlink(missing_ok=True)

@@ -42,8 +42,9 @@ class ControlRoute(NamingRoute):
 def add_route(
     router: APIRouter, path: str, handler: Callable[..., Any], body: type[protocol.Body], *methods: str, **options: Any
 ) -> None:
-    """Add `handler`, POST unless other `methods` are given: one route per method, so that each has an operation id of
-    its own.  `options`: further arguments of FastAPI's.
+    """Add `handler` for POST, unless other `methods` are given.  `options`: further arguments of FastAPI's.
+
+    Each method has a route of its own, and with it an operation id of its own.
     """
     for method in methods or ("POST",):
         extra = body_schema(body) if method == "POST" else None
@@ -51,14 +52,14 @@ def add_route(
 
 
 def reply(answer: ControlReqOutput[Any], extra: dict[str, Any] | None = None) -> Response:
-    """The common shape: the fields of the verb's reply are at the top level."""
+    """Return the answer in the common shape, with the fields of the verb's reply at the top level."""
     if answer.success:
         return json_response(reply_fields(answer) | (extra or {}) | {"success": True, "message": answer.message})
     return refusal(answer.error_type, answer.message, failed_status(answer))
 
 
 def reply_fields(answer: ControlReqOutput[Any]) -> dict[str, Any]:
-    """The reply of a verb that succeeded, as JSON has it."""
+    """Return the fields of a successful verb's reply, as plain values that JSON can hold."""
     return msgspec.to_builtins(answer.reply)  # type: ignore[no-any-return]
 
 

@@ -25,7 +25,7 @@ from rollout.http.io import json_body, until_disconnect
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 PAUSE_WAIT_S = 1800.0
-"""Mode wait gives requests so long to end: as long as trainers wait for a weight update."""
+"""Seconds that mode wait gives requests to end: as long as trainers wait for a weight update."""
 FLUSH_POLL_S = 0.05
 
 AbortBody = Annotated[protocol.AbortRequest, Depends(json_body(protocol.AbortRequest))]
@@ -34,9 +34,9 @@ AbortBody = Annotated[protocol.AbortRequest, Depends(json_body(protocol.AbortReq
 async def pause(
     manager: TokenizerManager, mode: PauseMode, receive: Receive | None = None
 ) -> ControlReqOutput[PauseReply]:
-    """Stop stepping; what becomes of the requests that run is `mode`'s.
+    """Stop stepping.  `mode` decides what becomes of the running requests.
 
-    A wait whose client goes away, or which fails on one replica, pauses none.
+    A wait pauses no replica if its client goes away, or if it fails on one of them.
     """
     verb = PauseGenerationReqInput
     if mode != "wait":
@@ -54,13 +54,13 @@ async def pause(
 
 
 class ControlRoutes:
-    """SGLang's."""
+    """SGLang's endpoints that pause, flush and abort."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
 
     def router(self) -> APIRouter:
-        """An abort is no verb: it has no answer."""
+        """Return the route of aborts.  An abort is no control verb, because it has no answer."""
         router = APIRouter(route_class=ControlRoute, tags=["control"])
         add_route(router, "/abort_request", self.abort_request, protocol.AbortRequest)
         return router
@@ -78,7 +78,7 @@ class ControlRoutes:
         return PlainTextResponse(f"{prefix}{answer.message or 'Flush cache failed.'}\n", failed_status(answer))
 
     async def abort_request(self, body: AbortBody) -> Response:
-        """Abort by the exact id of a request, a sample, a batch or a group of n samples.  Always 200, empty."""
+        """Abort by the exact id of a request, a sample, a batch or a group of n samples.  Answers with an empty 200."""
         if body.abort_all:
             self._manager.abort_all()
         else:

@@ -12,16 +12,16 @@ from rollout.core.messages.weights import UpdateWeightsFromTensorReqInput
 from rollout.http.control.body import body_of, fields_of
 from rollout.http.io import accepted, parse_body, parsed, read_limited
 
-_BESIDE_PAYLOAD_BYTES = 1 << 20  # of the body: the other fields
+_BESIDE_PAYLOAD_BYTES = 1 << 20  # of the other fields of a body
 
 
 async def read_tensor_body(
     request: Request, max_payload_bytes: int, ranks: int = 1, replicas: int = 1
 ) -> dict[str, Any]:
-    """Fields of `UpdateWeightsFromTensorReqInput`, the payload without its base64.
+    """Return the fields of `UpdateWeightsFromTensorReqInput`, with payloads that are decoded from base64.
 
-    `ranks`: of an engine; `replicas`: engines that each take the call.  Raises `BadRequest`, and `TooLarge` for a
-    payload over `max_payload_bytes` or a body over what they need.
+    `ranks`: ranks of an engine; `replicas`: engines that each take the call.  Raises `BadRequest`, and `TooLarge` for a
+    payload over `max_payload_bytes`, or a body larger than one such payload for each rank needs.
     """
     limit = ranks * -(-max_payload_bytes // 3) * 4 + _BESIDE_PAYLOAD_BYTES
     data = await read_limited(request, limit)

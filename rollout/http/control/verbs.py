@@ -1,7 +1,7 @@
 """The routes of all control verbs, made from their declarations.
 
-Each declared path becomes a route: its body or URL is read as the verb's fields, the verb is sent, and the reply comes
-back in the declared shape.  What is more than that for some verbs is handed in by the files that know it.
+Each declared path becomes a route.  The route reads its body or URL as the verb's fields, sends the verb, and returns
+the reply in the declared shape.  Verbs that need more than that have responders, which other files hand in.
 """
 
 # No `from __future__ import annotations`: FastAPI reads the annotations of functions that are made here.
@@ -36,7 +36,7 @@ class VerbRoutes:
         self._metrics = metrics
 
     async def ask(self, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> ControlReqOutput[AnyReply]:
-        """Send the verb; its answer."""
+        """Send the verb, and return its answer."""
         started = time.monotonic()
         answer = await self._manager.control(verb, **fields)
         if verb.endpoint.timed_as is not None:
@@ -44,7 +44,7 @@ class VerbRoutes:
         return answer
 
     async def respond(self, verb: type[ControlReqInput[Any]], body: Body) -> Response:
-        """Send the verb that `body` is for; the reply in its declared shape."""
+        """Send the verb with the fields of `body`, and return the reply in its declared shape."""
         answer = await self.ask(verb, **fields_of(verb, body))
         if verb.endpoint.shape == "status":
             return reply(answer, {"status": "ok"})

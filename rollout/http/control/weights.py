@@ -36,7 +36,7 @@ class WeightRoutes:
         self._args = args
 
     async def begin(self, _: Request, body: Body) -> Response:
-        """A manifest leaves in pieces, so that neither this process nor the engine stands still for it."""
+        """Begin an update.  Its manifest is sent in pieces, so that this process and the engine go on meanwhile."""
         fields = fields_of(BeginWeightUpdateReqInput, body)
         if fields["manifest"]:
             pieces = await asyncio.to_thread(manifest_in_pieces, fields["manifest"])
@@ -47,7 +47,10 @@ class WeightRoutes:
         return await self.receive_bucket(await self.read_bucket(request))
 
     async def read_bucket(self, request: Request) -> Body:
-        """The body.  One that cannot be read is passed on to the engine, as its broadcast may come all the same."""
+        """Return the body of a bucket.
+
+        The engine is notified of one that cannot be read, as its broadcast may come all the same.
+        """
         data = b"unread"
         try:
             data = await read_limited(request)
@@ -61,8 +64,9 @@ class WeightRoutes:
         return await self._verbs.respond(UpdateWeightsFromDistributedReqInput, body)
 
     async def _refuse_bucket(self, data: bytes, error: LockstepError) -> None:
-        """Its sender broadcasts all the same, and the next bucket would be taken for what comes: the engine leaves the
-        group that the body names, or all if it names none that can be read.
+        """Let the engine leave the group that a refused body names, or all groups if it names none that can be read.
+
+        Its sender broadcasts all the same, and the engine would receive these tensors as the next bucket.
         """
         address: dict[str, Any] = {"group_name": None}
         with suppress(LockstepError):
@@ -77,12 +81,12 @@ class WeightRoutes:
         return reply(await self._verbs.ask(UpdateWeightsFromTensorReqInput, **fields))
 
     async def get_weights(self, _: Request, body: Body) -> Response:
-        """The bare tensor."""
+        """Return the values of a tensor alone, outside the common shape of replies."""
         answer = await self._verbs.ask(GetWeightsByNameReqInput, **fields_of(GetWeightsByNameReqInput, body))
         return await asyncio.to_thread(json_response, answer.reply.parameter) if answer.success else reply(answer)
 
     async def check_weights(self, _: Request, body: Body) -> Response:
-        """Checksums also under SGLang's names; a comparison that finds a difference is a failure."""
+        """Check the weights.  Checksums also have SGLang's names.  A comparison fails where it finds a difference."""
         fields = fields_of(WeightsCheckerReqInput, body)
         answer = await self._verbs.ask(WeightsCheckerReqInput, **fields)
         if not answer.success:

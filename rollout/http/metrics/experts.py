@@ -1,6 +1,6 @@
 """Gauges of the load recorder and of the balancer.
 
-Without one there are no samples: nothing old is shown as if it were new.
+Without a recorder or a balancer its gauges have no samples: nothing old is shown as if it were new.
 """
 
 from __future__ import annotations

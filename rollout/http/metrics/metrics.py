@@ -1,8 +1,8 @@
 """Prometheus metrics: one set of numbers, under the names that SGLang's and vLLM's dashboards and controllers read.
 
-Fed by the manager (it is a `RequestObserver`) and by the scheduler's state at each scrape.
-Each number is kept once, and shown under every one of its names with the labels of both families: `engine` (vLLM's)
-and `dp_rank` (SGLang's) are the same data-parallel rank.
+The numbers come from the manager (`Metrics` is a `RequestObserver`), and from the scheduler's state at each scrape.
+Each number is kept once, and shown under every one of its names with the labels of both families.  The labels
+`engine` (vLLM's) and `dp_rank` (SGLang's) are the same data-parallel rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 _TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _LABELS = ("model_name", "engine", "dp_rank", "engine_type")
 
-# Of the scheduler's state: key, help, names.  Of counters the names are without "_total".
+# Numbers of the scheduler's state: key, help, names.  The names of counters lack their "_total".
 _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("num_running_reqs", "Requests that hold KV", ("sglang:num_running_reqs", "vllm:num_requests_running")),
     ("num_waiting_reqs", "Requests that wait", ("sglang:num_queue_reqs", "vllm:num_requests_waiting")),
@@ -76,7 +76,7 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
 )
 
-# Of each sample that has ended: help, names.  Times are of samples that got a first token.
+# Numbers of each sample that has ended: help, names.  All times but the latency need a first token.
 _SECONDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "first_token": (
         "From arrival to first token",
@@ -201,7 +201,7 @@ class Metrics:
         logger.warning("metrics: no state from the scheduler: %s", error)
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the text that Prometheus reads."""
         self._age.set(float("nan") if self._updated_at is None else time.monotonic() - self._updated_at)
         return generate_latest(self._registry)
 
@@ -246,7 +246,10 @@ class _SchedulerState(Collector):
         yield from self._cache_config()
 
     def _waiting_by_reason(self) -> Metric:
-        """`capacity`: for want of KV slots or of a place in the batch; `deferred`: nothing may run now."""
+        """Return the number of waiting requests by the reason for which they wait.
+
+        `capacity`: KV slots or places in the batch are lacking; `deferred`: nothing may run now.
+        """
         text = "Requests that wait, by the reason"
         family = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", text, labels=[*_LABELS, "reason"])
         for labels, state in zip(self._labels, self.by_rank):
@@ -256,7 +259,7 @@ class _SchedulerState(Collector):
         return family
 
     def _cache_config(self) -> Iterator[Metric]:
-        """A page, or block, is one token: the granularity of the prefix cache."""
+        """Yield the size of the KV pool.  A page, or block, is one token: the granularity of the prefix cache."""
         for name, block_size, num_blocks in (
             ("vllm:cache_config_info", "block_size", ("num_gpu_blocks", "kv_cache_size_tokens")),
             ("sglang:cache_config_info", "page_size", ("num_pages",)),

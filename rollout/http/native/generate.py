@@ -105,7 +105,7 @@ class GenerateRoutes:
 
 
 async def _events(handle: GenerateHandle) -> AsyncGenerator[bytes, None]:
-    """Yield cumulative responses as they grow; the responses of a list say which sample they are."""
+    """Yield cumulative responses as they grow.  In a list, each response names its sample."""
     async with contextlib.aclosing(handle.stream()) as stream:
         async for index, response in stream:
             content = response | {"index": index} if handle.replies_with_list else response

@@ -42,7 +42,7 @@ LIVENESS_TIMEOUT_S = 30.0
 
 
 async def state_of(manager: TokenizerManager, timeout_s: float | None = None) -> SchedulerState:
-    """The scheduler's state.  Raises `SchedulerTimeout`."""
+    """Return the scheduler's state.  Raises `SchedulerTimeout`."""
     answer = await manager.control(GetStateReqInput, timeout_s=timeout_s)
     if not answer.success:
         raise LockstepError(answer.message)
@@ -86,9 +86,9 @@ class InfoRoutes:
     # --- health --------------------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
-        """200 with an empty body while the scheduler answers, also when paused; else 503.
+        """Answer 200 with an empty body while the scheduler answers, also when paused; else 503.
 
-        The header `x-start-id` is another one after each start of the server.
+        The header `x-start-id` has another value after each start of the server.
         """
         await self._healthy_state()
         return Response(status_code=200, headers={START_ID_HEADER: self._manager.start_id})
@@ -104,7 +104,7 @@ class InfoRoutes:
         return state
 
     async def health_generate(self) -> Response:
-        """Like /health, by way of one generated token unless the server is paused, and without a stuck rebalance."""
+        """Answer like /health, but generate a token unless paused.  A stuck rebalance is a failure."""
         state = await self._healthy_state()
         if state.eplb is not None and state.eplb.stuck:
             raise Unavailable(state.eplb.stuck)
@@ -113,7 +113,10 @@ class InfoRoutes:
         return Response(status_code=200)
 
     async def _generate_one(self) -> None:
-        """Any message from the scheduler counts, a refusal too: a full queue is not a failure."""
+        """Generate one token.  Raises `Unavailable` if the scheduler sends nothing in time.
+
+        Any message counts, also a refusal: a full queue is not a failure.
+        """
         before = self._manager.num_messages
         handle = await self._manager.submit(
             GenerateReqInput(
@@ -131,7 +134,7 @@ class InfoRoutes:
                 raise Unavailable(f"the scheduler made no token within {HEALTH_TIMEOUT_S:g} s") from None
 
     async def ready(self) -> Response:
-        """200 when a request would be worked on now; 503 while starting, stopping, paused or without memory."""
+        """Answer 200 if a request would be worked on now; 503 while starting, stopping, paused or without memory."""
         state = await self._healthy_state()
         if state.paused:
             raise Unavailable("generation is paused")
@@ -140,9 +143,9 @@ class InfoRoutes:
         return Response(status_code=200)
 
     async def liveness(self, timeout: Annotated[float, Query(gt=0, le=600)] = LIVENESS_TIMEOUT_S) -> Response:
-        """503 when only a restart helps: the scheduler has ended, or does not answer within `timeout` seconds.
+        """Answer 503 if only a restart helps: the scheduler has ended, or does not answer within `timeout` seconds.
 
-        200 while starting, paused, draining and poisoned.
+        The answer is 200 while starting, paused, draining and poisoned.
         """
         if self._manager.phase is Phase.FAILED:
             raise Unavailable("the server has failed")
@@ -154,7 +157,7 @@ class InfoRoutes:
         return Response(status_code=200)
 
     async def ping(self) -> Response:
-        """200 as soon as the process listens, unless it has failed."""
+        """Answer 200 as soon as the process listens, unless it has failed."""
         if self._manager.phase is Phase.FAILED:
             raise Unavailable("the server has failed")
         return Response(status_code=200)
@@ -193,9 +196,9 @@ class InfoRoutes:
         )
 
     async def server_info(self, config_format: Literal["text", "json"] | None = None) -> Response:
-        """The launch arguments flat at the top, as external-engine clients compare them, and the scheduler's state.
+        """Return the launch arguments, flat at the top where external-engine clients look, and the scheduler's state.
 
-        With a `config_format`, as vLLM's clients ask for it, also `vllm_config`.
+        A `config_format`, as vLLM's clients send it, adds `vllm_config`.
         """
         manager = self._manager
         args, state = manager.server_args, await self._state()
@@ -239,30 +242,30 @@ class InfoRoutes:
         )
 
     async def weight_version(self) -> Response:
-        """The version in force, and the digests of its content, as sent and as held, where they were computed."""
+        """Return the version in force and, where they were computed, the digests of its content as sent and as held."""
         state = await self._state()
         facts = {"weight_version": state.weight_version, "weight_epoch": state.weight_epoch}
         return json_response(facts | {"content_digest": state.content_digest, "held_digest": state.held_digest})
 
     async def weight_info(self) -> Response:
-        """vLLM's name for the version in force, and nothing else."""
+        """Return the version in force, and nothing else, as vLLM does."""
         return json_response({"weight_version": (await self._state()).weight_version})
 
     async def version(self) -> Response:
-        """vLLM's form of the version of this server."""
+        """Return the version of this server in vLLM's form."""
         return json_response({"version": VERSION})
 
     async def load(self) -> Response:
-        """vLLM's number of requests that the server has not answered yet."""
+        """Return how many requests the server has not answered yet, in vLLM's form."""
         return json_response({"server_load": self._manager.num_in_flight})
 
     async def tokenizer_info(self) -> Response:
-        """vLLM's facts of the tokenizer: tokens with a role, the chat template, and the longest sequence."""
+        """Return vLLM's facts of the tokenizer: tokens with a role, the chat template, and the longest sequence."""
         facts = self._manager.tokenizer.facts()
         return json_response(facts | {"model_max_length": self._manager.limits.context_length})
 
     async def get_load(self) -> Response:
-        """One entry per data-parallel rank."""
+        """Return the load of each data-parallel rank."""
         loads = [
             {
                 "dp_rank": dp_rank,
@@ -276,7 +279,7 @@ class InfoRoutes:
         return json_response(loads)
 
     async def loads(self) -> Response:
-        """SGLang's /v1/loads: one entry per data-parallel rank, all sections always."""
+        """Return the load of each data-parallel rank as SGLang's /v1/loads does, always with all sections."""
         state, now = await self._state(), time.time()
         loads = [_load_of(dp_rank, part, now) for dp_rank, part in enumerate(state.of_ranks)]
         return json_response(
@@ -290,7 +293,7 @@ class InfoRoutes:
         )
 
     async def metrics(self) -> Response:
-        """Prometheus text.  Without an answer from the scheduler its gauges keep their values, and their age grows."""
+        """Return Prometheus text.  While the scheduler does not answer, the gauges keep their values, and get older."""
         if self._manager.phase is Phase.SERVING:
             try:
                 self._metrics.update(await self._state())

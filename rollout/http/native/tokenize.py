@@ -62,7 +62,7 @@ class TokenizeRoutes:
         return router
 
     async def tokenize(self, body: TokenizeBody) -> Response:
-        """Token ids of a prompt, a list of prompts, or a chat under the model's template."""
+        """Return the token ids of a prompt, of each prompt in a list, or of a chat under the model's template."""
         tokenizer, limits = self._manager.tokenizer, self._manager.limits
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("give either prompt or messages")
@@ -85,7 +85,7 @@ class TokenizeRoutes:
         return await asyncio.to_thread(json_response, content)
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
-        """Text of token ids, or of each list of them."""
+        """Return the text of a list of token ids, or of each list in a batch."""
         tokenizer, vocab_size = self._manager.tokenizer, self._manager.limits.vocab_size
         is_batch = bool(body.tokens) and isinstance(body.tokens[0], list)
         batch: list[Any] = list(body.tokens) if is_batch else [body.tokens]  # of lists of ids

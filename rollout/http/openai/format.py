@@ -28,12 +28,12 @@ from rollout.text.token_vocabulary import TokenVocabulary
 
 
 def response_head(object_name: str, model: str, created: int, first: Native) -> dict[str, Any]:
-    """The fields that every response and chunk begins with."""
+    """Return the fields that every response and chunk begins with."""
     return {"id": first["meta_info"]["id"], "object": object_name, "created": created, "model": model}
 
 
 def response_tail(request: OpenAIRequest, natives: Sequence[Native]) -> dict[str, Any]:
-    """`usage`, the versions and, where routes were asked for, `sglext` of the first choice."""
+    """Return `usage`, the weight versions and, where routes were asked for, `sglext` of the first choice."""
     label = natives[0]["meta_info"]["weight_version"]
     tail: dict[str, Any] = {"usage": usage(natives, request.n)} | versions(natives[0]) | ignored_fields(natives[0])
     if label.isdecimal():  # rllm's gateway reads a number there, and goes without one
@@ -57,7 +57,7 @@ def versions(native: Native) -> dict[str, Any]:
 
 
 def sglext(request: OpenAIRequest, native: Native) -> dict[str, Any]:
-    """Routed experts of one choice; with `return_meta_info` every choice carries its own instead."""
+    """Return the routed experts of one choice.  With `return_meta_info` there are none: each choice carries its own."""
     if request.return_meta_info:
         return {}
     return {key: value for key, value in native["meta_info"].items() if key.startswith("routed_experts")}
@@ -69,9 +69,9 @@ def sglext(request: OpenAIRequest, native: Native) -> dict[str, Any]:
 def completion_logprobs(
     request: CompletionRequest, meta: dict[str, Any], offsets: TextOffsets, first: int = 0, prompt_text: str = ""
 ) -> dict[str, Any]:
-    """Parallel lists over the output tokens from `first` on.
+    """Return parallel lists over the output tokens from `first` on.
 
-    With echo, where `first` is 0, the prompt's tokens come before them, whose text is `prompt_text`.
+    With echo, where `first` is 0, the prompt's tokens come before them.  Their text is `prompt_text`.
     """
     entries: list[Entry] = meta["output_token_logprobs"][first:]
     tops = beside(meta, "output_top_logprobs", first, entries, request.logprobs)
@@ -91,7 +91,7 @@ def completion_logprobs(
 
 
 def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
-    """Text -> log-probability, best first; of tokens with the same text the best counts."""
+    """Return the log-probability of each text, best first.  The best of several tokens with one text counts."""
     result: dict[str, float] = {}
     for entry in [*top, sampled]:
         result.setdefault(_token_text(entry), finite(entry[0]))
@@ -102,7 +102,7 @@ def _top_dict(sampled: Entry, top: Sequence[Entry]) -> dict[str, float]:
 
 
 def chat_finish_fields(message: ChatMessage, native: Native) -> dict[str, Any]:
-    """Like `finish_fields`; an answer that ends by itself, and calls tools, ends for their sake."""
+    """Return `finish_fields`; the reason is "tool_calls" if the answer calls tools and ended by itself."""
     fields = finish_fields(native)
     return (
         fields | {"finish_reason": "tool_calls"} if message.num_calls and fields["finish_reason"] == "stop" else fields
@@ -112,7 +112,7 @@ def chat_finish_fields(message: ChatMessage, native: Native) -> dict[str, Any]:
 def chat_logprobs(
     meta: dict[str, Any], first: int, num_top: int | None, vocabulary: TokenVocabulary | None
 ) -> dict[str, Any]:
-    """One object per output token from `first` on, with the `num_top` most probable ones."""
+    """Return one object per output token from `first` on, each with the `num_top` most probable tokens there."""
     entries = meta["output_token_logprobs"][first:]
     content = [
         _chat_entry(entry, vocabulary) | {"top_logprobs": [_chat_entry(item, vocabulary) for item in top]}
@@ -122,7 +122,10 @@ def chat_logprobs(
 
 
 def _chat_entry(entry: Entry, vocabulary: TokenVocabulary | None) -> dict[str, Any]:
-    """`bytes` may be part of a character, whose text is U+FFFD; null where the token's name is its id."""
+    """Return the entry of one token in the log-probabilities of a chat.
+
+    `bytes` may be part of a character, whose text is U+FFFD.  They are null where the token's name is its id.
+    """
     encoded = None if vocabulary is None or entry[2] is None else list(vocabulary.bytes_of(entry[1]))
     return {"token": _token_text(entry), "logprob": finite(entry[0]), "bytes": encoded}
 
@@ -201,7 +204,7 @@ def _is_finished(native: Native) -> bool:
 
 
 def _token_text(entry: Entry) -> str:
-    """The token's text, or its id on a server without a tokenizer and where the request prefers that."""
+    """Return the token's text, or its id on a server without a tokenizer and where the request prefers that."""
     return f"token_id:{entry[1]}" if entry[2] is None else entry[2]
 
 

@@ -63,7 +63,7 @@ class ChatMessage:
         return {"index": index, "id": self._call_id(call), "type": "function", "function": function}
 
     def _call_id(self, call: ToolCall) -> str:
-        """The model's own, unless it gave it twice."""
+        """Return the model's own id of a call, or a new one if it gave none or gave it twice."""
         call_id = call.id
         if call_id is None or call_id in self._call_ids:
             call_id = f"call_{uuid.uuid4().hex[:24]}"
@@ -75,7 +75,10 @@ class ChatMessages:
     """Makes the messages of a server's answers, with the parsers that it was started with."""
 
     def __init__(self, manager: TokenizerManager) -> None:
-        """Raises `StartupError` for a parser that does not exist, or two that do not go together."""
+        """Find the parsers that the settings name.
+
+        Raises `StartupError` for a parser that does not exist, or two that do not go together.
+        """
         args = manager.server_args
         self._manager = manager
         self._call_format = _named(TOOL_CALL_READERS, "--tool-call-parser", args.tool_call_parser)
@@ -102,7 +105,7 @@ class ChatMessages:
         return sorted(self._manager.token_ids_of(harmony.ENDS_OF_TURN if self._is_harmony else call_ends))
 
     def _formats(self, body: ChatCompletionRequest) -> tuple[ReasoningFormat | None, CallFormat | None]:
-        """The formats that the answer to `body` is read by."""
+        """Return the formats of reasoning and calls by which the answer to `body` is read; None: as plain text."""
         return (
             self._reasoning_format if body.separate_reasoning else None,
             self._call_format if body.template_tools() else None,

@@ -53,9 +53,9 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
     def _engine_fields(
         self, headers: Mapping[str, str], max_new_tokens: int | None, num_top: int | None
     ) -> dict[str, Any]:
-        """Fields of `GenerateReqInput` that do not depend on the endpoint; `num_top` as in `engine_logprobs`.
+        """Return the fields of `GenerateReqInput` that do not depend on the endpoint.
 
-        Raises `BadRequest`.
+        `num_top` is as in `engine_logprobs`.  Raises `BadRequest`, `UnsupportedFeature`.
         """
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise UnsupportedFeature("response_format other than text is not supported by this server")
@@ -143,11 +143,14 @@ class ChatCompletionRequest(OpenAIRequest):
     add_generation_prompt: bool = True
 
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the template shows to the model, and whose calls are looked for in its answer."""
+        """Return the tools that the template shows to the model, and whose calls are looked for in its answer."""
         return None if self.tool_choice == "none" else self.tools
 
     def template_variables(self) -> dict[str, Any]:
-        """Return the template's other variables; an effort also says whether to think.  Raises `UnsupportedFeature`."""
+        """Return the template's other variables.  A reasoning effort also decides whether the model thinks.
+
+        Raises `UnsupportedFeature`.
+        """
         effort: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             thinks = self.reasoning_effort != "none"
@@ -155,11 +158,11 @@ class ChatCompletionRequest(OpenAIRequest):
         return effort | template_variables(self.chat_template_kwargs)
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Messages with content parts joined to plain text.  Raises `BadRequest`."""
+        """Return the messages with content parts joined to plain text.  Raises `BadRequest`."""
         return plain_messages(self.messages)
 
     def begun_answer(self) -> str:
-        """The beginning of the answer that the prompt holds."""
+        """Return the beginning of the answer that the prompt holds, empty if it holds none."""
         return (
             str(self.template_messages()[-1]["content"] or "") if self.continue_final_message and self.messages else ""
         )

@@ -62,7 +62,7 @@ class OpenAIRoutes:
         return await self._answer(request, handle, body, "text_completion", choice_of)
 
     async def _prompt_texts(self, body: CompletionRequest, handle: GenerateHandle) -> list[str]:
-        """The text to put before each choice.  Raises `TooLarge` where all of them are too long."""
+        """Return the text to put before each choice.  Raises `TooLarge` where all of them together are too long."""
         if not body.echo:
             return [""] * len(handle.records)
         if isinstance(body.prompt, str):
@@ -94,7 +94,7 @@ class OpenAIRoutes:
     async def _submit_chat(
         self, body: ChatCompletionRequest, headers: Headers
     ) -> tuple[GenerateHandle, list[ChatMessage]]:
-        """The request on its way, and a message for each of its samples."""
+        """Send the request; return its handle, and a message for each of its samples."""
         prompt_ids = body.input_ids
         if prompt_ids is None:
             prompt_ids = await self._manager.tokenizer.render_chat(
@@ -120,7 +120,7 @@ class OpenAIRoutes:
     async def _answer(
         self, request: Request, handle: GenerateHandle, body: OpenAIRequest, object_name: str, choice_of: ChoiceOf
     ) -> Response:
-        """The whole response, or its stream."""
+        """Return the whole response, or its stream."""
         if body.stream:
             return SseResponse(self._events(handle, body, object_name, choice_of), on_close=handle.abort)
         natives = await until_disconnect(request.receive, handle.results())
@@ -135,7 +135,7 @@ class OpenAIRoutes:
     async def _events(
         self, handle: GenerateHandle, body: OpenAIRequest, object_name: str, choice_of: ChoiceOf
     ) -> AsyncGenerator[bytes, None]:
-        """Chunks of every choice as they come, then the routes of the first choice, then the usage."""
+        """Yield chunks of every choice as they come, then the routes of the first choice, then the usage."""
         created, is_chat = int(time.time()), isinstance(body, ChatCompletionRequest)
         object_name += ".chunk" if is_chat else ""
         cursors: defaultdict[int, fmt.ChoiceCursor] = defaultdict(functools.partial(self._cursor, body))

@@ -71,9 +71,10 @@ class VllmControlRoutes:
         clear_cache: bool = True,
         wait_for_inflight_requests: bool = False,
     ) -> Response:
-        """Replies once the scheduler has stopped stepping.  `clear_cache` empties the prefix cache, but not with keep.
+        """Pause generation, and reply once the scheduler has stopped stepping.
 
-        `wait_for_inflight_requests` is the old name of mode wait.
+        `clear_cache` empties the prefix cache, but not in mode keep.  `wait_for_inflight_requests` is the old name of
+        mode wait.
         """
         mode = "wait" if wait_for_inflight_requests else mode
         answer: ControlReqOutput[Any] = await pause(self._manager, _PAUSES[mode], request.receive)
@@ -87,7 +88,7 @@ class VllmControlRoutes:
         return reply(await self._continue(), {"status": "resumed"})
 
     async def is_paused(self) -> Response:
-        """True from the call of a pause on, also while it waits for requests."""
+        """Return whether generation is paused: true from the call of a pause on, also while it waits for requests."""
         return json_response({"is_paused": (await state_of(self._manager)).paused})
 
     async def abort_requests(self, body: AbortBody) -> Response:
@@ -109,7 +110,7 @@ class VllmControlRoutes:
         mode: VllmPauseMode = "abort",
         tags: Annotated[list[SleepTag] | None, Query()] = None,
     ) -> Response:
-        """Pause; from level 1 on also give the memory of weights and KV back (of some of them: `tags`).
+        """Pause.  From level 1 on, also give back the memory of weights and KV, or of the ones that `tags` name.
 
         Level 1 keeps a copy of the weights.  With mode keep, requests give up their KV and compute it again.
         """
@@ -167,9 +168,10 @@ class VllmControlRoutes:
         return json_response({"success": True}) if answer is None else reply(answer)
 
     async def _resume_memory(self, tags: list[Any] | None) -> tuple[ControlReqOutput[Any] | None, list[MemoryTag]]:
-        """Resume what is released of `tags`, or all; the answer, None if there was nothing, and what sleeps on.
+        """Take back the memory of `tags` that was released, or all of it without `tags`.
 
-        Raises `BadRequest` for an empty list: it names nothing.
+        Returns the answer, None if nothing was released, and the tags that sleep on.  Raises `BadRequest` for an empty
+        list, which names nothing.
         """
         if tags is not None and not tags:
             raise BadRequest("tags is an empty list, which names nothing; leave it out for all")
@@ -189,7 +191,7 @@ class VllmControlRoutes:
     async def reset_prefix_cache(
         self, body: ResetBody, reset_running_requests: bool = False, reset_external: bool = False
     ) -> Response:
-        """Empty the prefix cache; `success` is false while requests hold KV.
+        """Clear the prefix cache; `success` is false while requests hold KV.
 
         With `reset_running_requests` they give it up and compute it again.  `reset_external`: there is no other cache.
         """

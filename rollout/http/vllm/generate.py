@@ -105,7 +105,7 @@ TokenGenerateBody = Annotated[TokenGenerateRequest, Depends(json_body(TokenGener
 
 
 class VllmGenerateRoutes:
-    """Both paths do the same; they differ in the form of routed experts and in whether those must be there."""
+    """Two paths that differ only in the form of routed experts, and in whether these must be there."""
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
@@ -182,7 +182,7 @@ async def _events(
 
 
 def choice(request: TokenGenerateRequest, index: int, native: Native, first: int = 0) -> dict[str, Any]:
-    """A choice with its output from token `first` on; routes and versions are null until it has ended."""
+    """Return a choice with its output from token `first` on.  Routes and versions are null until it has ended."""
     meta, params = native["meta_info"], request.sampling_params
     fields = {
         "index": index,
@@ -210,17 +210,17 @@ def tail(request: TokenGenerateRequest, natives: Sequence[Native]) -> dict[str, 
 
 
 def prompt_fields(request: TokenGenerateRequest) -> dict[str, Any]:
-    """The prompt as it was computed, where `return_token_ids` asks for it; there are no media in it."""
+    """Return the prompt as it was computed, where `return_token_ids` asks for it.  It never holds media."""
     return {"prompt_token_ids": request.token_ids, "mm_placeholders": {}} if request.return_token_ids else {}
 
 
 def _logprobs(meta: dict[str, Any], first: int, num_top: int) -> dict[str, Any]:
-    """One object per output token from `first` on.  Every value is a finite number."""
+    """Return one object per output token from `first` on.  Every value is a finite number."""
     entries = meta["output_token_logprobs"][first:]
     tops = beside(meta, "output_top_logprobs", first, entries, num_top)
     return {"content": [_token(entry) | {"top_logprobs": list(map(_token, top))} for entry, top in zip(entries, tops)]}
 
 
 def _token(entry: Entry) -> dict[str, Any]:
-    """Older clients read the id in `token`, newer ones `token_id`."""
+    """Return the entry of a token.  Older clients read its id in `token`, newer ones in `token_id`."""
     return {"token": f"token_id:{entry[1]}", "token_id": entry[1], "logprob": finite(entry[0])}

@@ -83,7 +83,7 @@ class RpcRoutes:
         return router
 
     async def collective_rpc(self, body: RpcBody) -> Response:
-        """One of the methods of the list, on all ranks; null from each of them, or the refusal."""
+        """Call one of the listed methods on all ranks.  The reply is null for each of them, or the refusal."""
         method = self._methods.get(body.method)
         if method is None:
             raise BadRequest(f"method {body.method[:64]!r} is not admitted; known: {', '.join(self._methods)}")

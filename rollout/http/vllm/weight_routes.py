@@ -113,7 +113,7 @@ class VllmWeightRoutes:
     async def init_engine(self, body: InitBody) -> Response:
         """Join a process group with the trainer; replies when all members are there.
 
-        A new trainer: what the one before started and did not finish is dropped.
+        Updates that an earlier trainer started and did not finish are dropped.
         """
         await self._drop_all()
         info = body.init_info
@@ -131,8 +131,8 @@ class VllmWeightRoutes:
     async def start_update(self, body: StartBody) -> Response:
         """Open a weight update of whatever tensors come.  Nothing changes for requests until it is finished.
 
-        vLLM's clients cannot say whether all tensors will come, so the label counts them where they did not.  One that
-        failed and was not finished makes room.
+        vLLM's clients cannot say whether all tensors will come, so the label counts them where they did not.  An
+        update that failed and was not finished is dropped.
         """
         await self._make_room()
         update_id = self._started.start()
@@ -154,7 +154,7 @@ class VllmWeightRoutes:
         return await self.update(body)
 
     async def update(self, body: UpdateWeightsRequest) -> Response:
-        """The same, of a body that was read."""
+        """Update the weights as `update_weights` does, from a body that was read already."""
         if body.update_info is not None:
             return reply(await self._receive(body.update_info))
         if body.weight_dir is None:
@@ -205,7 +205,7 @@ class VllmWeightRoutes:
         return self._joined
 
     async def refuse(self, error: Exception) -> None:
-        """A body that cannot be read: as its broadcast may come all the same, the engine leaves the group."""
+        """Let the engine leave the group after a body that cannot be read: its broadcast may come all the same."""
         if self._joined is not None:
             group, update_id = self._joined.group_name, self._started.current
             await self._send(RefusedBucketReqInput, reason=str(error), group_name=group, update_id=update_id)

@@ -1,9 +1,9 @@
-"""`AnswerParser`: text of an answer, as it comes, into reasoning, content and tool calls.
+"""`AnswerParser`: splits the text of an answer, as it comes, into reasoning, content and tool calls.
 
     start -> thought -> content <-> call
 
 Whatever the pieces in which the text comes, the result is the same.  Nothing is lost: a call that is malformed or not
-finished stays content as it was written.  Of white space only that goes which separates calls.
+finished stays content as it was written.  Only white space that separates calls is dropped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AnswerParser:
 
 
 def names_of(tools: Tools) -> frozenset[str]:
-    """The functions that tools declare."""
+    """Return the names of the functions that tools declare."""
     functions = [tool.get("function") for tool in tools]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     return frozenset(name for name in names if isinstance(name, str))
@@ -163,7 +163,7 @@ class _Reader:
                 self._said.speak(written)
 
     def _call(self, opener: str = "") -> Reading[bool]:
-        """Read a call; one that is malformed is content up to its end, or to where it is no call."""
+        """Read a call.  A malformed one is content up to its end, or up to the place where it stops being a call."""
         assert self._calls is not None
         begin = self._text.begin
         try:

@@ -98,7 +98,7 @@ class HarmonyReader:
             header = yield from self._header()
         except NotACall as failure:
             written = self._text.take()
-            if not (failure.is_cut and written.startswith("<|")):  # an answer that ends in a header says nothing there
+            if not (failure.is_cut and written.startswith("<|")):  # an answer that ends in a header adds nothing there
                 self._said.speak(written)
             return
         names = self._function_names
@@ -108,7 +108,7 @@ class HarmonyReader:
         elif header.is_reasoning or not header.recipient:
             yield from self._body(header)
         else:
-            yield from self._raw()  # a call of something else than a function, or without tools
+            yield from self._raw()  # a call of something other than a function, or without tools
 
     def _header(self) -> Reading[Header]:
         """Read up to the message.  Raises `NotACall` for a header that does not lead to one."""

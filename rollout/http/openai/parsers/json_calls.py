@@ -19,7 +19,7 @@ _KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?P<index>:[0-9]+)?")
 
 
 def read_hermes_call(text: Text, tools: Tools) -> Reading[list[ToolCall]]:
-    """`{"name": ..., "arguments": {...}}` and the closing tag: Hermes, Qwen 2.5 and 3."""
+    """Read `{"name": ..., "arguments": {...}}` and the closing tag, as Hermes and Qwen 2.5 and 3 write them."""
     yield from text.space()
     found = yield from read_object(text)
     yield from text.space()
@@ -28,13 +28,13 @@ def read_hermes_call(text: Text, tools: Tools) -> Reading[list[ToolCall]]:
 
 
 def read_llama_call(text: Text, tools: Tools) -> Reading[list[ToolCall]]:
-    """`{"name": ..., "parameters": {...}}`, which nothing closes: Llama 3."""
+    """Read `{"name": ..., "parameters": {...}}`, which has no closing tag, as Llama 3 writes it."""
     yield from text.space()
     return [_call_of((yield from read_object(text)), needs_arguments=True)]
 
 
 def read_deepseek_call(text: Text, tools: Tools) -> Reading[list[ToolCall]]:
-    """The name, a separator and the arguments: DeepSeek-V3.1.
+    """Read the name, a separator and the arguments, as DeepSeek-V3.1 writes them.
 
     DeepSeek-V3 writes the kind of tool before the separator, and behind it the name and a fenced block of JSON.
     """
@@ -57,7 +57,7 @@ def read_deepseek_call(text: Text, tools: Tools) -> Reading[list[ToolCall]]:
 
 
 def read_kimi_call(text: Text, tools: Tools) -> Reading[list[ToolCall]]:
-    """`functions.NAME:INDEX`, which is the id, and the arguments: Kimi-K2."""
+    """Read `functions.NAME:INDEX`, which is the id of the call, and the arguments, as Kimi-K2 writes them."""
     written = _given((yield from text.run(_HEAD)))
     yield from text.expect("<|tool_call_argument_begin|>")
     yield from text.space()
@@ -71,7 +71,7 @@ def read_kimi_call(text: Text, tools: Tools) -> Reading[list[ToolCall]]:
 
 
 def _given(name: str) -> str:
-    """A name as it can be sent.  Raises `NotACall` for none, or half of a character."""
+    """Return a name as it can be sent.  Raises `NotACall` if it is empty, or holds half of a character."""
     name = name.strip()
     if not name or any("\ud800" <= letter <= "\udfff" for letter in name):
         raise NotACall
@@ -79,7 +79,7 @@ def _given(name: str) -> str:
 
 
 def _call_of(found: JsonObject, *, needs_arguments: bool) -> ToolCall:
-    """Return the call that an object says.  Raises `NotACall` if it lacks a name, or its arguments are not an object.
+    """Return the call that an object holds.  Raises `NotACall` if it lacks a name, or its arguments are not an object.
 
     The arguments stay as they are written, digit by digit.
     """

@@ -1,4 +1,4 @@
-"""`Said`: what an answer has said so far, as reasoning, content and calls."""
+"""The reasoning, content and calls that readers have found in an answer so far."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Said:
 
     def __init__(self) -> None:
         self.is_thinking = False
-        self.follows_call = False  # nothing but white space was said after a call
+        self.follows_call = False  # nothing but white space has come after a call
         self.has_content = False
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -39,7 +39,7 @@ class Said:
         self._held: list[str] = []  # dropped if a call follows
 
     def take(self) -> Piece:
-        """Return the news."""
+        """Return what was added since the last time."""
         piece = Piece("".join(self._reasoning), "".join(self._content), self._calls)
         self._reasoning, self._content, self._calls = [], [], []
         return piece
@@ -74,7 +74,7 @@ class Said:
         self.follows_call = True
 
     def close(self) -> None:
-        """The answer ends: white space is content, but not after the last call."""
+        """End the answer: what is held becomes content, apart from white space after the last call."""
         held = "".join(self._held)
         if not self.follows_call or held.strip():
             self._content.append(held)

@@ -1,6 +1,6 @@
 """Calls whose arguments stand between tags, without quotes: of Qwen3-Coder and GLM.
 
-A value ends at the closing tag that the rest of a call follows; a tag that something else follows is part of the value,
+A value ends at a closing tag if the rest of a call follows it.  A tag that something else follows is part of the value,
 and so is a whole call.  In a thought a value can hold neither the end of the thought nor a call, as what is read may be
 words about calls.
 
@@ -33,7 +33,7 @@ _HEAD = re.compile(r"[^<]*")
 
 
 def read_qwen3_coder_calls(text: Text, tools: Tools, depth: int = 0) -> Reading[list[ToolCall]]:
-    """`<function=NAME>` with `<parameter=KEY>` inside, once or more; models leave out closing tags."""
+    """Read one or more `<function=NAME>` with `<parameter=KEY>` inside.  Models leave out closing tags."""
     calls: list[ToolCall] = []
     while True:
         yield from text.space()
@@ -63,7 +63,7 @@ def _coder_pairs(text: Text, depth: int) -> Reading[list[tuple[str, str]]]:
 
 
 def _coder_value(text: Text, depth: int) -> Reading[str]:
-    """The newline next to each tag is not part of a value."""
+    """Read a value.  The newline next to each of its tags is not part of it."""
     begin = text.at
     while True:
         tag = yield from text.find(_PARAMETER_END, _PARAMETER, _FUNCTION_END, CLOSE, OPEN, *text.barriers)
@@ -127,7 +127,10 @@ def _glm_value(text: Text, depth: int) -> Reading[str]:
 
 
 def _name(text: Text) -> Reading[str]:
-    """A name and the end of its tag; without "<", or beginnings that never end would be searched from each on."""
+    """Read a name, which holds no "<", and the end of its tag.
+
+    With "<" in names, the rest of the text would be searched again for each tag that never ends.
+    """
     name = yield from text.run(_NAME)
     yield from text.expect(">")
     if not name.strip():
@@ -169,7 +172,7 @@ def _skip_call(text: Text, tag: str, depth: int, first: tuple[str, ...], read: A
 
 
 def _typed_call(name: str, pairs: Iterable[tuple[str, str]], tools: Tools, unknown: Any = None) -> ToolCall:
-    """`unknown` is the schema of a parameter that the tool does not have."""
+    """Return a call whose values have the types of the tool's schema, or of `unknown` for a parameter not in it."""
     parameters = _parameters(name, tools)
     schemas = parameters.get("properties")
     schemas = schemas if isinstance(schemas, dict) else {}
@@ -181,7 +184,7 @@ def _typed_call(name: str, pairs: Iterable[tuple[str, str]], tools: Tools, unkno
 
 
 def _parameters(name: str, tools: Tools) -> dict[str, Any]:
-    """The schema of a tool's arguments."""
+    """Return the schema of a tool's arguments, empty if the tool or its schema is missing."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, dict) and function.get("name") == name:
@@ -194,9 +197,9 @@ _JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", 
 
 
 def _json_text(text: str, types: set[str] | None) -> str:
-    """The JSON of the value that `text` stands for: formats without quotes leave that to the parameter's schema.
+    """Return the JSON of the value that `text` stands for.  Formats without quotes leave that to a parameter's schema.
 
-    Text without a schema, and where the schema does not allow the JSON value.  A number keeps its digits.
+    It is a text without a schema, and where the schema does not allow the JSON value.  A number keeps its digits.
     """
     if types is None or types == {"string"}:
         return _quoted(text)
@@ -217,7 +220,7 @@ def _quoted(text: str) -> str:
 
 
 def _types(schema: Any, root: dict[str, Any]) -> set[str] | None:
-    """The types that a schema names; empty: any, None: there is no schema."""
+    """Return the types that a schema names.  Empty: it allows any type; None: there is no schema."""
     if not isinstance(schema, dict):
         return None
     found: set[str] = set()
@@ -239,7 +242,7 @@ def _types(schema: Any, root: dict[str, Any]) -> set[str] | None:
 
 
 def _definition(target: str, root: dict[str, Any]) -> Any:
-    """The schema that a reference within the tool's own names."""
+    """Return the schema that a reference names within the tool's own schema, None if there is none."""
     place: Any = root
     for part in target.removeprefix("#/").split("/"):
         place = place.get(part) if isinstance(place, dict) else None

@@ -1,7 +1,7 @@
 """`Text`: an answer as it comes, and the place up to which it is read.
 
-Readers are generators.  They yield where the text has to go on before they can, and never look at how it was cut: what
-they decide depends on the text alone.
+Readers are generators.  They yield where the text has to go on before they can.  They never look at how it was cut:
+what they decide depends on the text alone.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ class CallFormat:
     """`opener` begins a call, `closer` ends it; `before` and `after` may stand around the calls of an answer.
 
     `read` reads what follows the opener; None: calls are messages of the harmony format.
-    `has_quotes`: values are JSON, so that a closer within one cannot be told from the end of a malformed call.
+    `has_quotes`: values are JSON, so that a closer within one looks like the end of a malformed call.
     `bare`: an answer that begins with a brace is a call without its opener, and so is what follows a call.
     `other_markers`: the other special tokens that `read` looks for.
-    `ends`: tokens that end the turn with a call, also where the model's configuration does not say so.
+    `ends`: tokens that end the turn with a call, also where the model's configuration does not name them.
     """
 
     read: CallReader | None = None
