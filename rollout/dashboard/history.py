@@ -25,7 +25,7 @@ from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 
 SAMPLE_EVERY_S = 1.0
 ANSWER_S = 4.0
-"""A scheduler that has not answered for so long is shown as silent."""
+"""A scheduler that has not answered for this long is shown as silent."""
 SAMPLES_KEPT = 600
 UPDATES_KEPT = 200
 REBALANCES_KEPT = 400
@@ -35,7 +35,7 @@ WINDOW = 100
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The server at one moment.  `at`: seconds since 1970.  Rates are of the time since the sample before.
+    """The server at one moment.  `at`: seconds since 1970.  Rates cover the time since the sample before.
 
     `balance`: by MoE layer, None where no loads were recorded since the sample before.
     """
@@ -147,7 +147,7 @@ class ServerHistory:
         return self._count
 
     def since(self, count: int) -> dict[str, Any]:
-        """Return the entries after number `count`, oldest first; ask with `count` of the reply next."""
+        """Return the entries after number `count`, oldest first.  Pass `count` of the reply in the next call."""
         return {
             "count": self._count,
             "samples": [asdict(sample) for sample in _newer(self._samples, count)],
@@ -163,14 +163,14 @@ def _newer(entries: Iterable[tuple[int, Any]], count: int) -> list[Any]:
 
 
 def _num_prefilled(state: SchedulerState) -> int:
-    """Prompt tokens that were computed, not taken from the prefix cache."""
+    """Return the number of prompt tokens that were computed, not taken from the prefix cache."""
     return state.num_prompt_tokens - state.num_prompt_tokens_reused
 
 
 def _balance(before: ExpertLoadState | None, record: ExpertLoadState | None) -> list[float | None] | None:
-    """Return the balancedness of ranks; on one rank, where that is always even, of slots.
+    """Return the balancedness of each MoE layer: of its ranks or, where there is one rank, of its expert slots.
 
-    None if no pass has come since `before`.
+    Returns None while nothing is recorded, or if no pass has come since `before`.
     """
     if record is None or not record.recording:
         return None
@@ -183,7 +183,7 @@ def _balance(before: ExpertLoadState | None, record: ExpertLoadState | None) -> 
 
 
 def _rebalance(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts to show of a rebalance: of the decision and its outcome."""
+    """Return the facts of a rebalance that the page shows: its decision and its outcome."""
     names = (
         *("number", "reason", "algorithm", "num_experts_moved", "num_bytes"),
         *("num_chunks", "chunks_done", "seconds", "longest_chunk_s", "dropped"),

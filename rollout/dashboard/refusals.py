@@ -1,4 +1,4 @@
-"""`RefusalLog`: the last requests that got an error, and why; the gate before the routes tells it of them."""
+"""`RefusalLog`: the last requests that got an error, and why.  The gate before the routes reports them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROBES = frozenset({"/health", "/health_generate", "/ready", "/liveness", "/ping
 
 @dataclass(slots=True)
 class Refusal:
-    """A refused call; `at`: of the last time, in seconds since 1970; `times`: in a row."""
+    """A refused call.  `at`: its last refusal, in seconds since 1970; `times`: how often in a row it was refused."""
 
     method: str
     path: str
@@ -32,13 +32,13 @@ class Refusal:
 
 
 class RefusalLog:
-    """The last ones; a refusal that is repeated right away is counted."""
+    """The last refused calls.  A refusal that is repeated right away is counted, and not added again."""
 
     def __init__(self) -> None:
         self._entries: deque[Refusal] = deque(maxlen=KEPT)
 
     def note_answer(self, method: str, path: str, status: int, body: bytes) -> None:
-        """Note an answer from status 400 on, but not 503 to a probe, nor that a client went away."""
+        """Note an answer from status 400 on.  A 503 to a probe and a client that went away are left out."""
         if status != CLIENT_CLOSED_REQUEST and not (status == 503 and path in PROBES):
             self.note(method, path, status, reason_in(body))
 
@@ -53,7 +53,7 @@ class RefusalLog:
             self._entries.append(new)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Oldest first."""
+        """Return the refused calls, oldest first."""
         return [asdict(entry) for entry in self._entries]
 
 
@@ -62,7 +62,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def reason_in(body: bytes) -> str:
-    """The message of an error's body; nothing where it has none."""
+    """Return the message in the body of an error, or an empty text where it has none."""
     if len(body) > _MAX_BODY_BYTES:
         return ""
     try:

@@ -31,7 +31,10 @@ SCORE_S = 30.0
 
 @dataclass(frozen=True)
 class Flip:
-    """Between two versions.  `share` of the (token, layer) pairs, and by MoE layer; `at`: seconds since 1970."""
+    """The share of (token, layer) pairs that flipped between two versions: in all, and by MoE layer.
+
+    `at`: seconds since 1970.
+    """
 
     at: float
     from_version: str
@@ -70,7 +73,7 @@ class RouteProbe:
         """Score this text now, and again after each refresh.
 
         Raises `BadRequest` for fewer than 2 tokens or more than `MAX_TOKENS`, `Conflict` while paused, `Unavailable`
-        without an answer within `SCORE_S`, and what `TokenizerManager.submit` raises; the probe is as before then.
+        without an answer within `SCORE_S`, and what `TokenizerManager.submit` raises; the probe stays as it was then.
         """
         if not 2 <= len(input_ids) <= MAX_TOKENS:
             raise BadRequest(f"a probe has 2 to {MAX_TOKENS} tokens, got {len(input_ids)}")
@@ -80,9 +83,10 @@ class RouteProbe:
         self._input_ids, self._last = input_ids, scored
 
     async def follow(self, state: SchedulerState) -> Flip | None:
-        """Score the text if other weights serve than when it was scored last; what has flipped.  Never raises.
+        """Score the text if other weights serve than when it was scored last, and return what has flipped.
 
-        Not while paused or withheld: the request would wait in the trainer's way.
+        Never raises.  The text is not scored while generation is paused or withheld, as the request would wait in the
+        trainer's way, nor while the weights are poisoned.
         """
         input_ids, before = self._input_ids, self._last
         if input_ids is None or before is None or before.weight_epoch == state.weight_epoch:
@@ -109,7 +113,7 @@ class RouteProbe:
         )
 
     async def _score(self, input_ids: list[int]) -> _Scored:
-        """Raises `Conflict` where a refresh came in between."""
+        """Score the text under the weights in force.  Raises `Conflict` where a refresh came in between."""
         before = await state_of(self._manager)
         handle = await self._manager.submit(
             GenerateReqInput(
@@ -138,6 +142,6 @@ class RouteProbe:
 
 
 def flips(before_TLK: np.ndarray, after_TLK: np.ndarray) -> np.ndarray:
-    """Bool [T, L]: the sets of experts differ, in whatever order they are named."""
+    """Return whether the sets of chosen experts differ, bool [T, L].  The order of experts is ignored."""
     differs_TL: np.ndarray = (np.sort(before_TLK, axis=2) != np.sort(after_TLK, axis=2)).any(axis=2)
     return differs_TL

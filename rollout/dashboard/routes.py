@@ -23,7 +23,7 @@ ProbeBody = Annotated[RouteProbeRequest, Depends(json_body(RouteProbeRequest))]
 
 
 class DashboardRoutes:
-    """`history`: what is shown; somebody runs it."""
+    """The routes of the dashboard.  `history` keeps the data to show; its `run()` must be running."""
 
     def __init__(self, manager: TokenizerManager, history: ServerHistory) -> None:
         self._manager = manager
@@ -43,11 +43,11 @@ class DashboardRoutes:
         return router
 
     async def page(self) -> Response:
-        """The page; it asks /dashboard/data once a second."""
+        """Return the page, which asks /dashboard/data once a second."""
         return self._page.response()
 
     async def data(self, since: Annotated[int, Query(ge=0, lt=2**53)] = 0) -> Response:
-        """The server now, and what happened after number `since` of the history; 0: all that is kept."""
+        """Return the state of the server, and the entries of its history after number `since`: 0 asks for all."""
         manager, history = self._manager, self._history
         state = history.state
         content = {
@@ -72,7 +72,7 @@ class DashboardRoutes:
     async def route_probe(self, body: ProbeBody) -> Response:
         """Score a text under each weight version from now on, for the share of routes that a refresh flips.
 
-        Neither `text` nor `input_ids`: no longer.
+        A body with neither `text` nor `input_ids` ends this.
         """
         probe = self._history.probe
         if body.text is not None and body.input_ids is not None:

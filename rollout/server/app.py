@@ -45,7 +45,7 @@ from rollout.tokenizer_manager.manager import TokenizerManager
 
 
 def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistory) -> FastAPI:
-    """The application.  `metrics` should also be one of the manager's observers, `history.run()` a task."""
+    """Build the application.  `metrics` should also be one of the manager's observers, and `history.run()` a task."""
     args = manager.server_args
     app = FastAPI(title="Lockstep", version=VERSION, redirect_slashes=False, docs_url=None, redoc_url=None)
     pages = PageRoutes(shows_dashboard=args.enable_metrics)

@@ -33,7 +33,7 @@ def remote_host(args: ServerArgs) -> str | None:
 
 
 def bind(args: ServerArgs) -> socket.socket:
-    """A listening socket, taken before anything expensive starts.  Raises `StartupError`."""
+    """Return a listening socket, which is opened before anything expensive starts.  Raises `StartupError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -57,15 +57,15 @@ class ChildProcess:
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int:
-        """The exit status.  Raises `subprocess.TimeoutExpired`."""
+        """Wait for the end of the process, and return its exit status.  Raises `subprocess.TimeoutExpired`."""
         return self._process.wait(timeout_s)
 
     def next_line(self, timeout_s: float) -> bytes | None:
-        """A line of its standard output, None at the end of it.  Raises `queue.Empty` after `timeout_s`."""
+        """Return the next line of its standard output, None at the end.  Raises `queue.Empty` after `timeout_s`."""
         return self._lines.get(timeout=timeout_s)
 
     def stop(self) -> int:
-        """End it, if it has not ended; the exit status."""
+        """End the process, if it has not ended, and return its exit status."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -75,7 +75,7 @@ class ChildProcess:
         return self._process.wait(KILL_S)
 
     def last_words(self) -> str:
-        """The end of its log."""
+        """Return the last lines of its log."""
         with self.log_path.open(encoding="utf-8", errors="replace") as log:
             return "".join(deque(log, maxlen=LOG_LINES)).rstrip()
 
@@ -86,5 +86,5 @@ class ChildProcess:
 
 
 def seconds_left(deadline: float) -> float:
-    """Until the monotonic time `deadline`, at least 0."""
+    """Return the seconds until the monotonic time `deadline`, at least 0."""
     return max(deadline - time.monotonic(), 0.0)

@@ -31,7 +31,7 @@ LISTEN_BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
 """Connections accepted in a row before any is served: asyncio accepts as many as uvicorn's backlog."""
 SPARE_CONNECTIONS = 64
-"""For health and control, when all others are in use."""
+"""Connections for health and control, when all others are in use."""
 OTHER_FILES = 128
 """Descriptors for sockets between processes, logs and files."""
 LEAST_BYTES_PER_S = 128 * 1024
@@ -45,7 +45,7 @@ _REFUSAL = (
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one; the limit now in force."""
+    """Raise the soft limit of open files to the hard one, and return the limit now in force."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -64,7 +64,7 @@ def connections_within(file_limit: int) -> int:
 class BoundedServer(uvicorn.Server):
     """uvicorn with at most `most` connections, whose clients have `receive_timeout_s` to send a request.
 
-    Without its signal handlers: its caller decides when to stop.
+    It installs no signal handlers: its caller decides when to stop.
     """
 
     def __init__(self, app: Any, *, most: int, receive_timeout_s: float, **settings: Any) -> None:

@@ -1,6 +1,6 @@
 """`Engine`: the whole engine in one process and one thread, without sockets or HTTP.
 
-The same tokenizer manager and the same scheduler as a server's; calling it turns the scheduler's loop.  For
+It has the tokenizer manager and the scheduler of a server, and each call turns the scheduler's loop.  It is for
 benchmarks, notebooks and trainers that share a process.
 """
 
@@ -57,7 +57,10 @@ class Engine:
         self._manager.serve(self.ready, None if self.server_args.skip_tokenizer_init else Tokenizer.load(path))
 
     def generate(self, **request: Any) -> dict[str, Any] | list[dict[str, Any]]:
-        """Fields and reply of POST /generate (`GenerateReqInput`).  Raises `LockstepError` for a refusal."""
+        """Generate with the fields of POST /generate (`GenerateReqInput`), and return its reply.
+
+        Raises `LockstepError` for a refusal.
+        """
         return self._run(self._generate(GenerateReqInput(**request)))
 
     def control(self, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> ControlReqOutput[AnyReply]:

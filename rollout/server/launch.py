@@ -52,7 +52,7 @@ KEEP_ALIVE_S = 75
 def run_server(
     args: ServerArgs, worker_command: Sequence[str] = WORKER_COMMAND, listener: socket.socket | None = None
 ) -> int:
-    """Serve until a signal or the scheduler's death; the exit status.  Raises `StartupError`.
+    """Serve until a signal or the scheduler's death, and return the exit status.  Raises `StartupError`.
 
     `listener`: bound and listening already; None: it is bound here.
     """
@@ -97,7 +97,7 @@ class _Server:
         self._registration = RouterRegistration(args.register_url, own_url(args), args.api_key)
 
     async def run(self) -> int:
-        """Raises `StartupError`."""
+        """Start, serve and end in order; return the exit status.  Raises `StartupError`."""
         self._install_signals()
         channel = SchedulerChannel(self._folder, self._layout.num_replicas, self._host)
         metrics = Metrics(self._args.name, self._args.dp_size)
@@ -243,7 +243,7 @@ def _http_server(app: object, args: ServerArgs, max_connections: int) -> Bounded
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
-    """A folder that only this user can enter, removed at the end."""
+    """Yield a folder that only this user can enter, and remove it at the end."""
     folder = tempfile.mkdtemp(prefix="lockstep-")
     try:
         yield Path(folder)

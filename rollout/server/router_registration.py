@@ -28,7 +28,7 @@ CHECK_EVERY_S = 10.0
 """A router that was restarted has forgotten its workers."""
 RETRY_EVERY_S = 1.0
 LOOK_EVERY_S = 0.1
-"""For a worker that the router has yet to list."""
+"""Seconds between two looks for a worker that the router has yet to list."""
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -52,7 +52,7 @@ class RouterRegistration:
         check_every_s: float = CHECK_EVERY_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`transport` is for tests."""
+        """Prepare the registration.  `transport` is for tests."""
         self._router_url = router_url
         self._own_url = own_url
         self._body = {"url": own_url} | ({} if api_key is None else {"api_key": api_key})
@@ -129,7 +129,7 @@ def own_url(args: ServerArgs) -> str:
 
 
 def _address_facing(url: str) -> str | None:
-    """The address of this machine that packets to the host of `url` leave from; nothing is sent."""
+    """Return the address of this machine that packets to the host of `url` leave from.  Nothing is sent."""
     parts = urlsplit(url)
     with contextlib.suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)

@@ -66,7 +66,7 @@ class SchedulerProcesses:
         return cls(processes)
 
     async def first_end(self) -> str:
-        """Wait until one of them ends; which and how, in words."""
+        """Wait until one of the ranks ends, and return in words which one and how."""
         ends = {rank: asyncio.create_task(process.wait()) for rank, process in self._processes.items()}
         try:
             await asyncio.wait(ends.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -79,7 +79,7 @@ class SchedulerProcesses:
         return f"the {self._name(rank)} ended{{when}}: {describe_exit(ended[rank])}"
 
     async def end(self, timeout_s: float) -> list[int]:
-        """Wait `timeout_s` seconds for all to end by themselves, then kill the rest.  The exit statuses."""
+        """Wait `timeout_s` seconds for all to end by themselves, kill the rest, and return the exit statuses."""
         waits = [process.wait() for process in self._processes.values()]
         try:
             return await asyncio.wait_for(asyncio.gather(*waits), timeout_s)
@@ -102,7 +102,7 @@ class SchedulerProcesses:
 async def run_follower(args: ServerArgs, layout: ParallelLayout, folder: Path, worker_command: Sequence[str]) -> int:
     """Run the ranks of a machine with `--node-rank` above 0: its engine's HTTP server is on machine 0.
 
-    The exit status, 0 after an orderly shutdown.  The ranks end with the engine; a signal here ends the engine.
+    Returns the exit status, 0 after an orderly shutdown.  The ranks end with the engine; a signal here ends the engine.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -129,7 +129,7 @@ async def run_follower(args: ServerArgs, layout: ParallelLayout, folder: Path, w
 def _config(
     args: ServerArgs, layout: ParallelLayout, channel: SchedulerChannel | None, folder: Path, rank: int
 ) -> dict[str, Any]:
-    """The settings of a rank.  The command line is visible to other users of the machine: keys are left out."""
+    """Return the settings of a rank for its command line, without keys: other users of the machine can read it."""
     place = layout.position(rank)
     return {
         "server_args": args.public_dict(),
@@ -143,12 +143,12 @@ def _config(
 
 
 def _secret(channel: SchedulerChannel | None) -> dict[str, str]:
-    """Not on the command line, for the same reason."""
+    """Return the channel's secret as an environment variable, because other users can read the command line."""
     return {} if channel is None or channel.secret is None else {CHANNEL_SECRET: channel.secret}
 
 
 def describe_exit(status: int) -> str:
-    """`exit status 1`, or the name of the signal that ended it."""
+    """Describe the end of a process: `exit status 1`, or the name of the signal that ended it."""
     if status >= 0:
         return f"exit status {status}"
     try:

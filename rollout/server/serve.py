@@ -22,7 +22,7 @@ from rollout.server.checks import bind, checked_config, remote_host
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a server until a signal stops it; the exit status.  A startup error is one line on stderr and status 1."""
+    """Run a server until it stops, and return the exit status.  A startup error is one line on stderr and status 1."""
     parser = argparse.ArgumentParser(
         prog="lockstep serve",
         description="Serve a checkpoint over HTTP.",
