@@ -42,7 +42,7 @@ class ChildServer:
                 await asyncio.sleep(POLL_S)
 
     def stop(self) -> None:
-        """End it, if it has not ended."""
+        """End the server, if it has not ended."""
         atexit.unregister(self.stop)
         self._process.stop()
         self._folder.cleanup()

@@ -75,7 +75,7 @@ class AsyncEngineArgs:
     )
 
     def __init__(self, **given: Any) -> None:
-        """Raises `BadRequest` for an argument that this server cannot honour."""
+        """Translate the arguments into settings of the server.  Raises `BadRequest` for one that it cannot honour."""
         given = {name: value for name, value in given.items() if name not in self.WITHOUT_EFFECT and value is not None}
         if (mode := given.pop("logprobs_mode", "processed_logprobs")) != "processed_logprobs":
             raise BadRequest(
@@ -151,7 +151,7 @@ class AsyncLLMEngine:
     async def generate(
         self, prompt: dict[str, Any], sampling_params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
-        """The finished answer.  Raises `ClientError`, `BadRequest`."""
+        """Yield the finished answer, once.  Raises `ClientError`, `BadRequest`."""
         if set(prompt) != {"prompt_token_ids"} or sampling_params.n != 1:
             raise BadRequest("a prompt must be one list of token ids for one sample; images are not supported")
         client = await self._client()
@@ -169,14 +169,14 @@ class AsyncLLMEngine:
         yield RequestOutput(request_id, list(prompt["prompt_token_ids"]), [_completion(output, sampling_params)])
 
     async def pause_generation(self, mode: str = "abort") -> None:
-        """`mode`: vLLM's name; "keep" leaves requests where they are."""
+        """Pause generation.  `mode` is vLLM's name: "keep" leaves requests where they are, any other aborts them."""
         await (await self._client()).pause("in_place" if mode == "keep" else "abort")
 
     async def resume_generation(self) -> None:
         await (await self._client()).continue_generation()
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and KV back.  Raises `BadRequest`, `ClientError`; nothing changed."""
+        """Give the memory of weights and KV back.  After `BadRequest` or `ClientError` nothing has changed."""
         if self._awake_on is not None:
             raise BadRequest(
                 f"sleep: memory is released on a CPU only, but this server runs on {self._awake_on}: unset enable_sleep"
@@ -185,7 +185,7 @@ class AsyncLLMEngine:
         self._released = ["weights", "kv_cache"]
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take it again, where it was given back.  Raises `ClientError`; nothing changed."""
+        """Take the memory back, where it was given up.  After `ClientError` nothing has changed."""
         wanted = [tag for tag in self._released if tags is None or tag in tags]
         if wanted:
             await (await self._client()).resume_memory_occupation(wanted)  # type: ignore[arg-type]
@@ -197,10 +197,10 @@ class AsyncLLMEngine:
         return bool(self._released)
 
     async def reset_prefix_cache(self) -> None:
-        """Nothing: a prefix that was cached under other weights is never used."""
+        """Do nothing: a prefix that was cached under other weights is never used."""
 
     async def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> list[None]:
-        """A method of OpenRLHF's worker extension.  Raises `BadRequest` for one that is not known, `ClientError`."""
+        """Call a method of OpenRLHF's worker extension.  Raises `ClientError`, and `BadRequest` for an unknown one."""
         if method == "init_process_group":
             await self._join(*args)
         elif method == "update_weight":
@@ -274,7 +274,7 @@ class PyNcclCommunicator:
     """The trainer's side of the group: NCCL for a GPU, gloo for a CPU."""
 
     def __init__(self, group: StatelessProcessGroup, device: Any = None) -> None:
-        """Joins; raises `TransportError`."""
+        """Join the group.  Raises `TransportError`."""
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
         backend = resolve_backend(None, device)
         self._group: GroupHandle = init_process_group(

@@ -27,7 +27,7 @@ from rollout.server import serve
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve with SGLang's flags; the exit status.  A refusal is one line on stderr and status 1."""
+    """Serve with SGLang's flags, and return the exit status.  A refusal is one line on stderr and status 1."""
     try:
         words = serve_words([*argv, *shlex.split(os.environ.get("LOCKSTEP_FLAGS", ""))])
     except LockstepError as error:
@@ -70,7 +70,7 @@ def _without(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def words_of(server_args: Any) -> list[str]:
-    """The flags for what differs in SGLang's `ServerArgs` from the defaults."""
+    """Return the flags for the settings of SGLang's `ServerArgs` that differ from their defaults."""
     kind = type(server_args)
     names = getattr(kind, "__struct_fields__", None) or [item.name for item in dataclasses.fields(kind)]
     plain = kind(model_path=server_args.model_path)

@@ -4,7 +4,7 @@
     actor_rollout_ref.rollout.engine_kwargs.lockstep.num_threads=8        further settings of the server
 
 It is verl's own SGLang replica, whose server starts `lockstep serve` and whose tokenizer manager speaks HTTP.  verl's
-adapter in the trainer, which sends weights, releases and resumes memory, is used as it is; it needs SGLang's Python
+adapter in the trainer, which sends weights, releases and resumes memory, is used as it is.  It needs SGLang's Python
 package, though none of its kernels.
 """
 
@@ -89,7 +89,7 @@ class HttpTokenizerManager:
         self._kept_on = kept_on
 
     async def generate_request(self, request: Any, _: Any = None) -> AsyncIterator[dict[str, Any]]:
-        """One answer in SGLang's form.  Raises `ClientError`."""
+        """Yield one answer in SGLang's form.  Raises `BadRequest`, `ClientError`."""
         if request.image_data or request.video_data or getattr(request, "lora_path", None):
             raise BadRequest("images, videos and adapters are not supported")
         output = await self._client.generate(
@@ -113,12 +113,12 @@ class HttpTokenizerManager:
         await self._client.continue_generation()
 
     async def release_memory_occupation(self, request: Any, _: Any = None) -> None:
-        """Raises `BadRequest`, `ClientError`."""
+        """Release the memory that the tags of `request` name.  Raises `BadRequest`, `ClientError`."""
         self._require_release("release_memory_occupation")
         await self._client.release_memory_occupation(request.tags)
 
     async def resume_memory_occupation(self, request: Any, _: Any = None) -> None:
-        """Raises `BadRequest`, `ClientError`."""
+        """Take back the memory that the tags of `request` name.  Raises `BadRequest`, `ClientError`."""
         self._require_release("resume_memory_occupation")
         await self._client.resume_memory_occupation(request.tags)
 
@@ -150,7 +150,7 @@ class HttpTokenizerManager:
 
 
 def _all_layers(routes: RoutedExperts) -> torch.Tensor:
-    """int32 [rows, layers, k]; zeros for layers without experts."""
+    """Return the routes of all hidden layers, int32 [rows, layers, k], with zeros for layers without experts."""
     ids = np.zeros((len(routes), routes.num_hidden_layers, routes.top_k), dtype=np.int32)
     ids[:, list(routes.moe_layer_ids)] = routes.signed_ids()
     return torch.from_numpy(ids)
