@@ -1,7 +1,7 @@
 """Byte-level BPE tokenizers made of vocabulary files without a `tokenizer.json`: Moonshot's and Qwen's.
 
-Such files hold the tokens alone.  The rule by which text is split before tokens are merged stands in the class that
-reads them, and is given here for the classes that this engine knows.
+Such files hold the tokens alone.  Before tokens are merged, the class that reads the files splits the text by a
+rule of its own.  The rules of the classes that this engine knows are repeated here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _byte_level(model: models.BPE, split: str) -> Tokenizer:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens by their bytes; a line of the file is a token in base64 and its rank, which is its id."""
+    """Return the rank of each token, by its bytes.  A line is a token in base64 and its rank, which is its id."""
     ranks: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
@@ -124,7 +124,10 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, tokens of low rank first: what tiktoken does, as a list of pairs."""
+    """Return every pair of tokens that makes up another token, tokens of low rank first.
+
+    Merging these pairs is what tiktoken does.
+    """
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]

@@ -4,8 +4,9 @@
     text     [ .....  _text  | _tail   ]      shown = _text + the tail's whole characters, less anything that may be
                                               the start of a stop string
 
-What is pending is decoded together with the tokens before it (the context), as Hugging Face's text-generation-inference
-does, because a token's text can depend on its neighbour: half a character, or a space that a decoder strips.
+Pending tokens are decoded together with the tokens before them (the context), as Hugging Face's
+text-generation-inference does.  A token's text can depend on its neighbour: half a character, or a space that a decoder
+strips.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ class IncrementalDetokenizer:
     """The text of one growing sequence of token ids."""
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
-        """`decode` must give the same text for the same ids; `stop` is text to hold back until it is decided."""
+        """Begin with no tokens.  `decode` must give the same text for the same ids.
+
+        Text that may be the start of a string in `stop` is held back until it is decided.
+        """
         self._decode = decode
         self._stop = tuple(stop)
         self.num_fed = 0
@@ -51,7 +55,7 @@ class IncrementalDetokenizer:
         return self._decode(context + ids)[len(self._decode(context)) :]
 
     def _settle(self, count: int, rest: str) -> None:
-        """The text of the first `count` pending tokens is final; the others' is `rest`."""
+        """Make the text of the first `count` pending tokens final.  `rest` is the text of the other pending tokens."""
         self._text += self._tail[: len(self._tail) - len(rest)]
         self._tail = rest
         self._context, self._pending = self._pending[:count], self._pending[count:]
@@ -80,9 +84,10 @@ class IncrementalDetokenizer:
         return False
 
     def _settle_invalid(self) -> None:
-        """Settle what no later token can make a character of: else every token decodes all of the invalid ones again.
+        """Settle bytes that no later token can make a character of.
 
-        A cut lies between two characters, valid or not, if the texts of its two sides add up to the whole.
+        Otherwise each further token would decode all of the invalid ones again.  A cut lies between two characters,
+        valid or not, if the texts of its two sides add up to the whole.
         """
         for parts in range(_MAX_PARTS, 2 * _MAX_PARTS):
             before, after = self._pending[:-parts], self._pending[-parts:]
@@ -109,7 +114,7 @@ class IncrementalDetokenizer:
 
 
 def longest_partial_stop(text: str, stop: Sequence[str]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of some string in `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of some string in `stop`."""
     longest = 0
     for candidate in stop:
         position = text.find(candidate[0], max(0, len(text) - len(candidate) + 1))
@@ -124,7 +129,7 @@ def longest_partial_stop(text: str, stop: Sequence[str]) -> int:
 def final_text(
     detokenizer: IncrementalDetokenizer, token_ids: Sequence[int], matched: int | str | None, *, trim: bool
 ) -> str:
-    """The whole text of a finished sequence, whose last tokens `token_ids` were not fed yet.
+    """Return the whole text of a finished sequence, whose last tokens `token_ids` were not fed yet.
 
     With `trim`, a matched stop token contributes no text and a matched stop string is cut off.  The match is looked
     for where the last token can have completed it: an earlier occurrence did not end the sequence.

@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint behind three calls: encode, decode, render a chat.
 
 Work that may take long runs in one of two threads, so that short work does not wait behind long work.  A text takes
-hundreds of bytes a token while it is encoded, so texts that cannot fit are refused before, and long ones are encoded in
-parts.
+hundreds of bytes a token while it is encoded.  So texts that cannot fit are refused before, and long ones are encoded
+in parts.
 """
 
 from __future__ import annotations

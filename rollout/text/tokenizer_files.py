@@ -101,7 +101,7 @@ def _backend(folder: Path, config: dict[str, Any], declared: dict[int, AddedToke
 
 
 def _class_names(config: dict[str, Any]) -> list[str]:
-    """Classes that read the files of this checkpoint.  One in the checkpoint's own code is named, and not loaded."""
+    """Return the names of the classes that read these files.  A class in the checkpoint's own code is not loaded."""
     auto_map = config.get("auto_map")
     classes = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
     named = [config.get("tokenizer_class"), *(classes if isinstance(classes, list) else [classes])]
@@ -113,7 +113,7 @@ def _class_names(config: dict[str, Any]) -> list[str]:
 
 
 def _declared_tokens(config: dict[str, Any]) -> dict[int, AddedToken] | None:
-    """Tokens by id, as the configuration lists them; None for a configuration of older form, which does not."""
+    """Return the tokens that the configuration lists, by id; None for one of the older form, which lists none."""
     declared = config.get("added_tokens_decoder")
     if declared is None:
         return None
@@ -124,7 +124,7 @@ def _declared_tokens(config: dict[str, Any]) -> dict[int, AddedToken] | None:
 
 
 def _old_declared_tokens(folder: Path, roles: Mapping[str, AddedToken]) -> dict[int, AddedToken]:
-    """Tokens by id, from `added_tokens.json`."""
+    """Return the tokens in `added_tokens.json`, by id."""
     ids = _read_object(folder / ADDED_TOKENS)
     if not all(isinstance(index, int) for index in ids.values()):
         raise StartupError(f"{ADDED_TOKENS} must give each token its id")
@@ -143,7 +143,7 @@ def _tokens_with_roles(config: dict[str, Any]) -> dict[str, AddedToken]:
 
 
 def _extra_tokens(config: dict[str, Any]) -> list[AddedToken]:
-    """Special tokens without a role."""
+    """Return the special tokens without a role."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     return [_token(value) for value in extra] if isinstance(extra, list) else []
 
@@ -160,9 +160,9 @@ def _token(value: Any) -> AddedToken:
 def _add_tokens(
     backend: Tokenizer, declared: Mapping[int, AddedToken], roles: Mapping[str, AddedToken], extra: list[AddedToken]
 ) -> None:
-    """Add what the vocabulary lacks, and make special what is declared so or has a role.
+    """Add tokens that the vocabulary lacks, and make tokens special that are declared so or have a role.
 
-    What the vocabulary has keeps its id, and stays special if it is.
+    A token of the vocabulary keeps its id, and stays special if it is.
     """
     with_role = {token.content for token in roles.values()}
     wanted = [token for _, token in sorted(declared.items())]
@@ -192,7 +192,7 @@ def _check_ids(backend: Tokenizer, declared: Mapping[int, AddedToken]) -> None:
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name: files win over the configuration, and that over the file of processors."""
+    """Return templates by name.  Files win over the configuration, and the configuration over the processors' file."""
     templates = _named_templates(_read_object(folder / TEMPLATE_JSON).get("chat_template"))
     templates |= _named_templates(config.get("chat_template"))
     more = folder / MORE_TEMPLATES
@@ -204,7 +204,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _named_templates(given: Any) -> dict[str, str]:
-    """A template alone, a list of named ones, or an object of them."""
+    """Return templates by name, given as a single template, a list of named ones, or an object of them."""
     if given is None:
         return {}
     if isinstance(given, str):
@@ -221,7 +221,7 @@ def _named_templates(given: Any) -> dict[str, str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file, empty where there is none."""
+    """Return the JSON object in the file, empty where there is no file.  Raises `StartupError`."""
     if not path.is_file():
         return {}
     try:

@@ -24,7 +24,7 @@ from rollout.tokenizer_manager.request import GenerateReqInput, RoutesFormat
 from rollout.tokenizer_manager.response import RouteShape
 
 UNITS = 16
-"""In an entry."""
+"""Units in an entry."""
 
 
 class Kind(NamedTuple):

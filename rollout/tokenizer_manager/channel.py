@@ -35,14 +35,14 @@ class SchedulerLink(Protocol):
 
 
 class SchedulerChannel:
-    """Both ends bound by main, in a folder that only its user can enter.  Use from one event loop.
+    """Sockets that main binds, in a folder that only its user can enter.  Use from one event loop.
 
     `num_inboxes`: engines that take requests of their own.  `remote_host`: an address of this machine at which ranks
     on others reach it; then messages must carry `secret`, which only the ranks have.
     """
 
     def __init__(self, folder: str | Path, num_inboxes: int = 1, remote_host: str | None = None) -> None:
-        """Raises `StartupError` when `folder` is too deep for a socket."""
+        """Bind the sockets.  Raises `StartupError` when the path of `folder` is too long for a socket."""
         self.input_addrs = [_address(Path(folder) / f"input{index}.sock") for index in range(num_inboxes)]
         self.output_addr = _address(Path(folder) / "output.sock")
         self.remote_output_addr: str | None = None

@@ -46,7 +46,7 @@ class InFlight:
         return list(self._samples)
 
     def add(self, sample: InFlightSample, wanted: int | None) -> int:
-        """Take a sample in; the rank that is to run it: `wanted`, or else the one with the least left to do."""
+        """Take a sample in, and return the rank that is to run it: `wanted`, or the one with the least left to do."""
         record = sample.record
         record.source.dp_rank = self._loads.index(min(self._loads)) if wanted is None else wanted
         self._loads[record.dp_rank] += record.max_len

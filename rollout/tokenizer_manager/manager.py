@@ -150,7 +150,7 @@ class TokenizerManager:
 
     @property
     def limits(self) -> ServingLimits:
-        """Raises `Unavailable` unless the server admits requests."""
+        """The limits that requests are checked against.  Raises `Unavailable` unless the server admits requests."""
         if self.phase is Phase.FAILED and self._failure is not None:
             raise Unavailable(str(self._failure))
         if self.phase is not Phase.SERVING or self._limits is None:
@@ -159,7 +159,7 @@ class TokenizerManager:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises `Unavailable` unless serving, `UnsupportedFeature` on a server without a tokenizer."""
+        """The tokenizer.  Raises `Unavailable` unless serving, `UnsupportedFeature` on a server without a tokenizer."""
         self.limits  # noqa: B018 - raises unless serving
         if self._tokenizer is None:
             raise UnsupportedFeature("this server runs --skip-tokenizer-init: send input_ids instead of text")

@@ -1,6 +1,6 @@
 """`SampleRecord`: one sample in the main process, appended to as the scheduler's messages come in.
 
-Shapes of the alternatives beside its tokens: n tokens, K likeliest ones at each place, C chosen ones.
+Shapes of the alternatives to its tokens: n tokens, K likeliest ones at each place, C chosen ones.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class ServingLimits:
         return self.returns_routes_by_default and self.captures_routes
 
     def check_rank(self, dp_rank: int | None) -> None:
-        """Raises `BadRequest` for a data-parallel rank that does not exist."""
+        """Check that a data-parallel rank exists.  Raises `BadRequest`."""
         if dp_rank is not None and not 0 <= dp_rank < self.dp_size:
             raise BadRequest(f"routed_dp_rank must be in 0..{self.dp_size - 1} (--dp-size), got {dp_rank}")
 
@@ -167,7 +167,7 @@ def _check_prompt(
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raises `BadRequest` naming the first id outside the vocabulary."""
+    """Check that all ids are in the vocabulary.  Raises `BadRequest` naming the first one outside."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         bad = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise BadRequest(f"{field}: token id {bad} is outside the vocabulary [0, {vocab_size})")
