@@ -21,7 +21,7 @@ POLL_S = 0.2
 
 
 class ChildServer:
-    """`lockstep serve` with these settings, and further words, started at once; it ends with this process."""
+    """A `lockstep serve` with these settings and further words.  It starts at once, and ends with this process."""
 
     def __init__(self, settings: Mapping[str, Any], words: Sequence[str] = ()) -> None:
         self.port = int(settings.get("port") or free_port())

@@ -128,7 +128,7 @@ class RequestOutput:
 
 
 class AsyncLLMEngine:
-    """vLLM's engine, as far as OpenRLHF asks."""
+    """The part of vLLM's engine that OpenRLHF uses."""
 
     def __init__(self, args: AsyncEngineArgs) -> None:
         self._settings = args.settings

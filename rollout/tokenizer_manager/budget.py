@@ -28,7 +28,10 @@ UNITS = 16
 
 
 class Kind(NamedTuple):
-    """Bytes of each in the main process, `held` and while it is `built`, and in the scheduler; units of an entry."""
+    """The cost of each thing of a kind: bytes in the main process and in the scheduler, and units of an entry.
+
+    In the main process it takes `held` bytes, and `built` bytes while its answer is made.
+    """
 
     what: str
     held: float
@@ -121,7 +124,7 @@ class RequestBudget:
         self._routes = routes
         self._max_ids = min(limits.mask_tokens, vocab_size)
         self._total: dict[str, int] = dict.fromkeys(KINDS, 0)
-        self._largest_built = 0.0  # of a sample
+        self._largest_built = 0.0  # bytes of the largest sample while it is built
         self._open: list[TokenizedGenerateReqInput] = []  # prompts whose masks are as large as sampling makes them
 
     def add(self, source: TokenizedGenerateReqInput) -> None:

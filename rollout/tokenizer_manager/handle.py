@@ -165,7 +165,7 @@ class GenerateHandle:
         return await _run(lambda: _encode(make()), total > (HEAVY if is_over else HEAVY_JSON))
 
     async def _of_each(self, make: Callable[[Sample], Result]) -> list[Result]:
-        """Return `make` of each sample, once all have ended."""
+        """Return the results of `make` for all samples, once these have ended."""
         done: set[int] = set()
         try:
             while len(done) < len(self._samples):

@@ -46,8 +46,8 @@ class _Envelope(msgspec.Struct, kw_only=True):
 async def read_replays(expanded: ExpandedRequest, start: int, shape: RouteShape) -> None:
     """Read the routes that prompts bring along, off the event loop; shared routes are read once.
 
-    They partition the prefix cache: KV computed under them is no other request's.  Raises `UnsupportedFeature` for a
-    dense model, and as `read_replay` does.
+    They partition the prefix cache: KV computed under them serves only requests with the same routes.  Raises
+    `UnsupportedFeature` for a dense model, and as `read_replay` does.
     """
     read: dict[int, tuple[ReplayedRoutes, str]] = {}
     for message, value in zip(expanded.messages, expanded.replays, strict=True):
@@ -99,7 +99,7 @@ def check_replay(replay: ReplayedRoutes, prompt_len: int, max_new_tokens: int) -
 
 
 def _named(value: Any, start: int, shape: RouteShape) -> tuple[ReplayedRoutes, str]:
-    """Return the routes, and a name of them."""
+    """Return the routes, and a name for them."""
     replay = read_replay(value, start, shape)
     salt = replay.start.to_bytes(8, "little")
     return replay, blake2b(replay.data, digest_size=16, person=b"routes", salt=salt).hexdigest()

@@ -36,7 +36,7 @@ MAX_SAMPLES = 8192
 """Prompts times n in one request."""
 MAX_TOKEN_IDS_LOGPROB = 4096
 FILL_CONTEXT = 1 << 31
-"""Tokens, more than any context holds."""
+"""A number of tokens that is more than any context holds."""
 MAX_LOGGED_NAMES = 256
 """Names of unknown fields in the log: they come from clients."""
 MAX_RID_CHARS = 512
@@ -200,7 +200,7 @@ def _check_shared(request: GenerateReqInput) -> None:
 
 
 def _prompts(request: GenerateReqInput) -> tuple[list[list[int]], bool]:
-    """Return the token ids of each prompt, none of a text, and whether the request is a batch."""
+    """Return the token ids of each prompt, none for a text, and whether the request is a batch."""
     text, input_ids = request.text, request.input_ids
     if text is None and input_ids is None:
         raise BadRequest("Either text, input_ids or input_embeds should be provided.")

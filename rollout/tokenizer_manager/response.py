@@ -29,7 +29,7 @@ from rollout.tokenizer_manager.sample import AlternativeArrays, MaskRecord, Samp
 HEAVY = 4096
 """Weight from which on a response is built off the event loop: some milliseconds of work."""
 HEAVY_JSON = 1 << 15
-"""The same for making JSON of a response that is built already."""
+"""Weight from which on a response that is built already becomes JSON off the event loop."""
 
 TokenText = Callable[[int], str]
 Entry = list[Any]

@@ -76,7 +76,7 @@ class MaskRecord:
 class SampleRecord:
     """Lists named `output_*` run parallel to `output_ids`.  Times are seconds of a monotonic clock.
 
-    `source` is what the scheduler gets for this sample, but for the routes that it brings along.
+    `source` is the message that the scheduler gets for this sample, without the routes that it brings along.
     """
 
     source: TokenizedGenerateReqInput

@@ -68,7 +68,7 @@ class GenerateRequest(AnyGeneration):
 
 
 def _asks_for_top_p_ids(params: dict[str, Any]) -> bool:
-    """Return whether slime asks for sampling masks in its form; refuse unsupported names."""
+    """Return whether slime asks for sampling masks in its form.  Raises `UnsupportedFeature`."""
     asks = params.get("custom_params") == {"return_top_p_token_ids": True}
     refused = UNSUPPORTED_SAMPLING_FIELDS - {"custom_params"} if asks else UNSUPPORTED_SAMPLING_FIELDS
     refuse_unsupported(params, refused, "sampling_params: ")

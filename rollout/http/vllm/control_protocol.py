@@ -20,13 +20,13 @@ class AbortRequestsRequest(Body):
 
 
 class ResetPrefixCacheRequest(Body):
-    """SkyRL's clients send in the body what vLLM takes from the query."""
+    """A field that SkyRL's clients send in the body, and vLLM's in the query."""
 
     reset_running_requests: bool = False
 
 
 class InitInfo(body_of(InitWeightsUpdateGroupReqInput)):  # type: ignore[misc]
-    """The form of coming tensors: their group, and whether in packed buffers.  `packed_num_buffers` is the sender's."""
+    """The form in which tensors come: group and packed buffers.  `packed_num_buffers` concerns only the sender."""
 
     unsupported = frozenset({"nccl_unique_id_b64"})
 
@@ -40,14 +40,14 @@ class InitWeightTransferEngineRequest(Body):
 
 
 class StartWeightUpdateRequest(Body):
-    """`cast`: our own, as of /begin_weight_update."""
+    """POST /start_weight_update.  `cast` is no field of vLLM's: it means the same as in /begin_weight_update."""
 
     is_checkpoint_format: Literal[True] = True
     cast: bool | None = None
 
 
 class UpdateInfo(Body):
-    """The tensors that are about to come.  Clients of older versions say here, not before, that they are packed."""
+    """The tensors that are about to come.  Older clients state here, and not before, that the tensors are packed."""
 
     unsupported = frozenset({"ipc_handles", "ipc_handles_pickled", "tensor_sizes"})
 
@@ -80,7 +80,7 @@ class CollectiveRpcRequest(Body):
 
 
 class SleepForWeightSync(Body):
-    """SkyRL's.  The KV of requests cannot be offloaded: they give it up, and compute it again."""
+    """The arguments of SkyRL's sleep.  Requests give up their KV and compute it again, as it cannot be offloaded."""
 
     unsupported = frozenset({"offload_kv"})
 

@@ -38,7 +38,7 @@ class _Method(NamedTuple):
 
 
 class RpcRoutes:
-    """`num_ranks`: how many workers answer."""
+    """The routes of workers' methods.  `num_ranks`: how many workers answer a call."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Found by Python at its start if this folder is on PYTHONPATH: SGLang's launchers are this project's from then on.
 
-The rest of SGLang is what is installed, or nothing.
+The rest of SGLang comes from the installed package, if there is one.
 """
 
 import importlib.machinery
