@@ -36,7 +36,7 @@ class AttentionBackend(ABC):
     # Whether a token's result has the same bits in every batch, chunking and number of threads.
     batch_invariant = False
 
-    # Of the step planned last: what a recorded forward is given anew; None: `attend` cannot be recorded.
+    # The tensors of the step planned last that a recorded forward is given anew; None: `attend` cannot be recorded.
     operands: PagedOperands | None = None
 
     def __init__(self, kv: KVPool) -> None:
@@ -45,13 +45,13 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
-        """Why this backend cannot attend to such KV; None where it can."""
+        """Return why this backend cannot attend to such KV, or None where it can."""
 
     def for_graph(self, batch_size: int) -> AttentionBackend | None:
-        """A backend over the same KV for captured steps of exactly `batch_size` decoding requests and no others.
+        """Return a backend over the same KV for captured steps of exactly `batch_size` decoding requests.
 
-        Its `plan` is called before the capture and before every replay, outside of the capture, and leaves all that the
-        kernels read at the same addresses; its `attend` is what is captured.  None: `attend` cannot be captured.
+        Its `plan` is called before the capture and before every replay, outside of the capture.  It leaves all that the
+        kernels read at the same addresses.  Its `attend` is captured.  None: `attend` cannot be captured.
         """
         return None
 
@@ -71,6 +71,6 @@ class AttentionBackend(ABC):
         """Attend with q [T, H, hd] to what `kv` holds.  Returns [T, H * value size].
 
         Scores are scaled by `scale`, `hd ** -0.5` by default.  With a `window` a query sees itself and the `window - 1`
-        positions before; `sinks` [H] are one more logit a head, which takes part in the softmax and has no value.
+        positions before.  `sinks` [H] are one more logit for each head: it takes part in the softmax and has no value.
         Query head h reads key/value head `h // (H / Hkv)`.
         """

@@ -7,7 +7,7 @@ Run on an H100 by `tests/gpu`; elsewhere against `tests/flashinfer_stand_in.py`,
     attend               one or two launches: the tokens that extend, then the ones that decode
 
 A plan is written into page-locked memory that the wrapper keeps, and copied from there while the host goes on.  The
-next plan must not write before this is done: an event says so (mini-sglang learnt it the hard way, 20fcd7f).
+next plan must not write before this copy is done: it waits for an event (mini-sglang's fix 20fcd7f).
 
 Shapes: T tokens, B decoding requests, H query heads, hd head size.
 """
@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128, 256)
 LATENT_RANK_MULTIPLE, LATENT_ROPE_MULTIPLE = 128, 64
 LEAST_CAPABILITY = (8, 0)
-# What FlashInfer recommends for partial results; beside it every wrapper has 8 MiB on the device and on the host.
+# FlashInfer's recommendation for partial results.  In addition, every wrapper has 8 MiB on the device and on the host.
 _WORKSPACE_BYTES = 128 << 20
 # A plan of a captured step is a few numbers for each request and block of the grid.
 _GRAPH_INT_WORKSPACE_BYTES = 1 << 20
@@ -38,8 +38,8 @@ _GRAPH_INT_WORKSPACE_BYTES = 1 << 20
 class _Shared:
     """The state that a backend shares with the backends of its captured steps.
 
-    `kinds`: of the layers seen so far, in order; `indices` by window, `int_workspaces` by kind: memory of captured
-    steps of all sizes, as one of them runs at a time, planned just before.
+    `kinds` are the kinds of the layers seen so far, in order.  `indices` by window and `int_workspace` by kind give
+    memory that captured steps of all sizes share: one of them runs at a time, planned just before.
     """
 
     def __init__(self, kv: KVPool, library: Any, new_event: Callable[[], Any]) -> None:
@@ -51,7 +51,7 @@ class _Shared:
         self._int_workspaces: dict[LayerKind, torch.Tensor] = {}
 
     def indices(self, window: int | None, count: int) -> torch.Tensor:
-        """Room for at least `count`; smaller batches should ask after larger ones."""
+        """Return memory for at least `count` slot indices.  Ask for large batches first: more room means new memory."""
         if window not in self._indices or self._indices[window].numel() < count:
             self._indices[window] = torch.zeros(count, dtype=torch.int32, device=self.device)
         return self._indices[window]
@@ -66,12 +66,13 @@ class _Shared:
 class FlashInferBackend(AttentionBackend):
     """`library` is the package `flashinfer`, and `new_event` makes a CUDA event, by default.
 
-    `plan` does not wait for the device, but for the copies of the plan before.  Kinds of layers are planned when they
-    are first attended to, from then on in `plan`.
+    `plan` waits for the copies of the previous plan only, not for the device.  A kind of layer is planned when it is
+    first attended to, from then on in `plan`.
 
     `batch_invariant` stays False.  `disable_split_kv` and `fixed_split_size` make a decoding token's sums independent
-    of the rest of the batch, but the size of a query tile, and with it the order in which warps share the keys, follows
-    from the average length of the step's extends: a token's bits depend on how its sequence was cut into chunks.
+    of the rest of the batch.  But the size of a query tile follows from the average length of the step's extends, and
+    the order in which warps share the keys from this size: a token's bits depend on how its sequence was cut into
+    chunks.
     """
 
     def __init__(self, kv: KVPool, library: Any = None, new_event: Callable[[], Any] | None = None) -> None:

@@ -21,7 +21,7 @@ from rollout.core.errors import StartupError
 
 # The sum of a softmax comes as its logarithm to the base of 2.
 _LN_2 = math.log(2)
-# Of one plan of latent attention (flashinfer/mla/_fa_common.py); a tile has at most _TILE_ROWS tokens times heads.
+# Limits of a plan of latent attention (flashinfer/mla/_fa_common.py): a tile has at most _TILE_ROWS tokens times heads.
 _MAX_TILES, _TILE_ROWS = 16384, 64
 
 
@@ -40,8 +40,9 @@ class LayerKind(NamedTuple):
 class FixedBuffers(NamedTuple):
     """Device memory of captured steps of B requests, all int32 but for the workspace: kernels read it at each replay.
 
-    They take what `CsrPart` has: `qo_indptr`, `kv_indptr` [B + 1]; `lens` [B], of the last pages or of the KV, as the
-    wrapper asks; `kv_indices`, room for the longest sequences.  `int_workspace` uint8: plans of grouped query heads.
+    They take the fields of `CsrPart`: `qo_indptr`, `kv_indptr` [B + 1]; `lens` [B], of the last pages or of the KV, as
+    the wrapper asks; `kv_indices`, with room for the longest sequences.  `int_workspace` uint8 holds plans of grouped
+    query heads.
     """
 
     qo_indptr: torch.Tensor
@@ -52,10 +53,10 @@ class FixedBuffers(NamedTuple):
 
 
 class KindOfLayer(ABC):
-    """Plans and runs the layers of one kind.  `dtype` is that of queries, keys and values.
+    """Plans and runs the layers of one kind.  `dtype` is the dtype of queries, keys and values.
 
     `workspace` uint8 is zero before its first use, and may be shared by all kinds.  With `fixed` buffers there are only
-    decoding requests, always as many, and `run` can be captured.
+    decoding requests, always the same number, and `run` can be captured.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class KindOfLayer(ABC):
         self._has_decodes = False
 
     def plan(self, extends: CsrPart | None, decodes: CsrPart | None) -> None:
-        """For the step that runs next."""
+        """Plan the next step: its extending and its decoding sequences, None where there are none."""
         assert self.fixed is None or extends is None, "only steps that decode are captured"
         self._num_extend_tokens, self._has_decodes = 0, decodes is not None
         if extends is not None:
@@ -76,7 +77,10 @@ class KindOfLayer(ABC):
             self._plan_decodes(decodes)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """q [T, H, hd] over the pools k and v [S, kv heads, size] of a layer.  Returns [T, H, value size]."""
+        """Attend with q [T, H, hd] to the pools k and v [S, kv heads, size] of a layer.
+
+        Returns [T, H, value size].
+        """
         out = q.new_empty(q.shape[0], q.shape[1], self.kind.value_size)
         cut = self._num_extend_tokens
         if cut:
@@ -103,7 +107,7 @@ class KindOfLayer(ABC):
 
 
 class GroupedHeads(KindOfLayer):
-    """Grouped query heads.  Decoding and extending run the same module, that of FlashAttention 2 on tensor cores.
+    """Grouped query heads.  Decoding and extending run the same module, FlashAttention 2 on tensor cores.
 
     It takes groups of any size, which the kernel for plain cores does not.
     """
@@ -151,7 +155,7 @@ class GroupedHeads(KindOfLayer):
         )
 
     def _plan_decodes(self, part: CsrPart) -> None:
-        # Nothing before the window is among the indices: the module without windows serves all.
+        # No slot before the window is among the indices: the module without windows serves layers with one, too.
         kind = self.kind
         assert self._decode is not None
         self._decode.plan(
@@ -186,13 +190,13 @@ def _run_paged(
         wrapper.run(q, pages, out=out)
         return
     # `run` takes `sinks`, and ignores them where it does not run on Blackwell.  One more score in the sum of the
-    # softmax, which has no value, scales what comes out.
+    # softmax, which has no value, scales the output.
     _, log2_sums_TH = wrapper.run(q, pages, out=out, return_lse=True)
     out.mul_(torch.sigmoid(log2_sums_TH * _LN_2 - sinks.float()).unsqueeze(-1))
 
 
 class Latents(KindOfLayer):
-    """Latent attention in the absorbed form: queries [T, H, R + rd], one latent of as many elements in each slot."""
+    """Latent attention in the absorbed form: queries [T, H, R + rd], and one latent of R + rd elements in each slot."""
 
     def __init__(
         self, library: Any, kind: LayerKind, dtype: torch.dtype, workspace: torch.Tensor, fixed: FixedBuffers | None
@@ -218,7 +222,7 @@ class Latents(KindOfLayer):
 
     def _plan_extends(self, part: CsrPart) -> None:
         num_tokens, num_heads = int(part.qo_indptr[-1]), self._causal_heads
-        if num_tokens * num_heads > _MAX_TILES * _TILE_ROWS:  # met by the largest step, at startup
+        if num_tokens * num_heads > _MAX_TILES * _TILE_ROWS:  # the largest step, at startup, meets this first
             most = _MAX_TILES * _TILE_ROWS // num_heads
             raise StartupError(
                 f"FlashInfer plans {most} tokens of {self.kind.num_heads} latent heads at once, and a step may have "

@@ -1,7 +1,7 @@
 """The KV slots that the sequences of a step read, as FlashInfer's CSR arrays, without waiting for the device.
 
     sequences    | extend 0 | extend 1 | d0 | d1 |     in the order of the batch
-    positions    [first, kv_len) of each               first > 0 with a window: no query of the step sees those before
+    positions    [first, kv_len) of each               first > 0 with a window: no query of the step sees earlier ones
     kv_indices   slots of all these positions, one sequence behind the other; a slot is a page of one token
     kv_indptr    where the slots of each sequence begin
 
@@ -21,10 +21,10 @@ from rollout.core.forward_batch import ForwardBatch
 
 
 class CsrPart(NamedTuple):
-    """The extending or the decoding sequences of a step, all int32; on the host, page-locked for a CUDA device, but for
-    `kv_indices`.
+    """The extending or the decoding sequences of a step, all int32.
 
-    `qo_indptr`, `kv_indptr` [n + 1]; `kv_lens` [n]: slots read of each; `last_page_len` [n]: ones; `kv_indices` [P].
+    `qo_indptr`, `kv_indptr` [n + 1]; `kv_lens` [n], slots read of each; `last_page_len` [n], ones; `kv_indices` [P].
+    All but `kv_indices` are on the host, page-locked for a CUDA device.
     """
 
     qo_indptr: torch.Tensor
@@ -35,7 +35,7 @@ class CsrPart(NamedTuple):
 
 
 class StepSequences:
-    """The sequences of one step: copies of what the host knows of them, and the tables that say where they lie."""
+    """The sequences of one step: copies of their lengths and rows on the host, and the tables with their slots."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.num_extends = len(batch.extend_lens)
@@ -77,9 +77,10 @@ class StepSequences:
 
 
 def gather_slots(table: torch.Tensor, rows_N: np.ndarray, first_N: np.ndarray, counts_N: np.ndarray) -> torch.Tensor:
-    """Slots [P] int32 of `counts_N` positions from `first_N` on, in `rows_N` of `table` [rows, positions], contiguous.
+    """Return the slots [P] int32 of `counts_N` positions from `first_N` on, in `rows_N` of `table` [rows, positions].
 
-    The arrays are int64 on the host; what is returned lies where `table` does, and nothing waits for it.
+    `table` is contiguous.  The arrays are int64 on the host.  The slots are on the device of `table`, and the host does
+    not wait for them.
     """
     total, device = int(counts_N.sum()), table.device
     ends_N = np.cumsum(counts_N)
@@ -105,5 +106,8 @@ def _part(query_lens_n: np.ndarray, counts_n: np.ndarray, slots_P: torch.Tensor)
 
 
 def _host_array(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """New memory every time: torch gives page-locked memory out again once the copies from it are done."""
+    """Allocate memory on the host, page-locked for a CUDA device.
+
+    Each call gives new memory: torch reuses page-locked memory only once the copies from it are done.
+    """
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")

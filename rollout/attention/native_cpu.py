@@ -20,7 +20,7 @@ MAX_KEY_SIZE, MAX_VALUE_SIZE = 576, 512
 
 
 class NativeCpuBackend(AttentionBackend):
-    """`torch.ops.lockstep` must be loaded."""
+    """Attention by the operator `paged_attention`.  `torch.ops.lockstep` must be loaded."""
 
     batch_invariant = True
 
@@ -80,7 +80,7 @@ class NativeCpuBackend(AttentionBackend):
 
 
 class _CapturedCpuBackend(NativeCpuBackend):
-    """Captured steps of `batch_size` requests that decode; the operands stay where they are, a plan fills them."""
+    """The backend of captured steps of `batch_size` decoding requests: a plan fills its operands in place."""
 
     def __init__(self, kv: KVPool, batch_size: int) -> None:
         super().__init__(kv)

@@ -17,7 +17,7 @@ ATTENTION_BACKENDS = {
 
 
 def create_attention_backend(name: str, kv: KVPool, kernels_available: bool = True) -> AttentionBackend:
-    """The backend of this name, or, for "auto", the first that can attend to `kv`.
+    """Create the backend of this name, or, for "auto", the first that can attend to `kv`.
 
     Raises `StartupError` for a name that is not registered, or a backend that does not fit.
     """

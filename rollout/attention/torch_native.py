@@ -7,8 +7,7 @@ A step becomes few, large calls:
              with the query heads that share a key/value head as the rows of one small matrix
 
 Shapes: T tokens, X sequences of an extend group, Q tokens computed of each, L length of KV, B requests of a decode
-bucket, H query heads, Hkv key/value heads, G = H / Hkv, hd size of a query and a key, vd of a
-value.
+bucket, H query heads, Hkv key/value heads, G = H / Hkv, hd size of a query and a key, vd size of a value.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _ExtendGroup:
     rows: torch.Tensor | slice  # [X * Q] rows of the step
     num_sequences: int
     requests_X: torch.Tensor  # rows of the slot table
-    lengths_X: torch.Tensor  # of KV, all the same
+    lengths_X: torch.Tensor  # lengths of KV, all the same
     kv_slots: torch.Tensor  # [X * L]
     mask_QL: torch.Tensor | None  # bool, True where attended; None: no cached prefix, plain causal
 
@@ -48,19 +47,19 @@ class _DecodeBucket:
     rows: torch.Tensor | slice  # [B] rows of the step
     num_sequences: int
     requests_X: torch.Tensor  # rows of the slot table
-    lengths_X: torch.Tensor  # of KV
+    lengths_X: torch.Tensor  # lengths of KV
     kv_slots: torch.Tensor  # [B * L], padded with the request's own last slot
     mask: torch.Tensor | None  # [B, 1, 1, L] additive; None: all lengths are L
 
 
 class TorchNativeBackend(AttentionBackend):
-    """`kv` holds keys and values in the dtype of the model."""
+    """Attention in plain torch.  `kv` holds keys and values in the dtype of the model."""
 
     def __init__(self, kv: KVPool) -> None:
         super().__init__(kv)
         self._extend: list[_ExtendGroup] = []
         self._decode: list[_DecodeBucket] = []
-        self._tables: tuple[torch.Tensor, ...] = ()  # of layers without and with a window
+        self._tables: tuple[torch.Tensor, ...] = ()  # slot tables of layers without and with a window
 
     @staticmethod
     def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
@@ -147,7 +146,7 @@ def _plan_decode(batch: ForwardBatch, dtype: torch.dtype) -> list[_DecodeBucket]
 def bucket_by_length(lengths: list[int]) -> list[list[int]]:
     """Split `0 .. len(lengths) - 1` into buckets whose padding to their longest at most doubles the work.
 
-    One bucket where that holds for all together or the whole is small.
+    There is one bucket where this holds for all lengths together, or where the whole is small.
     """
     padded = len(lengths) * max(lengths)
     if padded <= max(2 * sum(lengths), SMALL_GATHER_ROWS):
@@ -184,8 +183,8 @@ def _decode_bucket(
 
 
 def _gather(pool: torch.Tensor, slots: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """[S, Hkv, hd] -> [num_sequences, Hkv, L, hd]."""
-    # Rows of one flat matrix: several times faster on the CPU than indexing the three-dimensional pool.
+    """Gather the rows at `slots` of a pool [S, Hkv, hd] as [num_sequences, Hkv, L, hd]."""
+    # To select rows of one flat matrix is several times faster on the CPU than to index the three-dimensional pool.
     rows = pool.view(pool.shape[0], -1).index_select(0, slots)
     return rows.view(num_sequences, -1, *pool.shape[1:]).transpose(1, 2)
 
@@ -193,7 +192,7 @@ def _gather(pool: torch.Tensor, slots: torch.Tensor, num_sequences: int) -> torc
 def _decode(
     bucket: _DecodeBucket, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """q [B, H, hd] -> [B, H * vd]."""
+    """Attend with one query of each request, q [B, H, hd].  Returns [B, H * vd]."""
     num_requests, num_kv_heads = bucket.num_sequences, k_pool.shape[1]
     k = _gather(k_pool, bucket.kv_slots, num_requests)
     v = _gather(v_pool, bucket.kv_slots, num_requests)
@@ -204,7 +203,7 @@ def _decode(
 def _extend(
     group: _ExtendGroup, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """q [X * Q, H, hd] -> [X * Q, H * vd]."""
+    """Attend with the queries of a group, q [X * Q, H, hd].  Returns [X * Q, H * vd]."""
     count, num_heads, head_dim = group.num_sequences, q.shape[1], q.shape[2]
     queries = q.view(count, -1, num_heads, head_dim).transpose(1, 2)
     k, v = _gather(k_pool, group.kv_slots, count), _gather(v_pool, group.kv_slots, count)
@@ -215,7 +214,7 @@ def _extend(
     if num_queries > ROWS_FORM_MAX_QUERIES:
         out = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask_QL, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
-    # Few queries: the heads of a group as further rows of the same matrix, as in decoding.
+    # With few queries the heads of a group become further rows of the same matrix, as in decoding.
     queries = queries.reshape(count, num_kv_heads, -1, head_dim)
     mask = group.mask_QL.repeat(num_heads // num_kv_heads, 1)
     out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
@@ -232,9 +231,9 @@ def _explicit(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [X * Q, H, hd] -> [X * Q, H * vd], with a softmax of its own: SDPA has no sinks.
+    """Attend with q [X * Q, H, hd] through explicit scores and softmax, because SDPA has no sinks.
 
-    Reads the last L positions of each sequence, which are all that its queries see.
+    It reads the last L positions of each sequence: its queries see no others.  Returns [X * Q, H * vd].
     """
     count, num_heads, num_kv_heads = part.num_sequences, q.shape[1], k_pool.shape[1]
     queries = q.view(count, -1, num_heads, q.shape[2]).transpose(1, 2)

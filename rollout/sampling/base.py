@@ -1,16 +1,16 @@
-"""One token a row from logits, with log-probabilities: what every implementation gives.
+"""`Sampler`: the interface of implementations that sample one token for each row of logits, with log-probabilities.
 
 The log-probability is of the log-softmax after logit bias, penalties and temperature, before top-k, top-p and min-p
 (SGLang's default); a greedy row's is of the logits as they are.  A random row takes one uniform number and inverts
-the cumulative distribution in vocabulary order: no noise tensor of the size of the vocabulary, and nothing that depends
-on the batch.  A greedy row takes the largest logit, of equal ones the lowest id.
+the cumulative distribution in vocabulary order: it needs no noise tensor of the size of the vocabulary, and does not
+depend on the batch.  A greedy row takes the largest logit, of equal ones the lowest id.
 
-A row that holds a NaN or +infinity, or nothing above -infinity, is no distribution.  Its token is that of the first
-NaN, else the lowest id of the largest logit; all its log-probabilities are NaN, its best tokens the first ones.
+A row that holds a NaN or +infinity, or nothing above -infinity, is no distribution.  Its token is the id of the first
+NaN, else the lowest id of the largest logit.  All its log-probabilities are NaN; its best tokens are the lowest ids.
 
 Where a row wants its mask, it gets the ids of all tokens that could have been sampled, in vocabulary order: the ones
 that bias, minimum length, top-k, top-p and min-p leave, and whose weight in float is not 0.  They come from the very
-weights that the token was drawn from.  A greedy row's mask is its token, as is that of a row without a distribution.
+weights that the token was drawn from.  The mask of a greedy row, or of a row without a distribution, is its token.
 
 Shapes: N rows, V vocabulary, n most log-probabilities of best tokens that a row asks for, C chosen tokens, M kept ones
 of all rows together.
@@ -30,7 +30,7 @@ __all__ = ["PlainRows", "SampledTokens", "Sampler", "ScoredTokens"]
 
 @dataclass(slots=True)
 class SampledTokens:
-    """Floating-point fields are float32, or float64 for float64 logits.
+    """The tokens that a step sampled.  Floating-point fields are float32, or float64 for float64 logits.
 
     `token_ids` [N] int64; `logprobs` [N], NaN for rows that do not want it; `top_ids` [N, n] int64 and `top_logprobs`
     [N, n], best first, -1 and NaN in the places that a row did not ask for; `chosen_logprobs` [C], the chosen ids of
@@ -74,7 +74,7 @@ class ScoredTokens:
 
 
 class Sampler(ABC):
-    """Stateless."""
+    """The interface of a sampler.  It has no state."""
 
     # Whether a row's token and log-probabilities are the same bits in every batch.
     batch_invariant = False
@@ -93,13 +93,17 @@ class Sampler(ABC):
     def sample_plain(
         self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`token_ids` and `logprobs` of `sample`, of every row, by tensors of one device alone: nothing is read on the
-        host, so that a CUDA graph can hold it.  Leaves the logits as they are."""
+        """Return `token_ids` and `logprobs` of every row, as `sample` does, from tensors of one device.
+
+        The host reads nothing, so that a CUDA graph can hold the call.  The logits stay as they are.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no plain rows")
 
     @abstractmethod
     def score(
         self, logits_NV: torch.Tensor, target_ids_N: torch.Tensor, temperature: float, chosen_ids: list[int], top_n: int
     ) -> ScoredTokens:
-        """Log-probabilities at `temperature` of given tokens, one a row, of the same `chosen_ids` in every row, and of
-        the `top_n` best (at most V)."""
+        """Return the log-probabilities at `temperature` of given tokens, one of each row.
+
+        Log-probabilities of the same `chosen_ids` in every row are added, and of the `top_n` best tokens (at most V).
+        """

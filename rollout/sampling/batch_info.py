@@ -1,8 +1,8 @@
 """The sampling parameters of the rows of one step, as tensors.
 
-Building them costs Python time per row, so the caller keeps them while the rows stay the same; then only
-`update_histories` costs anything, and only for rows with penalties.  The rows' lists are in `RowLists`, which outlive
-a batch: a row that stays costs the next batch nothing for its prompt, its bias and its end tokens.
+Building them costs Python time per row, so the caller keeps them while the rows stay the same.  Then only
+`update_histories` costs time, and only for rows with penalties.  The rows' lists are in `RowLists`, which outlive a
+batch: the next batch does not copy the prompt, bias and end tokens of a row that stays.
 
 Shapes: N rows, V vocabulary, F rows with filters.
 """
@@ -23,7 +23,7 @@ from rollout.core.prompt import Prompt
 from rollout.core.sampling_params import SamplingParams
 from rollout.sampling.row_lists import Place, RowLists, SharedLists
 
-_SPANS = ("chosen", "bias", "ends", "prompt", "output")  # entries begin .. end - 1 of a list of the batch
+_SPANS = ("chosen", "bias", "ends", "prompt", "output")  # a row has the entries begin .. end - 1 of each list
 # One row as the compiled operators read it: `RowSettings` in rollout/kernels/csrc/sampler_edits.h.
 ROW_SETTINGS = np.dtype(
     [
@@ -56,9 +56,9 @@ _MAX_TOP_K = 2**31  # more than any vocabulary
 class SamplingRow:
     """The inputs of one row: `seed` as an unsigned 64-bit number, the ids that end it, its tokens so far, its wishes.
 
-    A row may want log-probabilities: of the sampled token, of the `top_logprobs` best ones, of chosen ones; and the
-    mask of the tokens that could have been sampled.  `shared`: its lists as arrays; samples of one prompt may have the
-    same.  `place`: where they were entered last.
+    A row may want log-probabilities: of the sampled token, of the `top_logprobs` best ones, of chosen ones.  It may
+    want the mask of the tokens that could have been sampled.  `shared` has its lists as arrays; samples of one prompt
+    may share them.  `place` is the place where they were entered last.
     """
 
     params: SamplingParams
@@ -73,7 +73,7 @@ class SamplingRow:
     settings: bytes = field(init=False, repr=False)  # one `ROW_SETTINGS` without spans
     has_penalties: bool = field(init=False, repr=False)
     has_lists: bool = field(init=False, repr=False)
-    wants_more: bool = field(init=False, repr=False)  # than a token and its log-probability
+    wants_more: bool = field(init=False, repr=False)  # more than a token and its log-probability
     shared: SharedLists = field(init=False, repr=False)
     place: Place | None = field(init=False, repr=False, default=None)
 
@@ -101,7 +101,7 @@ class SamplingRow:
         self.shared = SharedLists(Prompt(self.prompt_ids), self.end_ids, params.logit_bias, self.chosen_ids)
 
     def lists(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bias, end tokens and distinct prompt tokens, each where it counts, int64."""
+        """Return the ids of bias, end tokens and distinct prompt tokens, int64; a list without effect is empty."""
         params, shared = self.params, self.shared
         return (
             shared.bias_ids,
@@ -117,7 +117,8 @@ def _table_of(settings: Sequence[bytes]) -> np.ndarray:
 class PlainRows(NamedTuple):
     """The settings of rows without filters, edits, masks, top and chosen log-probabilities, on the logits' device.
 
-    `seeds` int64 [N] (the bits of unsigned numbers), `temperatures` float32 [N], 1 for greedy rows, `greedy` bool [N].
+    `seeds` int64 [N] have the bits of unsigned numbers, `temperatures` float32 [N] are 1 for greedy rows, `greedy` is
+    bool [N].
     """
 
     seeds: torch.Tensor
@@ -128,13 +129,12 @@ class PlainRows(NamedTuple):
 class SamplingBatchInfo:
     """Parameters of N rows.
 
-    `settings` [N] of `ROW_SETTINGS`, without spans; `operands` are the same with spans, and the tensors that these
-    point into, in the order of the operator's arguments; `rows_with_lists` are the rows, with their indices, that have
-    chosen ids, bias, penalties or a minimum length.  The cached properties are the same parameters for plain torch, on
-    `device`.
+    `settings` are [N] of `ROW_SETTINGS`, without spans.  `operands` are the same with spans, and the tensors that the
+    spans point into, in the order of the operator's arguments.  `rows_with_lists` are the rows, with their indices,
+    that have chosen ids, bias, penalties or a minimum length.  The cached properties are the same parameters for plain
+    torch, on `device`.
 
-    `lists`: where rows have their lists, row i in the place `places[i]` of them; by default there are some for this
-    batch alone.
+    `lists` hold the lists of the rows: row i has the place `places[i]` in them.  By default this batch makes its own.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class SamplingBatchInfo:
     def _fill_histories(self, table: np.ndarray) -> None:
         ends = [place.fill(output_ids) for place, output_ids in self._histories]
         if None in ends:
-            self._lists = None  # the next ones have more room
+            self._lists = None  # lists with more room take their place
             self._place_rows()
         else:
             table["output_end"][self._penalised] = ends
@@ -212,7 +212,7 @@ class SamplingBatchInfo:
             self._fill_histories(table)
 
     def _placed(self, lists: RowLists, numbers: Sequence[int]) -> list[Place] | None:
-        """The places of the rows with lists.  None: one of them does not fit into its place."""
+        """Return the places of the rows with lists, or None if the lists of one do not fit into its place."""
         placed, places = [], lists.places
         for i, row in self.rows_with_lists:
             place = row.place
@@ -230,7 +230,7 @@ class SamplingBatchInfo:
         return place
 
     def _own_lists(self) -> RowLists:
-        """Places that are as large as the rows need, with room for the output to grow."""
+        """Make places that are as large as the rows need, with room for the output to grow."""
         widths = [(0, 0, 0)] * len(self.rows)
         for i, row in self.rows_with_lists:
             room = max(_MIN_HISTORY, 2 * len(row.output_ids)) if row.has_penalties else 0
@@ -239,7 +239,10 @@ class SamplingBatchInfo:
         return RowLists(widths)
 
     def _enter_chosen(self, table: np.ndarray) -> torch.Tensor:
-        """The chosen ids of all rows, one row after the other: results are in the same order, and as many."""
+        """Enter the span of each row's chosen ids in `table`, and return all chosen ids, one row after the other.
+
+        Results have the same order and number.
+        """
         rows = [i for i, row in self.rows_with_lists if row.chosen_ids]
         if not rows:
             return torch.empty(0, dtype=torch.int64)
@@ -260,7 +263,7 @@ class SamplingBatchInfo:
 
     @cached_property
     def plain_rows(self) -> PlainRows | None:
-        """The rows where all of them are as `PlainRows` says, else None."""
+        """The rows as `PlainRows` where all of them are plain, else None."""
         if self.rows_with_lists or self.masked_rows or self.top_n or self._has_filters.any():
             return None
         seeds = to_device(torch.from_numpy(self.settings["seed"].copy().view(np.int64)), self.device)
@@ -268,7 +271,7 @@ class SamplingBatchInfo:
 
     @cached_property
     def temperatures(self) -> torch.Tensor:
-        """[N] float32."""
+        """Temperatures [N] float32, 1 for greedy rows."""
         return self._column("temperature", torch.float32)
 
     @cached_property
@@ -278,7 +281,7 @@ class SamplingBatchInfo:
 
     @cached_property
     def greedy(self) -> torch.Tensor:
-        """[N] bool."""
+        """Greedy rows: [N] bool."""
         return self._column("is_greedy", torch.bool)
 
     @cached_property
@@ -287,17 +290,17 @@ class SamplingBatchInfo:
 
     @cached_property
     def wants_logprob(self) -> torch.Tensor:
-        """[N] bool."""
+        """Rows that want the log-probability of their token: [N] bool."""
         return self._column("wants_logprob", torch.bool)
 
     @cached_property
     def masked_rows(self) -> list[int]:
-        """The rows that want the tokens which could have been sampled."""
+        """The rows that want the mask of the tokens that could have been sampled."""
         return [i for i, row in enumerate(self.rows) if row.wants_mask]
 
     @cached_property
     def top_logprobs(self) -> torch.Tensor:
-        """[N] int64: how many best tokens each row asks for."""
+        """Numbers of best tokens that the rows ask for: [N] int64."""
         return self._column("top_logprobs", torch.int64)
 
     @cached_property
@@ -330,7 +333,7 @@ class SamplingBatchInfo:
 
     @cached_property
     def _has_filters(self) -> np.ndarray:
-        """[N] bool: random, with top-k, top-p or min-p."""
+        """Random rows with top-k, top-p or min-p: [N] bool."""
         table = self.settings
         filters = (table["top_p"] < 1.0) | (table["top_k"] > 0) | (table["min_p"] > 0.0)
         has_filters: np.ndarray = (table["is_greedy"] == 0) & filters

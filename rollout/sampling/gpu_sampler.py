@@ -1,8 +1,8 @@
 """`Sampler` on CUDA: Triton kernels for batches of plain rows, plain torch for the others.
 
-A plain row (`PlainRows`) gets the token and the log-probability that the CPU samplers would give it, up to rounding,
-and the same bits in every batch of such rows.  In a batch with a row that is not plain all rows are sampled by
-`TorchSampler`.  There the host waits for the device where a row
+A plain row (`PlainRows`) gets the token and the log-probability that the CPU samplers would give it, up to rounding.
+Its bits are the same in every batch of plain rows.  `TorchSampler` samples all rows of a batch with a row that is not
+plain.  There the host waits for the device where a row
 
     has top-p or min-p, and top-k none or above 1024   whether a partial sort is enough
     has bias, penalties, a minimum length or chosen ids   they are copied to the device
@@ -25,7 +25,10 @@ from rollout.sampling.torch_sampler import TorchSampler
 
 
 class GpuSampler(TorchSampler):
-    """For bfloat16, float16 and float32 logits.  Not batch invariant: rows that are not plain are torch's."""
+    """Samples from bfloat16, float16 and float32 logits.
+
+    It is not batch invariant: plain torch samples all rows of a batch that are not all plain.
+    """
 
     def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
         rows = self.plain_rows(info, logits_NV.device)

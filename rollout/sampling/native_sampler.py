@@ -1,8 +1,9 @@
 """`Sampler` by the compiled CPU operators (`rollout.kernels`): bfloat16 and float32 logits.
 
-One pass over a row for each of its parts, nothing of the size of [N, V].  A row's token and log-probabilities depend on
-that row only: not on other rows, their number, the number of threads, or on whether its logits come as bfloat16 or as
-the same numbers in float32.  Of equal logits the lower id comes first, in every filter and among the best.
+Each part of a row takes one pass over it, and no tensor of the size of [N, V] is made.  A row's token and
+log-probabilities depend on that row only: not on other rows, their number, the number of threads, or on whether its
+logits come as bfloat16 or as the same numbers in float32.  Of equal logits the lower id comes first, in every filter
+and among the best.
 
 Shapes: as in `base`.
 """
@@ -22,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class NativeSampler(Sampler):
-    """`torch.ops.lockstep` must be loaded.  Leaves the logits as they are."""
+    """Sampling by the compiled operators.  `torch.ops.lockstep` must be loaded.  The logits stay as they are."""
 
     batch_invariant = True
 
@@ -43,7 +44,7 @@ class NativeSampler(Sampler):
 
 
 def select_sampler(dtype: torch.dtype, device: torch.device | str, kernels_available: bool) -> Sampler:
-    """The device's kernels, where they are loaded and exist for logits of this dtype, else plain torch."""
+    """Select the sampler with the device's kernels, or plain torch where they are missing or do not take this dtype."""
     if kernels_available and dtype in DTYPES and torch.device(device).type == "cpu":
         return NativeSampler()
     if kernels_available and dtype in GPU_DTYPES and torch.device(device).type == "cuda":

@@ -1,11 +1,11 @@
 """The lists of ids that rows bring along, as arrays: `SharedLists` of the samples of a prompt, and places of rows.
 
-Lists have places that stay, each in a flat tensor with the lists of other rows:
+The lists of a row keep their place, each in a flat tensor with the lists of other rows:
 
     bias_ids    | row 0        | row 1        | ..
     histories   | row 0: distinct prompt, output ->      | row 1: ..
 
-So a row that joins or leaves a batch costs the others nothing, as long as their prompts and biases may be.
+So the lists of other rows are not copied when a row joins or leaves a batch, however long their prompts and biases are.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ _MAX_CONFIGURED_ENDS = 64  # end tokens of a model's configuration; with more, e
 
 
 class SharedLists:
-    """Lists that samples of one prompt have in common.  An array is made when it is first read, int64 unless said."""
+    """Lists that samples of one prompt have in common.
+
+    An array is made when it is first read.  Its dtype is int64, but for `bias_values`.
+    """
 
     def __init__(
         self, prompt: Prompt, end_ids: Sequence[int], logit_bias: Mapping[int, float], chosen_ids: Sequence[int]
     ) -> None:
         self.prompt = prompt
         self._end_ids, self._logit_bias, self._chosen_ids = end_ids, logit_bias, chosen_ids
-        self._ends: tuple[int, np.ndarray] | None = None  # for a size of the vocabulary
+        self._ends: tuple[int, np.ndarray] | None = None  # the size of the vocabulary, and the end tokens inside it
         self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @cached_property
@@ -42,7 +45,7 @@ class SharedLists:
 
     @cached_property
     def bias_values(self) -> np.ndarray:
-        """float32."""
+        """Bias of each of `bias_ids`, float32."""
         return np.fromiter(self._logit_bias.values(), np.float32, len(self._logit_bias))
 
     @cached_property
@@ -55,14 +58,14 @@ class SharedLists:
         return self.prompt.distinct
 
     def ends(self, vocab_size: int) -> np.ndarray:
-        """End tokens that can be sampled: one of the configuration may lie outside the vocabulary."""
+        """Return the end tokens inside the vocabulary: a configuration may name others."""
         if self._ends is None or self._ends[0] != vocab_size:
             ends = np.array(self._end_ids, dtype=np.int64)
             self._ends = vocab_size, ends[ends < vocab_size]
         return self._ends[1]
 
     def on(self, name: Literal["bias_ids", "bias_values", "distinct"], device: torch.device) -> torch.Tensor:
-        """The array of this name on `device`, copied there once."""
+        """Return the array of this name on `device`, copied there once."""
         found = self._on_device.get((name, device))
         if found is None:
             found = self._on_device[name, device] = to_device(torch.from_numpy(getattr(self, name)), device)
@@ -70,7 +73,7 @@ class SharedLists:
 
 
 class _Column:
-    """One list of each row, in the flat tensor `ids` int64: that of row i from `bounds[i]` to `bounds[i + 1]`."""
+    """One list of each row, in the flat tensor `ids` int64.  The list of row i lies in `bounds[i] : bounds[i + 1]`."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.bounds = [0, *accumulate(widths)]
@@ -78,7 +81,7 @@ class _Column:
         self.array = self.ids.numpy()
 
     def enter(self, index: int, ids: np.ndarray) -> tuple[int, int] | None:
-        """Copy the list to its place, and return its begin and end.  None: it does not fit."""
+        """Copy the list to its place, and return its begin and end, or None if it does not fit."""
         begin, last = self.bounds[index : index + 2]
         end = begin + len(ids)
         if end > last:
@@ -103,7 +106,7 @@ class Place:
         self._num_filled = 0
 
     def fill(self, output_ids: list[int]) -> int | None:
-        """Enter what is new of the output, and return its end.  None: there is no room for it."""
+        """Enter the new tokens of the output, and return its end, or None if there is no room for them."""
         count, filled, begin = len(output_ids), self._num_filled, self.spans[-1]
         if count != filled:
             if begin + count > self._last:
@@ -125,7 +128,7 @@ class RowLists:
         self.bias_ids, self.end_ids, self.histories = self._bias.ids, self._ends.ids, self._history.ids
         self.bias_values = torch.empty(len(self.bias_ids), dtype=torch.float32)
         self._values = self.bias_values.numpy()
-        self.places: list[Place | None] = [None] * len(widths)  # as they were entered last
+        self.places: list[Place | None] = [None] * len(widths)  # the place last entered for each row
         self.is_used = False
 
     @classmethod
@@ -136,7 +139,7 @@ class RowLists:
     def enter(self, index: int, lists: tuple[np.ndarray, np.ndarray, np.ndarray], values: np.ndarray) -> Place | None:
         """Enter the `lists` of row `index` (bias, end tokens, distinct prompt), and the `values` of its bias.
 
-        None: they do not fit.
+        Returns their place, or None if they do not fit.
         """
         bias, ends, prompt = lists
         of_bias, of_ends = self._bias.enter(index, bias), self._ends.enter(index, ends)

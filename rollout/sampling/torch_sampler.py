@@ -1,8 +1,8 @@
 """`Sampler` in plain torch: every device, float32 and float64; half precision is widened to float32.
 
-A row's logits pass through `apply_edits` (bias, penalties, minimum length), temperature, and, of a random row, filters
-(`filtered_candidates`: top-k, top-p, min-p); the token is drawn by one number from `uniform`.  Of equally probable
-tokens, torch decides which one a filter keeps and which one comes first among the best.
+A row's logits pass through `apply_edits` (bias, penalties, minimum length) and temperature.  A random row then passes
+through filters (`filtered_candidates`: top-k, top-p, min-p), and one number from `uniform` draws its token.  Of equally
+probable tokens, torch decides which one a filter keeps and which one comes first among the best.
 
 Shapes: as in `base`; F rows with filters, K candidates kept by a partial sort.
 """
@@ -25,7 +25,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class TorchSampler(Sampler):
-    """The reference for the compiled one."""
+    """Sampling in plain torch, the reference for the compiled sampler."""
 
     def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
         logits_NV = apply_edits(_widened(logits_NV), info, positions_N)
@@ -75,7 +75,7 @@ class TorchSampler(Sampler):
 
 
 def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> torch.Tensor:
-    """In place, in this order: bias, repetition, frequency and presence, minimum length.
+    """Apply to the logits in place, in this order: bias, repetition, frequency and presence, minimum length.
 
     Frequency and presence penalties count output tokens (OpenAI's definition); the repetition penalty counts prompt
     and output (Keskar et al., "CTRL", 2019).
@@ -120,12 +120,12 @@ def filtered_candidates(
     min_p_N: torch.Tensor,
     largest_top_k: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidates in descending order: probabilities [N, K] (zero where filtered out) and token ids [N, K].
+    """Choose the candidates by top-k, top-p and min-p, and return them in descending order.
 
-    Order and meaning: keep the `top_k` most probable tokens and renormalise; keep the smallest set of the most probable
-    whose mass reaches `top_p` and renormalise; drop what is under `min_p` times the most probable.  A full sort is
-    avoided where it can be.  `top_k_N` holds V where there is no limit; a caller that knows its maximum can save a wait
-    for the device.
+    They are probabilities [N, K], zero where filtered out, and token ids [N, K].  Order and meaning: keep the `top_k`
+    most probable tokens and renormalise; keep the smallest set of the most probable whose mass reaches `top_p` and
+    renormalise; drop tokens under `min_p` times the most probable.  A full sort is avoided where it can be.  `top_k_N`
+    holds V where there is no limit; a caller that knows its maximum can save a wait for the device.
     """
     vocab = probs_NV.shape[1]
     width = min(vocab, _FIRST_TRY)
@@ -146,7 +146,7 @@ def filtered_candidates(
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1), 53 bits each, shape [N], from seeds [N] uint64 and positions [N] alone.
+    """Return uniform numbers [N] float64 in [0, 1), of 53 bits, from seeds [N] uint64 and positions [N] alone.
 
     No generator state is shared, so the same seed gives the same tokens whatever else is in the batch.  The mix is
     SplitMix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
@@ -165,7 +165,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniform_of_bits(seeds_N: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
-    """`uniform` of the bits of seeds and of positions, both int64 [N], where they are: no device waits for the host."""
+    """Return `uniform` of seeds and positions on their device, which does not wait for the host.
+
+    Both are int64 [N]; the seeds have the bits of unsigned numbers.
+    """
     gamma = _signed(_GAMMA)
     return (_shifted(_mix_bits(_mix_bits(seeds_N + gamma) + (positions_N + 1) * gamma), 11)).double() * 2.0**-53
 
@@ -177,7 +180,7 @@ def _mix_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right; zeros come in from the left, as torch's shift of negative numbers would not have it."""
+    """Shift to the right and fill with zeros from the left; torch alone would repeat the sign of negative numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -198,15 +201,15 @@ class RowLogprobs:
         self._normaliser = normaliser.masked_fill(~normaliser.isfinite(), torch.nan)  # [N, 1]
 
     def of(self, token_ids_NC: torch.Tensor) -> torch.Tensor:
-        """[N, C] of the tokens [N, C] int64."""
+        """Return the log-probabilities [N, C] of the tokens [N, C] int64."""
         return self._logits_NV.gather(1, token_ids_NC) - self._normaliser
 
     def of_each(self, rows_C: torch.Tensor, token_ids_C: torch.Tensor) -> torch.Tensor:
-        """[C] of a token of a row each, both int64 [C]."""
+        """Return the log-probabilities [C] of pairs of a row and a token, both int64 [C]."""
         return self._logits_NV[rows_C, token_ids_C] - self._normaliser[rows_C, 0]
 
     def best(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and log-probabilities [N, n], best first; n is `count`, or V if that is less."""
+        """Return token ids and log-probabilities [N, n], best first; n is `count`, or V if this is less."""
         values, ids = self._logits_NV.topk(min(count, self._logits_NV.shape[1]), dim=-1)
         first = torch.arange(ids.shape[1], device=ids.device)
         return torch.where(self.is_distribution[:, None], ids, first), values - self._normaliser
@@ -217,7 +220,7 @@ def _widened(logits_NV: torch.Tensor) -> torch.Tensor:
 
 
 def _best(logprobs: RowLogprobs, info: SamplingBatchInfo) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and log-probabilities [N, n] with -1 and NaN in the places that a row did not ask for."""
+    """Return the best ids and log-probabilities [N, n], -1 and NaN in the places that a row did not ask for."""
     ids, values = logprobs.best(info.top_n)
     missing = info.top_n - ids.shape[1]
     unwanted = torch.arange(info.top_n, device=info.device) >= info.top_logprobs[:, None]
@@ -230,7 +233,7 @@ def _best(logprobs: RowLogprobs, info: SamplingBatchInfo) -> tuple[torch.Tensor,
 def _draw(
     logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for every row [N], as if none were greedy, and the weights [N, V] that it was drawn by."""
+    """Draw a token for every row [N], as if none were greedy, and return it with the weights [N, V] of the draw."""
     noise = to_device(torch.from_numpy(uniform(info.settings["seed"], positions_N.numpy())), info.device)
     weights_NV = torch.softmax(logits_NV, dim=-1)
     if info.filtered_rows is not None:
@@ -272,7 +275,7 @@ def _kept(
 
 
 def _invert_cdf(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Index [N] drawn in proportion to `weights` [N, V] (not normalised) by `noise` [N] in [0, 1)."""
+    """Return indices [N] drawn in proportion to `weights` [N, V] (not normalised) by `noise` [N] in [0, 1)."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     target = torch.minimum(noise[:, None] * total, total * _ALMOST_ONE)
