@@ -1,8 +1,8 @@
 """Self-attention with grouped query heads: projections, query and key norm, rotation, and the backend between them.
 
-Ranks that share tokens have some heads each; what the block returns is then one rank's part of a sum over them.
+Ranks that share tokens have some heads each; the block then returns one rank's part of a sum over them.
 
-Shapes: T tokens, D hidden, H query heads of this rank, hd head size, rd of it that is rotated.
+Shapes: T tokens, D hidden, H query heads of this rank, hd head size, rd rotated elements of a head.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Sinks(WeightLayer):
 
 
 class Attention(Layer):
-    """`layer_id` is the hidden layer, which is also the layer of the KV pool.  `norm` is that of queries and keys.
+    """Self-attention of one hidden layer, `layer_id`, which is also the layer of the KV pool.
 
-    Raises `StartupError` for heads that do not divide over the ranks.
+    `norm` describes the norm of queries and keys.  Raises `StartupError` for heads that do not divide over the ranks.
     """
 
     name = "self_attn"
@@ -68,7 +68,7 @@ class Attention(Layer):
 
     @staticmethod
     def state(spec: AttentionSpec, parallel: Parallel) -> None:
-        """Nothing: its tokens are all it keeps."""
+        """Return None: the layer keeps the KV of tokens only, no state of a sequence."""
 
     def __call__(
         self,
@@ -78,7 +78,7 @@ class Attention(Layer):
         angles: torch.Tensor | None,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """This rank's part [T, D], of the norm of `residual += hidden`.  `angles` [T, 2, rd]."""
+        """Return this rank's part [T, D] of the output for the norm of `residual += hidden`.  `angles`: [T, 2, rd]."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
         qkv, gate = self.qkv_proj(residual_TD, hidden_TD, norm), None

@@ -28,7 +28,7 @@ from rollout.layers.norm_rotary import RMSNorm
 class AttentionLayer(Protocol):
     """A layer that mixes the tokens of a sequence, as the decoder builds and calls it.
 
-    `name`: its name in checkpoints.  Raises `StartupError` for sizes that do not divide over the ranks.
+    `name` is its name in checkpoints.  It raises `StartupError` for sizes that do not divide over the ranks.
     """
 
     name: str
@@ -43,15 +43,18 @@ class AttentionLayer(Protocol):
         angles: torch.Tensor | None,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """This rank's part [T, D], of the norm of `residual += hidden`.  `angles` [T, 2, rd], where it rotates."""
+        """Apply the layer to the norm of `residual += hidden`, and return this rank's part of the sum [T, D].
+
+        `angles` [T, 2, rd] are there for a layer that rotates.
+        """
 
     @staticmethod
     def kept(spec: Any, parallel: Parallel) -> KVKind | None:
-        """Return what the KV pool holds of a token for it, on this rank."""
+        """Return the kind of KV that the pool of this rank holds of a token, or None for a layer without KV."""
 
     @staticmethod
     def state(spec: Any, parallel: Parallel) -> RecurrentState | None:
-        """Return what the state pool holds of a sequence for it, on this rank."""
+        """Return the state that the pool of this rank holds of a sequence, or None for a layer without state."""
 
 
 ATTENTION_LAYERS: Mapping[type[AttentionKind], type[AttentionLayer]] = {

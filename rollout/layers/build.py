@@ -1,4 +1,4 @@
-"""`Build`: what every layer of a model is built with."""
+"""`Build`: the operators, dtype, device and ranks that every layer of a model is built with."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Build:
     parallel: Parallel
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """A plain tensor of the model's dtype."""
+        """Make a plain tensor of the model's dtype."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def empty_matrix(self, out_features: int, in_features: int) -> torch.Tensor:
-        """A matrix as the operators store it."""
+        """Make a matrix [out_features, in_features] as the operators store it."""
         return self.ops.storage.empty_matrix(out_features, in_features, self.dtype, self.device)

@@ -1,4 +1,4 @@
-"""`ForwardContext`: what a step's layers need besides its tokens.  Passed explicitly, never global.
+"""`ForwardContext`: the inputs of a step's layers in addition to its tokens.  Passed explicitly, never global.
 
 Shapes: T tokens, t tokens of this rank's slice, L MoE layers, K top-k.
 """
@@ -17,18 +17,18 @@ from rollout.core.forward_batch import ForwardBatch, StateOperands
 from rollout.memory.state_pool import StatePool
 
 # Called by every MoE layer with its ordinal among the MoE layers and the logical expert ids [T, K], before they are
-# mapped to physical ones.  Must not change the ids, and copies what it keeps: by calls of torch operators alone, which
-# is what a tape of the forward plays again.
+# mapped to physical ones.  It must not change the ids.  It copies the ids that it keeps, with calls of torch operators
+# alone: a tape of the forward replays only these.
 RouteHook = Callable[[int, torch.Tensor], None]
 
 
 class SliceRoutes:
-    """Routes of a step whose tokens are dealt out to ranks in slices: all of them, on every rank that shares them.
+    """Routes of a step whose tokens are dealt out to ranks in slices: every rank that shares tokens gets all routes.
 
     rank 0   [ rows 0..2 | routes of layers 0 .. L-1 ]      they are sent with the slices of the last MoE layer: one
     rank 1   [ rows 3..4 | routes of layers 0 .. L-1 ]      all-gather that happens anyway, padded to the longest slice
 
-    `capturer` has this rank's slice, of a step that has begun.
+    `capturer` has this rank's slice of a step that has begun.
     """
 
     def __init__(self, capturer: RoutedExpertsCapturer) -> None:
@@ -46,14 +46,14 @@ class SliceRoutes:
         self._rows_Tn = rows_Tn
 
     def routes(self) -> torch.Tensor:
-        """Logical ids [T, L, K] in the order of the batch."""
+        """Return the logical ids of the chosen experts [T, L, K], in the order of the batch."""
         assert self._rows_Tn is not None, "no MoE layer sent the routes"
         routes_TLK: torch.Tensor = self._rows_Tn.unflatten(1, (self._capturer.num_moe_layers, self._capturer.top_k))
         return routes_TLK
 
 
 class States(NamedTuple):
-    """The memory of recurrent layers, and which rows of it a step reads and writes."""
+    """The memory of recurrent layers, and the rows of it that a step reads and writes."""
 
     pool: StatePool
     operands: StateOperands
@@ -63,7 +63,7 @@ class States(NamedTuple):
 class ForwardContext:
     """One step.  `attention.plan(batch)` has been called.
 
-    `slice_routes`: where routes are recorded and tokens are dealt out; on all ranks that share tokens, or on none.
+    `slice_routes` is set where routes are recorded and tokens are dealt out: on all ranks that share tokens, or none.
     """
 
     batch: ForwardBatch

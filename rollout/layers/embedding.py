@@ -22,14 +22,14 @@ from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class Embedding(WeightLayer):
-    """Weight [V, D], for looking up rows only."""
+    """An embedding of tokens with a weight [V, D] whose rows are only looked up."""
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         self.ops = build.ops
         self.weight = build.empty(vocab_size, hidden_size)
 
     def __call__(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        """[T] int64 -> [T, D]."""
+        """Gather the rows [T, D] of the tokens [T] int64."""
         return self.ops.gather_rows(self.weight, input_ids_T)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
@@ -43,12 +43,12 @@ class TiedEmbedding(Linear):
     """The matrix [V, D] of an output head, looked up by row."""
 
     def __call__(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        """[T] int64 -> [T, D]."""
+        """Gather the rows [T, D] of the tokens [T] int64."""
         return self.ops.matrix_rows(self.weight, input_ids_T, self.in_features)
 
 
 class OutputHead(WeightLayer):
-    """Logits over the vocabulary.  With `tied_to`, the matrix is the embedding's and this layer holds nothing.
+    """Logits over the vocabulary.  With `tied_to` it uses the embedding's matrix and holds none of its own.
 
     Ranks that share tokens call it together.
     """
@@ -62,7 +62,7 @@ class OutputHead(WeightLayer):
         self.weight = tied_to.weight if tied_to else build.empty_matrix(self.rows.length, hidden_size)
 
     def __call__(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, D] -> logits [N, V] in the model's dtype."""
+        """Compute the logits [N, V] of hidden states [N, D], in the model's dtype."""
         mine = self.ops.linear(hidden_ND, self.weight, self.rows.length)
         return mine if self.rows.is_whole else self._gathered(mine)
 

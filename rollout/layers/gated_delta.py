@@ -2,8 +2,8 @@
 
     projections -> convolution, silu -> the recurrence, token by token -> norm, gate -> projection
 
-Ranks that share tokens have some key heads each, with the value heads that these serve; what the block returns is then
-one rank's part of a sum over them.
+Ranks that share tokens have some key heads each, with the value heads that these serve; the block then returns one
+rank's part of a sum over them.
 
 Shapes: T tokens, D hidden, C channels of the convolution over w tokens.
 """
@@ -26,7 +26,7 @@ from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class GatedDelta(WeightLayer):
-    """`layer_id` is the hidden layer, which is also the layer of the state pool.
+    """The gated delta rule of one hidden layer, `layer_id`, which is also the layer of the state pool.
 
     Raises `StartupError` for heads that do not divide over the ranks.
     """
@@ -47,7 +47,7 @@ class GatedDelta(WeightLayer):
 
     @staticmethod
     def kept(spec: GatedDeltaSpec, parallel: Parallel) -> None:
-        """This layer keeps no KV."""
+        """Return None: the layer keeps no KV."""
 
     @staticmethod
     def state(spec: GatedDeltaSpec, parallel: Parallel) -> RecurrentState:
@@ -65,7 +65,7 @@ class GatedDelta(WeightLayer):
         angles: torch.Tensor | None,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """This rank's part [T, D], of the norm of `residual += hidden`.  Moves the states of the step's sequences."""
+        """Return this rank's part [T, D] of the output for the norm of `residual += hidden`.  Updates the states."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
         projected = self.in_proj(residual_TD, hidden_TD, norm)
@@ -93,7 +93,7 @@ class GatedDelta(WeightLayer):
 
 
 def _projections(spec: GatedDeltaSpec, hidden_size: int, keys: Shard, build: Build) -> MergedLinear:
-    """Columns of mixed queries, keys and values, then output gates, b and a, whatever tensors a checkpoint has."""
+    """Make the projection to queries, keys and values, then output gates, b and a, for both forms of a checkpoint."""
     values = keys.times(spec.values_per_key)
     if not spec.merged_by_key_head:
         parts = {
@@ -117,6 +117,6 @@ def _kind_by_kind(heads: int, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def _sections(spec: GatedDeltaSpec) -> tuple[int, int, int]:
-    """Channels of queries, keys and values."""
+    """Return the numbers of channels of queries, keys and values, over all ranks."""
     keys = spec.num_key_heads * spec.key_dim
     return keys, keys, spec.num_value_heads * spec.value_dim

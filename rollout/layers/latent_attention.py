@@ -1,10 +1,10 @@
 """Multi-head latent attention, in the absorbed form: the cache has one latent a token, which all heads read.
 
-A head's key is W_k c beside a rotated part that all heads share, its value W_v c, of the latent c.  As
-q . (W_k c) = (W_k' q) . c and the mean of W_v c is W_v times the mean of c, W_k is applied to queries and W_v to what
-attention returns, and neither keys nor values of heads are ever made.  Prefill and decode take the same path, so that
-a token's bits do not depend on how a sequence was cut into steps.  It costs a long prefill arithmetic: a score takes
-R + rd products instead of nope + rd, a mean R instead of v, with published sizes two to four times as many.
+A head's key is W_k c, of the latent c, followed by a rotated part that all heads share.  Its value is W_v c.  As
+q . (W_k c) = (W_k' q) . c, W_k is applied to queries.  As the mean of W_v c is W_v times the mean of c, W_v is applied
+to the result of attention.  So no keys or values of heads are ever made.  Prefill and decode take the same path, so
+that a token's bits do not depend on how a sequence was cut into steps.  A long prefill pays with arithmetic: a score
+takes R + rd products instead of nope + rd, a mean R instead of v.  With published sizes, two to four times as many.
 
 Shapes: T tokens, D hidden, H heads of this rank, R latent, rd rotated elements.
 """
@@ -28,9 +28,9 @@ from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class LatentAttention(Layer):
-    """`layer_id` is the hidden layer, which is also the layer of the KV pool.  Ranks have heads each, and all latents.
+    """Latent attention of one hidden layer, `layer_id`, which is also the layer of the KV pool.
 
-    Raises `StartupError` for heads that do not divide over the ranks.
+    Each rank has some heads and all latents.  Raises `StartupError` for heads that do not divide over the ranks.
     """
 
     name = "self_attn"
@@ -63,7 +63,7 @@ class LatentAttention(Layer):
 
     @staticmethod
     def state(spec: LatentAttentionSpec, parallel: Parallel) -> None:
-        """Nothing: its tokens are all it keeps."""
+        """Return None: the layer keeps the latents of tokens only, no state of a sequence."""
 
     def __call__(
         self,
@@ -73,7 +73,7 @@ class LatentAttention(Layer):
         angles: torch.Tensor | None,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """This rank's part [T, D], of the norm of `residual += hidden`.  `angles` [T, 2, rd]."""
+        """Return this rank's part [T, D] of the output for the norm of `residual += hidden`.  `angles`: [T, 2, rd]."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
         normed_TD = norm(residual_TD, hidden_TD)

@@ -1,6 +1,6 @@
-"""`Layer`: what models are built of.  Plain objects that hold tensors and other layers, and are called.
+"""`Layer`: the base class of the parts of a model.  A layer is a plain object that holds tensors and other layers.
 
-Not `nn.Module`: nothing here is trained, and a step of a small model would spend as long in module calls and attribute
+It is no `nn.Module`: it is not trained, and a step of a small model would spend as long in module calls and attribute
 look-ups as in arithmetic.
 """
 
@@ -12,14 +12,14 @@ import torch
 
 
 class Layer:
-    """Sublayers are found in attributes, in the order of assignment, alone or in lists."""
+    """A part of a model.  Its sublayers are found in attributes, in the order of assignment, alone or in lists."""
 
     def named_layers(self, prefix: str = "") -> Iterator[tuple[str, Layer]]:
-        """This layer and all below it, each once, by dotted name: `model.layers.3.self_attn`."""
+        """Yield this layer and all below it, each once, with its dotted name: `model.layers.3.self_attn`."""
         yield from self._walk(prefix, set())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that this layer and those below hold as an attribute, each once."""
+        """Return every tensor that this layer and the layers below hold as an attribute, each once."""
         held = (value for _, layer in self.named_layers() for value in vars(layer).values())
         return list({id(value): value for value in held if isinstance(value, torch.Tensor)}.values())
 

@@ -20,8 +20,8 @@ class MergedLinear(WeightLayer):
     """Several projections of one input as one matrix; a checkpoint names each of them as a sibling of this layer.
 
     `self_attn.qkv_proj` with parts of 64, 32 and 32 rows `{"q_proj": .., "k_proj": .., "v_proj": ..}` holds
-    `self_attn.q_proj.weight`, or the shard of it that this rank has, in rows 0..63, and so on.  `orders`: of a part,
-    which of its rows on this rank comes first, second, ..., where that is not their order in the checkpoint.
+    `self_attn.q_proj.weight`, or the shard of it that this rank has, in rows 0..63, and so on.  `orders` has the parts
+    whose rows lie in another order than in the checkpoint: which row comes first on this rank, second, ...
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Linear(WeightLayer):
 
 
 def row_entry(name: str, weight: torch.Tensor, place: Place, rows: Shard, in_features: int) -> WeightEntry:
-    """The entry of a matrix of which this rank has `rows`, at `place`."""
+    """Make the entry of a matrix of which this rank has `rows`, at `place`."""
     return sharded_entry(name, weight, place, (rows.total, in_features), 0, rows)
 
 
 def sharded_entry(
     name: str, weight: torch.Tensor, place: Place, shape: tuple[int, ...], dim: int, shard: Shard
 ) -> WeightEntry:
-    """The entry of a logical tensor of `shape`, of which this rank has `shard` in dimension `dim`, at `place`."""
+    """Make the entry of a logical tensor of `shape`, of which this rank has `shard` in dimension `dim`, at `place`."""
     if shard.is_whole:
         return WeightEntry(name, shape, weight.dtype, lambda: [place])
     part = ShardPlace(place, dim, shard.start, shard.length, shard.sections)

@@ -19,10 +19,10 @@ from rollout.layers.shard import Shard
 
 
 class SwiGLU(Layer):
-    """`down(silu(gate(x)) * up(x))`.  `what`: the block, as an error names it.
+    """`down(silu(gate(x)) * up(x))`.  `what` is the block, as an error names it.
 
-    `is_whole`: every rank has all inner features, because it brings tokens of its own.  Raises `StartupError` for an
-    inner size that does not divide over the ranks.
+    With `is_whole` every rank has all inner features, because it brings tokens of its own.  Raises `StartupError` for
+    an inner size that does not divide over the ranks.
     """
 
     def __init__(self, inner_size: int, hidden_size: int, build: Build, what: str, *, is_whole: bool = False) -> None:
@@ -55,7 +55,7 @@ class DenseMLP(SwiGLU):
 
 
 class SharedExpert(SwiGLU):
-    """The expert that every token of a MoE layer goes through beside its routed experts.
+    """The expert that every token of a MoE layer goes through in addition to its routed experts.
 
     It is not in the placement: it is never moved and its tokens are not counted.
     """

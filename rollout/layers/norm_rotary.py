@@ -1,6 +1,6 @@
-"""RMSNorm, the weights of the one that queries and keys go through, and rotary position embedding.
+"""RMSNorm, the weights of the norm of queries and keys, and rotary position embedding.
 
-Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated.
+Shapes: T tokens, D hidden, H query heads, Hkv key/value heads, hd head size, rd rotated elements of a head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RMSNorm(WeightLayer):
         self.weight = build.empty(size)
 
     def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:
-        """`residual += hidden` in place, where there is one; the norm of it is returned."""
+        """Add `hidden` to `residual` in place, unless it is None, and return the norm of `residual`."""
         return self.ops.add_rms_norm(residual_TD, hidden_TD, self.weight, self.eps, self.weight_offset)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
@@ -45,9 +45,9 @@ class RMSNorm(WeightLayer):
 class RotaryTable:
     """Rotary embedding (Su et al., 2021): the angles of every position, computed once.
 
-    Takes 2 * rd elements a position.  Angles are products in float32 (float64 for float64), as trainers compute them.
-    Their cosines are numpy's in float64, rounded: torch's first ones in a process, on several threads, are now
-    and then less accurate, off by 1e-4.
+    The table has 2 * rd elements a position.  Angles are products in float32 (float64 for float64), as trainers compute
+    them.  Numpy computes their cosines in float64, which are then rounded: the first cosines that torch computes in a
+    process, on several threads, are now and then off by 1e-4.
     """
 
     def __init__(self, spec: RotarySpec, num_positions: int, build: Build) -> None:
@@ -64,17 +64,17 @@ class RotaryTable:
             self._table[int(rows[0]) : int(rows[-1]) + 1] = part
 
     def angles(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """cos and sign-folded sin [T, 2, rd], each for the element that it multiplies."""
+        """Gather cos and sign-folded sin [T, 2, rd] of each position, each for the element that it multiplies."""
         return self.ops.gather_rows(self._table, positions_T)
 
 
 def _both(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """The factors of both elements of each pair [n, rd], where those elements lie in a head."""
+    """Put the factors of the first and the second element of each pair where these elements lie in a head: [n, rd]."""
     return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
 def _frequencies(spec: RotarySpec, dtype: torch.dtype) -> torch.Tensor:
-    """Radians a position of each pair of elements [rd / 2]."""
+    """Return by how many radians a position turns each pair of elements [rd / 2]."""
     exponents = torch.arange(0, spec.dim, 2, dtype=dtype) / spec.dim
     frequencies = 1.0 / spec.theta**exponents
     if isinstance(spec.scaling, LinearScaling):
@@ -116,8 +116,8 @@ def _llama3_scaled(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.T
 class QueryKeyNorm(WeightLayer):
     """The weights of the per-head RMSNorm of queries and keys.
 
-    They live in one table of a row per head, so that both are applied by one multiplication; `q_norm.weight` is every
-    one of the first H rows and `k_norm.weight` every one of the rest.
+    They live in one table of a row per head, so that both are applied by one multiplication.  Each of the first H rows
+    is `q_norm.weight`, each of the others `k_norm.weight`.
     """
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, build: Build) -> None:

@@ -1,4 +1,4 @@
-"""`Shard`: which of a layer's features, heads or rows this rank has; and the rule for attention heads."""
+"""`Shard`: the part of a layer's features, heads or rows that this rank has; and the rule for attention heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout.distributed.parallel import Parallel
 
 @dataclass(frozen=True)
 class Shard:
-    """`length` of `total`, from `start` on; with `sections`, that share of each of them."""
+    """A rank's part: `length` of `total`, from `start` on; with `sections`, the same share of each of them."""
 
     total: int
     start: int
@@ -26,14 +26,14 @@ class Shard:
 
     @classmethod
     def equal(cls, total: int, rank: int, parts: int, what: str) -> Shard:
-        """One of `parts` equal ones.  Raises `StartupError`: `what` names the size and the flags that divide it."""
+        """Return one of `parts` equal shards.  Raises `StartupError`: `what` names the size and its flags."""
         if total % parts:
             raise StartupError(f"{what}: {total} does not divide over {parts} ranks")
         return cls(total, total // parts * rank, total // parts)
 
     @classmethod
     def even(cls, total: int, rank: int, parts: int) -> Shard:
-        """One of `parts` that differ by one at most, the longer ones first."""
+        """Return one of `parts` shards whose lengths differ by one at most, the longer ones first."""
         lengths = share_sizes(total, parts)
         return cls(total, sum(lengths[:rank]), lengths[rank])
 
@@ -42,18 +42,18 @@ class Shard:
         return self.length == self.total
 
     def times(self, size: int) -> Shard:
-        """The same shard in smaller units, `size` of which make one of these."""
+        """Return the same shard in smaller units, `size` of which make one of these."""
         assert not self.sections
         return Shard(self.total * size, self.start * size, self.length * size)
 
     def of_sections(self, sizes: Sequence[int]) -> Shard:
-        """The same share of each of several sizes that lie one after the other."""
+        """Return the same share of each of several sections with these sizes, which lie one after the other."""
         total = sum(sizes)
         return Shard(total, total * self.start // self.total, total * self.length // self.total, tuple(sizes))
 
 
 def query_heads(spec: AttentionSpec | LatentAttentionSpec, parallel: Parallel) -> Shard:
-    """Raises `StartupError`."""
+    """Return the query heads of this rank.  Raises `StartupError` where they do not divide over the ranks."""
     ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
     return Shard.equal(spec.num_heads, rank, ranks, f"--tp-size {_sizes(parallel)}: attention heads")
 
@@ -61,7 +61,7 @@ def query_heads(spec: AttentionSpec | LatentAttentionSpec, parallel: Parallel) -
 def kv_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
     """Return the KV heads that this rank's query heads read.
 
-    More ranks than KV heads: each rank has one, and `ranks / heads` neighbours have the same.  Raises `StartupError`.
+    With more ranks than KV heads, `ranks / heads` neighbours have the same one.  Raises `StartupError`.
 
         8 query heads, 2 KV heads     rank 0      rank 1      rank 2      rank 3
                             query     0 1         2 3         4 5         6 7
@@ -79,7 +79,7 @@ def kv_heads(spec: AttentionSpec, parallel: Parallel) -> Shard:
 
 
 def delta_heads(spec: GatedDeltaSpec, parallel: Parallel) -> Shard:
-    """Key heads of the gated delta rule.  Raises `StartupError`."""
+    """Return this rank's key heads of the gated delta rule.  Raises `StartupError` where they do not divide."""
     ranks, rank = parallel.layout.attn_tp_size, parallel.position.attn_tp_rank
     return Shard.equal(spec.num_key_heads, rank, ranks, f"--tp-size {_sizes(parallel)}: linear key heads")
 

@@ -17,10 +17,10 @@ from weight_sync.tensor_meta import Piece
 class WeightEntry:
     """One logical tensor held by a layer.
 
-    `places()` returns every place of this rank where the tensor, whose shape is `shape`, or one part of it lives now;
-    none where all of it lives on other ranks.  It is called for each write and never cached, because the places of an
-    expert follow the current placement.  `proposed()`: the same under the proposed placement; None for a tensor that no
-    placement concerns.  `held`: the form in which its places hold the tensor; None: they hold it as it is written.
+    `places()` returns every place of this rank where the tensor, whose shape is `shape`, or one part of it lives now.
+    It returns none where all of it lives on other ranks.  It is called for each write and never cached, because the
+    places of an expert follow the current placement.  `proposed()` returns the places under the proposed placement;
+    None for a tensor that no placement concerns.  `held` is the form that its places hold; None: as it is written.
     """
 
     name: str
@@ -33,7 +33,7 @@ class WeightEntry:
 
 @dataclass(frozen=True)
 class FusedForm:
-    """A wire tensor that carries several logical tensors at once: accepted in place of them."""
+    """A wire tensor that carries several logical tensors at once, and is accepted in place of them."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,9 +44,9 @@ class WeightLayer(Layer):
     """Base of the layers that hold weights.  `prefix` is the layer's own dotted name in the model."""
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
-        """Every logical tensor of this layer, children not included."""
+        """Yield every logical tensor of this layer, children not included."""
         raise NotImplementedError
 
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
-        """Wire tensors that carry several of them at once; none unless a layer says otherwise."""
+        """Yield the wire tensors that carry several logical tensors at once; by default there are none."""
         return iter(())

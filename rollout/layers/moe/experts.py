@@ -27,7 +27,7 @@ from weight_sync.fused_experts import fused_pieces
 from weight_sync.held_format import HeldFormat
 from weight_sync.int8_blocks import BLOCK
 
-SlotsOf = Callable[[int, int], list[int]]  # of a layer and a logical expert
+SlotsOf = Callable[[int, int], list[int]]  # the slots of a logical expert in a layer
 
 
 class Experts(WeightLayer):
@@ -65,7 +65,7 @@ class Experts(WeightLayer):
         self.has_bias = spec.bias
         self.w13_bias = build.empty(stored, 2 * self.inner.length) if spec.bias else None
         self.w2_bias = build.empty(stored, hidden_size) if spec.bias else None
-        self._adds_w2_bias = self.inner.start == 0  # one rank of an expert's sum adds it
+        self._adds_w2_bias = self.inner.start == 0  # of the ranks that share an expert, the first adds it
         clamp = spec.activation
         self._activation = () if clamp is None else (clamp.limit, clamp.alpha)
 
@@ -74,9 +74,9 @@ class Experts(WeightLayer):
         return [held for held in (self.w13, self.w2, self.w13_bias, self.w2_bias) if held is not None]
 
     def __call__(self, work: DispatchOutput) -> torch.Tensor:
-        """[R, D] where the work carries weights, else [R, S, D] unweighted.
+        """Compute the experts: weighted sums [R, D] where the work carries weights, else outputs [R, S, D].
 
-        With a shard of the inner features, it is this rank's part of a sum.
+        With a shard of the inner features, the result is this rank's part of a sum.
         """
         if work.has_holes and not self.ops.takes_empty_slots:
             return self._of_filled_slots(work)
@@ -98,9 +98,9 @@ class Experts(WeightLayer):
         )
 
     def _of_filled_slots(self, work: DispatchOutput) -> torch.Tensor:
-        """Filled slots are computed as rows of one slot each; their outputs go back to where they were, among zeros.
+        """Compute the filled slots as rows of one slot each, and put their outputs back in their places, among zeros.
 
-        How many there are is asked of the device.
+        The host waits for the number of filled slots.
         """
         hidden_RD, ids_RS, weights_RS = work.hidden_RD, work.local_physical_ids_RS, work.weights_RS
         filled_RS = ids_RS >= 0
@@ -136,7 +136,7 @@ class Experts(WeightLayer):
         return WeightEntry(name, shape, self._dtype, partial(places_in, places), partial(places_in, proposed), held)
 
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
-        """`gate_up_proj` and `down_proj` of all experts, in the family's layout."""
+        """Yield the forms of `gate_up_proj` and `down_proj` of all experts, in the family's layout."""
         both, hidden = 2 * self.inner.total, self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (both, hidden), "down_proj": (hidden, both // 2)}
         if self._fused == "interleaved":

@@ -1,6 +1,6 @@
 """The sparse feed-forward block of a decoder layer: router, dispatcher, experts, in that order.
 
-Ranks that share tokens route all of them, or where the dispatcher scatters tokens, a slice each:
+Ranks that share tokens route all of them.  Where the dispatcher scatters tokens, each rank routes a slice:
 
     attention's parts    [ T rows ] + [ T rows ] + ..     reduce-scatter
     this rank's slice         [ T / G rows ]              route, dispatch, experts, combine, add
@@ -31,7 +31,7 @@ from rollout.layers.shard import Shard
 
 
 class MoELayer(Layer):
-    """`moe_layer` is the layer's ordinal among the MoE layers, which is also its row in the placement."""
+    """One MoE layer.  `moe_layer` is its ordinal among the MoE layers, which is also its row in the placement."""
 
     def __init__(
         self,

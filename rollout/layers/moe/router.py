@@ -1,6 +1,6 @@
 """The router of one MoE layer: the only place where experts are chosen, on every path in one order.
 
-    norm -> score -> choose, or take what is replayed -> hooks see logical ids -> logical to physical
+    norm -> score -> choose, or take replayed choices -> hooks see logical ids -> logical to physical
 
 Shapes: T tokens, D hidden, E logical experts, L MoE layers, K top-k.
 """
@@ -25,7 +25,7 @@ from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class TopKRouter(WeightLayer):
-    """Weight [E, D], and where the spec has them a bias [E] and the correction bias float32 [E].
+    """The router with its weight [E, D] and, where the spec has them, a bias [E] and the correction bias float32 [E].
 
     `moe_layer` is the layer's ordinal among the MoE layers.
     """
@@ -54,9 +54,9 @@ class TopKRouter(WeightLayer):
         context: ForwardContext,
         first_row: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The norm of `residual += hidden` [T, D]; weights [T, K] in its dtype and physical expert ids [T, K] int64.
+        """Choose experts for the norm of `residual += hidden`, of tokens that are rows `first_row ..` of the batch.
 
-        The tokens are the rows `first_row ..` of the batch.
+        Returns the norm [T, D], weights [T, K] in its dtype, and physical expert ids [T, K] int64.
         """
         forced_TK = self._forced(context.batch, first_row, residual_TD.shape[0])
         normed_TD, weights_TK, logical_ids_TK = self.ops.norm_route(
@@ -76,7 +76,7 @@ class TopKRouter(WeightLayer):
         return normed_TD, weights_TK, physical_ids_TK
 
     def show(self, logical_ids_TK: torch.Tensor, hooks: Sequence[RouteHook]) -> None:
-        """Call the hooks with what was chosen."""
+        """Call the hooks with the chosen experts."""
         for hook in hooks:
             hook(self.moe_layer, logical_ids_TK)
 

@@ -54,7 +54,7 @@ class AllToAllDispatcher(Dispatcher):
         ids_A = physical_ids_TK.flatten()
         ranks_A = ids_A // self._num_local_experts
         order_A = ranks_A.argsort(stable=True)
-        # Not bincount, which reads its largest value on the host first; and one wait for all counts, not one for ours.
+        # bincount would read its largest value on the host first.  The host waits once, for the counts of all ranks.
         to_each_G = (ranks_A.unsqueeze(1) == self._ranks_G).sum(dim=0)
         counts_GG = self._tp.all_gather(to_each_G).tolist()
         send_counts, receive_counts = counts_GG[self._tp.rank], [counts[self._tp.rank] for counts in counts_GG]

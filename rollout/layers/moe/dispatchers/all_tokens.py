@@ -30,7 +30,7 @@ class AllTokensDispatcher(Dispatcher):
         self._first_slot = parallel.position.ep_rank * self._num_local_experts
         self._is_spread = layout.ep_size > 1
         self._tokens_by_rank: list[int] = []
-        # Between groups of ranks, what is sent has a size of its own in each step.
+        # Messages between groups of ranks have a different size in each step.
         self.graph_safe = self._attn_dp.size == 1 and self._tp.device is not None
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
@@ -64,6 +64,6 @@ class AllTokensDispatcher(Dispatcher):
         return self._tp.reduce_scatter_rows(torch.cat(wanted), self._tokens_by_rank)
 
     def _local_ids(self, physical_ids_RK: torch.Tensor) -> torch.Tensor:
-        """Return own slots from zero on, -1 for slots of other ranks."""
+        """Return ids that count this rank's slots from zero on, with -1 for slots of other ranks."""
         local_RK = physical_ids_RK - self._first_slot
         return local_RK.masked_fill_((local_RK < 0) | (local_RK >= self._num_local_experts), -1)

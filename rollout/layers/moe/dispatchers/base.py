@@ -1,7 +1,7 @@
 """The interface between routing and the experts: bring each token to the ranks of its experts, and the results back.
 
-A dispatcher holds no parameters and is not a module; all MoE layers of a rank share one.  What `combine` needs to
-remember travels in a handle that only the same dispatcher reads.
+A dispatcher holds no parameters and is not a module; all MoE layers of a rank share one.  It keeps the data that
+`combine` needs in a handle that only the same dispatcher reads.
 
 Shapes: T tokens of this rank, D hidden, K top-k, R rows that the experts of this rank work on, S expert slots of a row.
 """
@@ -20,10 +20,10 @@ import torch
 class DispatchOutput:
     """Work for the experts of this rank.
 
-    With `weights_RS` the experts return the weighted sum over a row's slots [R, D], in slot order; without, the
-    unweighted outputs [R, S, D], which `combine` then weights and sums.
+    With `weights_RS` the experts return the weighted sum over a row's slots [R, D], in slot order.  Without weights
+    they return the outputs [R, S, D], which `combine` then weights and sums.
 
-    `has_holes`: slots may be empty, marked by the id -1; their output is zero, and their weight is not read.
+    With `has_holes`, slots may be empty, marked by the id -1.  Their output is zero, and their weight is not read.
     """
 
     hidden_RD: torch.Tensor
@@ -40,16 +40,16 @@ class Dispatcher(ABC):
     scatters_tokens = False
 
     # Whether `dispatch` and `combine` can be captured in a CUDA graph: they read nothing on the host that changes from
-    # step to step, and what they send is captured too.
+    # step to step, and their messages are captured too.
     graph_safe = False
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:  # noqa: B027 (most have nothing to plan)
-        """Before the layers of each forward: how many tokens each rank of the engine brings to `dispatch`."""
+        """Prepare for a forward in which each rank of the engine brings this many tokens to `dispatch`."""
 
     def order_of_sums(self, has_replicas: bool) -> str | None:
-        """Why the order in which a token's expert outputs are added depends on its batch; None where it does not.
+        """Return why the order in which a token's expert outputs are added depends on its batch.
 
-        `has_replicas`: an expert may be in several slots.
+        None where it does not.  With `has_replicas` an expert may be in several slots.
         """
         return None
 
@@ -61,11 +61,11 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        """Bring what the experts returned for a `DispatchOutput` back to its tokens: [T, D]."""
+        """Bring the outputs of the experts for a `DispatchOutput` back to its tokens, and return their sums [T, D]."""
 
 
 class LocalDispatcher(Dispatcher):
-    """The dispatcher of a lone rank: rows are the tokens, slots their K choices, and the experts do the sum."""
+    """The dispatcher of a lone rank: rows are the tokens, slots are their K choices, and the experts do the sum."""
 
     graph_safe = True
 

@@ -1,7 +1,7 @@
 """Tokens travel through DeepEP's buffers, between the GPUs of expert-parallel ranks.
 
 The CUDA path has not been run: there was no GPU with `deep_ep` to run it on.  It is written to the interfaces of
-`deep_ep.Buffer` in DeepEP 1.2.1 and 2.1.0 and of `deep_ep.ElasticBuffer` in 2.1.0, and its contract tests run against a
+`deep_ep.Buffer` in DeepEP 1.2.1 and 2.1.0 and of `deep_ep.ElasticBuffer` in 2.1.0.  Its contract tests run against a
 stand-in of the package on a CPU (`tests/deepep_stand_in.py`).
 
     --deepep-mode   steps of at most M tokens a rank        larger steps
@@ -9,10 +9,10 @@ stand-in of the package on a CPU (`tests/deepep_stand_in.py`).
     normal          normal, or elastic                      the same
     low_latency     low-latency, or elastic of fixed rows   there are none
 
-What the modes do is in `deep_ep_modes`.  In normal and elastic mode the experts' sum over a token's slots on one rank
-is rounded to bfloat16, then the ranks' sums are added in float32 and rounded once more; low-latency mode adds weighted
-outputs in float32 in the order of the K choices and rounds once.  So the last bits differ from one rank's, and from
-low-latency mode to normal mode.
+`deep_ep_modes` describes the modes.  In normal and elastic mode the experts' sum over a token's slots on one rank is
+rounded to bfloat16.  The ranks' sums are then added in float32 and rounded once more.  Low-latency mode adds weighted
+outputs in float32 in the order of the K choices and rounds once.  So the last bits differ from the bits that one rank
+computes, and between low-latency and normal mode.
 
 Waits end by deep_ep's own time-outs: 100 s on the device, up to 300 s on the host.
 
@@ -51,16 +51,16 @@ logger = logging.getLogger(__name__)
 
 
 class DeepEpDispatcher(Dispatcher):
-    """bfloat16 only.  Without a planned step it uses the mode that takes every batch.
+    """The dispatcher through DeepEP, for bfloat16.  Without a planned step it uses the mode that takes every batch.
 
-    `library` is what `require_deep_ep` returned.  `communicator` joins the ranks among which the experts are spread, in
-    their order.  `has_rdma`: this rank has an RDMA device; None: look for one.  All ranks make theirs together.
+    `library` comes from `require_deep_ep`.  `communicator` joins the ranks among which the experts are spread, in their
+    order.  `has_rdma`: this rank has an RDMA device; None: look for one.  All ranks make their dispatchers together.
 
     Raises `StartupError` when the package cannot carry `shape` or cannot set its buffer up.
     """
 
     scatters_tokens = True
-    # For any step, and for steps of few tokens.
+    # The mode for any step, and the mode for steps of few tokens.
     modes: dict[DeepEpApi, tuple[type[DeepEpMode] | None, type[DeepEpMode] | None]] = {
         DeepEpApi.ELASTIC: (ElasticMode, FixedElasticMode),
         DeepEpApi.NORMAL_AND_LOW_LATENCY: (NormalMode, LowLatencyMode),
@@ -110,9 +110,9 @@ class DeepEpDispatcher(Dispatcher):
         return "expert outputs are added rank by rank, and a token's row in the batch picks among replicas on ranks"
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
-        """The mode for few tokens if no rank brings more than it takes.
+        """Choose the mode for few tokens if no rank brings more than it takes.
 
-        Ranks in different modes would wait for each other, so what a rank itself brings cannot choose.
+        Ranks in different modes would wait for each other, so each rank chooses by the tokens of all ranks.
         """
         self._max_tokens = max(tokens_by_rank)
         assert self._max_tokens <= self.shape.max_tokens_per_rank
@@ -121,7 +121,7 @@ class DeepEpDispatcher(Dispatcher):
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> DispatchOutput:
-        """Ids of -1 choose nothing."""
+        """Send tokens to the ranks that hold their experts.  An id of -1 chooses no expert."""
         assert hidden_TD.shape[0] <= self._max_tokens, "more tokens than the step was planned for"
         mode = self._mode
         if isinstance(mode, LowLatencyMode):
@@ -148,7 +148,7 @@ class DeepEpDispatcher(Dispatcher):
         return mode
 
     def _clean(self) -> None:
-        """Low-latency kernels need zeros where normal mode may have written."""
+        """Clear the buffer where normal mode may have written, because low-latency kernels need zeros there."""
         if self._needs_cleaning:
             shape = self.shape
             self._buffer.clean_low_latency_buffer(
@@ -158,8 +158,8 @@ class DeepEpDispatcher(Dispatcher):
 
 
 def _agreed_api(library: Any, communicator: Communicator, shape: DeepEpShape, has_rdma: bool) -> DeepEpApi:
-    """The best API on all ranks.  Raises `StartupError`."""
-    starts_networks = has_rdma or os.environ.get("EP_DISABLE_GIN") == "1"  # of NCCL, from the device
+    """Choose the best API that works on all ranks.  Raises `StartupError` for none, or for different releases."""
+    starts_networks = has_rdma or os.environ.get("EP_DISABLE_GIN") == "1"  # NCCL's networks, from the device
     api, objections = choose_api(
         library,
         shape,

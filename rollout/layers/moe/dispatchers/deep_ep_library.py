@@ -29,7 +29,7 @@ _MAX_LOW_LATENCY_TOKENS = 511  # two requests a token and two more fit the defau
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
-DeepEpModeName = Literal["auto", "normal", "low_latency"]  # of --deepep-mode
+DeepEpModeName = Literal["auto", "normal", "low_latency"]  # values of --deepep-mode
 
 
 class DeepEpApi(enum.Enum):
@@ -45,12 +45,12 @@ class DeepEpApi(enum.Enum):
 class DeepEpShape:
     """The sizes that the buffers are made for; the same on all ranks.
 
-    `max_tokens_per_rank`: of any step.  `max_low_latency_tokens`: in mode auto, steps of at most this many tokens a
-    rank are sent in the mode for few tokens, whose memory grows with it.
+    `max_tokens_per_rank` limits every step.  In mode auto, steps of at most `max_low_latency_tokens` a rank are sent in
+    the mode for few tokens, whose memory grows with this number.
     """
 
     hidden_size: int
-    num_physical_experts: int  # of one layer, on all ranks
+    num_physical_experts: int  # experts of one layer, on all ranks
     top_k: int
     dtype: torch.dtype
     num_ranks: int
@@ -64,7 +64,7 @@ class DeepEpShape:
 
     @property
     def low_latency_tokens(self) -> int:
-        """Most tokens of a rank in the mode for few: a multiple of four, which the kernels' copies need."""
+        """The maximum number of tokens of a rank in the mode for few: the kernels' copies need a multiple of four."""
         most = self.max_tokens_per_rank
         if self.mode == "auto":
             most = min(most, self.max_low_latency_tokens)
@@ -72,7 +72,7 @@ class DeepEpShape:
 
 
 def load_deep_ep() -> Any:
-    """The package.  Raises `StartupError` where it is missing or cannot be loaded."""
+    """Load the package.  Raises `StartupError` where it is missing or cannot be loaded."""
     try:
         import deep_ep
     except (ImportError, AssertionError, OSError) as error:
@@ -82,7 +82,7 @@ def load_deep_ep() -> Any:
 
 
 def require_deep_ep(device: torch.device | str) -> Any:
-    """The package, for an engine on `device`.  Raises `StartupError` unless both are there."""
+    """Load the package for an engine on `device`.  Raises `StartupError` without the package or a CUDA device."""
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
         raise StartupError(NEEDS)
     return load_deep_ep()
@@ -101,10 +101,10 @@ def shows_communicator(communicator: Communicator) -> bool:
 def choose_api(
     library: Any, shape: DeepEpShape, *, has_rdma: bool, has_elastic_group: bool
 ) -> tuple[DeepEpApi, list[str]]:
-    """The best modes that `library` offers and that fit, and why better ones are not used.
+    """Choose the best modes that `library` offers and that fit, and return why better ones are not used.
 
-    `has_rdma`: every rank has an RDMA device.  `has_elastic_group`: every rank has what `ElasticBuffer` needs of its
-    group.  Raises `StartupError` with every reason if nothing fits.
+    `has_rdma`: every rank has an RDMA device.  `has_elastic_group`: every rank has a group that `ElasticBuffer` can
+    use.  Raises `StartupError` with every reason if nothing fits.
     """
     if reasons := _common_objections(shape):
         raise _refusal(reasons)
@@ -184,7 +184,7 @@ def _low_latency_objections(library: Any, shape: DeepEpShape, has_rdma: bool) ->
 
 
 def make_buffer(library: Any, api: DeepEpApi, shape: DeepEpShape, communicator: Communicator) -> Any:
-    """One buffer for all modes of `api`."""
+    """Make the one buffer for all modes of `api`."""
     if api is DeepEpApi.ELASTIC:
         return library.ElasticBuffer(
             group=_ElasticGroup(communicator),
@@ -231,7 +231,7 @@ class _ElasticGroup:
         self._communicator.all_agree(True)
 
     def _get_backend(self, device: torch.device) -> Any:
-        """NCCL's, whose communicator the buffer shares."""
+        """Return the NCCL backend, whose communicator the buffer shares."""
         assert self._communicator.device is not None
         return self._communicator.device.backend
 
@@ -239,7 +239,7 @@ class _ElasticGroup:
 class _BufferComm:
     """The calls of an mpi4py communicator that `Buffer` makes while it is set up.
 
-    Given a torch group instead, `Buffer` would pickle what it exchanges, which is device numbers and handles.
+    Given a torch group instead, `Buffer` would pickle the device numbers and handles that it exchanges.
     """
 
     def __init__(self, communicator: Communicator) -> None:

@@ -5,11 +5,11 @@
     low-latency   Buffer          C * G * M, mostly empty    a token, once for each expert  over its K choices
     elastic       ElasticBuffer   as many as came, or G * M  a token, once for each rank    over ranks
 
-Where rows are as many as came, the host waits for their number.  Where their number is fixed it does not, and the step
-can be captured in a CUDA graph; empty rows have ids of -1.
+Where rows are as many as came, the host waits for their number.  Where their number is fixed it does not wait, and the
+step can be captured in a CUDA graph; empty rows have ids of -1.
 
-All modes take contiguous bfloat16 hidden states, ids of the package's type and float32 weights, and give back
-[T, D] bfloat16.  A handle is read by the mode that made it.
+All modes take contiguous bfloat16 hidden states, ids of the package's type and float32 weights.  They return [T, D]
+bfloat16.  A handle is read by the mode that made it.
 
 Shapes: T tokens of this rank, D hidden, K top-k, R rows, S slots of a row, G ranks, P physical experts on all ranks,
 C = P / G on this one, M most tokens of a rank, N = G * M.  Physical expert p is local expert p % C of rank p // C.
@@ -27,20 +27,20 @@ from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape
 
 
 class DeepEpMode(ABC):
-    """Over `buffer`, which modes of a rank share."""
+    """A way to carry tokens over `buffer`, which the modes of a rank share."""
 
-    has_fixed_rows = False  # their number depends on `shape` alone
+    has_fixed_rows = False  # whether the number of rows depends on `shape` alone
 
     def __init__(self, buffer: Any, shape: DeepEpShape) -> None:
         self.buffer, self.shape = buffer, shape
 
     @abstractmethod
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
-        """Ids of -1 choose nothing."""
+        """Send tokens to the ranks that hold their experts.  An id of -1 chooses no expert."""
 
     @abstractmethod
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
-        """The sums of this rank's tokens [T, D]."""
+        """Bring expert outputs back, and return the sums of this rank's tokens [T, D]."""
 
 
 class NormalMode(DeepEpMode):
@@ -70,12 +70,12 @@ class NormalMode(DeepEpMode):
 
 
 class LowLatencyMode(DeepEpMode):
-    """`Buffer.low_latency_dispatch`: `combine` applies the weights to what the experts gave.
+    """`Buffer.low_latency_dispatch`: `combine` applies the weights to the outputs of the experts.
 
     local expert 0   [ row row row  .   .   . ]     N places, recv_count of them filled in any order,
     local expert 1   [ row  .   .   .   .   . ]     the rest is uninitialized
 
-    What arrived lies in one of two buffers, which the second next call writes to: experts read it before `combine`.
+    The rows lie in one of two buffers, which the call after the next overwrites: experts read them before `combine`.
     """
 
     has_fixed_rows = True
@@ -108,10 +108,10 @@ class LowLatencyMode(DeepEpMode):
 
 
 class ElasticMode(DeepEpMode):
-    """`ElasticBuffer.dispatch` for any number of tokens; the host waits for how many come.
+    """`ElasticBuffer.dispatch` for any number of tokens; the host waits for the number of rows.
 
-    The experts apply the weights, as in normal mode.  The buffer is a deterministic one: rows come by source rank, then
-    by token.
+    The experts apply the weights, as in normal mode.  The buffer is deterministic: rows come by source rank, then by
+    token.
     """
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
@@ -143,7 +143,7 @@ class ElasticMode(DeepEpMode):
 
 
 class FixedElasticMode(ElasticMode):
-    """The same for few tokens: the N rows that came first."""
+    """Elastic mode for few tokens, with a fixed number of rows N, of which the first ones are filled."""
 
     has_fixed_rows = True
 

@@ -23,7 +23,7 @@ from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpModeName, DeepE
 
 @dataclass(frozen=True)
 class MoeBackend:
-    """The settings of the dispatcher.  `max_step_tokens`: most tokens of one attention-DP rank in a step."""
+    """The settings of the dispatcher.  `max_step_tokens` limits the tokens of one attention-DP rank in a step."""
 
     name: str = "none"
     max_step_tokens: int = 16384
@@ -36,7 +36,7 @@ class DispatcherNeeds:
 
     parallel: Parallel
     backend: MoeBackend
-    num_physical_experts: int  # of a layer, on all ranks
+    num_physical_experts: int  # experts of a layer, on all ranks
     hidden_size: int
     top_k: int
     dtype: torch.dtype
@@ -66,10 +66,10 @@ DISPATCHERS: dict[str, Callable[[DispatcherNeeds], Dispatcher]] = {
 
 
 def select_dispatcher(needs: DispatcherNeeds) -> Dispatcher:
-    """The dispatcher of all MoE layers of a rank.  With one rank nothing moves, under any name.
+    """Select the dispatcher of all MoE layers of a rank.  With one rank nothing moves, under any name.
 
-    Raises `StartupError` for a name that is not registered or that this machine does not have, and what the dispatcher
-    raises.
+    Raises `StartupError` for a name that is not registered or that this machine does not have, and the errors of the
+    dispatcher.
     """
     name = needs.backend.name
     if name not in DISPATCHERS:
