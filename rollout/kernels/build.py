@@ -2,7 +2,7 @@
 
     <cache>/<key>/kernels.so   key = hash of the sources, the flags, torch's version and the CPU's features
     <cache>/<key>/lock         held while compiling; the kernel of the OS frees it if the holder dies
-    <cache>/objects/<key>.o    what was compiled of one source, so that a build that was cut off goes on where it was
+    <cache>/objects/<key>.o    one compiled source, so that a build that was cut off goes on where it was
 
 The cache is `$LOCKSTEP_KERNEL_CACHE`, or `~/.cache/lockstep/kernels`.
 """
@@ -33,7 +33,7 @@ from rollout.kernels import isa as isas
 from rollout.kernels.operators import OPERATORS
 
 SOURCES = Path(__file__).parent / "csrc"
-# No -ffast-math and no contraction: what is fused, and in which order sums run, is written in the sources.
+# No -ffast-math and no contraction: the sources decide which operations are fused and in which order sums run.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_CPU_S = 900
@@ -48,12 +48,12 @@ Progress = Callable[[str], None]
 
 
 class KernelBuildError(Exception):
-    """The operators cannot be compiled or their cache cannot be used; one line that says why."""
+    """The operators cannot be compiled or their cache cannot be used.  The message is one line with the reason."""
 
 
 @dataclass(frozen=True)
 class KernelStatus:
-    """The state of `torch.ops.lockstep`; `reason`: why it is missing; `isa`: its instruction set."""
+    """The state of `torch.ops.lockstep`: `reason` is why it is missing, `isa` its instruction set."""
 
     available: bool
     reason: str = ""
@@ -61,11 +61,11 @@ class KernelStatus:
 
 
 def load_kernels(progress: Progress | None = None, isa: str | None = None) -> KernelStatus:
-    """Register the operators as `torch.ops.lockstep`, compiling them first if need be.  Once per process; never raises
-    for a machine that cannot: the caller goes on without.
+    """Register the operators as `torch.ops.lockstep`, and compile them first if need be, once per process.
 
-    `isa` is one of `rollout.kernels.isa.CHOICES`, by default `$LOCKSTEP_CPU_ISA` or "auto": the best that the processor
-    has and whose trial succeeds.  `progress` is called with a line if there is something to wait for or to know.
+    It never raises for a machine that cannot compile or run them: the caller goes on without.  `isa` is one of
+    `rollout.kernels.isa.CHOICES`, by default `$LOCKSTEP_CPU_ISA` or "auto": the best that the processor has and whose
+    trial succeeds.  `progress` is called with a line if there is something to wait for or to know.
     """
     assert OPERATORS, "the compiled operators implement these"
     wanted = isa or os.environ.get("LOCKSTEP_CPU_ISA") or "auto"
@@ -103,7 +103,7 @@ def build_kernels(
     timeout_s: float = COMPILE_TIMEOUT_S,
     extra_flags: tuple[str, ...] = (),
 ) -> Path:
-    """The compiled library of the `.cpp` files in `sources` on this machine, from the cache or compiled now.
+    """Return the compiled library of the `.cpp` files in `sources` on this machine, from the cache or compiled now.
 
     `progress` is called with one line if there is something to wait for.  `timeout_s` bounds the wait for another
     process that compiles the same, and each run of the compiler, which also has `COMPILE_CPU_S`.  `extra_flags` come
@@ -133,7 +133,7 @@ def cache_folder() -> Path:
 
 
 def cache_key(sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str:
-    """Changes with everything that the compiled library depends on, except the compiler."""
+    """Return a hash of everything that the compiled library depends on, except the compiler."""
     digest = hashlib.sha256()
     for path in sorted(sources.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -142,7 +142,7 @@ def cache_key(sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str
 
 
 def object_key(source: Path, extra_flags: tuple[str, ...], compiler: list[str]) -> str:
-    """Changes with everything that the object of one source depends on, except the compiler's version."""
+    """Return a hash of everything that the object of one source depends on, except the compiler's version."""
     digest = hashlib.sha256()
     for path in (*sorted(source.parent.glob("*.h")), source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -152,7 +152,7 @@ def object_key(source: Path, extra_flags: tuple[str, ...], compiler: list[str]) 
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler as command words: `$CXX`, else the first of `COMPILERS` there is.  Raises `KernelBuildError`."""
+    """Return the C++ compiler as command words: `$CXX`, else the first of `COMPILERS`.  Raises `KernelBuildError`."""
     given = shlex.split(os.environ.get("CXX", ""))
     for words in [given] if given else [[name] for name in COMPILERS]:
         if shutil.which(words[0]) is not None:
@@ -161,7 +161,7 @@ def find_compiler() -> list[str]:
 
 
 def _cpu_features() -> tuple[str, ...]:
-    """Return what `-march=native` depends on.  Linux lists it; elsewhere the processor's name has to do."""
+    """Return the features that `-march=native` depends on, as Linux lists them; elsewhere the processor's name."""
     info = Path("/proc/cpuinfo")
     features = [platform.machine(), platform.processor()]
     if info.is_file():
@@ -171,7 +171,7 @@ def _cpu_features() -> tuple[str, ...]:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Create it for this user alone: its content is loaded as code, so other users must not write to it."""
+    """Create the folder for this user alone: its content is loaded as code, so other users must not write to it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     info = folder.stat()
     if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -195,7 +195,7 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
 
 
 def _compile(compiler: list[str], sources: Path, library: Path, timeout_s: float, extra_flags: tuple[str, ...]) -> None:
-    """Every source on its own, two at a time, then one link; objects and library appear whole or not at all."""
+    """Compile each source on its own, two at a time, then link.  Objects and library appear whole or not at all."""
     torch_root = Path(torch.__file__).parent
     includes = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
     libraries = [f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]

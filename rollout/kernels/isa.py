@@ -2,8 +2,8 @@
 
     amx_bf16 > avx512_bf16 > avx512 > avx2 > portable
 
-A processor has a set and all after it; `auto` is the fastest of them.  `emulated_amx` is the code of `amx_bf16` on any
-processor, for tests.  Results depend on the set, and on nothing else of the machine.
+A processor that has a set also has all sets after it; `auto` is the fastest of them.  `emulated_amx` is the code of
+`amx_bf16` on any processor, for tests.  Of all properties of the machine, results depend on the set only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 TILES = "amx_bf16"
 EMULATED_TILES = "emulated_amx"
 _NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
-# What the compiler is told beside `-march=native`, and the flags of /proc/cpuinfo that a set needs.
+# The flags of the compiler in addition to `-march=native`, and the flags of /proc/cpuinfo that a set needs.
 COMPILER_FLAGS = {
     TILES: (),
     "avx512_bf16": _NO_TILES,
@@ -42,7 +42,7 @@ _TRIAL_TIMEOUT_S = 120.0
 
 
 def refusal_of(isa: str) -> str:
-    """Why operators for `isa`, one of `CHOICES`, cannot run on this processor; "" if they can."""
+    """Return why operators for `isa`, one of `CHOICES`, cannot run on this processor; "" if they can."""
     if isa not in CHOICES:
         return f"no instruction set {isa!r}: it is one of {', '.join(CHOICES)}"
     if isa in ("auto", EMULATED_TILES):
@@ -58,10 +58,10 @@ def has_tiles() -> bool:
 
 
 def fastest_beside_tiles() -> str:
-    """One of `CHOICES`: what to compile for where matrix tiles cannot be used.
+    """Choose the one of `CHOICES` to compile for where matrix tiles cannot be used.
 
-    Intel's cores since Sapphire Rapids, which can be told by avx512_fp16, begin a product of pairs of bfloat16
-    (vdpbf16ps) every second cycle, but two of floats in every cycle: floats are twice as fast there.
+    Intel's cores since Sapphire Rapids have the flag avx512_fp16.  They begin a product of pairs of bfloat16
+    (vdpbf16ps) every second cycle, but two products of floats in every cycle: floats are twice as fast there.
     """
     slow_pairs = processor_vendor() == "GenuineIntel" and "avx512_fp16" in processor_flags()
     order = ("avx512", "avx512_bf16") if slow_pairs else ("avx512_bf16", "avx512")
@@ -85,16 +85,16 @@ def _first_processor(field: str) -> str:
 
 
 def request_tiles() -> bool:
-    """Asks Linux to let this process use tile registers, which take 8 KiB of every thread's saved state."""
+    """Ask Linux to let this process use tile registers, which take 8 KiB of every thread's saved state."""
     libc = ctypes.CDLL(None, use_errno=True)
     return bool(libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
 
 def tiles_refusal(library: Path) -> str:
-    """Why the tiles of `library`, compiled for them, cannot be used; "" if they can.
+    """Return why the tiles of `library`, compiled for them, cannot be used; "" if they can.
 
-    They are tried in a process of their own, once for each library: a virtual machine may announce what it does not
-    have.  The answer lies beside the library.
+    They are tried in a process of their own, once for each library, because a virtual machine may announce tiles that
+    it does not have.  The answer is a file next to the library.
     """
     if not request_tiles():
         return "Linux does not let this process use tile registers"

@@ -1,7 +1,7 @@
-"""`operator`: a function in plain torch becomes an operator of torch's registry.
+"""`operator`: a decorator that makes a function in plain torch an operator of torch's registry.
 
-`torch.ops.lockstep.NAME` runs what torch's dispatcher finds for the device of its arguments: the compiled CPU kernel
-where `load_kernels` loaded it, the Triton kernel where `load_gpu_kernels` did, else the plain form.
+`torch.ops.lockstep.NAME` runs the form that torch's dispatcher finds for the device of its arguments: the compiled CPU
+kernel where `load_kernels` loaded it, the Triton kernel where `load_gpu_kernels` did, else the plain form.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _LIBRARY = torch.library.Library("lockstep", "FRAGMENT")
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """The way of gradients through an operator.  Names are of arguments.
+    """The way of gradients through an operator, in names of its arguments.
 
-    `flows`: tensors of the forward that have gradients; `weights`: matrices that do; `sums`: the first flow becomes its
-    sum with the second, in place, and the plain form takes the sum and None for the gradient; `chosen`: the argument
-    that tells the plain form what integers the operator returned; `pools`: tensors that the operator writes; `stored`:
-    the pools whose rows `slots` are further results; `looks_up`: a padding row of the weight has no gradient.
+    `flows`: tensors of the forward that have gradients; `weights`: matrices that have them; `sums`: the first flow
+    becomes its sum with the second, in place, and the plain form takes the sum and None for the gradient; `chosen`: the
+    argument that gives the plain form the integers that the operator returned; `pools`: tensors that the operator
+    writes; `stored`: the pools whose rows `slots` are further results; `looks_up`: a padding row of the weight has no
+    gradient.
 
-    `form`: what autograd follows, where the plain form computes more than its gradient needs.
+    `form`: the function that autograd follows, where the plain form computes more than its gradient needs.
     """
 
     flows: tuple[str, ...] = ()
@@ -41,11 +42,11 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator: `schema` in torch's words, and `plain`, the function that defines its results.
+    """An operator: `schema` in torch's language, and `plain`, the function that defines its results.
 
     `gradient`: None for an operator of integers.  `graph_safe`: it reads no tensor's value on the host, and sizes of
-    its results follow from sizes of its arguments, so that a CUDA graph holds it.  `rule`: a named tuple; the argument
-    `rule` of every form is one, and the schema has its fields in that place.
+    its results follow from sizes of its arguments, so that a CUDA graph holds it.  `rule`: the class of a named tuple.
+    The argument `rule` of every form is such a tuple, and the schema has its fields in that place.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Operator:
 
     @property
     def registered(self) -> Callable[..., Any]:
-        """Call what torch's registry has, with the arguments of `plain`."""
+        """The form of torch's registry, called with the arguments of `plain`."""
         found: Callable[..., Any] = getattr(torch.ops.lockstep, self.name).default
         if self.rule is None:
             return found
@@ -74,7 +75,7 @@ class Operator:
         _LIBRARY.impl(self.name, self._of_fields(form), key)
 
     def _of_fields(self, form: Callable[..., Any]) -> Callable[..., Any]:
-        """`form` with the fields of the rule in place of the rule."""
+        """Return `form` as a function that takes the fields of the rule in place of the rule."""
         rule = self.rule
         if rule is None:
             return form

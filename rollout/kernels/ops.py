@@ -1,6 +1,6 @@
-"""`Ops`: what a model computes with, and how it stores its matrices.
+"""`Ops`: the operators that a model computes with, and the way it stores its matrices.
 
-A model is given one when it is built and hands it to its layers.
+A model is given an `Ops` when it is built and hands it to its layers.
 
 Shapes: O output features, D input features, P physical experts, I expert intermediate, H heads, R size of a latent.
 """
@@ -27,7 +27,7 @@ _ROW_BLOCK = 16  # rows of a packed projection that lie together; gate and up pr
 class RowMajor:
     """Plain row-major matrices: gate rows before up rows.
 
-    `experts_held`: how matrices of experts are held, None as they are sent.
+    `experts_held` is the format in which matrices of experts are held; None: as they are sent.
     """
 
     name = "row-major"
@@ -36,7 +36,7 @@ class RowMajor:
     def empty_matrix(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
-        """Storage for [O, D]."""
+        """Make the storage of a matrix [O, D]."""
         return torch.empty(out_features, in_features, dtype=dtype, device=device)
 
     def matrix_place(self, weight: torch.Tensor, rows: range, in_features: int) -> Place:
@@ -46,7 +46,7 @@ class RowMajor:
     def empty_experts(
         self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Storage `w13` for gate and up projections [P, I, D] each, and `w2` for down projections [P, D, I]."""
+        """Make the storage `w13` of gate and up projections [P, I, D] each, and `w2` of down projections [P, D, I]."""
         w13 = torch.empty(experts, 2 * inner, hidden, dtype=dtype, device=device)
         return w13, torch.empty(experts, hidden, inner, dtype=dtype, device=device)
 
@@ -61,7 +61,7 @@ class RowMajor:
     def empty_latent(
         self, heads: int, sizes: LatentSizes, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
-        """Storage for the matrix that makes keys and values of a latent [H (nope + v), R]."""
+        """Make the storage of the matrix [H (nope + v), R] that makes keys and values of a latent."""
         return torch.empty(heads * (sizes.nope + sizes.value), sizes.rank, dtype=dtype, device=device)
 
     def latent_place(self, weight: torch.Tensor, sizes: LatentSizes) -> Place:
@@ -110,7 +110,7 @@ class Packed(RowMajor):
 
 
 class PackedW8(Packed):
-    """Packed, the matrices of experts in 8 bits (`csrc/packed_w8.h`); for bfloat16."""
+    """Packed matrices, the ones of experts in 8 bits (`csrc/packed_w8.h`); for bfloat16."""
 
     name = "packed-w8"
     experts_held: HeldFormat | None = INT8_BLOCKS
@@ -134,10 +134,10 @@ class Ops:
     """The operators of `rollout.kernels.operators`, which has their arguments, as attributes; and their storage.
 
     `batch_invariant`: a row of every result has the same bits in every batch and with any number of threads.
-    `graph_safe`: none of them waits for the device, or allocates what depends on numbers there, so that a step can be
-    captured (`gated_delta` apart).  `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert,
-    whose output is zero and whose weight is not used.  `rest` lets threads that look for the next operator sleep: for
-    where none follows soon.
+    `graph_safe`: no operator but `gated_delta` waits for the device, or allocates by numbers there, so that a step can
+    be captured.  `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero
+    and whose weight is not used.  `rest` lets threads that look for the next operator sleep: call it where no operator
+    follows soon.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Ops:
             """Return the operator of this name."""
 
     def replace(self, **changes: Any) -> Ops:
-        """Return a copy in which these attributes are others."""
+        """Return a copy with these attributes changed."""
         unknown = changes.keys() - vars(self).keys()
         assert not unknown, unknown
         made = copy(self)
@@ -170,20 +170,20 @@ class Ops:
 
 
 def plain_ops() -> Ops:
-    """Plain torch, called directly."""
+    """Return the operators in plain torch, called directly."""
     return Ops({name: one.plain for name, one in OPERATORS.items()}, RowMajor(), batch_invariant=False)
 
 
 def compiled_ops(storage: RowMajor | None = None) -> Ops:
-    """Torch's registry with the compiled CPU operators in it (`load_kernels`), for bfloat16 and float32."""
+    """Return torch's registry with the compiled CPU operators in it (`load_kernels`), for bfloat16 and float32."""
     rest = torch.ops.lockstep.rest.default
     return Ops(_registered(), storage or Packed(), batch_invariant=True, graph_safe=True, rest=rest)
 
 
 def gpu_ops() -> Ops:
-    """Torch's registry with the Triton kernels in it (`load_gpu_kernels`), for `GPU_DTYPES`.
+    """Return torch's registry with the Triton kernels in it (`load_gpu_kernels`), for `GPU_DTYPES`.
 
-    Not batch invariant: matrix products of dense layers are the library's.
+    They are not batch invariant: a library computes the matrix products of dense layers.
     """
     return Ops(_registered(), RowMajor(), batch_invariant=False, graph_safe=True, takes_empty_slots=True)
 
@@ -198,7 +198,7 @@ def select_ops(
     """Return the kernels where they exist for this dtype and device, else plain torch.
 
     `kernels_available`: this device's kernels are loaded.  `weight_format`: "plain", or "w8" for experts in 8 bits.
-    Raises `StartupError` where there is no such thing.
+    Raises `StartupError` for "w8" without compiled operators for bfloat16.
     """
     kind = torch.device(device).type
     compiled = kernels_available and dtype in COMPILED_DTYPES and kind == "cpu"

@@ -55,7 +55,7 @@ class ViewPlace:
 class PackedPlace:
     """Rows of a matrix packed for the compiled operators (`kernels/csrc/packed.h`, `pack.cpp`).
 
-    `step` and `offset` say how blocks of sixteen rows alternate with blocks of another matrix.
+    `step` and `offset` describe how blocks of sixteen rows alternate with blocks of another matrix.
     """
 
     region: Region | None = None
@@ -93,8 +93,8 @@ class PackedPlace:
 class W8Place:
     """Rows of a bfloat16 matrix packed in 8 bits (`kernels/csrc/packed_w8.h`), quantised as they are written.
 
-    Its content is the values (`weight_sync.int8_blocks`), which may be written again without a change.  `step` and
-    `offset` as of `PackedPlace`.
+    Its content is the quantised values (`weight_sync.int8_blocks`), which may be written again without a change.
+    `step` and `offset` are the same as in `PackedPlace`.
     """
 
     region: Region | None = None
@@ -117,7 +117,7 @@ class W8Place:
         return W8Place(storage, self._rows, self._in_features, *self._layout)
 
     def write(self, source: torch.Tensor) -> None:
-        """Raises `ContentError` for a value that is not finite."""
+        """Quantise and pack the source.  Raises `ContentError` for a value that is not finite."""
         assert source.shape == (self._rows, self._in_features), source.shape
         values = source.to(device=self._packed.device, dtype=torch.bfloat16)
         if not bool(values.isfinite().all()):
@@ -142,7 +142,7 @@ class LatentSizes:
 
     @property
     def key_matrix(self) -> tuple[int, int]:
-        """Rows and columns of the matrix that is applied to queries: the one for keys, transposed."""
+        """Rows and columns of the matrix that is applied to queries: the matrix for keys, transposed."""
         return self.rank, self.nope
 
     @property
@@ -153,8 +153,8 @@ class LatentSizes:
 class AbsorbedPlace:
     """The matrix that makes keys and values of latents [H (nope + v), R], as the compiled operators apply it.
 
-    Packed, by head: the part for keys transposed, as it is applied to queries, then the part for values.  So nothing is
-    computed from weights, and a refresh of this matrix refreshes the one in use.
+    Each head has its packed part for keys, transposed as it is applied to queries, then its part for values.  No other
+    matrix is computed from it, so a refresh of this matrix refreshes the matrix in use.
     """
 
     region: Region | None = None
@@ -193,7 +193,7 @@ class AbsorbedPlace:
         self.write(content)
 
     def _halves(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """By head."""
+        """Yield the packed parts for keys and for values of each head."""
         dtype = self._packed_HN.dtype
         keys = torch.ops.lockstep.empty_packed([0], *self._sizes.key_matrix, dtype).shape[1:].numel()
         for row in self._packed_HN:
@@ -232,7 +232,7 @@ class ReorderedPlace:
 
 
 class ShardPlace:
-    """The part of a logical tensor that this rank holds, in an `inner` place of just that part.
+    """The part of a logical tensor that this rank holds, in an `inner` place for just this part.
 
     It is `length` indices of dimension `dim`, from `start` on; see `Region`.
     """

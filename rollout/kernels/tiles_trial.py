@@ -10,7 +10,7 @@ from rollout.kernels import isa
 
 
 def try_tiles(library: str) -> int:
-    """Exit status 0 if the tiles of this processor compute what their emulation does, bit for bit."""
+    """Return the exit status: 0 if tiles of this processor compute the same bits as their emulation."""
     if not isa.request_tiles():
         print("Linux does not let this process use tile registers", file=sys.stderr)
         return 1

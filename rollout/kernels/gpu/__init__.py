@@ -1,5 +1,5 @@
 """Operators for CUDA, each in the module of its name: Triton kernels, and the function that launches them.
 
-`compile_cases` of a module gives configurations of its kernels: name, kernel, types of the arguments that are not
-constant, constants, warps and stages.
+`compile_cases` of a module returns configurations of its kernels.  Each has a name, the kernel, types of the arguments
+that are not constant, constants, warps and stages.
 """

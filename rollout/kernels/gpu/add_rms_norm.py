@@ -1,6 +1,6 @@
 """`add_rms_norm`: the residual sum and RMSNorm of a row as one Triton kernel.
 
-One program a row.  A row's bits depend on that row alone: the sum of squares runs in one order for each D.
+Each row has one program.  A row's bits depend on that row alone: the sum of squares runs in one order for each D.
 
 Shapes: T tokens, D hidden.
 """
@@ -16,13 +16,13 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 `x`, rounded to `dtype`."""
+    """Round float32 `x` to `dtype`, and return it as float32."""
     return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
 def normed(x, sum_of_squares, size, eps, weight, weight_offset, HAS_OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """`x` over its root mean square, times the weight: rounded to `dtype` before and after, or with an offset once."""
+    """Return `x` over its root mean square, times the weight: rounded before and after, or with an offset once."""
     x = x * tl.div_rn(1.0, tl.sqrt_rn(sum_of_squares / size + eps))
     if HAS_OFFSET:
         x = x * (weight_offset + weight)
@@ -67,7 +67,7 @@ def add_rms_norm(
     eps: float,
     weight_offset: float | None = None,
 ) -> torch.Tensor:
-    """Rows [T, D] may lie apart from one another, the elements of one may not."""
+    """Add `hidden` in place, and return the norm [T, D].  Rows may lie apart from one another, elements may not."""
     num_tokens, size = residual.shape
     out = torch.empty((num_tokens, size), dtype=residual.dtype, device=residual.device)
     assert residual.stride(1) == weight.stride(0) == 1 and (hidden is None or hidden.stride(1) == 1)
@@ -94,12 +94,12 @@ def add_rms_norm(
 
 
 def _num_warps(block: int) -> int:
-    """Eight elements a thread, in at most eight warps."""
+    """Choose the warps so that a thread has eight elements, but at most eight warps."""
     return min(max(block // 256, 1), 8)
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
-    """Hidden sizes of the published models, both forms of the weight."""
+    """Return cases for hidden sizes of published models and both forms of the weight."""
     pointers = dict.fromkeys(("residual", "hidden", "weight", "out"), "*bf16")
     numbers = dict.fromkeys(("residual_stride", "hidden_stride"), "i32")
     floats = dict.fromkeys(("eps", "weight_offset"), "fp32")

@@ -1,4 +1,4 @@
-"""`fused_experts` by torch's grouped matrix product: no value is read by the host, as in the Triton kernels.
+"""`fused_experts` by torch's grouped matrix product: the host reads no value, as in the Triton kernels.
 
 Shapes: T tokens, D hidden, K slots, A = T K assignments, P experts stored here, I expert intermediate.
 """
@@ -33,7 +33,7 @@ def grouped_experts(
         ids_A = ids.masked_fill(~filled_TK, experts).flatten()
         sorted_A, order_A = ids_A.sort(stable=True)
         counts = ids_A.new_zeros(experts + 1).scatter_add_(0, ids_A, torch.ones_like(ids_A))
-        # The last expert's number, for biases of rows that are masked below.
+        # Rows that are masked below get the bias of the last expert.
         assigned = Assignments(order_A, sorted_A.clamp(max=experts - 1), counts[:experts], top_k)
         counts_on_host: list[int] = []  # which `grouped` does not read
         form = ExpertForm(w13_bias, w2_bias, limit, alpha)

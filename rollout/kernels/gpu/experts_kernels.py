@@ -1,22 +1,22 @@
 """The Triton kernels of the grouped SwiGLU: sort by expert, gate and up, down, weighted sum.
 
-    ids [T, K]      3 0 | 3 5 | 0 3            an assignment is a place in it, counted through: a = t K + k; -1 is empty
-    order [A]       1 4 . . | 0 2 5 . | 3      assignments by expert, in their own order within one
+    ids [T, K]      3 0 | 3 5 | 0 3            an assignment is a flat index of it, a = t K + k; the id -1 is empty
+    order [A]       1 4 . . | 0 2 5 . | 3      assignments by expert, in ascending order within one
     blocks [N, 3]   (0, 0, 2) (3, 2, 3) (5, 5, 1) (., ., 0)  ..        expert, first place in `order`, number of places
 
-A block is at most BLOCK_M assignments of one expert.  The table has as many as the worst routing needs; blocks that
-are left over have no places, and their programs return at once.  So nothing is read back by the host.
+A block has at most BLOCK_M assignments of one expert.  The table has as many blocks as the worst routing needs.  Blocks
+that are left over have no places, and their programs return at once.  So the host reads nothing back.
 
 A program multiplies a tile of ROWS weight rows by the block's columns, weights on the left:
 
     [ROWS, BLOCK_K] of weights  x  [BLOCK_K, BLOCK_M] of activations, BLOCK_K after BLOCK_K
 
-Warps' matrix instructions take 64 rows on the left and as few as 8 columns on the right, so that few tokens waste few
+Warps' matrix instructions take 64 rows on the left and as few as 8 columns on the right.  So few tokens waste few
 products, and the same instruction serves one token and thousands.  An element of the result is one sum over the depth,
-in ascending steps, by one warp group: how many columns a block has, how large tiles are and which place a token takes
-enter no sum.
+in ascending steps, by one warp group.  The number of columns of a block, the size of tiles and the place of a token
+change no sum.
 
-Every result that plain torch would round, between the two products too, is rounded here.
+Every result that plain torch would round is rounded here, also between the two products.
 
 Shapes: T tokens, K slots of a token, A = T K, N blocks, P experts stored here, D hidden, I expert intermediate.
 """
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 SCALE_BLOCK = tl.constexpr(128)  # rows and columns that have one scale
-_INTERLEAVE = tl.constexpr(8)  # gate rows, then as many up rows, in a tile: one thread holds both results
+_INTERLEAVE = tl.constexpr(8)  # gate rows of a tile, followed by as many up rows: one thread holds both results
 
 
 @triton.jit(do_not_specialize=["num_assignments", "num_blocks"])
@@ -42,9 +42,9 @@ def plan_kernel(
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write `order` and `blocks` of ids [A] int64; one program an expert.  BINS: a power of two above P.
+    """Write `order` and `blocks` of ids [A] int64, with one program for each expert.  BINS: a power of two above P.
 
-    Ids of no expert are left out of both.
+    Both leave out ids without an expert.
     """
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -76,7 +76,7 @@ def plan_kernel(
 
 @triton.jit
 def _experts(ids_ptr, assignments, num_assignments, P: tl.constexpr):
-    """Return ids as int32, with P in the place of ids of no expert."""
+    """Return ids as int32, with P in the place of ids without an expert."""
     ids = tl.load(ids_ptr + assignments, mask=assignments < num_assignments, other=-1)
     return tl.where((ids >= 0) & (ids < P), ids, P).to(tl.int32)
 
@@ -102,7 +102,7 @@ def gate_up_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The activation of each assignment, by place in `order`: inner [A, I], of hidden [T, D] and w13 [P, 2I, D].
+    """Compute the activation of each assignment: inner [A, I] by place in `order`, of hidden [T, D] and w13 [P, 2I, D].
 
     SCALED: w13 is float8_e4m3fn, with scales [P, 2 ceil(I / 128), ceil(D / 128)], gate's before up's.
     """
@@ -170,7 +170,7 @@ def down_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The output of each assignment: out [A, D], of inner [A, I] by place in `order` and w2 [P, D, I].
+    """Compute the output of each assignment: out [A, D], of inner [A, I] by place in `order` and w2 [P, D, I].
 
     SCALED: w2 is float8_e4m3fn, with scales [P, ceil(D / 128), ceil(I / 128)].
     """
@@ -222,7 +222,7 @@ def _sums(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """[ROWS, BLOCK_M] in float32: rows `w_rows` of a matrix times rows `x_rows` of another, both of DEPTH columns."""
+    """Multiply rows `w_rows` of a matrix with rows `x_rows` of another, of DEPTH columns: [ROWS, BLOCK_M] float32."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     step = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + w_rows[:, None] * DEPTH + step[None, :]
@@ -245,7 +245,7 @@ def _sums(
 
 @triton.jit
 def _activation(gate, up, limit, alpha, CLAMPED: tl.constexpr, dtype: tl.constexpr):
-    """`silu_and_mul`, or `clamped_swiglu`, of float32 that holds numbers of `dtype`."""
+    """Apply `silu_and_mul`, or `clamped_swiglu` if CLAMPED, to float32 tensors that hold numbers of `dtype`."""
     if CLAMPED:
         gate = _rounded(tl.where(gate > limit, limit, gate), dtype)  # a NaN stays one
         up = _rounded(tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)), dtype)
@@ -270,7 +270,7 @@ def weighted_sum_kernel(
     P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """sum [T, D] of out [T, K, D] times weights [T, K]: products rounded, added in float32 in slot order.
+    """Sum out [T, K, D] times weights [T, K] over slots [T, D]: rounded products, added in float32 in slot order.
 
     Empty slots count as zero, whatever their outputs and weights hold.
     """

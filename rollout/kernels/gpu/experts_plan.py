@@ -1,17 +1,17 @@
 """The implementation that the experts of a step run on, and its tiles: functions of shapes alone.
 
-A shape is known on the host without a look at the routes, so the choice costs no synchronisation and a CUDA graph of a
-batch size keeps its own.  Load is measured as assignments per stored expert, R.  The two tables are read at each call:
-a benchmark may put others in their place, one row after the other, and write what it found here.
+The host knows a shape without a look at the routes.  So the choice costs no synchronisation, and a CUDA graph of a
+batch size keeps its choice.  Load is measured as assignments per stored expert, R.  The two tables are read at each
+call: a benchmark may put others in their place, one row after the other, and its best rows are written here.
 
 Tiles were chosen by arithmetic (below).  On an H100 they were within 1 % of the best at all loads but two, and
 `grouped_mm` was never the best (docs/gpu.md).  Triton serves every load: one implementation keeps a token's bits the
 same in decode and prefill.
 
-    R small    weights are read once and that is all there is: small tiles, so that the few experts of one token give
-               every multiprocessor work, and many stages, so that enough bytes are under way
-    R large    matrix units are the limit: tiles of 256 x 128, so that what is read again from the second-level cache
-               stays under its bandwidth
+    R small    reading the weights once is the limit: small tiles, so that the few experts of one token give every
+               multiprocessor work, and many stages, so that enough bytes are under way
+    R large    matrix units are the limit: tiles of 256 x 128, so that repeated reads from the second-level cache stay
+               under its bandwidth
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Up to which R, which implementation; in ascending order.  grouped_mm is taken for bfloat16 alone, where it is aligned.
+# Pairs of a largest R and its implementation, ascending.  grouped_mm is taken for bfloat16 alone, where it is aligned.
 EXPERT_CHOICE: tuple[tuple[float, Implementation], ...] = ((math.inf, "triton"),)
 
-# Up to which R, which tiles; in ascending order.  By bytes of an element of the weights: float8 of bfloat16 or float16
-# activations, those themselves, float32.
+# Pairs of a largest R and its tiles, ascending, by bytes of an element of the weights.  One byte: float8, with bfloat16
+# or float16 activations.  Two bytes: bfloat16 and float16.  Four bytes: float32.
 EXPERT_TILES: dict[int, tuple[tuple[float, Tiles], ...]] = {
     1: (
         (8, Tiles(tokens=16, rows=64, num_warps=4, num_stages=5)),
@@ -55,32 +55,32 @@ EXPERT_TILES: dict[int, tuple[tuple[float, Tiles], ...]] = {
     4: ((math.inf, Tiles(tokens=16, rows=64, num_warps=4, num_stages=3)),),
 }
 
-_LINE_BYTES = 128  # of a weight row in one step: a line of the cache, and whole blocks of scales
+_LINE_BYTES = 128  # bytes of a weight row in one step: a line of the cache, and whole blocks of scales
 _FEW = 1024  # assignments that the plan reads at once
 
 
 def choose_implementation(num_assignments: int, num_experts: int) -> Implementation:
-    """By `EXPERT_CHOICE`."""
+    """Choose the implementation for this load by `EXPERT_CHOICE`."""
     return _by_load(EXPERT_CHOICE, num_assignments / num_experts)
 
 
 def choose_tiles(num_assignments: int, num_experts: int, weight_dtype: torch.dtype) -> Tiles:
-    """By `EXPERT_TILES`."""
+    """Choose the tiles for this load and weight dtype by `EXPERT_TILES`."""
     return _by_load(EXPERT_TILES[weight_dtype.itemsize], num_assignments / num_experts)
 
 
 def depth_step(weight_dtype: torch.dtype) -> int:
-    """Columns of a weight that are multiplied at once: the same for every load, as it orders the sums."""
+    """Return how many columns of a weight are multiplied at once: the same for every load, as it orders the sums."""
     return _LINE_BYTES // weight_dtype.itemsize
 
 
 def max_blocks(num_assignments: int, num_experts: int, tokens: int) -> int:
-    """Blocks of `tokens` assignments of one expert each that the worst routing needs."""
+    """Return how many blocks the worst routing needs.  A block has at most `tokens` assignments of one expert."""
     return num_assignments // tokens + min(num_experts, num_assignments)
 
 
 def plan_chunk(num_assignments: int) -> int:
-    """Assignments that a program of the plan reads at once."""
+    """Return how many assignments a program of the plan reads at once."""
     return _FEW if num_assignments <= _FEW else 2 * _FEW
 
 

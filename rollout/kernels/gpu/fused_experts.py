@@ -5,11 +5,11 @@
     down          blocks x tiles of hidden features                 written to the assignment's own place
     sum           tokens x features                                 in slot order, without atomics
 
-No value of a tensor is read by the host and every size follows from shapes, so that calls can be captured in a CUDA
-graph.  Tensors lie on the current CUDA device; weights are contiguous.
+The host reads no value of a tensor and every size follows from shapes, so that calls can be captured in a CUDA graph.
+Tensors lie on the current CUDA device; weights are contiguous.
 
-A row's result is the same in every batch: `experts_kernels` says why.  `tests/gpu` compared bits on an H100, where
-tensor cores add in one order for all widths of an instruction.  `grouped_mm` gives no such word.
+A row's result is the same in every batch: `experts_kernels` explains why.  `tests/gpu` compared bits on an H100, where
+tensor cores add in one order for all widths of an instruction.  `grouped_mm` does not promise this.
 
 Shapes: T tokens, D hidden, K slots, A = T K assignments, P experts stored here, I expert intermediate.
 """
@@ -37,8 +37,8 @@ from rollout.kernels.operators.fused_experts import has_grouped
 from weight_sync.fp8_blocks import QUANTISED
 
 SUM_WIDTH = 1024  # features that a program of the weighted sum takes
-_LANES = 32  # of a warp: bins of a histogram
-PLAIN_WARPS = 4  # of kernels without products
+_LANES = 32  # lanes of a warp: the least number of bins of a histogram
+PLAIN_WARPS = 4  # warps of kernels without products
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -56,9 +56,8 @@ def fused_experts(
 ) -> torch.Tensor:
     """Apply SwiGLU of expert `ids[t, k]` to row t [T, K, D]; with weights [T, K], sum over K in slot order [T, D].
 
-    Weights are row-major.  Ids of no expert, such as -1, are empty slots:
-    their output is zero, their weight is not read.  float64 is computed by plain torch, which synchronises and takes no
-    empty slots.
+    Weights are row-major.  Ids without an expert, such as -1, are empty slots: their output is zero, their weight is
+    not read.  float64 is computed by plain torch, which synchronises and takes no empty slots.
     """
     if hidden.dtype not in _TRITON_DTYPES:
         return plain_experts.plain(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
@@ -80,7 +79,7 @@ def fused_experts_fp8(
     limit: float | None = None,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """`fused_experts` of weights in FP8 blocks (`weight_sync.fp8_blocks`), for bfloat16 and float16 activations.
+    """Compute `fused_experts` with weights in FP8 blocks (`weight_sync.fp8_blocks`) on bfloat16 or float16 activations.
 
     `w13` [P, 2I, D] and `w2` [P, D, I] float8_e4m3fn; scales float32 of blocks of 128 x 128, [P, 2 ceil(I / 128),
     ceil(D / 128)], gate's before up's, and [P, ceil(D / 128), ceil(I / 128)].  A weight becomes its value in the dtype
@@ -93,7 +92,7 @@ def fused_experts_fp8(
 
 @dataclass(frozen=True)
 class _Matrices:
-    """The tensors of the experts; scales of FP8 weights, both or none."""
+    """The tensors of the experts.  FP8 weights have both scales, others none."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -107,7 +106,7 @@ class _Matrices:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """P, D, I."""
+        """The sizes P, D, I."""
         experts, hidden, inner = self.w2.shape
         return experts, hidden, inner
 

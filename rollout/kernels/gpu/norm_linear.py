@@ -18,5 +18,5 @@ def norm_linear(
     bias: torch.Tensor | None = None,
     weight_offset: float | None = None,
 ) -> torch.Tensor:
-    """The product is torch's: a row's bits may depend on the number of rows."""
+    """Multiply the norm with the weight, by torch's product: a row's bits may depend on the number of rows."""
     return F.linear(add_rms_norm(residual, hidden, norm_weight, eps, weight_offset), weight, bias)

@@ -3,9 +3,9 @@
     add_rms_norm -> logits [T, E] -> the best K of each row, or the given ones, and their weights
 
 A row's experts depend on that row alone.  Logits are sums over D in one order, in tiles of one shape for every number
-of tokens (a library's matrix product takes other tiles for another number); what follows is one program a row.  On an
-H100 a tensor core adds in one order wherever in the tile a row stands (`tests/gpu`).  Of equal scores the lower id
-comes first, as in the compiled CPU router; a NaN counts as the least; K distinct ids come out whatever the scores are.
+of tokens; a library's matrix product takes other tiles for another number.  One program then chooses for each row.  On
+an H100 a tensor core adds in one order wherever in the tile a row stands (`tests/gpu`).  Of equal scores the lower id
+comes first, as in the compiled CPU router.  A NaN counts as the least.  The K ids are distinct for any scores.
 
 Shapes: T tokens, D hidden, E logical experts, K top-k, G groups of experts.
 """
@@ -60,7 +60,7 @@ def logits_kernel(
 
 @triton.jit
 def best_of(values, free, at, SIZE: tl.constexpr):
-    """The place of the largest of `values` where `free`; of equal ones the lowest.  `free` has one."""
+    """Return the place of the largest of the free `values`, of equal ones the lowest.  At least one place is free."""
     largest = tl.max(tl.where(free, values, float("-inf")), 0)
     return tl.min(tl.where(free & (values == largest), at, SIZE), 0)
 
@@ -75,7 +75,7 @@ def of_best_groups(
     BLOCK_E: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """-inf for experts outside of the best groups; a group counts as much as its two best choices together."""
+    """Replace `choices` outside of the best groups by -inf; a group counts as much as its two best choices together."""
     group = tl.arange(0, BLOCK_G)
     totals = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     for g in tl.static_range(NUM_GROUPS):
@@ -141,7 +141,7 @@ def choose_kernel(
         chosen = tl.where(tl.load(forced_ids + row * K) >= 0, given, chosen)
     tl.store(ids + row * K + slot, chosen, mask=slot < K)
 
-    # An id of no expert has no logit: its weight is NaN.
+    # An id without an expert has no logit: its weight is NaN.
     known = (chosen >= 0) & (chosen < E)
     own = tl.load(line + chosen, mask=known & (slot < K), other=float("nan")).to(tl.float32)
     least = 0.0
@@ -151,7 +151,7 @@ def choose_kernel(
         own = tl.exp(own - tl.max(tl.where(slot < K, own, float("-inf")), 0))
     else:
         own = sigmoid(own)
-        least = 1e-20  # DeepSeek-V3's guard against a sum of nothing
+        least = 1e-20  # DeepSeek-V3's guard against a sum of zero
     own = tl.where(slot < K, own, 0.0)
     if NORMALISE or SCORING == 1:
         own = tl.div_rn(own, tl.sum(own, 0) + least)
@@ -170,7 +170,11 @@ def norm_route(
     weight_offset: float | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids in `forced_ids` are not checked against E: a wrong one gives its row NaN for weights."""
+    """Choose experts for the norm of `residual += hidden`.
+
+    Returns the norm [T, D], the weights [T, K] and the ids [T, K] int64.  Ids in `forced_ids` are not checked against
+    E: a wrong one gives its row NaN for weights.
+    """
     assert rule.scoring in SCORINGS and rule.num_experts % rule.num_groups == 0
     assert rule.top_k <= rule.num_experts // rule.num_groups * rule.top_groups
     normed_TD = add_rms_norm(residual, hidden, norm_weight, eps, weight_offset)
@@ -207,7 +211,7 @@ def norm_route(
 def router_logits(
     normed_TD: torch.Tensor, weight_ED: torch.Tensor, bias_E: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[T, E], summed in float32 and rounded once to `dtype`: the model's for a softmax, float32 for sigmoids."""
+    """Compute logits [T, E] in float32, rounded once to `dtype`: the model's for a softmax, float32 for sigmoids."""
     num_tokens, depth = normed_TD.shape
     num_experts = weight_ED.shape[0]
     assert normed_TD.is_contiguous() and weight_ED.is_contiguous()
@@ -236,7 +240,7 @@ def _choose_warps(num_experts: int) -> int:
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
-    """Logits of bfloat16 and float32 models; choices as Qwen3, GPT-OSS and DeepSeek-V3 make them."""
+    """Return cases for logits of bfloat16 and float32 models, and for choices of Qwen3, GPT-OSS and DeepSeek-V3."""
     cases = []
     tiles: dict[str, object] = {"HAS_BIAS": False, "TILE_T": _TILE_T, "TILE_E": _TILE_E, "TILE_D": _TILE_D}
     for dtype in ("bf16", "fp32"):

@@ -1,10 +1,10 @@
 """`qk_norm_rope_store`: from the attention's projections to queries and to the KV pools.
 
 One Triton program takes some heads of one token: it norms queries and keys by head, rotates their first elements, and
-stores keys and values in the token's slot.  Rounding as in plain torch: the norm as in `add_rms_norm`, both products of
-the rotation and their sum one by one.  A token's bits depend on that token alone.
+stores keys and values in the token's slot.  It rounds as plain torch does: the norm as in `add_rms_norm`, both products
+of the rotation and their sum one by one.  A token's bits depend on that token alone.
 
-Shapes: T tokens, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated, S slots of the KV pool.
+Shapes: T tokens, H query heads, Hkv key/value heads, hd head size, rd rotated elements of it, S slots of the KV pool.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from rollout.kernels.gpu.add_rms_norm import normed, rounded
 
-_HEADS = 4  # of a program, which is one warp
+_HEADS = 4  # heads of a program, which is one warp
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def qk_norm_rope_store_kernel(
     query_or_key = (head < turned) & (at < HD)
     source = qkv + token * qkv_stride + head * HD
     x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    # The element that each of the first rd turns with: half of them away.
+    # Each of the first rd elements turns with a partner that is rd / 2 places away.
     half = RD // 2
     partner_at = tl.where(at < half, at + half, at - half)
     rotates = query_or_key & (at < RD)
@@ -130,7 +130,7 @@ def qk_norm_rope_store(
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
-    """Heads of 128 with and without a norm, and of 256 with an offset."""
+    """Return cases for heads of 128 with and without a norm, and of 256 with an offset."""
     signature = dict.fromkeys(("qkv", "weight", "angles", "k_pool", "v_pool"), "*bf16")
     signature |= {"slots": "*i64", "out": "*bf16"}
     strides = ("qkv_stride", "k_slot_stride", "k_head_stride", "v_slot_stride", "v_head_stride")

@@ -1,6 +1,6 @@
 """Puts the Triton kernels of this package into torch's registry, for CUDA tensors.
 
-Nothing of triton is loaded before `load_gpu_kernels` is called.
+Triton is not loaded before `load_gpu_kernels` is called.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import torch
 from rollout.kernels.build import KernelStatus
 from rollout.kernels.operators import OPERATORS
 
-# Operators with a module of their name in this package, which has a function of that name.  The others are plain torch
-# on CUDA: `linear`, `gather_rows`, `matrix_rows`, `latent_query_store` and `latent_values` are library calls,
-# `gated_delta` is slow.
+# The operators with a module and a function of their name in this package.  The others are plain torch on CUDA:
+# `linear`, `gather_rows`, `matrix_rows`, `latent_query_store` and `latent_values` are library calls, `gated_delta` is
+# slow.
 TRITON_OPERATORS = tuple(name for name in OPERATORS if (Path(__file__).parent / f"{name}.py").is_file())
-_LARGEST_TILE_BYTES = 144 << 10  # of shared memory, that of experts: `experts_plan.EXPERT_TILES`
+_LARGEST_TILE_BYTES = 144 << 10  # bytes of shared memory for the tiles of experts: `experts_plan.EXPERT_TILES`
 
 
 @cache
 def load_gpu_kernels() -> KernelStatus:
-    """Register the Triton kernels under the dispatch key CUDA.  Once per process; never raises: without triton the
-    caller goes on with plain torch."""
+    """Register the Triton kernels under the dispatch key CUDA, once per process.
+
+    It never raises: without triton the caller goes on with plain torch.
+    """
     if find_spec("triton") is None:
         return KernelStatus(available=False, reason="triton is not installed: pip install triton")
     if (reason := _too_small()) is not None:
@@ -42,7 +44,7 @@ def load_gpu_kernels() -> KernelStatus:
 
 
 def _too_small() -> str | None:
-    """Why a device here, if there is one, cannot run the kernels."""
+    """Return why the CUDA device cannot run the kernels; None if it can, or if there is no device."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -1,12 +1,12 @@
-"""One token a row from logits, and its log-probability, as two Triton kernels.
+"""Sampling of one token from each row of logits, with its log-probability, as two Triton kernels.
 
     chunk_kernel   row x chunk of the vocabulary: largest logit, where it is, total weight, first NaN
     draw_kernel    row: the chunk in which the noise lies, then the token in it
 
-What a row gets is defined in `rollout.sampling.base`.  Chunks have one size and all sums one order, so every number
-depends on the row alone.  Weights are e^(x - largest of the chunk) in float32 and are summed in float64, in vocabulary
-order: the sampled token is that of the inverted cumulative distribution on any device, but for noise that lies within
-rounding (1e-7 of the whole) of a boundary.
+`rollout.sampling.base` defines the results.  Chunks have one size and all sums one order, so every number depends on
+the row alone.  Weights are e^(x - largest of the chunk) in float32 and are summed in float64, in vocabulary order.  So
+every device samples the token of the inverted cumulative distribution, unless the noise lies within rounding (1e-7 of
+the whole) of a boundary.
 
 Shapes: N rows, V vocabulary, C chunks.
 """
@@ -25,7 +25,7 @@ _WARPS = 8
 
 @triton.jit
 def mix(x):
-    """SplitMix64's finaliser (Steele, Lea, Flood, 2014), of uint64."""
+    """Apply SplitMix64's finaliser (Steele, Lea, Flood, 2014) to uint64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -33,7 +33,7 @@ def mix(x):
 
 @triton.jit
 def uniform(seed, position):
-    """`rollout.sampling.torch_sampler.uniform` of the bits of a seed and a position, both int64."""
+    """Return `rollout.sampling.torch_sampler.uniform` of the bits of a seed and a position, both int64."""
     state = mix(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
     state += (position + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     return (mix(state) >> 11).to(tl.int64).to(tl.float64) * (1.0 / 9007199254740992.0)
@@ -41,7 +41,7 @@ def uniform(seed, position):
 
 @triton.jit
 def scaled_chunk(logits, temperature, chunk, V: tl.constexpr, CHUNK: tl.constexpr):
-    """Token ids and logits over the temperature; -inf past the end."""
+    """Load a chunk: return its token ids, and its logits over the temperature, -inf past the end."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + token, mask=token < V, other=float("-inf")).to(tl.float32)
     return token, tl.div_rn(x, temperature)
@@ -49,7 +49,7 @@ def scaled_chunk(logits, temperature, chunk, V: tl.constexpr, CHUNK: tl.constexp
 
 @triton.jit
 def chunk_weights(x, largest):
-    """e^(x - largest) in float64; zeros where all is -inf."""
+    """Compute e^(x - largest) in float64; zeros where all logits are -inf."""
     return tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest)).to(tl.float64)
 
 
@@ -78,9 +78,9 @@ def chunk_kernel(
 
 @triton.jit
 def first_beyond(cumulative, weights, target, at, SIZE: tl.constexpr):
-    """The first place with a weight where the cumulative one exceeds the target, else the last with a weight.
+    """Find the first place with a weight where the cumulative weight exceeds the target, else the last with a weight.
 
-    Parallel sums of growing prefixes need not grow themselves in the last bits; a place without a weight never counts.
+    Parallel sums of growing prefixes need not grow in the last bits; a place without a weight never counts.
     """
     first = tl.min(tl.where((cumulative > target) & (weights > 0.0), at, SIZE), 0)
     return tl.where(first < SIZE, first, tl.max(tl.where(weights > 0.0, at, 0), 0))
@@ -114,7 +114,7 @@ def draw_kernel(
     best_token = tl.min(tl.where(maxima == most, tl.load(best + place, mask=there, other=V), V), 0)
     is_distribution = (nan_token == V) & (most > float("-inf")) & (most < float("inf"))
 
-    # In units of the row's largest weight.
+    # Weights are in units of the row's largest weight.
     scales = chunk_weights(maxima, most)
     weights = tl.load(totals + place, mask=there, other=0.0) * scales
     total = tl.sum(weights, 0)
@@ -144,9 +144,9 @@ def sample_rows(
     greedy_N: torch.Tensor,
     positions_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [N] int64 and log-probabilities [N] float32.
+    """Sample one token of each row, and return token ids [N] int64 and log-probabilities [N] float32.
 
-    `seeds_N`: bits of unsigned numbers in int64; temperatures float32, 1 for greedy rows; `greedy_N` bool.
+    `seeds_N` are bits of unsigned numbers in int64, temperatures float32 (1 for greedy rows), `greedy_N` bool.
     """
     (num_rows, vocab), device = logits_NV.shape, logits_NV.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
@@ -183,7 +183,7 @@ def sample_rows(
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
-    """The vocabulary of Qwen3, bfloat16 and float32 logits."""
+    """Return cases for the vocabulary of Qwen3, with bfloat16 and float32 logits."""
     facts = {"largest": "*fp32", "best": "*i32", "totals": "*fp64", "first_nan": "*i32"}
     size: dict[str, object] = {"V": 151_936, "CHUNK": _CHUNK}
     cases = []

@@ -38,7 +38,7 @@ def sigmoid_gate_kernel(
 
 
 def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Rows of `hidden` [T, N] and `gate` [T, G] may lie apart from one another."""
+    """Multiply groups of `hidden` [T, N] with the sigmoid of their `gate` [T, G].  Rows may lie apart."""
     num_tokens, size = hidden.shape
     out = torch.empty((num_tokens, size), dtype=hidden.dtype, device=hidden.device)
     assert hidden.stride(1) == gate.stride(1) == 1 and size % gate.shape[1] == 0
@@ -59,7 +59,7 @@ def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
-    """In bfloat16."""
+    """Return one case, in bfloat16."""
     gated = dict.fromkeys(("hidden", "gate", "out"), "*bf16") | dict.fromkeys(("hidden_stride", "gate_stride"), "i32")
     sizes: dict[str, object] = {"N": 4096, "GROUP_SIZE": 128, "BLOCK": _BLOCK}
     return [("sigmoid_gate N=4096", sigmoid_gate_kernel, gated, sizes, _WARPS, 3)]

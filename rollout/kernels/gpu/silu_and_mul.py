@@ -32,7 +32,7 @@ def silu_and_mul_kernel(gate_up, out, row_stride, I: tl.constexpr, BLOCK: tl.con
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Rows of `gate_up` [T, 2I] may lie apart from one another."""
+    """Multiply silu of the gates with the up projections of `gate_up` [T, 2I], gates first.  Rows may lie apart."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     assert gate_up.stride(1) == 1
@@ -45,6 +45,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
-    """In bfloat16."""
+    """Return one case, in bfloat16."""
     silu = {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32"}
     return [("silu_and_mul I=768", silu_and_mul_kernel, silu, {"I": 768, "BLOCK": _BLOCK}, _WARPS, 3)]

@@ -1,7 +1,7 @@
 """`add_gated`: hidden + added * sigmoid(gate) [T, D], of terms [T, D] and a gate [T, 1] whose sigmoid is rounded.
 
-Without a gate, the sum alone.  Product and sum are rounded together, once.  Compiled, the float32 result is within one
-unit in the last place of the terms: the sigmoid is another than torch's.
+Without a gate it is the sum.  Product and sum are rounded together, once.  The compiled float32 result is within one
+unit in the last place of the terms: its sigmoid differs from torch's.
 """
 
 from __future__ import annotations

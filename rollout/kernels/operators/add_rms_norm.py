@@ -1,7 +1,7 @@
-"""`add_rms_norm`: residual += hidden, where there is one; its root mean square norm over D, rounded, then times the
-weight; with an offset, times offset + weight in float32, then rounded.
+"""`add_rms_norm`: residual += hidden, where there is one, then the root mean square norm of the residual over D.
 
-The sum is written to the residual, so the plain form is differentiable without `hidden` only.
+The norm is rounded, then multiplied with the weight; with an offset it is multiplied with offset + weight in float32,
+then rounded.  The sum is written to the residual, so the plain form is differentiable without `hidden` only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float | None) -> torch.Tensor:
-    """The norm over the last dimension, weighted."""
+    """Compute the root mean square norm over the last dimension, and apply its weight."""
     if weight_offset is None:
         # Without a weight, F.rms_norm rounds once, to the model's dtype; the weight is then applied in that dtype.
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight

@@ -1,12 +1,12 @@
 """`fused_experts`: SwiGLU of expert ids[t, k] on row t [T, K, D], or with weights [T, K] their sum over K in slot order
 [T, D].
 
-Biases w13_bias [P, 2I], gate first, and w2_bias [P, D].  With a limit, `ClampedSwiGLU`.  An id of -1 is a slot without
-an expert where `Ops.takes_empty_slots` says so: its output is zero, its weight is not used.
+Biases are w13_bias [P, 2I], gate first, and w2_bias [P, D].  With a limit it is `ClampedSwiGLU`.  Where
+`Ops.takes_empty_slots` is true, an id of -1 is a slot without an expert: its output is zero, its weight is not used.
 
 The plain form has three ways to apply many experts to many rows, and a rule that picks one:
 
-    padded   one batched matmul over all experts, each padded to the busiest one's rows: fewest calls, best when rows
+    padded   one batched matmul over all experts, each padded to the rows of the busiest: fewest calls, best when rows
              are spread evenly and most experts are used
     grouped  `torch.nn.functional.grouped_mm` over rows sorted by expert: no padding, pays per used expert
     looped   one matmul per used expert: as grouped, for every dtype and device
@@ -57,7 +57,7 @@ def weighted_sum(expert_out_TKD: torch.Tensor, weights_TK: torch.Tensor) -> torc
 
 
 def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
-    """[..., 2I], gate first -> `ClampedSwiGLU` [..., I]."""
+    """Apply `ClampedSwiGLU` to [..., 2I], gate first, and return [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     gate = gate * torch.sigmoid(gate * alpha)
@@ -66,7 +66,7 @@ def clamped_swiglu(gate_up: torch.Tensor, limit: float, alpha: float) -> torch.T
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """Experts' parts beside their two products: biases [P, 2I], gate first, and [P, D]; with a limit ClampedSwiGLU."""
+    """Experts' parts apart from two products: biases [P, 2I], gate first, and [P, D]; the limit of `ClampedSwiGLU`."""
 
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class ExpertForm:
     alpha: float = 1.0
 
     def inner(self, gate_up: torch.Tensor, experts_A: torch.Tensor | None) -> torch.Tensor:
-        """The activation of what the first product gave [A, 2I], or [P, C, 2I] where `experts_A` is None."""
+        """Apply bias and activation to the first product [A, 2I], or [P, C, 2I] where `experts_A` is None."""
         gate_up = _biased(gate_up, self.w13_bias, experts_A)
         return silu_and_mul.plain(gate_up) if self.limit is None else clamped_swiglu(gate_up, self.limit, self.alpha)
 
@@ -128,7 +128,7 @@ class Assignments:
         return self.order_A // self.num_slots
 
     def unsort(self, positions_A: torch.Tensor) -> torch.Tensor:
-        """From a place for each sorted position to a place for each flat (row, slot) index."""
+        """Turn a place for each sorted position into a place for each flat (row, slot) index."""
         return torch.empty_like(positions_A).index_copy_(0, self.order_A, positions_A)
 
 
@@ -143,9 +143,10 @@ def apply_experts(
     strategy: Strategy | None = None,
     form: ExpertForm | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of expert `ids_RS[r, s]` applied to row r, unweighted: [R, S, D].  `form`: neither biases nor clamps.
+    """Apply SwiGLU of expert `ids_RS[r, s]` to row r, unweighted: [R, S, D].
 
-    `w13_PID` [P, 2I, D] holds gate rows, then up rows; `w2_PDI` [P, D, I].  One host synchronisation.
+    `w13_PID` [P, 2I, D] holds gate rows, then up rows; `w2_PDI` is [P, D, I].  By default `form` has no biases and does
+    not clamp.  The call costs one host synchronisation.
     """
     num_rows, num_slots = ids_RS.shape
     if num_rows == 0:
@@ -162,7 +163,7 @@ def apply_experts(
 
 
 def choose_strategy(counts: list[int], w2_PDI: torch.Tensor) -> Strategy:
-    """The cheapest strategy that this dtype and device have, by a cost of bytes, flops and calls."""
+    """Choose the cheapest strategy that this dtype and device have, by a cost of bytes, flops and calls."""
     experts, hidden_size, intermediate = w2_PDI.shape
     rates = _RATES.get(w2_PDI.dtype, _FLOAT)
     weight_numel = 3 * hidden_size * intermediate
@@ -185,7 +186,7 @@ def has_grouped(w2_PDI: torch.Tensor) -> bool:
 
 
 def padded_capacity(busiest: int) -> int:
-    """`busiest` rounded up to one of eight sizes per octave.
+    """Round `busiest` up to one of eight sizes per octave.
 
     The CPU's half-precision matmul compiles a kernel for every new shape, at about a millisecond each.
     """
@@ -201,10 +202,10 @@ def padded(
     w2_PDI: torch.Tensor,
     form: ExpertForm,
 ) -> torch.Tensor:
-    """Every expert on `padded_capacity(C)` rows: its own, then copies of row 0 as padding.  Returns [A, D]."""
+    """Apply every expert to `padded_capacity(C)` rows: its own, then copies of row 0 as padding.  Returns [A, D]."""
     experts, capacity = len(counts), padded_capacity(max(counts))
     starts_P = assigned.counts_P.cumsum(0).sub_(assigned.counts_P)
-    # Sorted position a is row a - starts[expert] of its expert, so it lies at expert * C + that.
+    # Sorted position a is row a - starts[expert] of its expert, so its place is expert * C + a - starts[expert].
     first_place_P = torch.arange(experts, device=hidden_RD.device).mul_(capacity).sub_(starts_P)
     places_A = first_place_P.index_select(0, assigned.experts_A)
     places_A += torch.arange(places_A.shape[0], device=hidden_RD.device)
@@ -223,7 +224,7 @@ def grouped(
     w2_PDI: torch.Tensor,
     form: ExpertForm,
 ) -> torch.Tensor:
-    """Two grouped matmuls over the sorted rows.  Returns [A, D]."""
+    """Apply the experts by two grouped matmuls over the sorted rows.  Returns [A, D]."""
     ends_P = assigned.counts_P.cumsum(0).to(torch.int32)
     rows_AD = hidden_RD.index_select(0, assigned.rows_A)
     inner = form.inner(F.grouped_mm(rows_AD, w13_PID.transpose(1, 2), offs=ends_P), assigned.experts_A)
@@ -239,7 +240,7 @@ def looped(
     w2_PDI: torch.Tensor,
     form: ExpertForm,
 ) -> torch.Tensor:
-    """Two matmuls per used expert, one activation for all.  Returns [A, D]."""
+    """Apply the experts by two matmuls per used expert and one activation for all.  Returns [A, D]."""
     rows = hidden_RD.index_select(0, assigned.rows_A).split(counts)
     gate_up = torch.cat([part @ matrix.t() for part, matrix in zip(rows, w13_PID.unbind(), strict=True) if len(part)])
     inner = form.inner(gate_up, assigned.experts_A).split(counts)

@@ -1,14 +1,15 @@
 """`gated_delta`: the gated delta rule over the sequences of a step.
 
-From projections [T, C + H dv + 2 H] of mixed queries, keys and values, output gates, b and a, to values read from the
-states, normed and gated [T, H dv].  The convolution has a weight [w, C]; inputs of it before a token are in the pool
-[R, w - 1, C], states in that [R, H, dk, dv].  Sequence n has query_lens[n] tokens, begins from the row sources[n], or
-from zeros where that is negative, and ends in rows[n]; `snapshots` [M, 3] are (n, tokens of the step, row): copies on
-the way.  No row is written that another sequence of the step begins from.
+It takes projections [T, C + H dv + 2 H] of mixed queries, keys and values, output gates, b and a.  It returns values
+read from the states, normed and gated [T, H dv].  The convolution has a weight [w, C]; its inputs before a token are in
+the pool [R, w - 1, C], states in the pool [R, H, dk, dv].  Sequence n has query_lens[n] tokens.  It begins from the row
+sources[n], or from zeros where this number is negative, and ends in rows[n].  `snapshots` [M, 3] are (n, tokens of the
+step, row): copies on the way.  No sequence writes a row that another sequence of the step begins from.
 
-Rounding as in transformers `models/qwen3_next`: the convolution, its silu and the sigmoid of beta to the model's dtype,
-and so what is read from the state before its norm; everything between is float32, or float64 for float64.  Sequences go
-side by side, token by token: padding and the begin of a step touch no token.  Gradients do not pass through the pools.
+It rounds as transformers `models/qwen3_next` does: the convolution, its silu, the sigmoid of beta and the values read
+from the state before their norm to the model's dtype; everything between is float32, or float64 for float64.  Sequences
+go side by side, token by token: padding and the begin of a step change no token.  Gradients do not pass through the
+pools.
 
 Shapes: T tokens, t of one sequence, N sequences, n of them that have a token at a position, M snapshots, R rows of the
 pools, Hk key heads, H value heads, dk and dv sizes of a head's keys and values, C = 2 Hk dk + H dv channels of the
@@ -80,13 +81,13 @@ def _before(pool: torch.Tensor, sources: Sequence[int]) -> list[torch.Tensor]:
 
 
 def _convolved(inputs_tC: torch.Tensor, weight_wC: torch.Tensor, work: torch.dtype) -> torch.Tensor:
-    """silu of the convolution [t, C] of t + w - 1 inputs."""
+    """Compute silu of the convolution [t, C] of t + w - 1 inputs."""
     windows_tCw = inputs_tC.to(work).unfold(0, weight_wC.shape[0], 1)
     return F.silu((windows_tCw * weight_wC.to(work).t()).sum(-1).to(inputs_tC.dtype))
 
 
 def _heads(mixed_TC: torch.Tensor, num_heads: int, key_dim: int, value_dim: int, work: torch.dtype) -> Heads:
-    """Queries and keys of length one, queries also over the root of dk, and values."""
+    """Split into heads: queries and keys scaled to length one, queries also divided by the root of dk, and values."""
     keys = (mixed_TC.shape[1] - num_heads * value_dim) // 2
     query, key, value = mixed_TC.to(work).split([keys, keys, num_heads * value_dim], dim=-1)
     query, key = (_unit(part.unflatten(-1, (-1, key_dim))) for part in (query, key))
@@ -107,9 +108,9 @@ def _recurrence(
     copies: Sequence[tuple[int, int, int]],
     pool: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what is read of the states [T, H, dv], and write the copies to the pool.
+    """Return the values that the queries read from the states [T, H, dv], and write the copies to the pool.
 
-    Sequences that have a token at a position are the first n, as they are sorted by length.
+    Sequences are sorted by length, so that the first n of them have a token at a position.
     """
     order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
     place = {n: at for at, n in enumerate(order)}
@@ -133,7 +134,7 @@ def _recurrence(
 
 
 def _by_position(lengths: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The tokens at the first position of every sequence, at the second, ...; and how many there are at each."""
+    """Return the tokens at the first position of every sequence, at the second, ..., and their number at each."""
     starts = [sum(lengths[:n]) for n in range(len(lengths))]
     counts = [sum(length > position for length in lengths) for position in range(max(lengths))]
     tokens = [starts[n] + position for position, count in enumerate(counts) for n in order[:count]]

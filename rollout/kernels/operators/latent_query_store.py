@@ -1,8 +1,8 @@
-"""`latent_query_store`: queries [T, H (nope + rd)] of latent attention as they meet latents: [T, H, R + rd].
+"""`latent_query_store`: queries [T, H (nope + rd)] of latent attention in the form that meets latents: [T, H, R + rd].
 
-Of each head the first part is multiplied with the stored matrix for keys, the second rotated in pairs 2 i, 2 i + 1 by
+The first part of each head is multiplied with the stored matrix for keys, the second rotated in pairs 2 i, 2 i + 1 by
 angles [T, 2, rd].  The latents [T, R + rd], the first part normed, the second rotated, are stored in their slots [T] of
-the pool [S, 1, R + rd].  Gradients reach what is stored, not what the pool held before.
+the pool [S, 1, R + rd].  Gradients reach the stored rows, not the earlier content of the pool.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def latent_query_store(
 
 
 def rotate_pairs(x: torch.Tensor, cos_and_sin: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Elements 2 i and 2 i + 1 of the last dimension turned by cos and sign-folded sin."""
+    """Rotate elements 2 i and 2 i + 1 of the last dimension by cos and sign-folded sin."""
     cos, signed_sin = cos_and_sin
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return swapped * signed_sin + x * cos

@@ -1,8 +1,7 @@
-"""`norm_route`: `add_rms_norm` [T, D]; of its router logits the weights [T, K] and logical ids [T, K] int64 of the best
-K experts, best first.
+"""`norm_route`: `add_rms_norm` [T, D], and the best K experts by its router logits, best first.
 
-Rows of `forced_ids` [T, K] that begin with a natural number take the place of the best K.  Ids have no gradient: the
-gradient of the weights is that of the ids that were chosen.
+The experts are weights [T, K] and logical ids [T, K] int64.  Rows of `forced_ids` [T, K] that begin with a natural
+number take the place of the best K.  Ids have no gradient: the weights have the gradient for the chosen ids.
 
 Shapes: as in `operators`; G groups of experts.
 """
@@ -22,7 +21,7 @@ class RouterRule(NamedTuple):
     """The way from logits to experts.
 
     `normalise`: the weights of the chosen experts sum to one before `scaling`.  `scoring`: "softmax" over all experts,
-    "softmax_of_chosen" or "sigmoid"; the latter has groups of which the best `top_groups` have the chosen experts.
+    "softmax_of_chosen" or "sigmoid".  With "sigmoid" there are groups, and experts are chosen in the best `top_groups`.
     """
 
     num_experts: int
@@ -66,7 +65,7 @@ def norm_route(
         scores_TE = F.linear(normed_TD.to(work_dtype), weight.to(work_dtype)).sigmoid()
         choices_TE = scores_TE if correction_bias is None else scores_TE + correction_bias
         choices_TE = of_best_groups(choices_TE, rule.num_groups, rule.top_groups)
-        least = 1e-20  # DeepSeek-V3's guard against a sum of nothing
+        least = 1e-20  # DeepSeek-V3's guard against a sum of zero
     ids_TK = choices_TE.topk(rule.top_k, dim=-1).indices
     if forced_ids is not None:
         ids_TK = torch.where(forced_ids[:, :1] >= 0, forced_ids, ids_TK)
@@ -79,7 +78,7 @@ def norm_route(
 
 
 def of_best_groups(choices_TE: torch.Tensor, num_groups: int, top_groups: int) -> torch.Tensor:
-    """-inf for experts outside of the best groups; a group counts as much as its two best experts together."""
+    """Replace choices outside of the best groups by -inf; a group counts as much as its two best experts together."""
     if num_groups == 1:
         return choices_TE
     by_group_TGN = choices_TE.unflatten(1, (num_groups, -1))

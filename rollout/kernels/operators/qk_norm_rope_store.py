@@ -1,7 +1,7 @@
 """`qk_norm_rope_store`: queries and keys of qkv [T, (H + 2 Hkv) hd] normed by head where there is a weight
 [H + Hkv, hd], and rotated by angles [T, 2, rd]; keys and values stored in their slots [T] of the pools [S, Hkv, hd].
 
-Returns the queries [T, H, hd].  Gradients reach what is stored, not what the pools held before.
+Returns the queries [T, H, hd].  Gradients reach the stored rows, not the earlier content of the pools.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def qk_norm_rope_store(
 
 
 def rotate(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """The first rd elements of each head of [T, heads, hd] rotated by angles [T, 2, rd] of cos and sign-folded sin.
+    """Rotate the first rd elements of each head of [T, heads, hd] by angles [T, 2, rd] of cos and sign-folded sin.
 
-    Rolling by half of them and folding the sign into sin equals rotate-half, bit for bit.
+    Rolling these elements by rd / 2 and folding the sign into sin equals rotate-half, bit for bit.
     """
     rotary_dim = angles.shape[-1]
     cos, signed_sin = angles.unsqueeze(2).unbind(1)
