@@ -27,7 +27,7 @@ class RoutedExpertsCapturer:
         num_experts: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Rows are of the narrowest type that holds every id: they are copied, and on several ranks exchanged."""
+        """Store rows in the narrowest type that holds every id, as they are copied, and exchanged by several ranks."""
         self.num_moe_layers = num_moe_layers
         self.top_k = top_k
         self.dtype: torch.dtype = getattr(torch, narrowest_dtype(num_experts, for_torch=True).name)
@@ -37,14 +37,17 @@ class RoutedExpertsCapturer:
         self._spare: list[torch.Tensor] = []  # buffers of steps to come
 
     def begin_step(self, num_tokens: int) -> torch.Tensor:
-        """Expect one record of `num_tokens` rows from every MoE layer; where they go [T, L, K].
+        """Expect one record of `num_tokens` rows from every MoE layer, and return the buffer for them [T, L, K].
 
-        Drops what an unfinished step left.
+        Drops the records of an unfinished step.
         """
         return self.begin_step_in(self._spare_rows(num_tokens))
 
     def begin_step_in(self, rows_TLK: torch.Tensor) -> torch.Tensor:
-        """`begin_step` into a buffer of the caller's, of this capturer's type: every captured step writes there."""
+        """Begin a step that records into the caller's buffer, of this capturer's type.
+
+        Every captured step writes there.
+        """
         self._rows_TLK = rows_TLK
         self._absent = set(range(self.num_moe_layers))
         return rows_TLK
@@ -58,11 +61,11 @@ class RoutedExpertsCapturer:
         return self._spare.pop()
 
     def played(self) -> None:
-        """Every record of the step was copied by a tape of calls of `record`."""
+        """Take every layer as recorded: a tape of calls of `record` was played and has copied all of them."""
         self._absent.clear()
 
     def record(self, moe_layer: int, logical_ids_TK: torch.Tensor) -> None:
-        """Hook for routers: copy the choices [T, K] of the `moe_layer`-th MoE layer, in the router's order."""
+        """Copy the choices [T, K] of the `moe_layer`-th MoE layer, in the router's order.  Routers call it."""
         assert self._rows_TLK is not None, "record outside a step"
         assert moe_layer in self._absent, f"MoE layer {moe_layer} recorded twice, or does not exist"
         rows_TK = self._rows_TLK.select(1, moe_layer)
@@ -71,7 +74,7 @@ class RoutedExpertsCapturer:
         self._absent.remove(moe_layer)
 
     def finish_step(self) -> torch.Tensor:
-        """The step's choices [T, L, K], the caller's to keep."""
+        """End the step and return its choices [T, L, K], which the caller may keep."""
         rows_TLK = self._rows_TLK
         assert rows_TLK is not None, "finish outside a step"
         assert not self._absent, f"MoE layers {sorted(self._absent)} did not record"

@@ -48,16 +48,19 @@ _NPY_DTYPE = re.compile(r"[<>|=]?[iu][1248]")
 
 
 def encode_compatible(routed: RoutedExperts) -> str:
-    """Base64 of int32 (rows, num_hidden_layers, K); no rows give the empty string.
+    """Return base64 of an int32 array (rows, num_hidden_layers, K); the empty string if there are no rows.
 
-    Raises `MissingRowsError` if a row is MISSING: this form cannot say so.
+    Raises `MissingRowsError` if a row is MISSING: this form cannot express it.
     """
     wide = all_layers(routed, np.dtype("<i4"))
     return base64.b64encode(wide.data if wide.size else b"").decode("ascii")
 
 
 def all_layers(routed: RoutedExperts, dtype: np.dtype) -> np.ndarray:
-    """[rows, num_hidden_layers, K] of `dtype`, dense layers zero.  Raises `MissingRowsError` if a row is MISSING."""
+    """Return an array [rows, num_hidden_layers, K] of `dtype` with zeros for the dense layers.
+
+    Raises `MissingRowsError` if a row is MISSING.
+    """
     if not routed.complete:
         missing = routed.missing_rows()
         raise MissingRowsError(f"{len(missing)} of {len(routed)} rows were not recorded, the first is {missing[0]}")
@@ -74,7 +77,7 @@ def decode_compatible(
     num_experts: int,
     start: int = 0,
 ) -> RoutedExperts:
-    """The record inside the compatible form, given the model it came from.
+    """Decode the record in the compatible form, given the model it came from.
 
     Raises `RouteFormatError` for text that is not base64, a size that is not whole rows, or a dense layer that is not
     zero; `RouteValueError` for ids that the model does not have.
@@ -103,7 +106,7 @@ def decode_compatible(
 
 
 def encode_compact(routed: RoutedExperts) -> bytes:
-    """The bytes of a safetensors file that holds all of `routed`, MISSING rows included."""
+    """Return the bytes of a safetensors file that holds all of `routed`, MISSING rows included."""
     ids_TLK = np.ascontiguousarray(routed.logical_ids_TLK)
     metadata = {
         "format_version": FORMAT_VERSION,
@@ -120,7 +123,7 @@ def encode_compact(routed: RoutedExperts) -> bytes:
 
 
 def decode_compact(data: bytes) -> RoutedExperts:
-    """The record inside the compact form.  Nothing is allocated for a size that the data does not have.
+    """Decode the record in the compact form.  Nothing is allocated for a size that the data does not have.
 
     The ids of the result are a view of `data`.  Raises `RouteFormatError` or `RouteValueError` for anything but an
     undamaged record.
@@ -145,18 +148,18 @@ def decode_compact(data: bytes) -> RoutedExperts:
     )
 
 
-# --- array forms: raise `MissingRowsError` if a row is MISSING, which they cannot say ---------------------------------
+# --- array forms: they raise `MissingRowsError` if a row is MISSING, as they cannot express it ------------------------
 
 
 def encode_npy(routed: RoutedExperts) -> str:
-    """Base64 of a .npy file [T, H, K], uint8 up to 256 experts and else uint16: vLLM's own form."""
+    """Return base64 of a .npy file [T, H, K], uint8 up to 256 experts and else uint16: vLLM's own form."""
     file = io.BytesIO()
     np.save(file, all_layers(routed, _model_dtype(routed)))
     return base64.b64encode(file.getbuffer()).decode("ascii")
 
 
 def decode_npy(data: bytes) -> np.ndarray:
-    """The integers inside a .npy file, as a view of `data`.
+    """Return the integers in a .npy file, as a view of `data`.
 
     Nothing is allocated for a shape that the data does not have.  Raises `RouteFormatError` for anything but a whole
     file of integers.
@@ -170,19 +173,22 @@ def decode_npy(data: bytes) -> np.ndarray:
 
 
 def encode_dict(routed: RoutedExperts) -> dict[str, Any]:
-    """`data` (base64 of the array's bytes), `shape`, `start`, `dtype`: prime-rl's form; its clients cut `data` out."""
+    """Return prime-rl's form: `data` (base64 of the array's bytes), `shape`, `start` and `dtype`.
+
+    Its clients cut `data` out.
+    """
     fields = _envelope(all_layers(routed, _model_dtype(routed)))
     return {"data": fields["data"], "shape": fields["shape"], "start": routed.start, "dtype": fields["dtype"]}
 
 
 def encode_packed(routed: RoutedExperts) -> dict[str, Any]:
-    """`data`, `shape` and `dtype`, the narrowest of uint8, int16 and int32 that holds these very ids: SkyRL's form."""
+    """Return SkyRL's form: `data`, `shape` and `dtype`, the narrowest of uint8, int16 and int32 for these very ids."""
     highest = int(routed.logical_ids_TLK.max(initial=0))
     return _envelope(all_layers(routed, narrowest_dtype(highest + 1, for_torch=True)))
 
 
 def _model_dtype(routed: RoutedExperts) -> np.dtype:
-    """One for all samples of a model, so that a trainer can join them."""
+    """Return the dtype that all samples of a model share, so that a trainer can join them."""
     return narrowest_dtype(routed.num_experts)
 
 
@@ -195,7 +201,7 @@ def _envelope(ids_THK: np.ndarray) -> dict[str, Any]:
 
 
 def _npy_header(data: bytes) -> tuple[str, bool, tuple[int, ...], int]:
-    """Type, order and shape of the array, and where its data begins."""
+    """Return the type, order and shape of the array, and the position where its data begins."""
     version = data[len(NPY_MAGIC)] if data.startswith(NPY_MAGIC) and len(data) > len(NPY_MAGIC) else 0
     length_bytes = _NPY_LENGTH_BYTES.get(version)
     if length_bytes is None:

@@ -33,7 +33,10 @@ _ROUTER_ATTRIBUTES = ("top_k", "num_experts", "weight")
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
-    """The routers of `model` in layer order.  Raises `UnsupportedRouterError` if it has none."""
+    """Return the routers of `model` in layer order.
+
+    Raises `UnsupportedRouterError` if it has none, or if they differ in `top_k` or `num_experts`.
+    """
     routers = [m for m in model.modules() if all(hasattr(m, name) for name in _ROUTER_ATTRIBUTES)]
     if not routers:
         raise UnsupportedRouterError(f"{type(model).__name__} has no router with {', '.join(_ROUTER_ATTRIBUTES)}")
@@ -43,8 +46,9 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
 
 
 def pad_routes(sequences: Sequence[Routes], num_experts: int, seq_len: int | None = None) -> torch.Tensor:
-    """int64 [B, S, L, K] on the CPU from one item per sequence, -1 where there is no row; S defaults to the longest.
+    """Join one item per sequence to int64 [B, S, L, K] on the CPU, with -1 where there is no row.
 
+    S defaults to the longest item.
     A `RoutedExperts` goes to positions `start ..`; a tensor or array [rows, L, K] to positions `0 ..`.  MISSING is -1
     in signed dtypes; unsigned ones must be `id_dtype(num_experts)`: its maximum is MISSING.  Positions that an item
     does not reach (among them the last one: nothing consumed that token) have no row.  Raises `RouteValueError` if rows
@@ -69,7 +73,7 @@ def pad_routes(sequences: Sequence[Routes], num_experts: int, seq_len: int | Non
 class ForcedRoutes:
     """The yield of `force_routes`: how many of the batch's positions are forced, and how many route by themselves.
 
-    The counts are of positions [B, S], the same for every layer; zero until the first forward, when S is known.
+    The counts are over positions [B, S] and the same for every layer; they are zero until the first forward shows S.
     """
 
     def __init__(self, routed_ids: Routes | Sequence[Routes], mask: torch.Tensor | None, routers: list[nn.Module]):
@@ -90,7 +94,7 @@ class ForcedRoutes:
             )
 
     def hook(self, layer: int) -> Any:
-        """A forward hook for the router of MoE layer `layer`."""
+        """Return a forward hook for the router of MoE layer `layer`."""
 
         def replace(router: Any, _inputs: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             logits_TE, scores_TK, own_TK = _checked_output(router, output)
@@ -104,7 +108,7 @@ class ForcedRoutes:
         return replace
 
     def _for_tokens(self, own_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes [T, L, K], and [T] true where they are to be followed, for a forward over T tokens."""
+        """Return the routes [T, L, K] for a forward over T tokens, and bool [T], true where they must be followed."""
         num_tokens = own_TK.shape[0]
         if self._routes_TLK is None or self._forced_T is None:
             self._routes_TLK = self._spread(num_tokens).to(own_TK.device)
@@ -136,13 +140,13 @@ class ForcedRoutes:
 
 
 class RecordedRoutes:
-    """The yield of `record_routes`: the choices of every forward since, in order."""
+    """The yield of `record_routes`: the choices in every forward of its context, in order."""
 
     def __init__(self, num_layers: int) -> None:
         self._calls: list[list[torch.Tensor]] = [[] for _ in range(num_layers)]
 
     def hook(self, layer: int) -> Any:
-        """A forward hook for the router of MoE layer `layer`."""
+        """Return a forward hook for the router of MoE layer `layer`."""
 
         def record(router: Any, _inputs: Any, output: Any) -> None:
             self._calls[layer].append(_checked_output(router, output)[2].detach().cpu())
@@ -150,7 +154,7 @@ class RecordedRoutes:
         return record
 
     def ids(self) -> torch.Tensor:
-        """int64 [T, L, K] on the CPU: T = B * S for one forward, forwards one after the other.
+        """Return the recorded choices, int64 [T, L, K] on the CPU, one forward after the other; each has T = B * S.
 
         Raises `CaptureError` if nothing was recorded or the layers recorded different tokens.
         """
@@ -164,7 +168,7 @@ class RecordedRoutes:
 def force_routes(
     model: nn.Module, routed_ids: Routes | Sequence[Routes], mask: torch.Tensor | None = None
 ) -> Iterator[ForcedRoutes]:
-    """Within the context every forward of `model` over the whole batch [B, S] follows `routed_ids`.
+    """Make every forward of `model` over the whole batch [B, S] follow `routed_ids` within the context.
 
     `routed_ids`  tensor or array [B, rows, L, K], or one [rows, L, K] or `RoutedExperts` per sequence; rows <= S, and
                   see `pad_routes` for MISSING.  Positions without a row are routed by the model itself, and counted.
@@ -181,7 +185,7 @@ def force_routes(
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[RecordedRoutes]:
-    """Within the context the choices of `model`'s routers are recorded, in the routers' order of experts.
+    """Record the choices of `model`'s routers within the context, in the routers' order of experts.
 
     Inside `force_routes` these are the forced ones.  The model is restored on exit.
     """
@@ -250,7 +254,7 @@ def _as_sequences(routed_ids: Routes | Sequence[Routes]) -> list[Routes]:
 
 
 def _signed_ids(item: Routes, num_experts: int) -> tuple[np.ndarray, int]:
-    """int64 [rows, L, K] with -1 for MISSING, and the position of its first row."""
+    """Return the item as int64 [rows, L, K] with -1 for MISSING, and the position of its first row."""
     if isinstance(item, RoutedExperts):
         if item.num_experts != num_experts:
             raise RouteValueError(f"the routes have {item.num_experts} experts, but the model has {num_experts}")

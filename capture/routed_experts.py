@@ -19,14 +19,14 @@ MAX_EXPERTS = int(np.iinfo(np.uint16).max)
 
 
 def narrowest_dtype(num_ids: int, *, for_torch: bool = False) -> np.dtype:
-    """The narrowest type that holds ids below `num_ids`: unsigned; `for_torch`, uint8 or a signed one."""
+    """Return the narrowest type that holds ids below `num_ids`: an unsigned one; `for_torch`: uint8 or a signed one."""
     if for_torch and num_ids > 1 << 8:  # torch has few kernels for uint16
         return np.dtype(np.int16 if num_ids <= 1 << 15 else np.int32)
     return np.min_scalar_type(max(0, num_ids - 1))
 
 
 def id_dtype(num_experts: int) -> np.dtype:
-    """The narrowest unsigned dtype that holds the expert count, so that its maximum is free to say MISSING.
+    """Return the narrowest unsigned dtype that holds the expert count, so that its maximum is free to mean MISSING.
 
     Raises `RouteValueError` outside 1..65535 experts.
     """
@@ -36,12 +36,12 @@ def id_dtype(num_experts: int) -> np.dtype:
 
 
 def missing_id(num_experts: int) -> int:
-    """The value that fills a row which was never recorded: the maximum of `id_dtype(num_experts)`."""
+    """Return the value that fills a row which was never recorded: the maximum of `id_dtype(num_experts)`."""
     return int(np.iinfo(id_dtype(num_experts)).max)
 
 
 def checked_missing_rows(ids_TLK: np.ndarray, num_experts: int, missing: int) -> np.ndarray:
-    """Bool [T], true where a row is MISSING; raises `RouteValueError` if any row breaks the rules.
+    """Return bool [T], true where a row is MISSING; raise `RouteValueError` if any row breaks the rules.
 
     The rules: a row is wholly `missing` or wholly valid; valid ids are in [0, num_experts) and no layer of a row names
     an expert twice.  `ids_TLK` may have any integer dtype.
@@ -133,7 +133,7 @@ class RoutedExperts:
         return top_k
 
     def missing_rows(self) -> np.ndarray:
-        """Indices [M] int64 of the rows that are MISSING, ascending."""
+        """Return the indices of the rows that are MISSING, int64 [M], ascending."""
         return np.flatnonzero(self._missing_T)
 
     @property
@@ -142,13 +142,13 @@ class RoutedExperts:
         return not self._missing_T.any()
 
     def signed_ids(self) -> np.ndarray:
-        """A copy as int64 [T, L, K] in which MISSING rows are -1: the form that trainers index with."""
+        """Return a copy as int64 [T, L, K] in which MISSING rows are -1: trainers index with this form."""
         ids_TLK = self.logical_ids_TLK.astype(np.int64)
         ids_TLK[self._missing_T] = -1
         return ids_TLK
 
     def rows(self, first: int, end: int) -> RoutedExperts:
-        """Rows `first .. end - 1` (row indices, not token positions), with their spans; shares memory.
+        """Return rows `first .. end - 1` (row indices, not token positions) with their spans, as views of this memory.
 
         Raises `RouteValueError` if the range leaves `0 .. len(self)`.
         """
@@ -166,7 +166,7 @@ class RoutedExperts:
 
 
 def concat(parts: Sequence[RoutedExperts]) -> RoutedExperts:
-    """One record from records of consecutive token ranges of one model; adjoining spans of one version are merged.
+    """Join records of consecutive token ranges of one model to one record; adjoining spans of one version are merged.
 
     Raises `RouteValueError` for no parts, different models, or a gap or an overlap between the ranges.
     """

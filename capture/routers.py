@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-LEAST_SUM = 1e-20  # DeepSeek-V3's guard against a sum of nothing
+LEAST_SUM = 1e-20  # DeepSeek-V3's guard against a division by zero
 
 
 def weights_of(router: Any, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-    """Weights [T, K] of experts `ids_TK` from the router's logits, in the dtype that the router gives."""
+    """Compute the weights [T, K] of experts `ids_TK` from the router's logits, in the dtype that the router gives."""
     if hasattr(router, "e_score_correction_bias"):
         scores_TK = logits_TE.sigmoid().gather(1, ids_TK)
         if router.norm_topk_prob:

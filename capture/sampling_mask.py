@@ -1,7 +1,7 @@
 """`SamplingMask`: the token ids that top-k, top-p and min-p left at each sampled token, and its wire forms.
 
 A trainer that renormalises over them computes the distribution that the token was drawn from (`capture.replay`,
-`masked_logprobs`); one that does not has biased importance ratios.
+`masked_logprobs`).  A trainer that does not renormalise has biased importance ratios.
 
     offsets    [0, 2, 3, 6]            token 0 was one of {7, 9}, token 1 of {9}, token 2 of {1, 7, 8}
     token_ids  [7, 9, 9, 1, 7, 8]
@@ -59,19 +59,19 @@ class SamplingMask:
     __hash__ = None  # type: ignore[assignment]
 
     def __getitem__(self, token: int) -> np.ndarray:
-        """The ids of one token [m] int32."""
+        """Return the ids of one token's mask, int32 [m]."""
         token = range(len(self))[token]
         return self.token_ids[self.offsets[token] : self.offsets[token + 1]]
 
     def tokens(self, begin: int, end: int) -> SamplingMask:
-        """The masks of the tokens `begin .. end - 1`."""
+        """Return the masks of the tokens `begin .. end - 1`."""
         begin, end, _ = slice(begin, end).indices(len(self))
         offsets = self.offsets[begin : max(begin, end) + 1]
         return SamplingMask(self.token_ids[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     @classmethod
     def from_lists(cls, kept: Sequence[Sequence[int]]) -> SamplingMask:
-        """From a list of ids for each token, SGLang's and vLLM's form.  Raises `MaskFormatError`."""
+        """Build the masks from a list of ids for each token, SGLang's and vLLM's form.  Raises `MaskFormatError`."""
         try:
             offsets = np.cumsum([0, *map(len, kept)], dtype=np.int64)
             flat = [token_id for ids in kept for token_id in ids]
@@ -82,12 +82,12 @@ class SamplingMask:
             raise MaskFormatError(f"a sampling mask must be a list of token ids for each token: {error}") from None
 
     def to_lists(self) -> list[list[int]]:
-        """A list of ids for each token."""
+        """Return a list of ids for each token."""
         flat, ends = self.token_ids.tolist(), self.offsets.tolist()
         return [flat[begin:end] for begin, end in pairwise(ends)]
 
     def encode_csr(self) -> tuple[str, str]:
-        """Ids and offsets as base64 of little-endian int32, slime's form.
+        """Encode ids and offsets as base64 of little-endian int32, slime's form.
 
         Raises `MaskValueError` for more ids than int32 counts.
         """
@@ -104,13 +104,13 @@ class SamplingMask:
 
     @classmethod
     def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
-        """The tokens of all parts, one part after the other."""
+        """Join the masks of all parts, one part after the other."""
         counts = [np.diff(part.offsets) for part in parts]
         offsets = np.concatenate([np.zeros(1, dtype=np.int64), *counts]).cumsum()
         return cls(np.concatenate([np.empty(0, dtype=np.int32), *(part.token_ids for part in parts)]), offsets)
 
     def require(self, sampled_ids: Sequence[int]) -> None:
-        """Raises `MaskValueError` unless there is a mask for each of `sampled_ids` [T], and it holds the id."""
+        """Raise `MaskValueError` unless each of `sampled_ids` [T] has a mask that holds it."""
         sampled = np.asarray(sampled_ids, dtype=np.int64).reshape(-1)
         if len(sampled) != len(self):
             raise MaskValueError(f"there are masks for {len(self)} tokens, but {len(sampled)} tokens were sampled")

@@ -37,7 +37,7 @@ class RouteSlotStore:
         self._written[slots_on_host] = True
 
     def read(self, slots: np.ndarray) -> np.ndarray:
-        """A copy [T, L, K] of the rows of `slots` [T] int64; a slot without a row comes back MISSING."""
+        """Return a copy [T, L, K] of the rows of `slots` (int64 [T]); a slot without a row comes back MISSING."""
         rows_TLK: np.ndarray = self._rows[slots]
         written_T = self._written[slots]
         if not written_T.all():

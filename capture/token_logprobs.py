@@ -81,7 +81,7 @@ class TokenLogprobs:
         return len(self.logprobs)
 
     def encode(self) -> bytes:
-        """The compact form."""
+        """Return the record's compact form."""
         columns = [np.ascontiguousarray(column) for column in self._columns()]
         header = _HEADER.pack(
             MAGIC,
@@ -100,14 +100,14 @@ class TokenLogprobs:
         return bytes(content)
 
     def encode_text(self) -> str:
-        """The compact form in base64."""
+        """Return the record's compact form in base64."""
         data = memoryview(self.encode())
         parts = [data[first : first + _B64_BYTES] for first in range(0, len(data), _B64_BYTES)]
         return b"".join([binascii.b2a_base64(part, newline=False) for part in parts]).decode("ascii")
 
     @classmethod
     def decode(cls, data: bytes) -> TokenLogprobs:
-        """The inverse of `encode`; its arrays are views of `data`, and nothing else of their size is allocated.
+        """Invert `encode`; the arrays are views of `data`, and nothing else of their size is allocated.
 
         Raises `LogprobFormatError` for anything but an undamaged record, `LogprobValueError` for one that holds ids
         outside its vocabulary.
@@ -139,7 +139,7 @@ class TokenLogprobs:
 
     @classmethod
     def decode_text(cls, text: Any) -> TokenLogprobs:
-        """The inverse of `encode_text`.  Raises as `decode` does."""
+        """Invert `encode_text`.  Raises as `decode` does."""
         try:
             data = base64.b64decode(text, validate=True)
         except (binascii.Error, TypeError, ValueError) as error:
@@ -147,7 +147,7 @@ class TokenLogprobs:
         return cls.decode(data)
 
     def require(self, token_ids: Sequence[int], start: int) -> None:
-        """Raises `LogprobValueError` unless these are of the tokens `token_ids` at positions `start ..`."""
+        """Raise `LogprobValueError` unless the record is about the tokens `token_ids` at positions `start ..`."""
         wanted = np.asarray(token_ids, dtype=np.int64)
         if self.start != start or not np.array_equal(self.token_ids, wanted):
             raise LogprobValueError(
