@@ -51,9 +51,9 @@ class AsyncRolloutClient(Calls, Awaiting):
     def stream(
         self, prompt: str | Sequence[str] | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """The outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
+        """Yield the outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
         call = generation.stream(prompt, options)
-        self._connection.request(call)  # what cannot be sent is refused here, not at the first output
+        self._connection.request(call)  # refuse unsendable arguments here, not at the first output
         return self._events(call)
 
     def generate_many(
@@ -64,12 +64,12 @@ class AsyncRolloutClient(Calls, Awaiting):
         progress: bool = False,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[tuple[int, Result], None]:
-        """(index, result) of each request as it finishes; at most `concurrency` are on their way.
+        """Yield (index, result) of each request as it finishes; at most `concurrency` are on their way.
 
         A request is a prompt, a list of token ids, or a mapping of arguments of `generate`; `options` are for all.  A
         request that fails gives its exception as its result, and the others go on.  `requests` may be endless: it is
-        read as there is room.  `progress`: a bar on stderr, where that is a terminal.  Closing the iterator aborts what
-        is on its way.  Raises `BadRequest`, and what `requests` raises.
+        read as there is room.  `progress`: a bar on stderr, where that is a terminal.  Closing the iterator aborts the
+        requests on their way.  Raises `BadRequest`, and any error that `requests` raises.
         """
         return generate_many(self.generate, requests, concurrency, progress, options)
 
@@ -99,7 +99,7 @@ class AsyncRolloutClient(Calls, Awaiting):
 
     @contextlib.asynccontextmanager
     async def _opened(self, call: Call[Any]) -> AsyncIterator[httpx.Response]:
-        """The answer of the server, its body to be read.  A generation waits for its place first."""
+        """Send the call and yield the server's answer, its body unread.  A generation waits for its place first."""
         arguments = self._connection.request(call)
         async with contextlib.AsyncExitStack() as stack:
             if call.timeout == "generate":
@@ -112,7 +112,7 @@ class AsyncRolloutClient(Calls, Awaiting):
             yield await stack.enter_async_context(self._http.stream(**arguments))
 
     async def _open(self, stack: contextlib.AsyncExitStack, call: Call[Any]) -> Any:
-        """The answer to a stream, which `stack` closes; an error is read and raised."""
+        """Return the answer to a stream, which `stack` closes; read an error and raise it."""
         try:
             response = await stack.enter_async_context(self._opened(call))
             if not response.is_success:

@@ -29,8 +29,8 @@ Transport = Literal[
 class Pause:
     """A pause of `client` around a block; `pause` and `resume` are the calls that begin and end it.
 
-    It is ended where it is not known whether it began, but not where the server refused it: then it may be
-    another one's.
+    A pause that may or may not have begun is ended, too.  One that the server refused is not: another client may have
+    begun the pause in force.
     """
 
     def __init__(self, client: Any, pause: Steps[Any], resume: Steps[Any]) -> None:
@@ -78,7 +78,7 @@ class WeightTransaction(JointUpdate):
     """
 
     def send(self, transport: Transport, **fields: Any) -> dict[str, dict[str, Any]]:
-        """Make all engines take content, by the client's method of that name and its arguments: their answers by name.
+        """Make all engines take content by the client's method `transport`, and return their answers by name.
 
         Raises `EngineError` with each failed engine's error.
         """
@@ -103,7 +103,7 @@ class AsyncWeightTransaction:
 
 @asynccontextmanager
 async def in_loop(update: WeightTransaction) -> AsyncIterator[AsyncWeightTransaction]:
-    """`update` around a block of an event loop, which makes the calls itself and waits for them on a thread."""
+    """Put `update` around a block of an event loop, which makes the calls itself and waits for them on a thread."""
     entering = asyncio.ensure_future(asyncio.to_thread(update.__enter__))
     try:
         await asyncio.shield(entering)
@@ -128,7 +128,7 @@ def transaction(
     on_engine_failure: OnEngineFailure,
     begin_options: dict[str, Any],
 ) -> WeightTransaction:
-    """On `clients` by name: synchronous ones, or asynchronous ones of `loop`.
+    """Return a weight update on `clients` by name: synchronous clients, or asynchronous ones of `loop`.
 
     `begin_options`: further arguments of `begin_weight_update`.
     """

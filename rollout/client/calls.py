@@ -1,4 +1,4 @@
-"""The methods of both clients, each written once: what is asked, and how the answer is read."""
+"""The methods of both clients, each written once: the call that it sends, and how the answer is read."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ class Calls(GenerationCalls, WeightCalls):
         max_connections: int | None = None,
         transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`max_connections`: generations on their way at once, more wait; None: 4096, or half of `ulimit -n`.
+        """Take the server's address, its keys and deadlines; `max_connections` limits the generations on their way.
 
+        Further generations wait.  None: 4096, or half of `ulimit -n` if that is less.
         Other calls never wait for generations: a pause reaches the server however many there are.
         """
         self._settings: dict[str, Any] = {
@@ -108,9 +109,9 @@ class Calls(GenerationCalls, WeightCalls):
         return _continue(abort_below_weight_version)
 
     def paused(self, mode: PauseMode = "retract") -> Pause:
-        """A context manager (`with` or `async with`): a pause that ends with the block, however that is left.
+        """Return a context manager (`with` or `async with`) for a pause that ends with the block, even on an error.
 
-        Raises what `pause` and `continue_generation` raise; where the block has raised, a note on that.
+        Raises as `pause` and `continue_generation` do.  Where the block raised, a failed end is a note on its error.
         """
         resume = repeated(_continue(None), self._retry_s)
         return Pause(self, repeated(_pause(mode), self._retry_s), resume)
@@ -149,7 +150,7 @@ class Calls(GenerationCalls, WeightCalls):
 
     @method
     def control(self, /, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> Call[AnyReply]:
-        """Any control verb of `rollout.core.messages.io_struct.VERBS`, with the fields of its body; its typed reply.
+        """Call any control verb of `rollout.core.messages.io_struct.VERBS` with these fields; return its typed reply.
 
         Not for `/flush_cache` and `/get_weights_by_name`, which answer with something else.
         """
@@ -159,22 +160,25 @@ class Calls(GenerationCalls, WeightCalls):
 
     @method
     def model_info(self) -> Call[JsonObject]:
-        """Path, tokenizer and weight version of the served model."""
+        """Return path, tokenizer and weight version of the served model."""
         return Call("GET", "/model_info", object_of)
 
     @method
     def server_info(self) -> Call[JsonObject]:
-        """The server's launch arguments and internal state."""
+        """Return the server's launch arguments and internal state."""
         return Call("GET", "/server_info", object_of)
 
     @method
     def loads(self) -> Call[JsonObject]:
-        """Running and waiting requests, and tokens in use."""
+        """Return the numbers of running and waiting requests, and of tokens in use."""
         return Call("GET", "/v1/loads", object_of)
 
     @method
     def health(self, timeout: float = 5.0) -> Call[bool]:
-        """True if the server serves; False if it does not yet, no longer, or cannot be reached within `timeout`."""
+        """Return True if the server serves.
+
+        False: it does not serve yet or any longer, or cannot be reached within `timeout`.
+        """
         return _health(timeout)
 
     @method

@@ -54,9 +54,9 @@ class RolloutClient(Calls, Blocking):
     def stream(
         self, prompt: str | Sequence[str] | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[GenerationOutput, None, None]:
-        """The outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
+        """Yield the outputs of a generation as they grow, each cumulative.  Closing the iterator aborts the request."""
         call = generation.stream(prompt, options)
-        self._connection.request(call)  # what cannot be sent is refused here, not at the first output
+        self._connection.request(call)  # refuse unsendable arguments here, not at the first output
         return self._events(call)
 
     def generate_many(
@@ -78,10 +78,11 @@ class RolloutClient(Calls, Blocking):
     def weight_transaction(
         self, weight_version: str | None = None, coverage: str = "full", **begin_options: Any
     ) -> WeightTransaction:
-        """A context manager around a weight update: begin, `update.send(...)`, and the end, or on an exception abort.
+        """Return a context manager that begins a weight update and ends it with the block, or aborts it on an error.
 
-        `begin_options`: as of `begin_weight_update`.  For broadcasts from a model see `weight_sync.sender`.
-        Raises `EngineError` with what the server refused; unless it states so, the old weights serve on.
+        The block sends the content by `update.send(...)`.  `begin_options`: further arguments of `begin_weight_update`.
+        For broadcasts from a model see `weight_sync.sender`.
+        Raises `EngineError` with the server's refusal; unless it states otherwise, the old weights serve on.
         """
         timeout_s = self._connection.timeouts.weights
         return transaction({self.base_url: self}, None, timeout_s, weight_version, coverage, "abort_all", begin_options)
@@ -113,7 +114,7 @@ class RolloutClient(Calls, Blocking):
 
     @contextlib.contextmanager
     def _opened(self, call: Call[Any]) -> Iterator[httpx.Response]:
-        """The answer of the server, its body to be read.  A generation waits for its place first."""
+        """Send the call and yield the server's answer, its body unread.  A generation waits for its place first."""
         arguments = self._connection.request(call)
         with contextlib.ExitStack() as stack:
             if call.timeout == "generate":
@@ -123,7 +124,7 @@ class RolloutClient(Calls, Blocking):
             yield stack.enter_context(self._http.stream(**arguments))
 
     def _open(self, stack: contextlib.ExitStack, call: Call[Any]) -> Any:
-        """The answer to a stream, which `stack` closes; an error is read and raised."""
+        """Return the answer to a stream, which `stack` closes; read an error and raise it."""
         try:
             response = stack.enter_context(self._opened(call))
             if not response.is_success:

@@ -121,7 +121,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
     # --- all engines ---------------------------------------------------------------------------------------------
 
     async def on_all(self, call: Callable[[AsyncRolloutClient], Awaitable[T]]) -> dict[str, T]:
-        """`call(client)` for each engine in use, at once: results by URL.
+        """Make `call(client)` on all engines in use at once, and return the results by URL.
 
         Raises `FleetError` if any fails, `ServerUnreachable` if none is in use.
         """
@@ -166,10 +166,10 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         on_engine_failure: OnEngineFailure = "abort_all",
         **begin_options: Any,
     ) -> AsyncIterator[AsyncWeightTransaction]:
-        """A weight update of all engines in use: begin, `update.send(...)`, verify on all, commit on all.
+        """Update the weights of all engines in use: begin, `update.send(...)` in the block, verify and commit on all.
 
-        What one engine's failure means for the others is `on_engine_failure`: `abort_all`, or `leave_out`, which
-        leaves the engine out of the fleet until it has the version.  None is taken back meanwhile.
+        `on_engine_failure`: an engine's failure aborts the update on all (`abort_all`), or leaves the engine out of the
+        fleet until it has the version (`leave_out`).  No engine is taken back meanwhile.
         Raises `EngineError`; unless its `committed` states otherwise the old weights serve on everywhere.
         """
         with self.held():
@@ -298,7 +298,10 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
 
     @staticmethod
     def _was_started_anew(engine: FleetEngine, version: str | None, start_id: str | None) -> bool:
-        """Compare with its last report.  One that tells no id may have been, where a check failed in between."""
+        """Tell whether the engine was started anew since its last report.
+
+        Without an id, another version after a failed check counts as a new start.
+        """
         if start_id is not None and engine.start_id is not None:
             return engine.start_id != start_id
         return engine.num_failures > 0 and engine.weight_version != version
@@ -320,7 +323,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
             self._leave_out(engine, self._other_version(engine))
 
     async def _is_healthy(self, engine: FleetEngine) -> bool:
-        """Notes its weight version, and which process it is."""
+        """Return whether the engine is healthy; if so, note its weight version and its process."""
         try:
             async with asyncio.timeout(self._policy.check_timeout_s):
                 health, version = await self._read(engine)
@@ -364,9 +367,9 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         return f"it serves weight version {engine.weight_version}, the fleet {self.weight_version}"
 
     async def _wanted(self) -> str | None:
-        """The weight version that those in use serve now; where none is, of the last commit.
+        """Return the weight version that the engines in use serve now; if none is in use, the last commit's.
 
-        Raises `ClientError` where they do not serve the same, as amid a refresh, or where one was started anew.
+        Raises `ClientError` where they serve different ones, as amid a refresh, or where one was started anew.
         """
         in_use = self._in_use()
         if not in_use:
@@ -385,7 +388,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
 
 
 async def _all(calls: Mapping[str, Awaitable[T]]) -> dict[str, T]:
-    """Results by name.  Raises `FleetError` if any fails, when all have ended."""
+    """Await all calls and return their results by name.  Raises `FleetError` if any fails, once all have ended."""
     results = await asyncio.gather(*calls.values(), return_exceptions=True)
     failures = {name: result for name, result in zip(calls, results) if isinstance(result, BaseException)}
     if failures:

@@ -25,7 +25,7 @@ class FleetEngine:
     left_out: str | None = "not checked yet"
     weight_version: str | None = None  # by its last report
     outstanding: int = 0  # calls on their way
-    start_id: str | None = None  # of its process; None: it does not say
+    start_id: str | None = None  # of its process; None: it does not report one
     num_failures: int = 0  # checks in a row
     num_differences: int = 0  # checks in a row with another weight version than the others
     is_paused: bool = False  # a pause of ours that could not be ended
@@ -69,11 +69,11 @@ class Choice:
 
     def __init__(self, engines: Sequence[FleetEngine]) -> None:
         self._engines = engines
-        self._sessions: OrderedDict[str, FleetEngine] = OrderedDict()  # the last heard of last
+        self._sessions: OrderedDict[str, FleetEngine] = OrderedDict()  # sessions; the most recently used is last
         self._turns = 0
 
     def choose(self, session_id: str | None, tried: Collection[FleetEngine]) -> FleetEngine | None:
-        """An engine in use that is not among `tried`; None if there is none."""
+        """Choose an engine in use that is not among `tried`; None if there is none."""
         pinned = self._sessions.get(session_id) if session_id is not None else None
         if pinned is not None and pinned.left_out is None:
             chosen = pinned if pinned not in tried else None
@@ -91,6 +91,6 @@ class Choice:
         return chosen
 
     def forget(self, engine: FleetEngine) -> None:
-        """Its sessions go elsewhere."""
+        """Forget the engine's sessions: their next requests go to other engines."""
         for session_id in [each for each, pinned in self._sessions.items() if pinned is engine]:
             del self._sessions[session_id]

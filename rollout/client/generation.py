@@ -1,6 +1,6 @@
 """/generate: the request body out of a caller's options, and typed results out of the answer.
 
-Pure functions, shared by the synchronous and the asynchronous client.  An answer that lacks what was asked for, or
+Pure functions, shared by the synchronous and the asynchronous client.  An answer that lacks a requested field, or
 contradicts itself, is an error here: a trainer must not learn from rows or log-probabilities that belong elsewhere.
 """
 
@@ -37,7 +37,10 @@ _NOT_BODY = ("extra_body", "timeout")
 
 
 def generate_body(prompt: str | Sequence[str] | None, options: GenerateOptions) -> dict[str, Any]:
-    """The body of /generate.  Raises `BadRequest` for unknown options, or unless exactly one prompt form is given."""
+    """Build the body of /generate.
+
+    Raises `BadRequest` for unknown options, or unless exactly one prompt form is given.
+    """
     require_known(options, GenerateOptions.__annotations__.keys(), "; other fields of the body go into extra_body")
     params = options.get("sampling_params") or {}
     for each in [params] if isinstance(params, Mapping) else params:
@@ -68,7 +71,7 @@ def _compact(routed: RoutedExperts | None) -> str | None:
 def generate(
     prompt: str | Sequence[str] | None, options: GenerateOptions, layout: RouteLayout | None
 ) -> Call[GenerationOutput | list[GenerationOutput]]:
-    """The call of a generation that is not streamed."""
+    """Return the call of a generation that is not streamed."""
     body = generate_body(prompt, options)
 
     def parse(reply: Reply) -> GenerationOutput | list[GenerationOutput]:
@@ -78,7 +81,7 @@ def generate(
 
 
 def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call[None]:
-    """The call of a streamed generation; its events go through `parse_event`."""
+    """Return the call of a streamed generation; `parse_event` reads its events."""
 
     def refuse(reply: Reply) -> None:
         check(reply)
@@ -93,7 +96,7 @@ def _call(parse: Callable[[Reply], T], body: dict[str, Any], options: GenerateOp
 
 
 class Events:
-    """The events of a streamed generation out of its bytes; `done` once the last one came."""
+    """Reads the events of a streamed generation from its bytes; `done` once the last one came."""
 
     def __init__(self, body: Mapping[str, Any], layout: RouteLayout | None) -> None:
         self.done = False
@@ -102,7 +105,7 @@ class Events:
         self._decoder = SseDecoder()
 
     def feed(self, chunk: bytes) -> Iterator[GenerationOutput]:
-        """The outputs that `chunk` completes."""
+        """Yield the outputs that `chunk` completes."""
         for event in self._decoder.feed(chunk):
             if event == DONE:
                 self.done = True
@@ -110,7 +113,7 @@ class Events:
             yield parse_event(event, self._body, self._layout)
 
     def require_done(self) -> None:
-        """Raises `ResponseFormatError` for a stream that ended too early."""
+        """Raise `ResponseFormatError` if the stream ended too early."""
         if not self.done:
             raise ResponseFormatError("the stream ended before the request was finished")
 
@@ -132,7 +135,7 @@ def num_samples(body: Mapping[str, Any]) -> int | None:
 def parse_answer(
     content: Any, body: Mapping[str, Any], layout: RouteLayout | None
 ) -> GenerationOutput | list[GenerationOutput]:
-    """The result of the request `body`: one output, or a list (prompt-major) for a batch or n > 1.
+    """Read the answer to the request `body`: one output, or a list (prompt-major) for a batch or n > 1.
 
     Raises `ResponseFormatError`.
     """
@@ -146,7 +149,7 @@ def parse_answer(
 
 
 def parse_event(event: bytes, body: Mapping[str, Any], layout: RouteLayout | None) -> GenerationOutput:
-    """The output inside one event of a stream.  Raises `ServerError` for an error event, `ResponseFormatError`."""
+    """Read the output in one event of a stream.  Raises `ServerError` for an error event, `ResponseFormatError`."""
     content = parse_json(event)
     if isinstance(content, dict) and "error" in content:
         error = content["error"]
@@ -156,7 +159,7 @@ def parse_event(event: bytes, body: Mapping[str, Any], layout: RouteLayout | Non
 
 
 def parse_output(content: Any, body: Mapping[str, Any], layout: RouteLayout | None) -> GenerationOutput:
-    """One sample, checked against the request `body`.  Raises `ResponseFormatError`."""
+    """Read one sample and check it against the request `body`.  Raises `ResponseFormatError`."""
     try:
         output = _output(content, content["meta_info"], layout)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -254,7 +257,7 @@ def _check_mask(output: GenerationOutput) -> None:
 
 
 def _sampling_mask(meta: Mapping[str, Any]) -> SamplingMask | None:
-    """Return the masks, sent in any form; lists come from servers that know no columns."""
+    """Return the masks, sent in any form; servers that know no columns send lists."""
     content = meta.get("output_token_sampling_mask")
     if content is None:
         return None
@@ -322,7 +325,7 @@ def _logprob_lists(meta: Mapping[str, Any], key: str) -> TopLogprobs | None:
 
 
 def plain_ids(ids: Any) -> list[Any]:
-    """Nested lists of ints out of lists, tuples, arrays or tensors."""
+    """Convert lists, tuples, arrays or tensors to nested lists of ints."""
     if hasattr(ids, "tolist"):
         plain: list[Any] = ids.tolist()
         return plain

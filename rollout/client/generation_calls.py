@@ -1,4 +1,4 @@
-"""Methods that any engine can answer: what a client asks of its server, and a fleet of whichever engine it chooses."""
+"""Methods that any engine can answer: a client calls its server, and a fleet calls the engine that it chooses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rollout.core.sampling_params import sampling_params_from_dict
 
 
 class GenerationCalls(ScoreCalls):
-    """Samples, scores, and text to ids and back."""
+    """Calls for samples, for scores, and from text to ids and back."""
 
     @method
     def generate(
         self, prompt: str | Sequence[str] | None = None, **options: Unpack[GenerateOptions]
     ) -> Call[GenerationOutput | list[GenerationOutput]]:
-        """Samples for one prompt (text or `input_ids`) or a batch; a list for a batch or n > 1, prompt by prompt.
+        """Generate samples for one prompt (text or `input_ids`) or a batch; for a batch or n > 1 a list, by prompt.
 
         Cancelling it, or Ctrl-C, closes the connection, and the server aborts the request.
         """
@@ -57,13 +57,13 @@ class GenerationCalls(ScoreCalls):
 
     @method
     def tokenize(self, prompt: str, add_special_tokens: bool = True) -> Call[list[int]]:
-        """Token ids of `prompt`."""
+        """Return the token ids of `prompt`."""
         body = {"prompt": prompt, "add_special_tokens": add_special_tokens}
         return Call("POST", "/tokenize", field_of("tokens", list), body, retry="always")
 
     @method
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> Call[str]:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return _detokenize(tokens, skip_special_tokens)
 
 

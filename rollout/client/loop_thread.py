@@ -21,7 +21,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`.  An interrupt cancels it and waits until it has ended."""
+        """Run `work` on the loop and return its result.  An interrupt cancels it and waits until it has ended."""
         ended = threading.Event()
 
         async def watched() -> T:
@@ -39,7 +39,7 @@ class LoopThread:
             raise
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """The items as they come.  Closing the iterator, or an interrupt, closes `items`."""
+        """Yield the items as they come.  Closing the iterator, or an interrupt, closes `items`."""
         try:
             while (item := self.run(_next(items))) is not None:
                 yield item
@@ -47,7 +47,7 @@ class LoopThread:
             self.run(items.aclose())
 
     def close(self) -> None:
-        """Cancel what still runs, and stop."""
+        """Cancel the coroutines that still run, and stop."""
         if self._thread.is_alive():
             self.run(_cancel_others())
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -26,10 +26,10 @@ async def generate_many(
     progress: bool,
     options: GenerateOptions,
 ) -> AsyncGenerator[tuple[int, Result], None]:
-    """(index, result) of each request as it finishes, at most `concurrency` on their way.
+    """Yield (index, result) of each request as it finishes; at most `concurrency` are on their way.
 
-    `requests` is read as there is room, and results wait for the caller: at most `concurrency` of them, then no more
-    requests are begun.  Closing the iterator cancels what is on its way.
+    `requests` is read as there is room.  Results wait for the caller: with `concurrency` of them waiting, no more
+    requests are begun.  Closing the iterator cancels the requests on their way.
     """
     if concurrency < 1:
         raise BadRequest(f"concurrency must be at least 1, got {concurrency}")
@@ -37,7 +37,7 @@ async def generate_many(
     finished: asyncio.Queue[tuple[int, Result] | BaseException | None] = asyncio.Queue(concurrency)
 
     async def work() -> None:
-        """Takes requests until there are none; None is put then, or what `requests` raised."""
+        """Run requests until there are none; then put None into `finished`, or the error that `requests` raised."""
         try:
             for index, request in todo:
                 try:

@@ -42,9 +42,9 @@ class Method(Generic[P, T]):
 
 
 def method(build: Callable[Concatenate[Any, P], Call[T] | Steps[T]]) -> Method[P, T]:
-    """A method whose steps are described by `build`, and done by its client's `_do`.
+    """Make a method whose steps `build` describes, and its client's `_do` carries out.
 
-    A single call is repeated where that is safe; steps say themselves which of theirs are.
+    A single call is repeated where that is safe; steps choose themselves which of their calls are.
     """
 
     def steps(self: Any, *args: P.args, **kwargs: P.kwargs) -> Steps[T]:
@@ -59,7 +59,7 @@ def method(build: Callable[Concatenate[Any, P], Call[T] | Steps[T]]) -> Method[P
 
 
 def do_blocking(steps: Steps[T], exchange: Callable[[Call[Any]], Any]) -> T:
-    """The result of `steps`, each call made by `exchange`."""
+    """Run `steps`, make each of their calls by `exchange`, and return their result."""
     advance: Callable[[], Any] = functools.partial(next, steps)
     while True:
         try:

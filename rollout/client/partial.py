@@ -1,9 +1,9 @@
-"""Samples that were interrupted: what to ask for the rest, and one record out of the records of the parts.
+"""Samples that were interrupted: the request for the rest, and one record out of the records of the parts.
 
-The rest is asked with prompt and output as its prompt, so every value of a part stays as it was recorded; of routed
-experts those rows are asked for that the part does not have.  A seed goes on where it stopped (see `continued_seed`).
-What a server counts from the beginning of an output is refused (penalties) or begins anew (stop strings across the
-seam are not seen).
+The request for the rest has prompt and output as its prompt, so every value of a part stays as it was recorded.  It
+asks for the rows of routed experts that the part does not have.  A seed goes on where it stopped (see
+`continued_seed`).  A server counts penalties from the beginning of an output, so they are refused.  It also begins
+anew with stop strings: one across the seam is not seen.
 
     tokens        prompt    | output 1      | output 2      |
     rows          start .. P + O1 - 2       | P + O1 - 1 .. P + O1 + O2 - 2
@@ -116,7 +116,7 @@ def continued_seed(seed: int, position: int) -> int:
 
 
 def _sampling_params_after(count: int, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`raw` for what comes after `count` tokens of one sample."""
+    """Return the sampling parameters for the rest of a sample that has `count` tokens and began with `raw`."""
     params, _ = sampling_params_from_dict(dict(raw))
     after = {ALIASES.get(name, name): value for name, value in raw.items()} | {"n": 1}
     if count == 0:
@@ -135,7 +135,7 @@ def _sampling_params_after(count: int, raw: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _require_whole(output: GenerationOutput, options: GenerateOptions) -> None:
-    """Raises `BadRequest` unless every token has all that was asked for."""
+    """Raise `BadRequest` unless every token has each value that `options` asked for."""
     count = len(output.output_ids)
     if not _has_versions(output):
         raise BadRequest(
@@ -220,7 +220,7 @@ def _unmix(x: int) -> int:
 
 
 def _unshift(x: int, bits: int) -> int:
-    """The y with y ^ (y >> bits) == x."""
+    """Return the y with y ^ (y >> bits) == x."""
     y = x
     for _ in range(64 // bits):
         y = x ^ (y >> bits)

@@ -52,7 +52,7 @@ class OneByOne(httpx.AsyncBaseTransport):
             await self._free.pop()[0].aclose()
 
     async def put_back(self, connection: httpx.AsyncHTTPTransport) -> None:
-        """Free for the next request, open or not."""
+        """Take a connection back for the next request, open or not."""
         now = time.monotonic()
         self._free.append((connection, now))
         while self._free[0][1] < now - self._keepalive_s:

@@ -52,7 +52,7 @@ class ScoredSequence:
 
 
 class ScoreCalls:
-    """The part of all clients that scores."""
+    """The call of all clients that scores sequences."""
 
     _layout: RouteLayout | None
     _retry_s: float
@@ -72,7 +72,7 @@ class ScoreCalls:
         timeout: float | None = None,
         extra_body: Mapping[str, Any] | None = None,
     ) -> Steps[list[ScoredSequence]]:
-        """Log-probabilities of the tokens of each sequence, given those before them, in the order of `sequences`.
+        """Score each token of each sequence, given the tokens before it, in the order of `sequences`.
 
         `start`: position of the first token to score, one for all or one each; nothing predicts the token at 0.
         `top_k`: likeliest tokens at each place; the server takes up to 1024.  `temperature`: of the distribution.
@@ -80,7 +80,7 @@ class ScoreCalls:
         one each, in place of the routers' choices.  `concurrency`: sequences that are on their way at once; fewer where
         their answers would be large.  `timeout` is for each call, `extra_body` has further fields of it.
 
-        Raises `BadRequest` for what cannot be asked; `ServerError` where the server refuses, or aborts a sequence;
+        Raises `BadRequest` for invalid arguments; `ServerError` where the server refuses, or aborts a sequence;
         `ResponseFormatError` for an answer that does not belong to its sequence.
         """
         ids: list[list[int]] = generation.plain_ids(sequences)
@@ -127,7 +127,7 @@ def _starts(start: int | Sequence[int], ids: Sequence[Sequence[int]]) -> list[in
 
 
 def _groups(ids: Sequence[Sequence[int]], starts: Sequence[int], width: int, concurrency: int) -> Iterator[slice]:
-    """Neighbours that go into one call: as many as may be on their way, and whose answers are not too large."""
+    """Yield the ranges of neighbouring sequences for one call each: at most `concurrency`, with limited answers."""
     first = entries = tokens = 0
     for index, (sequence, start) in enumerate(zip(ids, starts, strict=True)):
         own = (len(sequence) - start) * width

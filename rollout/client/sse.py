@@ -15,11 +15,11 @@ class SseDecoder:
     """Feed it chunks as they come; it yields the data of each complete event."""
 
     def __init__(self) -> None:
-        self._line: list[bytes] = []  # what came of a line that has not ended
+        self._line: list[bytes] = []  # parts of a line that has not ended
         self._data: list[bytes] = []
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The data of every event that `chunk` completes.  Comments and other fields are ignored."""
+        """Yield the data of every event that `chunk` completes.  Comments and other fields are ignored."""
         first, *others = chunk.split(b"\n")
         self._line.append(first)
         for part in others:

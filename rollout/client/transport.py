@@ -43,7 +43,7 @@ class Connection:
             raise BadRequest(f"max_connections must be at least 1, got {max_connections}")
 
     def options(self) -> dict[str, Any]:
-        """Arguments of `httpx.Client` and `httpx.AsyncClient`.
+        """Return the arguments of `httpx.Client` and `httpx.AsyncClient`.
 
         Proxies from the environment are not used: the server is a neighbour, and a proxy would cut off long waits.
         Raises `BadRequest` unless the base URL is an http or https URL with a host.
@@ -61,7 +61,10 @@ class Connection:
         return {"base_url": url, "limits": limits, "trust_env": False}
 
     def request(self, call: Call[Any]) -> dict[str, Any]:
-        """Arguments of `httpx` request and stream calls.  Raises `BadRequest` for a body that JSON cannot hold."""
+        """Return the arguments of `httpx` request and stream calls.
+
+        Raises `BadRequest` for a body that JSON cannot hold.
+        """
         headers = {}
         content = None
         if call.json is not None:
@@ -86,7 +89,7 @@ class Connection:
         }
 
     def deadline(self, call: Call[Any]) -> float:
-        """Seconds to wait for the answer."""
+        """Return for how many seconds to wait for the answer."""
         return call.deadline(self.timeouts)
 
     def no_place(self, call: Call[Any]) -> str:
@@ -114,20 +117,20 @@ class Connection:
 
 
 def read_reply(response: httpx.Response, body: bytes | bytearray) -> Reply:
-    """An answer whose body was read."""
+    """Return a `Reply` out of an answer and its body."""
     seconds = response.headers.get("retry-after", "")
     retry_after_s = float(seconds) if seconds.isdecimal() else None
     return Reply(response.status_code, bytes(body), retry_after_s, response.headers.get(START_ID_HEADER))
 
 
 def require_before(deadline: float) -> None:
-    """Raises `httpx.ReadTimeout` after `deadline` (`time.monotonic()`), for answers that come in drops."""
+    """Raise `httpx.ReadTimeout` after `deadline` (`time.monotonic()`), for answers that come in drops."""
     if time.monotonic() > deadline:
         raise httpx.ReadTimeout("the answer was cut short")
 
 
 def _within_file_limit() -> int:
-    """Connections that leave half of the files that may be open to the rest of the process."""
+    """Return a number of connections that leaves half of the allowed open files to the rest of the process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_CONNECTIONS, soft // 2))
 

@@ -31,7 +31,7 @@ class WeightCalls:
 
     @method
     def weight_version(self) -> Call[str]:
-        """Label of the weights that serve now."""
+        """Return the label of the weights that serve now."""
         return Call("GET", "/weight_version", field_of("weight_version", str))
 
     @method
@@ -86,9 +86,9 @@ class WeightCalls:
 
     @method
     def weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
-        """The open refresh: what came, what is missing, its lease; and why the last one failed.
+        """Describe the open refresh: the tensors that came, the missing ones, its lease; and why the last one failed.
 
-        With an `update_id`: what became of that one (`outcome`: open, verified, committed, lost, aborted, unknown).
+        With an `update_id`: how that refresh ended (`outcome`: open, verified, committed, lost, aborted, unknown).
         """
         return verb_call(GetWeightUpdateReqInput, object_of, update_id=update_id)
 
@@ -196,7 +196,7 @@ class WeightCalls:
 
     @method
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Call[Any]:
-        """The first `truncate_size` entries of a tensor along its first dimension, as nested lists."""
+        """Return the first `truncate_size` entries of a tensor along its first dimension, as nested lists."""
         return verb_call(GetWeightsByNameReqInput, json_of, name=name, truncate_size=truncate_size)
 
     @method

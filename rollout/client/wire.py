@@ -21,7 +21,7 @@ JsonObject = dict[str, Any]
 
 SHORT_S = 60.0
 BEYOND_SERVER_S = 10.0
-"""A verb that the server gives over `SHORT_S` has so much longer here, so that its own reason arrives."""
+"""A verb that the server gives over `SHORT_S` has this much longer here, so that its own reason arrives."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Health:
-    """The answer to a health check.  `start_id`: another one after each start of the server; None: it does not say."""
+    """The answer to a health check.  `start_id`: another one after each start of the server; None: not reported."""
 
     is_healthy: bool
     start_id: str | None = None
@@ -70,7 +70,7 @@ class Call(Generic[T]):
             object.__setattr__(self, "retry", "always")
 
     def deadline(self, timeouts: Timeouts) -> float:
-        """Seconds to wait for the answer."""
+        """Return for how many seconds to wait for the answer."""
         return self.timeout_s if self.timeout_s is not None else getattr(timeouts, self.timeout)
 
 
@@ -82,7 +82,7 @@ Steps = Generator[Call[Any] | float, Any, T]
 
 
 def parse_json(body: bytes) -> Any:
-    """The JSON content of an answer.  Raises `ResponseFormatError`."""
+    """Parse the JSON content of an answer.  Raises `ResponseFormatError`."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
@@ -90,7 +90,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def error_message(body: bytes) -> str:
-    """The reason in any of the error shapes that SGLang-compatible servers use."""
+    """Return the reason in an answer of any of the error shapes that SGLang-compatible servers use."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
@@ -106,7 +106,7 @@ def error_message(body: bytes) -> str:
 
 
 def check(reply: Reply) -> Reply:
-    """`reply` itself; raises `ServerError` if its status is not a success."""
+    """Return `reply` itself.  Raises `ServerError` if its status is not a success."""
     if not 200 <= reply.status < 300:
         raise ServerError(reply.status, error_message(reply.body), reply.retry_after_s)
     return reply
@@ -121,7 +121,7 @@ def object_of(reply: Reply) -> dict[str, Any]:
 
 def verb_result(reply: Reply) -> dict[str, Any]:
     content = object_of(reply)
-    if content.get("success") is False:  # some servers say so under status 200
+    if content.get("success") is False:  # some servers report a failure under status 200
         raise ServerError(reply.status, error_message(reply.body))
     return content
 
@@ -176,7 +176,7 @@ def verb_call(
     retry: Literal["never", "refused"] = "never",
     **fields: Any,
 ) -> Call[T]:
-    """The call of `verb`, as it is declared; fields that are None are left to the server.
+    """Return the call of `verb` as it is declared; fields that are None are left to the server.
 
     Raises `BadRequest` for a field that it does not have.
     """
@@ -211,7 +211,7 @@ def require_known(given: Iterable[str], known: Collection[str], advice: str = ""
 
 
 def method_call(verb: type[ControlReqInput[Any]], arguments: Mapping[str, Any]) -> Call[JsonObject]:
-    """The call of a client's method; `arguments` are its own, `self` included, and have the names of the verb's fields.
+    """Return the call of a client's method, whose `arguments` have the names of the verb's fields; `self` is ignored.
 
     Bytes are sent as base64.  Raises `BadRequest` for what JSON cannot hold.
     """
@@ -231,7 +231,7 @@ def _plain(value: Any) -> Any:
 
 
 def reply_of(verb: type[ControlReqInput[AnyReply]]) -> Callable[[Reply], AnyReply]:
-    """Reads an answer as the reply that `verb` declares."""
+    """Return a function that reads an answer as the reply that `verb` declares."""
     kind = reply_type(verb)
 
     def parse(reply: Reply) -> AnyReply:
