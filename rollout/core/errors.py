@@ -82,6 +82,6 @@ class DeadlinePassed(LockstepError):
 
 
 def status_of(error: BaseException) -> int:
-    """HTTP status for any exception: its own `status_code` where it has one, else 500."""
+    """Return the HTTP status for any exception: its own `status_code` where it has one, else 500."""
     status = getattr(error, "status_code", 500)
     return status if isinstance(status, int) else 500

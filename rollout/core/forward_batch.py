@@ -84,7 +84,7 @@ class ForwardBatch:
     global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
 
     def kv_slots(self, window: int | None) -> torch.Tensor:
-        """The slots that the step's tokens write in a layer with this window, or without one."""
+        """Return the slots that the step's tokens write in a layer with this window, or without one."""
         return self.out_cache_loc if window is None or self.window is None else self.window.slots
 
     @property

@@ -6,7 +6,7 @@
 
 A plain `.to(device)` from pageable memory waits for all that the stream has, as `.cpu()` and `.item()` do.  Pinned
 memory comes from torch's caching allocator, which hands a block out again once the copies that used it are done: so
-who drops a buffer need not know what is in flight.  On a CPU nothing is copied.
+a buffer may be dropped while its copies are in flight.  On a CPU nothing is copied.
 
 In tests on a CPU `tests/device_stand_in.py` plays the device.
 """
@@ -23,9 +23,9 @@ Record = TypeVar("Record")
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` of the host on `device`, as it is now: the caller may change it at once.
+    """Copy the host's `tensor` to `device` without waiting; the caller may change `tensor` at once.
 
-    On a CPU it is `tensor` itself.
+    On a CPU the result is `tensor` itself.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -42,7 +42,7 @@ class HostCopies:
         self._done: torch.cuda.Event | None = None
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in pinned memory that holds `tensor` after `wait`.  What is on the host already is given back."""
+        """Return a tensor in pinned memory that holds `tensor` after `wait`; return a tensor of the host itself."""
         assert self._done is None, "the event was recorded before this copy"
         if tensor.is_cpu:
             return tensor
@@ -54,7 +54,7 @@ class HostCopies:
         return copied
 
     def copy_all(self, record: Record) -> Record:
-        """A dataclass of tensors, each copied."""
+        """Copy each tensor of a dataclass, and return a dataclass of the copies."""
         tensors = [getattr(record, item.name) for item in dataclasses.fields(record)]  # type: ignore[arg-type]
         return type(record)(*map(self.copy, tensors))
 
@@ -63,7 +63,7 @@ class HostCopies:
         self._done = self._stream.record_event()
 
     def wait(self, wait_for: Callable[[torch.cuda.Event], None] | None = None) -> None:
-        """Until the copies are done; what was given to the device later goes on meanwhile.
+        """Wait until the copies are done; kernels that were launched later go on meanwhile.
 
         `wait_for` waits for an event, by default without a deadline.
         """

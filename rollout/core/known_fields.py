@@ -1,7 +1,7 @@
 """Names of fields that SGLang 0.5.23, vLLM 0.33 and OpenAI know in requests, and the nearest known one to a typo.
 
-What is honoured is declared by bodies and by `SamplingParams`.  Here is the rest: what is refused by name, as it would
-change the sample or the reply, and what is harmless, as it changes neither here.
+Bodies and `SamplingParams` declare the fields that are honoured.  Here are the others: fields that are refused by name,
+as they would change the sample or the reply, and harmless fields, which change neither here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MEDIA_FIELDS = frozenset(
         *("images_config", "mm_processor_kwargs", "media_io_kwargs", "return_mm_kwargs", "token_offsets"),
     }
 )
-"""They say how to read media, and media are refused."""
+"""They state how to read media, and media are refused."""
 HARMLESS_FIELDS = MEDIA_FIELDS | {
     # they have a meaning only with a field that is refused
     *("bootstrap_pair_key", "decode_tp_size", "length_penalty", "truncation_side", "return_flat_raw_top_logprobs_b64"),
@@ -62,9 +62,9 @@ HARMLESS_FIELDS = MEDIA_FIELDS | {
 HARMLESS_OPENAI_FIELDS = HARMLESS_FIELDS | {
     *("store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 }
-"""Books that OpenAI's own server keeps."""
+"""Fields for the books that OpenAI's own server keeps."""
 HARMLESS_CONTROL_FIELDS = frozenset({"torch_empty_cache", "pp_rank"})
-"""SGLang's and AReaL's; there is no such cache, and no pipeline."""
+"""Fields of SGLang and AReaL; here there is no such cache, and no pipeline."""
 
 HARMLESS_SAMPLING_FIELDS = frozenset(
     {"stream_interval", "length_penalty", "truncation_side", "detokenize", "output_kind", "flat_logprobs"}
@@ -75,17 +75,17 @@ KNOWN_SAMPLING_FIELDS = HARMLESS_SAMPLING_FIELDS | {
 """Fields that may stand in `sampling_params` of /generate."""
 MAX_NAME_CHARS = 80
 MAX_IGNORED = 32
-"""Fields that an answer names."""
+"""The number of ignored fields that an answer names."""
 
 
 def shown(name: str) -> str:
-    """A name that a client made up, as a message may repeat it: ASCII, and not long."""
+    """Return a client's name for something as a message may repeat it: in ASCII, and cut to a short text."""
     cut = name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}..."
     return ascii(cut)[1:-1]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` was probably meant to be."""
+    """Return the known name that `name` was probably meant to be; None if none is near."""
     return next(iter(difflib.get_close_matches(name[:MAX_NAME_CHARS], list(known), n=1)), None)
 
 

@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 
     @property
     def filters(self) -> bool:
-        """True where a token is chosen from fewer than all."""
+        """True if tokens are chosen from fewer than all of the vocabulary."""
         return self.is_greedy or self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     @property
@@ -71,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         self.validate_lists(vocab_size)
 
     def validate_numbers(self) -> None:
-        """`validate` for the fields that are one number."""
+        """Raise `BadRequest` for the first field of one number that is out of range."""
         _require(self.max_new_tokens >= 0, "max_new_tokens must be at least 0", self.max_new_tokens)
         _require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
@@ -94,7 +94,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
             _require(-(2**63) <= self.sampling_seed < 2**63, "sampling_seed must fit 64 bits", self.sampling_seed)
 
     def validate_lists(self, vocab_size: int) -> None:
-        """`validate` for the fields that hold many values."""
+        """Raise `BadRequest` for the first field of many values that is out of range."""
         _require(len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} stop strings", len(self.stop))
         for text in self.stop:
             _require(
@@ -155,7 +155,10 @@ def sampling_params_from_dict(raw: dict[str, Any]) -> tuple[SamplingParams, list
 
 
 def _logit_bias(raw: Any) -> dict[int, float]:
-    """JSON has only text keys: `{"17": -2.0}`; anything that is not a whole number is refused."""
+    """Read `logit_bias` by token id, with the text keys of JSON too: `{"17": -2.0}`.
+
+    Raises `BadRequest` for a key that is not a whole number.
+    """
     if not isinstance(raw, dict):
         raise BadRequest("sampling_params: logit_bias must be an object of token id to number")
     result: dict[int, float] = {}
@@ -172,7 +175,7 @@ def _logit_bias(raw: Any) -> dict[int, float]:
 
 
 def _token_id(key: Any) -> int | None:
-    """The id in a key: text in JSON, an integer in Python.  None if there is none."""
+    """Return the token id in a key: text in JSON, an integer in Python.  None if the key is no id."""
     if isinstance(key, str):
         return int(key) if len(key) < 20 and key.isascii() and key.isdigit() else None
     return int(key) if isinstance(key, Integral) and not isinstance(key, bool) else None

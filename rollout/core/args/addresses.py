@@ -14,7 +14,7 @@ def is_address(text: str | None) -> bool:
 
 
 def objection_to_base_url(text: str) -> str | None:
-    """Why paths cannot be appended to `text` and called; None: they can."""
+    """Return why paths cannot be appended to `text` and called; None if they can."""
     try:
         parts, url = urlsplit(text), httpx.URL(text)
         url.raw_host.decode().encode("idna")  # as the resolver does

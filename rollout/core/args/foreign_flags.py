@@ -160,7 +160,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _own_values(name: str, values: list[str]) -> list[str]:
-    """vLLM's `half` is `float16`, its `32k` is 32000 and its `32K` 32768."""
+    """Convert vLLM's values of a flag to ours: `half` is `float16`, `32k` is 32000 and `32K` is 32768."""
     if name == "dtype":
         return [_DTYPES.get(value, value) for value in values]
     return [_whole_number(value) for value in values] if name in _COUNTS else values

@@ -97,7 +97,7 @@ def parse_kv_events(text: str | None, dp_size: int, may_be_read_by_all: bool) ->
 
 
 def _host_port(endpoint: str) -> tuple[str, int]:
-    """Raises `StartupError` unless `endpoint` is tcp://HOST:PORT."""
+    """Return host and port of `endpoint`.  Raises `StartupError` unless it is tcp://HOST:PORT."""
     scheme, _, address = endpoint.partition("://")
     host, _, port = address.rpartition(":")
     if scheme != "tcp" or not host or not port.isdigit() or not 1 <= int(port) <= 65535:

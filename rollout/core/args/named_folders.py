@@ -25,7 +25,7 @@ _SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")
 
 @dataclass(frozen=True)
 class NamedFolders:
-    """Roots of what may be read and written; None: anything."""
+    """Roots of the folders that may be read and written; None: any folder."""
 
     read: tuple[Path, ...] | None
     write: tuple[Path, ...] | None
@@ -41,11 +41,11 @@ class NamedFolders:
         return cls(None, (*map(Path, _SCRATCH), Path(tempfile.gettempdir()), model.resolve().parent))
 
     def readable(self, path: str) -> Path:
-        """The folder or file, links resolved.  Raises `BadRequest` if it may not be read."""
+        """Return the folder or file, links resolved.  Raises `BadRequest` if it may not be read."""
         return _within(path, self.read)
 
     def writable(self, path: str) -> Path:
-        """The same, for writing."""
+        """Return the folder or file, links resolved.  Raises `BadRequest` if it may not be written."""
         return _within(path, self.write)
 
 
@@ -61,5 +61,5 @@ def _within(path: str, roots: tuple[Path, ...] | None) -> Path:
 
 
 def _holds(root: Path, path: Path) -> bool:
-    """Hidden folders hold settings and keys, and no checkpoints."""
+    """Tell whether `path` lies in `root`, in no hidden folder: such folders hold settings and keys, not checkpoints."""
     return path.is_relative_to(root) and not any(part.startswith(".") for part in path.relative_to(root).parts)

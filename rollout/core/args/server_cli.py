@@ -20,7 +20,7 @@ from rollout.core.errors import StartupError
 
 
 def add_cli_args(parser: argparse.ArgumentParser, settings: type = ServerArgs) -> None:
-    """One flag per field of a dataclass: `--field-name`, typed, with the field's help and default."""
+    """Add one flag per field of a dataclass: `--field-name`, typed, with the field's help and default."""
     hints = typing.get_type_hints(settings)
     for item in dataclasses.fields(settings):
         flag = _flag(item.name)
@@ -79,7 +79,7 @@ def _flag(name: str) -> str:
 
 
 def args_of_call(settings: Mapping[str, Any]) -> ServerArgs:
-    """The validated settings of a call in Python: fields or their aliases by name, objects instead of JSON.
+    """Return the validated settings of a call in Python: fields or their aliases by name, objects instead of JSON.
 
     Raises `StartupError`.
     """
@@ -89,7 +89,7 @@ def args_of_call(settings: Mapping[str, Any]) -> ServerArgs:
 
 
 def server_args_from_namespace(namespace: argparse.Namespace) -> ServerArgs:
-    """The validated settings of a parsed command line.  Raises `StartupError`."""
+    """Return the validated settings of a parsed command line.  Raises `StartupError`."""
     settings = {f.name: getattr(namespace, f.name) for f in dataclasses.fields(ServerArgs)}
     secrets = {
         f.name: _secret(f.name, settings[f.name]) for f in dataclasses.fields(ServerArgs) if f.metadata.get("secret")
@@ -100,7 +100,10 @@ def server_args_from_namespace(namespace: argparse.Namespace) -> ServerArgs:
 
 
 def _secret(name: str, given: str | None) -> str | None:
-    """A key from the command line, which others on the machine can read, from a file, or from the environment."""
+    """Return a key from the command line, from a file, or from the environment.
+
+    Other users of the machine can read the command line.
+    """
     if given is None:
         return os.environ.get(f"LOCKSTEP_{name.upper()}")
     if not given.startswith("@"):

@@ -75,13 +75,13 @@ class TokenizedGenerateReqInput(Message):
 
     @staticmethod
     def of_samples(samples: Sequence[TokenizedGenerateReqInput]) -> TokenizedGenerateReqInput:
-        """One message for samples of the same prompt: the inverse of `samples`."""
+        """Join samples of the same prompt to one message: the inverse of `samples`."""
         first, *others = samples
         siblings = [(sample.rid, sample.sampling_params.sampling_seed) for sample in others]
         return msgspec.structs.replace(first, siblings=siblings)
 
     def samples(self) -> list[TokenizedGenerateReqInput]:
-        """One for each sample, without siblings; all hold the same list of ids."""
+        """Return one message for each sample, without siblings; all hold the same list of ids."""
         if not self.siblings:
             return [self]
         first, params = msgspec.structs.replace(self, siblings=[]), self.sampling_params
@@ -281,15 +281,15 @@ _output_decoder: msgspec.msgpack.Decoder[SchedulerOutput] = msgspec.msgpack.Deco
 
 
 def encode(message: Any) -> bytes:
-    """Any message above as msgpack bytes."""
+    """Encode any message above as msgpack bytes."""
     return _encoder.encode(message)
 
 
 def decode_input(data: bytes) -> SchedulerInput:
-    """Raises `msgspec.ValidationError` on anything that is not one of `SchedulerInput`."""
+    """Decode a message to the scheduler.  Raises `msgspec.ValidationError` if it is no `SchedulerInput`."""
     return _input_decoder.decode(data)
 
 
 def decode_output(data: bytes) -> SchedulerOutput:
-    """Raises `msgspec.ValidationError` on anything that is not one of `SchedulerOutput`."""
+    """Decode a message of the scheduler.  Raises `msgspec.ValidationError` if it is no `SchedulerOutput`."""
     return _output_decoder.decode(data)

@@ -55,7 +55,7 @@ class Reply(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dp_ranks: list[Any] | UnsetType = UNSET
 
     def merged(self, replies: Sequence[Any]) -> Any:
-        """This reply with the numbers of all data-parallel ranks: `Total` fields add up, `AnyRank` ones are or-ed."""
+        """Merge the numbers of all data-parallel ranks: `Total` fields add up, `AnyRank` ones are or-ed."""
         found: dict[str, Any] = {}
         for name, combine in _over_ranks(type(self)).items():
             if getattr(self, name) is not UNSET:
@@ -110,7 +110,7 @@ class ControlReqOutput(Message, Generic[AnyReply]):
 
 
 def failure(request_id: str, error: Exception) -> ControlReqOutput[Any]:
-    """The answer to a verb that was refused or failed."""
+    """Return the answer to a verb that was refused or failed."""
     return ControlReqOutput(
         request_id=request_id,
         success=False,
@@ -153,7 +153,7 @@ class Endpoint:
     timed_as: str | None = None
 
     def deadline_s(self, weight_update_timeout_s: float) -> float:
-        """Seconds that the answer may take."""
+        """Return how many seconds the answer may take."""
         return weight_update_timeout_s + WEIGHT_MARGIN_S if self.timeout_s is None else self.timeout_s
 
 
@@ -170,17 +170,17 @@ class ControlReqInput(Message, Generic[AnyReply], kw_only=True):
     deadline: float | None = None
 
     def answer(self, reply: AnyReply, message: str = "") -> ControlReqOutput[AnyReply]:
-        """The answer to this verb, which succeeded."""
+        """Return the answer to this verb after it succeeded."""
         return ControlReqOutput(request_id=self.request_id, success=True, message=message, data=reply)
 
     def require_in_time(self, now: float) -> None:
-        """Raises `DeadlinePassed`."""
+        """Raise `DeadlinePassed` if the verb's deadline has passed at `now`."""
         if self.deadline is not None and now >= self.deadline:
             raise DeadlinePassed("the deadline passed before the call began; it had no effect")
 
 
 def reply_type(verb: type[ControlReqInput[AnyReply]]) -> type[AnyReply]:
-    """The struct of a verb's reply: the type parameter that it, or the nearest of its bases, was declared with."""
+    """Return the struct of a verb's reply: the type parameter in its declaration, or in its nearest base's."""
     for base in verb.__mro__:
         for declared in getattr(base, "__orig_bases__", ()):
             found = next((item for item in get_args(declared) if isinstance(item, type)), None)

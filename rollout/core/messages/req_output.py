@@ -116,7 +116,7 @@ class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @classmethod
     def never_ran(cls, rid: str, weight_version: str, message: str, status_code: int | None = None) -> ReqOutput:
-        """The whole output of a request that is refused, or aborted before the scheduler gets it."""
+        """Return the whole output of a request that is refused, or aborted before the scheduler gets it."""
         reason = FinishReason(type="abort", message=message, status_code=status_code)
         return cls(
             rid=rid,

@@ -53,9 +53,9 @@ class Unreadable:
 
 
 def packed(message: SchedulerInput) -> bytes:
-    """`encode(message)`, once it is sure that the scheduler can decode it.
+    """Encode a message to the scheduler, and check that the scheduler can decode it.
 
-    Not looked at again is what is typed and may be long: the ids of a prompt, the rows of routes, and verbs over
+    Typed content that may be long is not checked again: the ids of a prompt, the rows of routes, and verbs over
     `CHECKED_BYTES`.  Raises `BadRequest`.
     """
     try:
@@ -75,7 +75,7 @@ def _without_columns(message: TokenizedGenerateReqInput) -> TokenizedGenerateReq
 
 
 def read_input(data: bytes) -> SchedulerInput | Unreadable:
-    """A message to the scheduler, or what is known of it.  Never raises."""
+    """Decode a message to the scheduler, or at least its readable parts.  Never raises."""
     try:
         return decode_input(data)
     except _DECODING as error:
@@ -91,7 +91,7 @@ def read_input(data: bytes) -> SchedulerInput | Unreadable:
 
 
 def read_output(data: bytes) -> SchedulerOutput | Unreadable:
-    """A message of the scheduler, or what is known of it.  Never raises."""
+    """Decode a message of the scheduler, or at least its readable parts.  Never raises."""
     try:
         return decode_output(data)
     except _DECODING as error:
@@ -107,7 +107,7 @@ def read_output(data: bytes) -> SchedulerOutput | Unreadable:
 
 
 def encode_output(message: SchedulerOutput) -> bytes:
-    """`encode`; what cannot be encoded becomes the failure of its request or verb."""
+    """Encode a message of the scheduler; a part that cannot be encoded becomes the failure of its request or verb."""
     try:
         return encode(message)
     except _ENCODING as error:
@@ -127,7 +127,7 @@ def _encodable(output: ReqOutput) -> ReqOutput:
 
 
 def _sorted_out(outputs: list[Any]) -> tuple[list[ReqOutput], tuple[str, ...]]:
-    """The outputs that are whole, and the requests of the others."""
+    """Return the outputs that are whole, and the ids of the requests whose outputs are not."""
     whole: list[ReqOutput] = []
     broken: list[Any] = []
     for output in outputs:

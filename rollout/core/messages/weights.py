@@ -135,7 +135,7 @@ _PIECE = 1024
 
 
 def manifest_in_pieces(manifest: Sequence[ManifestEntry]) -> list[bytes]:
-    """A manifest as it goes to the engine, where no thread waits until all of it is decoded."""
+    """Encode a manifest in pieces for the engine, where no thread then waits until all of it is decoded."""
     return [msgspec.msgpack.encode(manifest[start : start + _PIECE]) for start in range(0, len(manifest), _PIECE)]
 
 
@@ -203,7 +203,7 @@ class AbortWeightUpdateReqInput(OfUpdateReqInput[NoReply]):
 class GetWeightUpdateReqInput(OfUpdateReqInput[UpdateStateReply]):
     """The open weight update: what came, what is missing, its lease; and why the last one failed.
 
-    With an `update_id`: what became of that one.  Answered at once.
+    With an `update_id`: the outcome of that update.  Answered at once.
     """
 
     endpoint = Endpoint(path="/weight_update", methods=("GET",), query=("GET",), tag="weights", shape="bare")

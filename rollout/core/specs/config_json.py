@@ -50,7 +50,7 @@ _ROPE_OF: dict[str, set[str]] = {
 _NULL_COUNTS = {"truncate"}  # transformers takes its null as false, every other one as left out
 
 _PARTS = ("text_config", "vision_config")
-# Of a model that also sees: what the whole has of its own, and what may stand in either place.
+# Of a model that also sees: settings that the whole has of its own, and settings that may stand in either place.
 _OF_THE_WHOLE = {"architectures", "model_type"}
 _IN_EITHER = {"dtype", "tie_word_embeddings", "quantization_config"}
 
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryDefaults:
-    """The rotation of a family where the configuration does not say.  `scaling`: without any `rope_parameters`."""
+    """The rotation of a family where the configuration does not state it.  `scaling`: without any `rope_parameters`."""
 
     theta: float = 10000.0
     partial: float = 1.0
@@ -69,7 +69,7 @@ class RotaryDefaults:
 class Settings(Mapping[str, Any]):
     """A model's settings, each under one name.  `asked` has the names that a family has looked for.
 
-    Reading one that stands in two places with two values raises `StartupError`.
+    Raises `StartupError` where a setting is read that stands in two places with two values.
     """
 
     def __init__(self, values: Mapping[str, Any], contested: Mapping[str, str] | None = None) -> None:
@@ -90,7 +90,7 @@ class Settings(Mapping[str, Any]):
         return len(self._values)
 
     def defaulting(self, **defaults: Any) -> Settings:
-        """The same, with a value for names that it lacks or has as null."""
+        """Return the same settings, with these values for names that are missing or null."""
         other = Settings(self._values, self._contested)
         other.asked = self.asked
         other._values |= {name: value for name, value in defaults.items() if self._values.get(name) is None}
@@ -98,7 +98,7 @@ class Settings(Mapping[str, Any]):
 
 
 def settings_of(raw: Mapping[str, Any], rotary: RotaryDefaults, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """The settings of the parsed `config.json` `raw`, with `overrides` in the place of its own.
+    """Return the settings of the parsed `config.json` `raw`, with `overrides` in the place of its own.
 
     Raises `StartupError` for two values of one setting.
     """
@@ -134,7 +134,7 @@ def require_read(settings: Settings, raw: Mapping[str, Any], overrides: Mapping[
 
 
 def _flat(raw: Mapping[str, Any], origin: str, rotary: RotaryDefaults) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values by name, the text model's where it is a part; and, by name, why one is unknown.
+    """Return the values by name, the text model's where it is a part; and, by name, why a value is contested.
 
     Raises `StartupError` for two spellings or rotations that differ.
     """
@@ -150,7 +150,10 @@ def _flat(raw: Mapping[str, Any], origin: str, rotary: RotaryDefaults) -> tuple[
 
 
 def _spelled(raw: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """By the engine's names.  Raises `StartupError` for one setting with two values; a null counts as none."""
+    """Return the values under the engine's names.
+
+    Raises `StartupError` for one setting with two values; a null counts as none.
+    """
     found: dict[str, Any] = {}
     names: dict[str, str] = {}
     for key, value in raw.items():
@@ -186,7 +189,10 @@ def _merged_parts(
 
 
 def _overridden(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` in the place of `values`; of the rotation only what it states, unless that is of another kind."""
+    """Return `values` with `given` in their place.
+
+    A rotation of the same kind is replaced key by key.  Of one of another kind only the keys that all kinds have stay.
+    """
     found = {**values, **given}
     if _ROPE in given:
         before, after = values.get(_ROPE) or {}, given[_ROPE]
@@ -226,7 +232,10 @@ def _gather_rotation(values: dict[str, Any], origin: str, rotary: RotaryDefaults
 
 
 def _rotation(value: Any, name: str, origin: str) -> dict[str, Any] | None:
-    """A copy under the newer name of its kind, nulls left out; None for null.  Raises `StartupError`."""
+    """Copy a rotation without its nulls, its kind under the newer key `rope_type`; None for null.
+
+    Raises `StartupError`.
+    """
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -256,9 +265,9 @@ def _check_keys(rope: Mapping[str, Any], name: str, origin: str) -> None:
 
 
 def _one_rotation(stated: Mapping[str, dict[str, Any]], fallback: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """One of two that agree, or the scaled one of them where the other is plain.
+    """Return one of two rotations that agree, or the scaled one if the other is plain.
 
-    transformers takes `rope_scaling` alone, and what that lacks from outside of both: `fallback`.  Raises
+    transformers takes `rope_scaling` alone, and keys that it lacks from outside of both: `fallback`.  Raises
     `StartupError`.
     """
     if len(stated) < 2:
@@ -280,7 +289,7 @@ def _one_rotation(stated: Mapping[str, dict[str, Any]], fallback: Mapping[str, A
 def _gather_original(
     found: dict[str, Any], outside: Mapping[str, Any], name: str, values: Mapping[str, Any], origin: str
 ) -> None:
-    """The context before it was scaled.  Raises `StartupError`."""
+    """Put the length of the context before its scaling into the rotation `found`.  Raises `StartupError`."""
     stated = outside[_ORIGINAL]
     if stated is not None and found.setdefault(_ORIGINAL, stated) != stated:
         raise StartupError(_two(origin, _ORIGINAL, stated, f"{name}.{_ORIGINAL}", found[_ORIGINAL]))
@@ -292,7 +301,10 @@ def _gather_original(
 
 
 def _completed_rotation(values: Mapping[str, Any], rotary: RotaryDefaults) -> dict[str, Any]:
-    """With the family's defaults where nothing is stated.  Raises `StartupError` for scaling of no kind."""
+    """Return the rotation with the family's defaults where nothing is stated.
+
+    Raises `StartupError` for a scaling factor without a kind of scaling.
+    """
     rope = dict(values.get(_ROPE) or {})
     if "rope_type" not in rope:
         rope = {"rope_type": "default", **rotary.scaling, **rope}
@@ -310,7 +322,7 @@ def _kind_of(rope: Mapping[str, Any]) -> str:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The value as a list: itself, of one, or of none for null."""
+    """Return a list as it is, null as an empty list, and any other value as a list of one."""
     return list(value) if isinstance(value, list) else [] if value is None else [value]
 
 

@@ -48,7 +48,7 @@ class YarnScaling:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's correction of the softmax's temperature for a context that is `factor` times as long."""
+    """Compute YaRN's correction of the softmax's temperature for a context that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -146,7 +146,7 @@ class FullKV:
 
 @dataclass(frozen=True)
 class WindowKV(FullKV):
-    """The same of no more tokens than its attention sees: of the last `window`, in pages."""
+    """The same KV, but of no more tokens than the layer's attention sees: the last `window`, in pages."""
 
     window: int
 

@@ -40,7 +40,7 @@ class ModelConfig:
 
     `ignored_names`: prefixes of tensors that checkpoints and trainers may send and the engine does not use.
     `stored_format`: of the checkpoint; it is served in `torch_dtype`, or in the dtype of the server's flag.
-    `renamed_prefixes`: what names of tensors may begin with instead, and what the canonical ones begin with.
+    `renamed_prefixes`: pairs of a prefix that names of tensors may have and the canonical prefix for it.
     """
 
     architecture: str
@@ -93,7 +93,7 @@ class ModelConfig:
 def common_fields(
     raw: Mapping[str, Any], generation: Mapping[str, Any], *, states_extended_context: bool = False
 ) -> dict[str, Any]:
-    """The fields of `ModelConfig` that every family states in the same keys.  Raises `KeyError`, `ValueError`.
+    """Return the fields of `ModelConfig` that every family states in the same keys.  Raises `KeyError`, `ValueError`.
 
     `states_extended_context`: `max_position_embeddings` of the family's published checkpoints is after YaRN.
     """
@@ -112,7 +112,7 @@ def common_fields(
 
 
 def _context_length(raw: Mapping[str, Any], states_extended_context: bool) -> int:
-    """With YaRN the original context times its factor, as in vLLM."""
+    """Return the length of the context; with YaRN the original one times its factor, as in vLLM."""
     rope = raw.get("rope_parameters") or {}
     stated = int(raw["max_position_embeddings"])
     if rope.get("rope_type") != "yarn":
@@ -125,7 +125,7 @@ def _context_length(raw: Mapping[str, Any], states_extended_context: bool) -> in
 def heads_of(
     raw: Mapping[str, Any], *, default_head_dim: int | None = None, partly_rotated: bool = False
 ) -> dict[str, Any]:
-    """Sizes and rotation of `AttentionSpec`.
+    """Return sizes and rotation of `AttentionSpec`.
 
     `default_head_dim`: None is an equal share of the hidden size.  `partly_rotated`: transformers' model of the family
     knows `partial_rotary_factor`.  Raises `StartupError` for a rotation that is not built.
@@ -172,8 +172,9 @@ def refuse_windows(raw: Mapping[str, Any]) -> None:
 def rotary_of(
     raw: Mapping[str, Any], head_dim: int, rope_types: tuple[str, ...], interleaved: bool = False
 ) -> RotarySpec:
-    """The rotation of heads of `head_dim`, or of a part of each.  Raises `StartupError` for one not among `rope_types`.
+    """Return the rotation of heads of `head_dim`, or of a part of each.
 
+    Raises `StartupError` for a rotation that is not among `rope_types`.
     `raw` has all of it in `rope_parameters`, as `rollout.core.specs.config_json` gathers it.
     """
     rope = raw.get("rope_parameters") or {}
@@ -200,7 +201,7 @@ def rotary_of(
 
 
 def _yarn(rope: Mapping[str, Any], max_position_embeddings: int) -> YarnScaling:
-    """Keys and defaults as in transformers `modeling_rope_utils`."""
+    """Read YaRN's settings, with keys and defaults as in transformers `modeling_rope_utils`."""
     original = int(rope.get("original_max_position_embeddings") or max_position_embeddings)
     if "factor" in rope:
         factor = _positive(rope, "factor")
@@ -226,7 +227,7 @@ def _yarn(rope: Mapping[str, Any], max_position_embeddings: int) -> YarnScaling:
 
 
 def _positive(rope: Mapping[str, Any], key: str) -> float:
-    """A number above 0.  Raises `ValueError`, `KeyError`."""
+    """Return the number under `key`, which must be above 0.  Raises `ValueError`, `KeyError`."""
     value = rope[key]
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"rope_parameters.{key} must be a number above 0, got {value!r}")
@@ -234,7 +235,10 @@ def _positive(rope: Mapping[str, Any], key: str) -> float:
 
 
 def with_latent_norm_eps(config: ModelConfig, eps: float | None) -> ModelConfig:
-    """With this epsilon in the norms of latents; None: as it is.  Raises `StartupError` where there are no latents."""
+    """Return the model with this epsilon in the norms of latents; None: unchanged.
+
+    Raises `StartupError` where there are no latents.
+    """
     if eps is None:
         return config
     if not any(isinstance(layer.attention, LatentAttentionSpec) for layer in config.layers):
@@ -249,7 +253,7 @@ def _with_latent_eps(layer: LayerSpec, eps: float) -> LayerSpec:
 
 
 def refuse(options: Mapping[str, bool]) -> None:
-    """Raise `StartupError` for the first option that is in use: what no model of the engine implements."""
+    """Raise `StartupError` for the first option that is in use: no model of the engine implements it."""
     for option, is_used in options.items():
         if is_used:
             raise StartupError(f"config.json: {option} is not supported by this version")

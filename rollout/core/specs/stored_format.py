@@ -12,7 +12,7 @@ from rollout.core.errors import StartupError
 
 StoredFormat = Literal["plain", "fp8", "mxfp4"]
 """fp8: tensors that are float8_e4m3fn have a float32 scale for each block of 128 x 128, as DeepSeek-V3 is published.
-mxfp4: experts are in MXFP4, as GPT-OSS is published.  All other tensors are plain, which their dtypes and names say."""
+mxfp4: experts are in MXFP4, as GPT-OSS is published.  All other tensors are plain, as their dtypes and names show."""
 
 # format -> key -> the values that are served; keys that are not here are refused, whatever their value.
 _FORMATS: dict[StoredFormat, dict[str, tuple[Any, ...]]] = {
@@ -33,7 +33,10 @@ _LISTS_OF_PLAIN = ("modules_to_not_convert", "ignored_layers")
 
 
 def stored_format_of(raw: Mapping[str, Any]) -> StoredFormat:
-    """`raw` is the parsed `config.json`.  Raises `StartupError` that names the key whose value is not served."""
+    """Return the stored format that the parsed `config.json` `raw` states.
+
+    Raises `StartupError` that names the key whose value is not served.
+    """
     stated = raw.get("quantization_config")
     if not stated:
         return "plain"
