@@ -164,8 +164,9 @@ class SplitTable:
         return slots_RE[passed_RTK.sum(dim=0), logical_ids_TK]
 
     def nearest(self, rank: int, num_ranks: int, slots_per_rank: int) -> SplitTable:
-        """Return the same loads of slots where every rank brings as many tokens, with as few of them sent as that
-        allows.
+        """Return a table that sends as few tokens to other ranks as the same loads of slots allow.
+
+        The loads stay the same if every rank brings equally many tokens.
 
         A slot first takes tokens of its own rank, up to all that it is to take; what it takes beyond comes from the
         ranks whose own slots take less than they bring, or that have none.  On the host; of `rank`.
@@ -220,7 +221,7 @@ def _none(layers: int, width: int) -> torch.Tensor:
 
 
 def check_cover(map_LP: np.ndarray, num_logical_experts: int) -> None:
-    """Raises `MapError` for an id out of range or an expert without a slot."""
+    """Raise `MapError` for an id out of range or an expert without a slot."""
     outside = np.argwhere((map_LP < 0) | (map_LP >= num_logical_experts))
     if len(outside):
         layer, slot = outside[0]

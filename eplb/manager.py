@@ -98,20 +98,20 @@ class RebalanceManager:
 
     @property
     def bytes_per_s(self) -> float:
-        """At which the busiest rank handled experts in the chunks so far."""
+        """The rate at which the busiest rank handled experts in the chunks so far."""
         return self._handled_bytes / self._handled_s if self._handled_s else ASSUMED_BYTES_PER_S
 
     # --- stages ---------------------------------------------------------------------------------------------------
 
     def note_loads(self, in_force: Plan) -> None:
-        """Take the loads since the last evaluation: what the last rebalance came to, unless that is known."""
+        """Measure the last rebalance by the loads since the last evaluation, unless that is done already."""
         if self._ended and self._ended[-1][1][_MEASURED] is None:
             window_LE = self.history.window_LE.numpy()
             found = measured_balance(window_LE, in_force, self.policy.choices_per_expert)
             self._ended[-1][1][_MEASURED] = None if found is None else asdict(found)
 
     def start_planning(self) -> None:
-        """Raises `RebalanceRefused` while another rebalance is under way."""
+        """Begin to plan a rebalance.  Raises `RebalanceRefused` while another one is under way."""
         if self.stage is not Stage.IDLE:
             raise RebalanceRefused(f"another rebalance is running ({self.stage.value}); wait for its end")
         self.error = None

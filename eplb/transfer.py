@@ -253,7 +253,10 @@ class _ChunkOnRank:
             self._kept.keep(index, self._read(layer, slot))
 
     def write_new(self) -> None:
-        """Raises `TransferError` where a slot does not hold afterwards what was written to it."""
+        """Write the staged experts to their slots.
+
+        Raises `TransferError` where a slot does not hold the written content afterwards.
+        """
         for index, (move, header) in enumerate(zip(self._work.staged, self._headers, strict=True)):
             for slot in move.target_slots:
                 self._write(move.layer, slot, self._spare.content(index), header[3:])

@@ -64,8 +64,9 @@ class CheckpointFolder:
         self.require_unchanged()
 
     def require_unchanged(self) -> None:
-        """Raises `ContentError` if a file was written or replaced since the folder was opened: what was read of it may
-        be a mixture.
+        """Raise `ContentError` if a file was written or replaced since the folder was opened.
+
+        The tensors that were read may then be a mixture.
         """
         stamps = {file.path: file.stamp for file in self.files} | {self.path / INDEX_FILE: self.index}
         for path, stamp in stamps.items():
@@ -138,7 +139,7 @@ def _let_clocks_tick(path: Path) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """Raises `WeightRequestError` unless `path` is a readable folder."""
+    """Raise `WeightRequestError` unless `path` is a readable folder."""
     try:
         found = path.is_dir()
     except (OSError, ValueError) as error:

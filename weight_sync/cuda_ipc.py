@@ -44,7 +44,7 @@ class CudaHandle:
     event_sync_required: bool
 
     def check_counter(self) -> None:
-        """Raises `WeightRequestError` unless the counter lies in a file of counters, as torch makes them."""
+        """Raise `WeightRequestError` unless the counter lies in a file of counters, as torch makes them."""
         if not 0 <= self.counter_offset < _COUNTERS:
             raise WeightRequestError(f"a CUDA handle names counter {self.counter_offset} of {_COUNTERS}")
         torch_shared_file(self.counter.decode("ascii", "replace"), _COUNTERS * _COUNTER_BYTES).check()
@@ -55,7 +55,7 @@ class CudaStorage:
     """A `Storage` on a CUDA device; it is opened at the first `read`, which may raise `TransportError`."""
 
     handle: CudaHandle
-    _is_counted_down: bool = False  # or will be, when what was opened is closed
+    _is_counted_down: bool = False  # or will be, when the opened memory is closed
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +66,7 @@ class CudaStorage:
         return self._content[start:stop]
 
     def release(self) -> None:
-        """Give the memory back to its owner, as far as this process has it.  Raises nothing; again is nothing."""
+        """Give the memory back to its owner, as far as this process has it.  Raises nothing; may be repeated."""
         self.__dict__.pop("_content", None)
         if self._is_counted_down:
             return
@@ -123,7 +123,7 @@ def allocation_of(address: int) -> tuple[int, int]:
 
 
 def require_cuda() -> None:
-    """Raises `WeightRequestError` unless this process can use a CUDA device."""
+    """Raise `WeightRequestError` unless this process can use a CUDA device."""
     if not torch.cuda.is_available():
         raise WeightRequestError(
             "the payload holds CUDA IPC handles, but this engine has no CUDA device. Send CPU tensors (sharing "

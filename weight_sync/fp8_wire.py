@@ -140,7 +140,7 @@ class PairedTensors:
         return whole
 
     def settle(self) -> None:
-        """Raises `CoverageError` that names what waits for the other half of its pair."""
+        """Raise `CoverageError` for the tensors that wait for the other half of their pair; it names them."""
         by_kind: dict[_Kind, set[str]] = {"weight": set(), "scale": set()}
         for name, (kind, _) in self._waiting.items():
             by_kind[kind].add(name)

@@ -120,7 +120,7 @@ class JournalStaging(_InModelStaging):
         self._file, self._entries = None, []
 
     def _keep(self, name: str, old: torch.Tensor) -> None:
-        """Raises `StagingError` where the disk refuses."""
+        """Write a tensor's old content to the journal.  Raises `StagingError` where the disk refuses."""
         content = tensor_bytes(old).numpy()
         try:
             self._file = self._file or UnnamedFile("lockstep-journal-", self._directory)

@@ -62,7 +62,10 @@ class OpenUpdate:
         return self._transaction.way_out
 
     def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
-        """Return why a call is not of the open transaction; None where it is, or names none and none is open."""
+        """Return why a call does not belong to the open transaction; None if it does.
+
+        A call that names no transaction is not foreign while none is open.
+        """
         if update_id is not None and update_id != self.open_id:
             ended = self.outcome(update_id)
             because = "" if ended.reason is None else f": {ended.reason}"
@@ -71,25 +74,25 @@ class OpenUpdate:
         return None if self._transaction is None else self._transaction.foreign(update_id, weight_version)
 
     def require_own(self, update_id: str | None) -> None:
-        """Raises the error that `foreign` returns."""
+        """Raise the error that `foreign` returns, if it returns one."""
         if (foreign := self.foreign(update_id)) is not None:
             raise foreign
 
     def require_none_open(self, what: str = "") -> None:
-        """Raises `TransactionStateError` if a transaction is open; `what` is not possible then."""
+        """Raise `TransactionStateError` if a transaction is open; the message states that `what` is refused."""
         if self._transaction is not None:
             refused = what and f"{what}: "
             raise TransactionStateError(f"{refused}a weight update is already open {self.way_out}")
 
     def admit(self, update_id: str | None, verb: str) -> WeightTransaction:
-        """Return the open transaction, for a call that is of it.  Raises `TransactionStateError`."""
+        """Return the open transaction, for a call that belongs to it.  Raises `TransactionStateError`."""
         self.require_own(update_id)
         transaction = self._require_transaction(verb)
         transaction.is_bound = transaction.is_bound or update_id is not None
         return transaction
 
     def outcome(self, update_id: str) -> Outcome:
-        """Return what became of an update; callable on any thread."""
+        """Return the outcome of an update, which may still be open; callable on any thread."""
         transaction = self._transaction
         if transaction is None or update_id != transaction.update_id:
             return self.book.outcome(update_id)

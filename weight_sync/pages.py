@@ -196,7 +196,7 @@ def _page_ceil(address: int) -> int:
 
 
 def _map(num_bytes: int, protection: int, flags: int = 0) -> int:
-    """Raises `StagingError`."""
+    """Map `num_bytes` of private anonymous memory and return their address.  Raises `StagingError`."""
     found = _libc().mmap(None, num_bytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, -1, 0)
     if found == _FAILED:
         raise StagingError(f"the system cannot allocate {num_bytes} bytes: {os.strerror(ctypes.get_errno())}")

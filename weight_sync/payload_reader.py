@@ -31,7 +31,7 @@ class Budget:
     instructions: int
 
     def spend(self, count: int) -> None:
-        """Raises `WeightRequestError` when there are not as many left."""
+        """Take `count` instructions from the budget.  Raises `WeightRequestError` if fewer are left."""
         self.instructions -= count
         if self.instructions < 0:
             raise WeightRequestError("the payload has too many instructions; send the tensors in smaller buckets")

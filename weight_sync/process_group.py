@@ -33,7 +33,7 @@ _CONNECT_RETRY_S = 0.05
 _NUMBER_TAG = 1
 _UNUSED_TAG = 2  # no message is sent under it
 _JOIN_GRACE_S = 1.0
-"""Over a rendezvous' deadline, for torch's own errors, which say more."""
+"""Seconds past the deadline of a rendezvous, so that torch's own errors arrive: they explain more."""
 _LOST_GRACE_S = 5.0
 """Seconds after rank 0 has disconnected in which data that it had sent may still arrive from other members."""
 _CLOSE_S = 1.0
@@ -73,10 +73,9 @@ class GroupHandle:
     _works: list[dist.Work] = field(default_factory=list, repr=False)  # not known to be over
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
-        """Broadcast from rank 0, without waiting, but for members that have not come yet over NCCL.  gloo itself gives
-        up after `timeout_s` (default: the group's).
+        """Start a broadcast from rank 0.  Only over NCCL the call waits for members that have not come yet.
 
-        Raises `TransportError`.
+        gloo itself gives up after `timeout_s` (default: the group's).  Raises `TransportError`.
         """
         if self.broken or self.process_group is None:
             raise TransportError(f"group {self.name!r} has failed or was left; join it again")
@@ -165,7 +164,7 @@ class GroupHandle:
 
 
 def _gloo_is_over(work: dist.Work, seconds: float) -> bool:
-    """Raises the `RuntimeError` of a collective that failed."""
+    """Wait for a gloo collective, and tell whether it is over.  Raises the `RuntimeError` of one that failed."""
     try:
         work.wait(datetime.timedelta(seconds=seconds))
     except RuntimeError:
@@ -176,7 +175,7 @@ def _gloo_is_over(work: dist.Work, seconds: float) -> bool:
 
 
 def _is_done(future: Future[Any], seconds: float) -> bool:
-    """Raises what its call raised."""
+    """Wait for a call, and tell whether it is done.  Raises the error that it raised."""
     if not wait([future], seconds).done:
         return False
     future.result()
@@ -288,7 +287,7 @@ class WeightUpdateGroups:
             raise TransportError(f"{error}; {hint}: the trainer's group must use {resolved}, too") from error
 
     def get(self, group_name: str) -> GroupHandle:
-        """Raises `UnknownGroupError`."""
+        """Return the joined group of this name.  Raises `UnknownGroupError`."""
         if group_name not in self._groups:
             known = ", ".join(sorted(self._groups)) or "none"
             raise UnknownGroupError(f"weight update group {group_name!r} does not exist; joined groups: {known}")
@@ -300,7 +299,7 @@ class WeightUpdateGroups:
         self._groups.pop(group_name).destroy()
 
     def close(self) -> None:
-        """Leave all."""
+        """Leave all groups."""
         for name in list(self._groups):
             self.destroy(name)
 

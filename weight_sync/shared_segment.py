@@ -45,7 +45,7 @@ class SharedSegment:
     offset: int = 0
 
     def check(self) -> None:
-        """Raises `WeightRequestError` if there is no such segment, or it is smaller."""
+        """Raise `WeightRequestError` if the segment does not exist, or is too small."""
         with _opened(self.name) as descriptor:
             size = os.fstat(descriptor).st_size
         if size < self.offset + self.nbytes:

@@ -81,7 +81,7 @@ class _Problems:
             first.append((meta, error))
 
     def settle(self) -> None:
-        """Raises one error for all there is."""
+        """Raise one error for all problems, if there are any."""
         if not self._counts:
             return
         kind = next(iter(self._counts)) if len(self._counts) == 1 else WeightRequestError

@@ -150,7 +150,7 @@ def contiguous_place(storage: Storage, dtype: torch.dtype, shape: Sequence[int],
 
 
 def name_tensor(name: object, place: TensorPlace) -> StoredTensor:
-    """Raises `WeightRequestError` for a name that is not text of 1 to 512 printable characters."""
+    """Give a tensor a name.  Raises `WeightRequestError` unless it is text of 1 to 512 printable characters."""
     if type(name) is not str or not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable():
         raise WeightRequestError(f"a tensor's name must be text of 1 to {MAX_NAME_LENGTH} printable characters")
     return StoredTensor(TensorMeta(name, place.dtype, place.shape), place)
@@ -165,7 +165,7 @@ def require_apart(tensors: Sequence[StoredTensor], where: str) -> None:
 
 
 def check_total(tensors: Sequence[StoredTensor], max_bytes: int) -> None:
-    """Raises `WeightRequestError` if more than `max_bytes` would be taken up, or read to get there."""
+    """Raise `WeightRequestError` if the tensors, or the bytes that must be read for them, exceed `max_bytes`."""
     spans = [tensor.place.span for tensor in tensors]
     total = max(sum(tensor.meta.nbytes for tensor in tensors), sum(stop - start for start, stop in spans))
     if total > max_bytes:

@@ -71,7 +71,7 @@ class WeightTransaction:
     `manifest`: what the sender announces, by any names the model accepts.  With it, exactly these tensors must
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
     `staging`: a fresh one; by default a second copy in host memory.  `lease`: by default it never runs out.
-    `is_implicit`: opened on behalf of a client that does not say begin and end.  `update_id` None: it has no name.
+    `is_implicit`: opened on behalf of a client that sends no begin and no end.  `update_id` None: it has no name.
     `is_bound`: every call must carry that id.  `quantised`: see `Intake`.  `cast`: what comes may be cast to the
     model's dtypes, also where that loses something.
 
@@ -202,7 +202,7 @@ class WeightTransaction:
         self._intake.announce(metas, cast or self._cast)
 
     def check_committable(self) -> None:
-        """Raises `TransactionStateError` unless VERIFIED."""
+        """Raise `TransactionStateError` unless the transaction is VERIFIED."""
         self._require(TransactionState.VERIFIED, "commit")
 
     def receive(self, bucket: Iterable[tuple[str, torch.Tensor]] | ProvenPart, cast: bool = False) -> None:

@@ -130,7 +130,7 @@ class WeightUpdater(OpenUpdate):
     def open_implicit(
         self, coverage: Coverage = "partial", update_id: str | None = None, cast: bool | None = None
     ) -> None:
-        """Open a transaction on behalf of a client that does not say begin and end.  Raises as `begin`."""
+        """Open a transaction on behalf of a client that sends no begin and no end.  Raises as `begin`."""
         self.begin(coverage=coverage, update_id=update_id, is_implicit=True, cast=cast)
 
     def turn_away(self, source: BucketSource, refusal: Exception) -> NoReturn:

@@ -30,12 +30,12 @@ class Patience:
         self._reason = self._reason or reason
 
     def check(self) -> None:
-        """Raises `TransportError` once the wait was cancelled."""
+        """Raise `TransportError` once the wait was cancelled."""
         if self._reason is not None:
             raise TransportError(f"the wait for the sender ended early: {self._reason}")
 
     def wait(self, is_over: Callable[[float], bool], deadline: float) -> bool:
-        """Call `is_over(seconds)`, which waits so long itself, until it is true or the deadline (`time.monotonic()`).
+        """Call `is_over(seconds)`, which itself waits that long, until it is true or the deadline (`time.monotonic()`).
 
         Returns whether it became true.  Raises what it raises, and as `check`.
         """

@@ -25,7 +25,7 @@ PLANNERS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def require_planner(algorithm: str) -> None:
-    """Raises `EplbRequestError` for an unknown name."""
+    """Raise `EplbRequestError` for an unknown name."""
     if algorithm not in PLANNERS:
         raise EplbRequestError(f"unknown algorithm {algorithm!r}; choose from {', '.join(PLANNERS)}")
 

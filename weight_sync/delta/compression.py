@@ -19,7 +19,7 @@ def decompress(data: bytes | memoryview, limit: int, what: str) -> bytes:
     """Return the content of one zstd frame.  Raises `ContentError` for anything else, or more than `limit` bytes of
     content.
 
-    `what`: what it is, for the message.
+    `what`: a name of the content for the message.
     """
     try:
         stated = zstandard.get_frame_parameters(data).content_size
@@ -57,7 +57,7 @@ class Unpacker:
         return content
 
     def finish(self) -> None:
-        """Raises `ContentError` if there is more."""
+        """Raise `ContentError` if the frame has more content."""
         if self._read(1):
             raise ContentError(f"{self._what}: it unpacks to more bytes than its tensors have")
 

@@ -62,7 +62,7 @@ class TensorDelta:
     planes: tuple[np.ndarray, ...]
 
     def changes(self) -> Changes:
-        """Raises `ContentError`."""
+        """Read the tensor's changes from its parts of the planes.  Raises `ContentError`."""
         meta = self.entry.meta
         try:
             return read_planes(self.entry.sizes, self.planes, meta.numel, meta.dtype.itemsize)
@@ -111,12 +111,12 @@ class DeltaFrame:
         return {delta.entry.meta.name: delta for delta in self.deltas()}
 
     def deltas(self) -> Iterator[TensorDelta]:
-        """Yield the same one by one: only what is kept of them is held.  Raises `ContentError`."""
+        """Yield the deltas one by one; memory holds only the ones that the caller keeps.  Raises `ContentError`."""
         for entry, planes in self._planes():
             yield TensorDelta(entry, tuple(planes))
 
     def invert(self) -> DeltaFrame:
-        """Return the way back: applied to the result it gives the base.  Raises `ContentError`."""
+        """Return the inverse frame: applied to the result it gives the base.  Raises `ContentError`."""
         inverted: list[list[np.ndarray]] = [[] for _ in PLANES]
         for entry, planes in self._planes():
             for plane, part in zip(inverted, invert_planes(entry.sizes, planes, entry.meta.dtype.itemsize)):

@@ -105,7 +105,7 @@ def recover(local: Path, *, timeout_s: float) -> LocalState:
 
 
 def _make_folder(local: Path) -> None:
-    """Raises `WeightRequestError` where there can be no folder."""
+    """Create the local checkpoint's folder.  Raises `WeightRequestError` where that is impossible."""
     sync = local / SYNC_FOLDER
     try:
         local.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def read_state(folder: Path) -> LocalState:
 
 
 def write_state(folder: Path, state: LocalState) -> None:
-    """Raises `OSError`."""
+    """Write the state file of a local checkpoint durably.  Raises `OSError`."""
     content: dict[str, Any] = {"version": None} if state.applied is None else _described(state.applied)
     if state.applying is not None:
         content["applying"] = _described(state.applying) | {"moving": list(state.moving)}

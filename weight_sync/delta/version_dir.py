@@ -70,7 +70,10 @@ class BytePatch:
     stated: str
 
     def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """Raises `ContentError` where the new content has another checksum than stated: also on a wrong base."""
+        """Apply the patch to `base` and return the new content.
+
+        Raises `ContentError` if the new content has another checksum than stated, as on a wrong base.
+        """
         name = self.payload.meta.name
         with open_regular(self.file.path) as file:
             packed = read_tensor(file, self.file.path, self.payload).numpy().tobytes()
@@ -126,10 +129,10 @@ def read_version(source: Path, version: int) -> VersionFolder:
 
 
 def patched_names(folder: VersionFolder) -> set[str]:
-    """Return the tensors that a delta version changes; every file that its index names, and no other, is there and
-    whole.
+    """Return the names of the tensors that a delta version changes.
 
-    Nothing is unpacked.  Raises `WeightRequestError`, `ContentError`, `TransportError`.
+    Checks that every file of its index, and no other, is there and whole.  Nothing is unpacked.  Raises
+    `WeightRequestError`, `ContentError`, `TransportError`.
     """
     assert not folder.is_full, folder
     weight_map = read_index(folder.path)[1]
@@ -224,7 +227,10 @@ class _FramePatch:
     delta: TensorDelta
 
     def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """Raises `BaseMismatchError` for a wrong base, `ContentError`."""
+        """Apply the delta to `base` and return the new content.
+
+        Raises `BaseMismatchError` for a wrong base, `ContentError`.
+        """
         try:
             return self.delta.apply(base)
         except (ContentError, BaseMismatchError) as error:

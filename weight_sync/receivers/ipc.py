@@ -246,7 +246,7 @@ class IpcPeer:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises `WeightRequestError` for anything but a Unix socket: a call must not make the engine dial out."""
+    """Raise `WeightRequestError` for anything but a Unix socket: a call must not make the engine dial out."""
     if not _ENDPOINT.fullmatch(endpoint):
         raise WeightRequestError(f"{endpoint[:200]!r} is not the address of a Unix socket; use ipc://PATH")
 

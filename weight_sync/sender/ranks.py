@@ -171,7 +171,7 @@ class TrainerRanks:
         return [part.cpu() for part in everyone]
 
     def _wait(self, start: Callable[[], dist.Work | None]) -> None:
-        """Raises `TransportError`, from then on at once."""
+        """Run a collective within the deadline.  Raises `TransportError`; every later call then raises it at once."""
         if self._broken is not None:
             raise TransportError(self._broken)
         deadline = time.monotonic() + self._timeout_s
