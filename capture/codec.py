@@ -1,6 +1,6 @@
-"""The wire forms of routed experts.  Pure functions between them and `RoutedExperts`; the first two can be read back.
+"""The wire forms of routed experts.  Pure functions between them and `RoutedExperts`.
 
-Of the others `decode_npy` reads the array alone.
+The first two forms can be read back; of the others `decode_npy` reads the array alone.
 
 Compatible form: base64 of little-endian int32, shape (rows, num_hidden_layers, K), dense layers all zero; it carries
 no header, so the reader must know the model.  This is SGLang's wire form.

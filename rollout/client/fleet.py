@@ -35,7 +35,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
     had on its way is sent to another one from the start, so no sample has tokens of two engines.  It is taken back when
     it is healthy and serves the weight version of those in use (of the last commit, where none is).
 
-    `bring_up_to_date(client, weight_version)` may send the weights to an engine that is healthy and has others.
+    `bring_up_to_date(client, weight_version)` may send the weights to an engine that is healthy but has others.
     Checks begin with the first call, or `async with`; `close` ends them.
     """
 
@@ -72,7 +72,7 @@ class AsyncRolloutFleet(GenerationCalls, Awaiting):
         self._bring_up_to_date = bring_up_to_date
         self._choice = Choice(list(self.engines.values()))
         self._num_holds = 0
-        self._holds = 0  # ever
+        self._holds = 0  # that ever began
         self._watchers: list[asyncio.Task[None]] = []
         self._first_round: asyncio.Task[None] | None = None
 

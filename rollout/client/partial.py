@@ -42,7 +42,7 @@ PER_TOKEN: dict[str, Callable[[Sequence[Any]], Any]] = {
 
 
 def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptions:
-    """Return options of the request that goes on where `output` stopped, which was asked with `options`.
+    """Return options of a request that goes on where `output` stopped; `options` were used for `output`.
 
     Raises `BadRequest` for an output that has ended, whose record is not whole, or that cannot be continued.
     """
@@ -66,10 +66,11 @@ def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptio
 
 
 def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
-    """Join two parts to one output; `rest` was asked with `rest_of(first, ...)`.  `text` is one after the other.
+    """Join two parts to one output; the options of `rest` came from `rest_of(first, ...)`.
 
-    Nothing is computed anew: tokens, log-probabilities, versions and rows come from the parts; `rid`, `meta_info` and
-    the reason of the end from the rest.  Raises `JoinError` for parts that do not belong together.
+    The texts follow one another.  Nothing is computed anew: tokens, log-probabilities, versions and rows come from the
+    parts; `rid`, `meta_info` and the reason of the end from the rest.  Raises `JoinError` for parts that do not belong
+    together.
     """
     end = replace(first, rid=rest.rid, finish_reason=rest.finish_reason, meta_info=rest.meta_info)
     if not first.output_ids:

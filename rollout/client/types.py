@@ -36,7 +36,7 @@ class GenerateOptions(TypedDict, total=False):
     extra_key: str  # partitions the prefix cache
     max_kv_version_lag: int  # commits that its KV may be behind; -1: any number
     priority: int
-    session_id: str  # whose request it is; its prefix may be kept for the session's next one
+    session_id: str  # the session of the request, whose prefix may be kept for the session's next one
     extra_body: Mapping[str, Any]  # further fields of the request body, sent as they are
     timeout: float  # seconds for this call, instead of `Timeouts.generate`
 
@@ -96,7 +96,7 @@ class VersionSpan(NamedTuple):
     """Half-open span `[start, end)` of token positions that one weight version explains.
 
     `weight_epoch` counts the commits of the server: contents that had the same label differ in it.  None from a server
-    that does not say.
+    that does not send it.
     """
 
     version: str

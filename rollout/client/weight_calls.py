@@ -88,7 +88,7 @@ class WeightCalls:
     def weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
         """Describe the open refresh: the tensors that came, the missing ones, its lease; and why the last one failed.
 
-        With an `update_id`: how that refresh ended (`outcome`: open, verified, committed, lost, aborted, unknown).
+        With an `update_id`: the outcome of that refresh (`outcome`: open, verified, committed, lost, aborted, unknown).
         """
         return verb_call(GetWeightUpdateReqInput, object_of, update_id=update_id)
 
@@ -146,7 +146,7 @@ class WeightCalls:
     ) -> Call[JsonObject]:
         """Make the server bring a checkpoint folder of its machine to a version published in `source_dir`.
 
-        `update_memory`: and then the weights that serve, under `weight_version` (default: the number of the version).
+        `update_memory`: then also update the weights that serve, under `weight_version` (default: the version number).
         """
         return method_call(PullWeightsReqInput, locals())
 

@@ -51,8 +51,8 @@ class Call(Generic[T]):
     """One HTTP exchange.
 
     `admin` calls carry the admin key where there is one.  `timeout` names a field of `Timeouts`; `timeout_s` overrides.
-    `unanswered`: the result if no answer comes, instead of an error.  `retry`: after what it may be made again, see
-    `retries`; "refused" is 503 or no connection, "always" a broken connection too.
+    `unanswered`: the result if no answer comes, instead of an error.  `retry`: the errors after which the call may be
+    made again, see `retries`; "refused" is 503 or no connection, "always" a broken connection too.
     """
 
     method: Method
@@ -75,7 +75,7 @@ class Call(Generic[T]):
 
 
 Steps = Generator[Call[Any] | float, Any, T]
-"""Calls to make, whose results come back or errors are raised, and seconds to wait; it returns a method's result."""
+"""Yields calls, and seconds to wait; a call's result is sent back, or its error raised.  Returns a method's result."""
 
 
 # --- reading answers ---------------------------------------------------------------------------------------------
