@@ -34,7 +34,7 @@ class Bars:
 
 
 def write_svg(path: Path, charts: list[Bars]) -> None:
-    """The charts side by side."""
+    """Write the charts side by side into one SVG file."""
     width, height = sum(chart.width for chart in charts), max(chart.height for chart in charts)
     offsets = [sum(chart.width for chart in charts[:index]) for index in range(len(charts))]
     parts = [_chart(chart, offset) for chart, offset in zip(charts, offsets, strict=True)]
@@ -63,7 +63,7 @@ def _chart(chart: Bars, offset: int) -> str:
 
 
 def _axis(x: float, bottom: float, most: float, form: str) -> list[str]:
-    """From 0 to `most`, with a line and a number at each tick."""
+    """Return the elements of an axis from 0 to `most`, with a line and a number at each tick."""
     parts = [f'<path d="M{x} {bottom}h{BARS}" stroke="#8c959f"/>']
     for value in _ticks(most):
         at = x + BARS * value / most
@@ -73,7 +73,7 @@ def _axis(x: float, bottom: float, most: float, form: str) -> list[str]:
 
 
 def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to `most`: two or three."""
+    """Return two or three round numbers from 0 to `most`, for the ticks of an axis."""
     size = 10 ** math.floor(math.log10(most / 2))
     step = next(n * size for n in (1, 2, 2.5, 5, 10) if most / (n * size) < 3)
     return [step * index for index in range(int(most / step) + 1)]

@@ -1,6 +1,6 @@
 """`BareBroadcast`: what gloo needs for the bytes of a refresh between two processes that do nothing else.
 
-As a program: the receiving process.
+Run as a program, this module is the receiving process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT_S = 300.0
 
 
 class BareBroadcast:
-    """`buckets`: packed, uint8.  In the block the peer waits, with all memory ready."""
+    """Broadcasts of `buckets` (packed, uint8) to a peer, which waits inside the block with all memory ready."""
 
     def __init__(self, buckets: list[torch.Tensor]) -> None:
         self._buckets = buckets

@@ -24,7 +24,7 @@ from rollout.server.engine import Engine
 
 
 def run(shape: str, batch: int, rounds: int, new_tokens: int, console: Console) -> list[dict]:
-    """One table; returns its rows."""
+    """Measure the variants in turns, print one table, and return its rows."""
     spec, folder = SHAPES[shape], str(checkpoint(shape))
     engine = Engine(
         model_path=folder,
@@ -42,7 +42,7 @@ def run(shape: str, batch: int, rounds: int, new_tokens: int, console: Console) 
     with Progress(console=console) as progress:
         task = progress.add_task(f"capture, shape {shape}", total=(rounds + 1) * len(variants))
         for turn in range(rounds + 1):
-            for name in rng.sample(list(variants), len(variants)):  # who follows whom must not matter
+            for name in rng.sample(list(variants), len(variants)):  # the order of the variants must not matter
                 runner.route_store, returned = variants[name]
                 prompts = [[rng.randrange(spec.vocab_size) for _ in range(128)] for _ in range(batch)]
                 start = time.perf_counter()

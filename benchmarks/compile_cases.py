@@ -41,7 +41,7 @@ def compile_for(case: CompileCase, capability: int = HOPPER) -> Any:
 
 
 def _in_order(case: CompileCase) -> dict[str, str]:
-    """The types of all arguments, in the kernel's order."""
+    """Return the types of all arguments, in the kernel's order."""
     given = case.signature | dict.fromkeys(case.constexprs, "constexpr")
     names = case.kernel.arg_names
     assert given.keys() == set(names), f"{case.name}: {sorted(given.keys() ^ set(names))}"

@@ -42,7 +42,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The sizes of one step in bytes; `entropy`: the least that a code of the changes by itself could take."""
+    """The sizes of one step in bytes.  `entropy`: the least that any code of the changes alone could take."""
 
     full: int
     elements: int
@@ -58,7 +58,7 @@ class StepSizes:
 
 
 def run(shape: str, console: Console, steps: int = STEPS) -> list[dict]:
-    """One table, a row for each way; `shape`: "demo", "S" or "M"."""
+    """Measure a shape ("demo", "S" or "M"), print one table, and return its rows, one for each way."""
     table = Table(title=f"Weight delta, {shape}, bfloat16, Adam at lr {LEARNING_RATE:g}")
     for column in ("form", "bytes", "times smaller", "bits a change"):
         table.add_column(column, justify="left" if column == "form" else "right")
@@ -93,7 +93,7 @@ def run(shape: str, console: Console, steps: int = STEPS) -> list[dict]:
 
 
 def measure(shape: str, steps: int) -> Iterator[StepSizes]:
-    """The sizes of each step, which is also decoded, compared and undone."""
+    """Yield the sizes of each step.  Its delta is also decoded, compared and undone."""
     spec = CheckpointSpec() if shape == DEMO else SHAPES[shape]
     versions = train(str(cached_checkpoint(shape, spec)), spec.vocab_size)
     next(versions)
@@ -127,7 +127,7 @@ def applied(frame: DeltaFrame, base: Tensors) -> Tensors:
 
 
 def train(path: str, vocab_size: int) -> Iterator[Tensors]:
-    """The weights in bfloat16, before the first step and after each: by name, per expert, copies."""
+    """Yield copies of the weights in bfloat16, by name and per expert: before the first step, and after each."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

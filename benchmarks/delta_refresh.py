@@ -23,7 +23,7 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class DeltaRefresh:
-    """Seconds to find and pack the changes, and from begin to the answer of end; bytes sent."""
+    """The seconds to find and pack the changes, the seconds from begin to the answer of end, and the bytes sent."""
 
     encode_s: float
     send_s: float
@@ -31,7 +31,7 @@ class DeltaRefresh:
 
 
 class DeltaTrainer:
-    """`tensors`: what the server serves, by the names and in the dtypes of its model."""
+    """A trainer that sends deltas.  `tensors`: the server's, by the names and in the dtypes of its model."""
 
     def __init__(self, client: RolloutClient, tensors: dict[str, torch.Tensor], timeout_s: float) -> None:
         self._client, self._timeout_s = client, timeout_s
@@ -45,7 +45,7 @@ class DeltaTrainer:
         joining.result()
 
     def refresh(self) -> DeltaRefresh:
-        """One version further."""
+        """Change the tensors, and bring the server to the changed ones."""
         for tensor in self._tensors.values():
             words = tensor.view(-1).view(_SIGNED[tensor.element_size()])
             at = torch.randint(0, len(words), (-(-len(words) // ONE_IN),), generator=self._generator)
@@ -63,7 +63,7 @@ class DeltaTrainer:
         return DeltaRefresh(encoded - start, seconds, sum(map(len, payloads)))
 
     def leave(self) -> None:
-        """Both sides leave the group."""
+        """Have both sides leave the group."""
         self._client.destroy_weights_update_group(GROUP)
         self._group.destroy()
         self._calls.shutdown()

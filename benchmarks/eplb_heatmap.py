@@ -17,14 +17,14 @@ COLD, MEAN, HOT = (33, 102, 172), (247, 247, 247), (178, 24, 43)
 
 @dataclass(frozen=True)
 class Panel:
-    """`loads_LG` [L, G]: layers times ranks, 1 is the mean of a layer."""
+    """One picture.  `loads_LG` [L, G]: the load of each layer and rank, where 1 is the mean of the layer."""
 
     title: str
     loads_LG: np.ndarray
 
 
 def heatmap_svg(panels: list[Panel]) -> str:
-    """The panels side by side, one row a layer and one column a rank."""
+    """Return an SVG picture of the panels side by side, with a row for each layer and a column for each rank."""
     layers = max(len(panel.loads_LG) for panel in panels)
     row = min(max(PANEL_HEIGHT / layers, ROW[0]), ROW[1])
     width, height = len(panels) * (WIDTH + GAP) + LEFT, TOP + row * layers + BOTTOM
@@ -70,7 +70,7 @@ def _legend(left: float, top: float) -> str:
 
 
 def _colour(load: float) -> str:
-    """White at the mean, full colour at `SPAN` from it and beyond."""
+    """Return the colour of a load: white at the mean, full colour at `SPAN` from it and beyond."""
     part = min(1.0, abs(load - 1.0) / SPAN)
     end = HOT if load > 1.0 else COLD
     red, green, blue = (round(middle + (far - middle) * part) for middle, far in zip(MEAN, end, strict=True))

@@ -15,26 +15,29 @@ TOKENS = 10_000_000  # counts of a layer; large enough that rounding to whole to
 
 
 def zipf(num_layers: int, num_logical_experts: int, exponent: float, seed: int = 0) -> np.ndarray:
-    """Counts [L, E] int64: the k-th expert has 1 / k^exponent of the first, in another order in each layer."""
+    """Return counts [L, E] int64 by Zipf's law: the k-th expert has 1 / k^exponent of the first one's tokens.
+
+    Each layer has its experts in another order.
+    """
     shares_E = np.arange(1, num_logical_experts + 1, dtype=np.float64) ** -exponent
     generator = np.random.default_rng(seed)
     return _counts(np.stack([generator.permutation(shares_E) for _ in range(num_layers)]))
 
 
 def log_normal(num_layers: int, num_logical_experts: int, sigma: float, seed: int = 0) -> np.ndarray:
-    """Counts [L, E] int64 whose logarithms are normal with the standard deviation `sigma`."""
+    """Return counts [L, E] int64 whose logarithms are normal with the standard deviation `sigma`."""
     generator = np.random.default_rng(seed)
     return _counts(np.exp(generator.normal(0.0, sigma, (num_layers, num_logical_experts))))
 
 
 def drift(counts_LE: np.ndarray, sigma: float, seed: int = 1) -> np.ndarray:
-    """Counts [L, E] int64 of later: every expert's times its own log-normal factor."""
+    """Return later counts [L, E] int64: each expert's count is multiplied by a log-normal factor of its own."""
     generator = np.random.default_rng(seed)
     return _counts(counts_LE * np.exp(generator.normal(0.0, sigma, counts_LE.shape)))
 
 
 def synthetic(spec: str, num_layers: int, num_logical_experts: int, seed: int = 0) -> np.ndarray:
-    """Counts [L, E] int64 of `zipf:EXPONENT` or `lognormal:SIGMA`.  Raises `LoadsError`."""
+    """Return counts [L, E] int64 of `zipf:EXPONENT` or `lognormal:SIGMA`.  Raises `LoadsError` for another spec."""
     name, _, number = spec.partition(":")
     makers = {"zipf": zipf, "lognormal": log_normal}
     try:

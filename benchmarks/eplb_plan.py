@@ -33,7 +33,7 @@ MODEL = "model"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command with the words after its name; its exit status.  A refusal is one line on stderr."""
+    """Run the command with the words after its name; return its exit status.  A refusal is one line on stderr."""
     args = parser().parse_args(argv)
     try:
         _run(args)
@@ -78,9 +78,9 @@ def _run(args: argparse.Namespace) -> None:
 def plan_report(
     counts_LE: np.ndarray, before: Plan | None, plan: Plan, expert_bytes: float, bandwidth_gb: float
 ) -> dict[str, Any]:
-    """Numbers of a plan: balancedness before and after, copies between ranks, their bytes and time.
+    """Return the numbers of a plan: balancedness before and after, copies between ranks, their bytes and time.
 
-    Without a placement in force every slot is received.  The time is that of the rank that receives most.
+    Without a placement in force every slot is received.  The rank that receives most determines the time.
     """
     layout = plan.layout
     after_LG = plan.physical_to_logical_LP
@@ -155,7 +155,7 @@ def _counts(args: argparse.Namespace) -> tuple[np.ndarray, Any]:
 def _current(
     args: argparse.Namespace, layout: ExpertLayout, recorded_LE: np.ndarray, model: Any
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """The placement in force [L, P], if any, and the counts to plan for."""
+    """Return the placement in force [L, P], or None, and the counts to plan for."""
     if args.current is not None:
         located, its_model = _read(args.current, MAP)
         if model is not None and its_model is not None and model != its_model:
@@ -168,7 +168,10 @@ def _current(
 
 
 def _read(file: str, name: str) -> tuple[np.ndarray, Any]:
-    """One array of a JSON or safetensors file, and its model, if it names one.  Nothing that is read is executed."""
+    """Return one array of a JSON or safetensors file, and the model that the file names, or None.
+
+    Nothing that is read is executed.
+    """
     path = Path(file)
     try:
         content = _safetensors(path) if path.suffix == ".safetensors" else json.loads(path.read_text())
@@ -183,7 +186,7 @@ def _read(file: str, name: str) -> tuple[np.ndarray, Any]:
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
-    """Arrays by name, and the header of a dump."""
+    """Return the arrays of a file by name, together with the fields of a dump's header."""
     with safe_open(path, framework="numpy") as file:
         header = json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping

@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 def run(console: Console) -> list[dict[str, Any]]:
-    """Both tables, printed; the rows."""
+    """Compare the planners, print both tables, and return their rows."""
     fresh, moves = [], []
     for layers, experts, slots, ranks in MODELS:
         layout = ExpertLayout(num_logical_experts=experts, num_physical_experts=slots, num_ranks=ranks)
@@ -72,7 +72,7 @@ def _moved(counts_LE: np.ndarray, layout: ExpertLayout, in_force: Plan) -> dict[
     ours, seconds = _timed(lambda: min_move(counts_LE, layout, in_force.physical_to_logical_LP))
 
     def copied(plan: Plan) -> float:
-        """Percent of slots."""
+        """Return the slots that a plan copies between ranks, in percent of all slots."""
         copies = cross_rank_copies(in_force.physical_to_logical_LP, plan.physical_to_logical_LP, layout)
         return float(100 * copies.sum() / plan.physical_to_logical_LP.size)
 

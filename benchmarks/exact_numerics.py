@@ -49,7 +49,7 @@ class Way:
             self.routes = recorded.ids().unflatten(0, tuple(input_ids.shape))
 
     def forward(self) -> torch.Tensor:
-        """[B, S - 1]."""
+        """Return the log-probabilities of the batch, [B, S - 1]."""
         with ExitStack() as stack:
             if self.routes is not None:
                 stack.enter_context(force_routes(self.model, self.routes))
@@ -62,12 +62,12 @@ class Way:
             return logits.float().log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
 
     def score(self) -> None:
-        """A forward without a gradient."""
+        """Run a forward without a gradient."""
         with torch.no_grad():
             self.forward()
 
     def train(self) -> Gradients:
-        """A forward and its backward."""
+        """Run a forward and its backward; return the gradients by parameter."""
         self.model.zero_grad()
         logprobs = self.forward()
         weights = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
@@ -76,7 +76,7 @@ class Way:
 
 
 def spent(work: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of the clock and of the processors."""
+    """Run `work`; return the seconds that it took by the clock and on the processors."""
     gc.collect()
     clock, processors = time.perf_counter(), time.process_time()
     work()
@@ -84,14 +84,14 @@ def spent(work: Callable[[], Any]) -> tuple[float, float]:
 
 
 def memory_of(how: str, dtype: str) -> float:
-    """MiB that a step needs above the loaded model and its gradients, in a process of its own."""
+    """Return the MiB that a step needs above the loaded model and its gradients, from a process of its own."""
     command = [sys.executable, "-m", "benchmarks.exact_numerics", *sys.argv[1:], "--memory-of", how, dtype]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return float(said.splitlines()[-1])
 
 
 def measure_memory(way: Way) -> float:
-    """On Linux."""
+    """Return the MiB that a step needs above the loaded model and its gradients.  It works on Linux alone."""
     for parameter in way.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     gc.collect()
@@ -107,7 +107,7 @@ def status_kib(field: str) -> int:
 
 
 def rows(args: argparse.Namespace, ways: list[Way]) -> Iterator[str]:
-    """One line a way."""
+    """Measure all ways in turns, and yield a line for each."""
     for way in ways:
         way.train()
     times: list[list[tuple[float, float, float, float]]] = [[] for _ in ways]

@@ -44,7 +44,7 @@ def _plan_case(tokens: int, chunk: int) -> CompileCase:
 
 
 def _product_cases(dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool) -> Iterator[CompileCase]:
-    """Experts that clamp have biases."""
+    """Yield the cases of both matrix products with these tiles.  Experts that clamp have biases."""
     own, scaled = f"*{_TYPES[dtype]}", weight_dtype.itemsize == 1
     weight = f"*{_TYPES[weight_dtype]}"
     beside = {"scale_ptr": "*fp32" if scaled else None, "bias_ptr": own if clamped else None}
@@ -67,7 +67,7 @@ def _product_cases(dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, 
 def _case(
     name: str, kernel: Any, types: Mapping[str, str | None], constants: dict[str, object], tiles: Tiles
 ) -> CompileCase:
-    """Pointers without a type are None."""
+    """Return the case of one kernel.  Pointers without a type become constants with the value None."""
     given = {argument: kind for argument, kind in types.items() if kind is not None}
     absent = dict.fromkeys(types.keys() - given.keys())
     return CompileCase(name, kernel, given, constants | absent, tiles.num_warps, tiles.num_stages)

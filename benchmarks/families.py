@@ -1,9 +1,9 @@
 """Every model family, ours next to `transformers.generate`: same weights, bf16, greedy, one interleaved run.
 
 Each round times, for every batch size and for the prefill of one long prompt, ours and theirs one after the other; the
-table shows medians over rounds.  The roofline of a decode step is the time to read what it reads at the bandwidth that
-was measured with it: all weights but the embedding, the experts that the routes of this very run name, keys and
-values, and states, which are written too.  "noise" stands where more tokens took less time: the machine was busy.
+table shows medians over rounds.  The roofline of a decode step is the time to move its bytes at the bandwidth that was
+measured with it.  A step reads all weights but the embedding, the experts that the routes of this very run name, keys
+and values; it reads and writes states.  "noise" stands where more tokens took less time: the machine was busy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Key = tuple[str, int, int, int]  # system, batch, prompt tokens, new tokens
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The bytes that a decode step moves: `always`, an expert of one layer, and for each token and each sequence."""
+    """The bytes that a decode step moves: in any case, for an expert of a layer, for a token, and for a sequence."""
 
     always: int
     expert: int
@@ -60,7 +60,7 @@ class StepBytes:
 
 
 def run(shape: str, names: list[str], batches: list[int], rounds: int, new_tokens: int, console: Console) -> list[dict]:
-    """One table; returns its rows."""
+    """Measure the families, print one table, and return its rows."""
     transformers_logging.disable_progress_bar()
     rows = []
     for family in names:
@@ -129,7 +129,7 @@ def _times(
     vocab_size: int,
     console: Console,
 ) -> dict[Key, float]:
-    """Median seconds of each system and case."""
+    """Return the median seconds of each system and case."""
     times: dict[Key, list[float]] = defaultdict(list)
     rng = random.Random(0)
     with Progress(console=console) as progress:
@@ -151,7 +151,10 @@ def _prompts(rng: random.Random, batch: int, tokens: int, vocab_size: int) -> li
 
 
 def experts_read(engine: Engine, batch: int, new_tokens: int, vocab_size: int) -> float:
-    """Experts that a decode step reads, summed over layers: the mean over steps of the distinct ones in its routes."""
+    """Return how many experts a decode step reads, summed over layers.
+
+    It is the mean over steps of the number of distinct experts in the routes.
+    """
     prompts = _prompts(random.Random(1), batch, PROMPT_TOKENS, vocab_size)
     outputs = engine.generate(
         input_ids=prompts,
@@ -171,9 +174,9 @@ def experts_read(engine: Engine, batch: int, new_tokens: int, vocab_size: int) -
 
 
 def step_bytes(folder: Path, config: ModelConfig) -> StepBytes:
-    """From the checkpoint's tensors and from what the layers keep.
+    """Count the bytes of a step by the checkpoint's tensors, and by the KV and states that the layers keep.
 
-    The embedding is read by row, so that only where it is the output head too it counts as a whole.
+    The embedding is read by row: it counts as a whole only where it is the output head, too.
     """
     sizes = _tensor_bytes(folder)
     experts = sum(size for name, size in sizes.items() if ".mlp.experts." in name)
@@ -203,7 +206,7 @@ def _tensor_bytes(folder: Path) -> dict[str, int]:
 
 
 def _cells(row: Mapping) -> list[str]:
-    """A row of the table, in the order of `COLUMNS`."""
+    """Return a row of the table, in the order of `COLUMNS`."""
     forms = {"lockstep": "{:.0f}", "transformers": "{:.0f}", "ratio": "{:.1f}x", "roofline": "{:.0%}"}
     values = ["noise" if row[name] is None else form.format(row[name]) for name, form in forms.items()]
     return [row["family"], str(row["batch"]), *values]
@@ -225,7 +228,7 @@ def table_rows(rows: list[dict]) -> list[list[str]]:
 
 
 def markdown(rows: list[dict]) -> str:
-    """The table for docs."""
+    """Return the table in Markdown, for the documents."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *table_rows(rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

@@ -30,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8)
 
 
 def run(num_bytes: int, rounds: int, console: Console) -> list[dict]:
-    """One table; returns its rows."""
+    """Measure all kinds in turns, print one table, and return its rows."""
     raw = torch.randint(-(2**63), 2**63 - 1, (num_bytes // 8,), dtype=torch.int64)
     tensor = raw.view(torch.bfloat16)
     matrix = tensor[: tensor.numel() // MATRIX_ROWS * MATRIX_ROWS].view(MATRIX_ROWS, -1)

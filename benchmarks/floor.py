@@ -9,9 +9,10 @@ __all__ = ["Machine", "decode_step_floor_s", "measure_machine"]
 
 
 def decode_step_floor_s(spec: CheckpointSpec, batch: int, context: int, machine: Machine) -> float:
-    """Seconds that one decode step needs at least: every used weight and all KV read once, all products computed.
+    """Return the seconds that one decode step needs at least.
 
-    Experts used are the number that uniform routing is expected to hit: E * (1 - (1 - K/E)^batch).
+    It reads every used weight and all KV once, and computes all products.  The number of experts used is the one that
+    uniform routing is expected to hit: E * (1 - (1 - K/E)^batch).
     """
     heads = spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     expert = 3 * spec.hidden_size * spec.moe_intermediate_size

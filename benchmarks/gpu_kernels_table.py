@@ -1,9 +1,9 @@
 """The compiled form of every Triton kernel, on a machine without a GPU: `python -m benchmarks.gpu_kernels_table`.
 
-Compiles each `CompileCase` of `rollout.kernels.gpu` for compute capability 9.0 (H100, H200) and prints the registers
-of a thread, bytes that it spills to memory, shared memory of a block, and which instructions multiply matrices: `wgmma`
-of Hopper, `mma` of all since Ampere, or none.  Registers and spills are what `cuobjdump`, which comes with triton,
-reads from the binary; another release of triton compiles to others.
+It compiles each `CompileCase` of `rollout.kernels.gpu` for compute capability 9.0 (H100, H200).  It prints the
+registers of a thread, the bytes that it spills to memory, the shared memory of a block, and the instructions that
+multiply matrices: `wgmma` of Hopper, `mma` of all since Ampere, or none.  Registers and spills are read from the binary
+by `cuobjdump`, which comes with triton; another release of triton compiles to others.
 
     python -m benchmarks.gpu_kernels_table [--only WORDS] [--json FILE]
 
@@ -66,7 +66,7 @@ def compile_case(case: CompileCase) -> Compiled:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory of a thread, from the binary."""
+    """Return the registers and the bytes of local memory of a thread, read from the binary."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,7 +1,8 @@
 """Tokens a second of a load as GRPO makes it: many samples of each of many prompts, at once, their lengths uneven.
 
-In another checkout of this project too, if one is given: a process for each, the same prompts and lengths for both, by
-turns, the others stopped meanwhile.  Steps are exact; seconds compare only within one run.
+If another checkout of this project is given, it is measured, too.  Each checkout has a process of its own.  They take
+turns with the same prompts and lengths, and one is stopped while the other runs.  Steps are exact; seconds compare only
+within one run.
 
     git worktree add build/before COMMIT && python -m benchmarks.run --only grpo --against build/before
 """
@@ -36,7 +37,7 @@ HERE = Path(__file__).resolve().parents[1]
 def run(
     shape: str, rounds: int, console: Console, against: Path | None = None, prompts: int | None = None
 ) -> list[dict]:
-    """One table; returns its rows, one a checkout."""
+    """Measure the checkouts, print one table, and return its rows, one for each checkout."""
     prompts = PROMPTS[shape] if prompts is None else prompts
     trees = {"this": HERE} if against is None else {"before": against.resolve(), "this": HERE}
     running = min(MAX_RUNNING, prompts * SAMPLES)

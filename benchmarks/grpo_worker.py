@@ -1,6 +1,6 @@
 """The process that `benchmarks.grpo` asks, in JSON lines: one `Engine`, of the checkout that PYTHONPATH names.
 
-Imports nothing of `benchmarks`: that checkout may have other ones.
+It imports nothing of `benchmarks`: that checkout may have other modules there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def main() -> None:
 def _generate(
     engine: Engine, seed: int, vocab_size: int, prompts: int, samples: int, prompt_tokens: int, answers: tuple[int, int]
 ) -> dict[str, float]:
-    """`samples` answers to each of `prompts` new prompts, their lengths drawn from the range `answers`.
+    """Generate `samples` answers to each of `prompts` new prompts, with lengths drawn from the range `answers`.
 
-    Seconds, tokens generated, and steps taken.
+    Return the seconds, the tokens generated, and the steps taken.
     """
     rng = random.Random(seed)
     input_ids, params = [], []

@@ -29,7 +29,7 @@ class Chart:
 
 
 def write_svg(path: Path, charts: list[Chart]) -> None:
-    """The charts side by side."""
+    """Write the charts side by side into one SVG file."""
     parts = [_chart(chart, index * WIDTH) for index, chart in enumerate(charts)]
     size = f'width="{WIDTH * len(charts)}" height="{HEIGHT}" viewBox="0 0 {WIDTH * len(charts)} {HEIGHT}"'
     style = 'font-family="sans-serif" font-size="11" fill="#24292f"'

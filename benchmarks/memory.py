@@ -50,7 +50,7 @@ class Memory:
 
 
 def run(shape: str, console: Console) -> list[dict]:
-    """One table; returns its one row."""
+    """Measure a server, print one table, and return its one row."""
     folder = checkpoint(shape)
     with tempfile.TemporaryDirectory(prefix="lockstep-memory-") as scratch:
         port = free_port()
@@ -73,7 +73,7 @@ def run(shape: str, console: Console) -> list[dict]:
 
 
 def read_memory(pid: int) -> Memory:
-    """From /proc, as the kernel counts."""
+    """Read the memory of a process from /proc, as the kernel counts it."""
     rollup = _kilobytes(Path(f"/proc/{pid}/smaps_rollup"))
     status = _kilobytes(Path(f"/proc/{pid}/status"))
     return Memory(
@@ -90,7 +90,7 @@ def bound_bytes(weights: int, kv_pool: int) -> float:
 
 
 def _kilobytes(path: Path) -> dict[str, int]:
-    """The lines `Name:  123 kB`."""
+    """Return the numbers of the lines `Name:  123 kB`, by name."""
     words = [line.split() for line in path.read_text().splitlines()]
     return {word[0].rstrip(":"): int(word[1]) for word in words if len(word) == 3 and word[2] == "kB"}
 
@@ -110,7 +110,7 @@ def wait_ready(server: ChildProcess, http: httpx.Client) -> None:
 
 
 def worker_pid(parent: int) -> int:
-    """The child that computes."""
+    """Return the process id of the child that computes."""
     children = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
     (pid,) = [pid for pid in children if WORKER in Path(f"/proc/{pid}/cmdline").read_text()]
     return pid

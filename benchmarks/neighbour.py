@@ -37,7 +37,7 @@ BUSY = "while True: pass"
 
 
 def measure(shape: str, batch: int) -> dict[str, float]:
-    """Seconds a step of decoding, alone and next to the neighbour; in this process."""
+    """Return the seconds of a step of decoding in this process, alone and next to the neighbour."""
     engine = Engine(
         model_path=str(checkpoint(shape)), dtype="bfloat16", skip_tokenizer_init=True, max_total_tokens=16384
     )
@@ -68,7 +68,7 @@ def _neighbour(is_there: bool) -> Iterator[None]:
 
 
 def run(shapes: list[str], batches: list[int], rounds: int, console: Console) -> list[dict]:
-    """One table; returns its rows."""
+    """Measure all cases in turns, print one table, and return its rows."""
     cases = [(shape, batch, name) for shape in shapes for batch in batches for name in SETTINGS]
     without = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     times: dict[tuple[str, int, str, str], list[float]] = defaultdict(list)

@@ -61,7 +61,7 @@ BF16_BYTES = 2
 
 
 def run(shape: str, rounds: int, console: Console, svg: Path | None) -> list[dict]:
-    """Three tables and, if wanted, a picture; returns the tables' rows."""
+    """Measure a shape, print three tables, draw a picture into `svg` if it is given, and return the tables' rows."""
     folder, vocab_size = shallow_checkpoint(shape, LAYERS), SHAPES[shape].vocab_size
     with ExitStack() as stack:
         engines = {}
@@ -96,7 +96,7 @@ def prompts_of(seed: int, count: int, length: int, vocab_size: int) -> list[list
 
 
 def decode_work(batch: int, vocab_size: int, **more: Any) -> Work:
-    """The same prompts every time: after the first time they are in the prefix cache."""
+    """Return work that decodes the same prompts every time: after the first time they are in the prefix cache."""
     return Work(prompts=prompts_of(batch, batch, PROMPT_TOKENS, vocab_size), new_tokens=DECODE_STEPS + 2, **more)
 
 
@@ -104,7 +104,7 @@ def decode_work(batch: int, vocab_size: int, **more: Any) -> Work:
 
 
 def measure_layouts(engines: dict[str, RankProcesses], vocab_size: int, rounds: int, console: Console) -> list[dict]:
-    """Medians over rounds of tokens a second."""
+    """Measure all layouts in turns; return their tokens a second as medians over rounds."""
     rates: dict[tuple[str, str], list[float]] = defaultdict(list)
     rng = random.Random(0)
     with Progress(console=console, transient=True) as progress:
@@ -132,13 +132,13 @@ def measure_layouts(engines: dict[str, RankProcesses], vocab_size: int, rounds: 
 
 
 def bare_gather_seconds(processes: RankProcesses) -> float:
-    """Median of the rank that waits longer."""
+    """Return the median seconds of an all-gather on the rank that waits longer."""
     by_rank = processes.run(Work(prompts=[], new_tokens=0, bare_gathers=BARE_GATHERS))
     return max(median(step.seconds for step in steps) for steps in by_rank)
 
 
 def count_collectives(name: str, processes: RankProcesses, vocab_size: int) -> list[dict]:
-    """One row for a decode step, one for a step of prefill; none for engines of one rank."""
+    """Return a row for a decode step and one for a step of prefill; no row for an engine of one rank."""
     if processes.layout.tp_size == 1:
         return []
     args = processes.args
@@ -155,7 +155,10 @@ def count_collectives(name: str, processes: RankProcesses, vocab_size: int) -> l
 
 
 def beside_formula(engine: Engine, steps: list[StepTaken]) -> dict:
-    """One step on all ranks: calls of one rank by collective, bytes of all ranks together."""
+    """Compare one step on all ranks with the formula.
+
+    `calls`: of one rank, by collective; `num_bytes`: of all ranks together.
+    """
     calls: dict[str, int] = defaultdict(int)
     for key, (count, _) in steps[0].sent.items():
         calls[key.split()[1]] += count
@@ -169,7 +172,10 @@ def beside_formula(engine: Engine, steps: list[StepTaken]) -> dict:
 
 
 def measure_routes(processes: RankProcesses, vocab_size: int, rounds: int, console: Console) -> list[dict]:
-    """Medians over all decode steps of all rounds, and over rounds of a prefill; the variants in random order."""
+    """Measure the variants in random order.
+
+    Return medians over all decode steps of all rounds, and over the rounds of a prefill.
+    """
     decodes: dict[str, list[float]] = defaultdict(list)
     prefills: dict[str, list[float]] = defaultdict(list)
     rng = random.Random(1)

@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def scatters(self) -> bool:
-        """Ranks that share tokens route a slice of them each."""
+        """True if each of the ranks that share tokens routes a slice of them."""
         return self.dispatcher != "none" and self.layout.attn_tp_size > 1
 
 
@@ -70,7 +70,7 @@ def step_needs(engine: Engine, rank: int, step: StepShape, *, routes: bool = Fal
 
 
 def tally(needs: Sequence[Need]) -> Tally:
-    """By group and collective, as a communicator counts."""
+    """Sum needs by group and collective, as a communicator counts."""
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for need in needs:
         total = sums[need.group, need.collective]
@@ -139,7 +139,7 @@ class _Members:
     rank: int
 
     def sums(self, purpose: str, rows: int, row_bytes: int, times: int) -> Iterator[Need]:
-        """`times` sums over the group of `rows` rows each."""
+        """Yield the needs of `times` sums over the group, of `rows` rows each."""
         num_bytes = rows * row_bytes
         if self.size == 1 or rows == 0 or times == 0:
             return
@@ -149,7 +149,7 @@ class _Members:
             yield from self.slices(purpose, rows, row_bytes, times)
 
     def slices(self, purpose: str, rows: int, row_bytes: int, times: int) -> Iterator[Need]:
-        """`times` sums of which each rank gets a slice, and all slices to all ranks later."""
+        """Yield the needs of `times` sums of which each rank gets a slice, and later all ranks get all slices."""
         if rows == 0:
             return
         mine, most = rows // self.size + (self.rank < rows % self.size), -(-rows // self.size)

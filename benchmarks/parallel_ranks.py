@@ -116,7 +116,7 @@ class RankDriver:
         self._watch_dispatcher()
 
     def run(self, work: Work) -> list[StepTaken]:
-        """The steps, in order."""
+        """Run the work and return the steps in order."""
         if work.bare_gathers:
             return [StepTaken(self._bare_gather(), 0, 0, 0) for _ in range(work.bare_gathers)]
         self._set_recording(work.routes)
@@ -138,7 +138,7 @@ class RankDriver:
             runner._new_slice_routes = lambda: None  # type: ignore[method-assign]
 
     def _bare_gather(self) -> float:
-        """Seconds of one, as between two operators: memory and caches are in use."""
+        """Return the seconds of one all-gather, as between two operators: memory and caches are in use."""
         matrix = torch.ones(256, 256)
         for _ in range(4):
             matrix = matrix @ matrix.T / 256
@@ -255,7 +255,7 @@ class RankProcesses:
         self.close()
 
     def run(self, work: Work) -> list[list[StepTaken]]:
-        """By rank.  Raises `RuntimeError` for a rank that ended or is late."""
+        """Run the work; return the steps by rank.  Raises `RuntimeError` for a rank that has ended or is late."""
         body = msgspec.json.encode(work)
         for link in self._links:
             link.send_bytes(body)
@@ -305,7 +305,7 @@ def _name(args: ServerArgs) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    """One rank: do work until the parent closes the link."""
+    """Run one rank: do work until the parent closes the link."""
     parser = argparse.ArgumentParser(description="Internal: one rank of a benchmark's engine.")
     parser.add_argument("config", type=msgspec.json.decode)
     config = parser.parse_args(words).config

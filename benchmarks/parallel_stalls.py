@@ -41,7 +41,7 @@ FLAGS += f" --eplb-rebalance-num-iterations 1000000000 --max-total-tokens {REQUE
 
 
 def run(shape: str, rounds: int, console: Console, folder: Path | None = None) -> list[dict]:
-    """One table; returns its rows.  `folder`: a checkpoint other than the shape's own."""
+    """Measure the stalls, print one table, and return its rows.  `folder`: a checkpoint other than the shape's own."""
     folder = checkpoint(shape) if folder is None else folder
     with tempfile.TemporaryDirectory(prefix="lockstep-stalls-") as scratch:
         port = free_port()
@@ -77,7 +77,10 @@ def refresh_row(name: str, http: httpx.Client, folder: Path, rounds: int, *, ado
 
 
 def rebalance_rows(http: httpx.Client, rounds: int) -> list[dict]:
-    """The map that exchanges the ranks' experts, and back, in one chunk and in as many as there are layers."""
+    """Exchange the ranks' experts and move them back, again and again; return rows of the stalls.
+
+    One row is for a move in one chunk, the other for as many chunks as there are layers.
+    """
     location = http.get("/expert_location").raise_for_status().json()
     home = location["physical_to_logical_map"]
     half = len(home[0]) // 2

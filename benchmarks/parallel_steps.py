@@ -1,4 +1,4 @@
-"""From the steps that ranks took to numbers: rates, medians, and collectives next to the formula."""
+"""The numbers of the steps that ranks took: rates, medians, and collectives next to the formula."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def decode_seconds(steps: Sequence[StepTaken], num_tokens: int) -> list[float]:
 
 
 def decode_rate(layout: ParallelLayout, by_rank: Steps, batch: int) -> float:
-    """Tokens a second of all engines: each engine's own by its median step."""
+    """Return the tokens a second of all engines together, each by its own median step."""
     share = batch // (layout.num_replicas * layout.attn_dp_size)
     rates = []
     for replica in range(layout.num_replicas):
@@ -29,12 +29,12 @@ def decode_rate(layout: ParallelLayout, by_rank: Steps, batch: int) -> float:
 
 
 def prefill_rate(by_rank: Steps, num_tokens: int) -> float:
-    """Tokens of all prompts over the time of the rank that was last."""
+    """Return the tokens a second of all prompts, by the time of the rank that was last."""
     return num_tokens / max(sum(step.seconds for step in steps) for steps in by_rank)
 
 
 def shape_of(layout: ParallelLayout, steps: Sequence[StepTaken]) -> StepShape:
-    """One step, as all ranks of an engine took it."""
+    """Return the shape of one step, as all ranks of an engine took it."""
     first = [step for rank, step in enumerate(steps) if layout.position(rank).attn_tp_rank == 0]
     return StepShape(
         tokens=[step.num_tokens for step in first],

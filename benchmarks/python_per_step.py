@@ -1,12 +1,13 @@
-"""The cost outside the operators of a step that only decodes: the time of a turn of the scheduler's loop, less the
-time inside the compiled operators, turn by turn.
+"""The cost outside the operators of a step that only decodes.
+
+It is the time of a turn of the scheduler's loop, less the time inside the compiled operators, turn by turn.
 
     turn = messages in, plan, build, forward, process, messages out
     operators = from the call of an operator of layers, attention or sampling to its return
 
 Few torch calls outside those operators (an index, a copy) count as Python, and so does the clock: about 0.3
-microseconds an operator.  What is shown is hence an upper bound.  Medians, so that a turn in which the machine was busy
-elsewhere does not count.
+microseconds an operator.  The shown cost is hence an upper bound.  It is a median, so that a turn in which the machine
+was busy elsewhere does not count.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class StepCost:
 
 
 class OperatorClock:
-    """Stands in the place of every operator that `owners` hold, and plays the tapes of a forward; adds up the time
-    inside."""
+    """A clock that stands in the place of every operator that `owners` hold, and plays the tapes of a forward.
+
+    It adds up the time inside the operators.
+    """
 
     def __init__(self, owners: list[Any]) -> None:
         self.seconds = 0.0
@@ -82,7 +85,7 @@ class OperatorClock:
         return value.replace(**{name: self._timed(getattr(value, name)) for name in (*OPERATORS, "rest")})
 
     def take(self) -> tuple[float, int]:
-        """Seconds and calls since the last take."""
+        """Return the seconds and calls since the last take."""
         taken = self.seconds, self.calls
         self.seconds, self.calls = 0.0, 0
         return taken
@@ -146,7 +149,7 @@ def measure(engine: Engine, batch: int, prompt_tokens: int, vocab_size: int) -> 
 
 
 def owners(engine: Engine) -> list[Any]:
-    """The objects that hold compiled operators: layers, the attention backend, the sampler; and the tapes."""
+    """Return the objects that hold compiled operators: layers, the attention backend, the sampler, and the tapes."""
     scheduler = engine.scheduler
     runner = scheduler.runner
     model = runner.state.model

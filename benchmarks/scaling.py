@@ -1,8 +1,8 @@
 """Decode tokens a second over context length and over the number of experts, next to what the floor allows.
 
 Prompts are not computed: each request finds all of its prompt but one token in the prefix cache, whose KV is random
-numbers, so that a step at 8192 tokens of context costs the benchmark a step and not a prefill.  What a decode step
-costs does not depend on the values.  Every request has KV of its own.
+numbers.  A step at 8192 tokens of context thus costs the benchmark a step and not a prefill.  The cost of a decode step
+does not depend on the values.  Every request has KV of its own.
 
 M has 4 layers here instead of 12, which changes no curve and lets 256 experts and 64 x 8192 tokens of KV fit.
 """
@@ -58,7 +58,10 @@ class Point:
 
 
 def run(shape: str, rounds: int, console: Console, svg: Path | None) -> list[dict]:
-    """Two tables and, if wanted, a picture; returns the tables' rows.  What does not fit in memory is a row too."""
+    """Measure a shape, print two tables, draw a picture into `svg` if it is given, and return the tables' rows.
+
+    A point that does not fit in memory is a row, too.
+    """
     base = SHAPES[shape].experts
     sweeps = {
         "context": [Point(batch, context, base) for context in CONTEXTS for batch in BATCHES],
@@ -89,7 +92,7 @@ def _spec(shape: str, experts: int) -> CheckpointSpec:
 
 
 def _measure_model(shape: str, experts: int, points: list[Point], rounds: int) -> list[dict]:
-    """Rows of one model."""
+    """Return the rows of one model."""
     spec = _spec(shape, experts)
     folder = cached_checkpoint(f"{shape}-{LAYERS}-layers-{experts}-experts", spec)
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -121,7 +124,7 @@ def _engine(folder: Path, slots: int) -> Engine:
 
 
 def _fill(pool: KVPool) -> None:
-    """Random numbers everywhere."""
+    """Fill the whole pool with random numbers."""
     generator = torch.Generator().manual_seed(0)
     for part in (*pool.k, *pool.v):
         block = torch.randn(RANDOM_BLOCK, *part.shape[1:], generator=generator).to(part.dtype)
@@ -130,7 +133,7 @@ def _fill(pool: KVPool) -> None:
 
 
 def _measure(engine: Engine, points: list[Point], rounds: int, vocab_size: int) -> dict[Point, float]:
-    """Median seconds of a decode step of each point, the points in random order in every round."""
+    """Return the median seconds of each point's decode step; the points take turns in random order."""
     rng = random.Random(0)
     steps: dict[Point, list[float]] = {point: [] for point in points}
     timer = OperatorTimer(Machine(1.0, 1.0, 1.0))  # never switched on
@@ -152,7 +155,7 @@ def _measure(engine: Engine, points: list[Point], rounds: int, vocab_size: int) 
 
 
 def _prompts(rng: random.Random, point: Point, vocab_size: int) -> list[list[int]]:
-    """Random tokens; no two prompts begin alike."""
+    """Return prompts of random tokens, no two of which begin alike."""
     first = rng.sample(range(vocab_size), point.batch)
     return [[token, *(rng.randrange(vocab_size) for _ in range(point.context - 1))] for token in first]
 
@@ -170,7 +173,7 @@ def _cache_prompts(engine: Engine, prompts: list[list[int]]) -> None:
 
 
 def _best(machines: list[Machine]) -> Machine:
-    """The most that the machine could do at any time of the run."""
+    """Return the most that the machine could do at any time of the run."""
     return Machine(*(max(values) for values in zip(*(dataclasses.astuple(machine) for machine in machines))))
 
 

@@ -31,7 +31,7 @@ WHERE = ("engine", "HTTP process", "client", "in all")
 
 
 def run(shape: str, rounds: int, console: Console) -> list[dict]:
-    """One table; returns its rows, one a form."""
+    """Measure all forms in turns, print one table, and return its rows, one for each form."""
     measured: dict[str, list[dict[str, float]]] = defaultdict(list)
     sizes: dict[str, int] = {}
     rng = random.Random(0)
@@ -56,7 +56,7 @@ def run(shape: str, rounds: int, console: Console) -> list[dict]:
 
 
 def _measure(url: str, pid: int, form: str, sequences: list[list[int]]) -> dict[str, float]:
-    """CPU seconds of each process, and of the clock in all."""
+    """Score the sequences; return the CPU seconds of each process, and the seconds by the clock."""
     engine = _scheduler(pid)
     with RolloutClient(url) as client:
         before = (_cpu_s(engine), _cpu_s(pid), time.process_time(), time.perf_counter())
@@ -71,7 +71,7 @@ def _measure(url: str, pid: int, form: str, sequences: list[list[int]]) -> dict[
 
 
 def _size(url: str, form: str, sequence: list[int]) -> int:
-    """Bytes of an answer for each scored token."""
+    """Return the bytes of an answer for each scored token."""
     body = _body([sequence], form) | ({"logprobs_format": "compact"} if form == "compact" else {})
     answer = httpx.post(f"{url}/generate", json=body, timeout=REQUEST_S, trust_env=False)
     answer.raise_for_status()

@@ -37,7 +37,7 @@ START_S, REQUEST_S, STOP_S = 300.0, 600.0, 30.0
 
 
 def run(shape: str, rounds: int, console: Console) -> list[dict]:
-    """One table; returns its rows."""
+    """Measure the servers in turns, print one table, and return its rows."""
     rates: dict[str, list[float]] = defaultdict(list)
     rng = random.Random(0)
     with ExitStack() as stack, Progress(console=console) as progress:
@@ -48,7 +48,7 @@ def run(shape: str, rounds: int, console: Console) -> list[dict]:
         flags = ["--session-pin-fraction", "0.5", "--kv-events-config", f'{{"endpoint": "{events.endpoint}"}}']
         servers = {name: stack.enter_context(server(shape, flags if name == "on" else []))[0] for name in names}
         for turn in range(rounds + 1):
-            for name in rng.sample(names, len(names)):  # who follows whom must not matter
+            for name in rng.sample(names, len(names)):  # the order of the servers must not matter
                 seconds = asyncio.run(_round(servers[name], SHAPES[shape].vocab_size, turn, named=name == "on"))
                 if turn:
                     rates[name].append(CONVERSATIONS * TURNS * ANSWER_TOKENS / seconds)
@@ -64,7 +64,7 @@ def run(shape: str, rounds: int, console: Console) -> list[dict]:
 
 
 async def _round(url: str, vocab_size: int, seed: int, named: bool) -> float:
-    """Seconds."""
+    """Hold all conversations of a round at once; return the seconds that they took."""
     limits = httpx.Limits(max_connections=CONVERSATIONS)
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S, trust_env=False, limits=limits) as client:
         start = time.perf_counter()
@@ -87,7 +87,7 @@ async def _converse(client: httpx.AsyncClient, vocab_size: int, seed: int, numbe
 
 @contextmanager
 def server(shape: str, flags: list[str]) -> Iterator[tuple[str, int]]:
-    """The URL of a server, which is up, and the id of its process."""
+    """Start a server; yield its URL and the id of its process once it is up."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -115,7 +115,7 @@ def _is_up(url: str) -> bool:
 
 
 class _Subscriber:
-    """Reads what is published, as a router does, and counts it."""
+    """A subscriber that reads the published events, as a router does, and counts their batches."""
 
     def __init__(self) -> None:
         self.num_batches = 0

@@ -22,7 +22,7 @@ SHAPES = {
 
 
 def checkpoint(name: str) -> Path:
-    """The checkpoint of shape `name`, written on first use."""
+    """Return the checkpoint of shape `name`, which is written on first use."""
     return cached_checkpoint(name, SHAPES[name])
 
 
@@ -35,7 +35,7 @@ def shallow_checkpoint(name: str, layers: int) -> Path:
 
 
 def cached_checkpoint(name: str, spec: CheckpointSpec) -> Path:
-    """A checkpoint of `spec`, written on first use; `name` must be another for every spec."""
+    """Return a checkpoint of `spec`, which is written on first use; every spec needs a `name` of its own."""
     folder = CACHE / name
     if not (folder / "config.json").exists():
         CACHE.mkdir(parents=True, exist_ok=True)

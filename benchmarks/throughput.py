@@ -32,7 +32,7 @@ Generate = Callable[[list[list[int]], int], None]
 
 
 def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: Console) -> list[dict]:
-    """One table; returns its rows."""
+    """Measure both systems in turns, print two tables, and return the rows of the first one."""
     spec, folder = SHAPES[shape], checkpoint(shape)
     machine = measure_machine()
     engine = Engine(model_path=str(folder), dtype="bfloat16", skip_tokenizer_init=True, max_total_tokens=65536)
@@ -86,7 +86,7 @@ def by_engine(engine: Engine) -> Generate:
 
 
 def by_transformers(model: torch.nn.Module) -> Generate:
-    """The same by `transformers.generate`."""
+    """Return greedy generation by `transformers.generate`, of a given number of tokens."""
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]], new_tokens: int) -> None:

@@ -1,8 +1,8 @@
 """Experts in 8 bits next to bfloat16: tokens a second, memory, a refresh, and how far the model is from what was sent.
 
 Engines of both formats take turns; medians over rounds.  Products in 8 bits have the bits of bfloat16 with the values
-that are held, so the mismatch is that of these values: transformers in float32, with the demo's model and samples of
-the plain engine, once with the weights as sent and once as held.
+that are held, so the mismatch comes from these values alone.  It is measured by transformers in float32, with the
+demo's model and samples of the plain engine: once with the weights as sent, and once with the weights as held.
 
 Shapes: N samples, S positions, V vocabulary.
 """
@@ -34,7 +34,7 @@ MISMATCH_SAMPLES, MISMATCH_TOKENS = 32, 64
 
 
 def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: Console) -> list[dict]:
-    """One table; returns its rows."""
+    """Measure both formats in turns, print one table, and return its rows."""
     spec, folder = SHAPES[shape], checkpoint(shape)
     read_rate = measure_machine().read_bytes_per_s
     engines = {
@@ -76,7 +76,7 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
 
 
 def mismatch(console: Console) -> list[dict]:
-    """The demo's model with its weights as sent and as held."""
+    """Compare the demo's model with its weights as sent and as held; print and return the mismatch."""
     folder = cached_checkpoint("demo", CheckpointSpec(shards=4))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     generator = random.Random(0)
@@ -115,7 +115,7 @@ def mismatch(console: Console) -> list[dict]:
 
 @torch.no_grad()
 def _hold(model: torch.nn.Module) -> None:
-    """Matrices of experts become what an engine in 8 bits holds of them."""
+    """Replace the matrices of experts by the values that an engine in 8 bits holds of them."""
     for name, tensor in model.named_parameters():
         if ".experts." in name and tensor.ndim >= 2:
             tensor.copy_(held_values(tensor.bfloat16()))

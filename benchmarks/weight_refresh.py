@@ -7,7 +7,7 @@
     delta        the same server refreshed by what changed alone, from encoding to the answer
     peak memory  of the process that computes, next to the formula of docs/weight_sync.md
 
-The trainer is this process, with the `WeightSender` that trainers use, and holds the weights as transformers does: the
+The trainer is this process, with the `WeightSender` that trainers use.  It holds the weights as transformers does: the
 experts of a layer in one tensor.  A refresh sends the weights that are served, so that requests run on as they were.
 """
 
@@ -88,7 +88,10 @@ class Plan:
 
 
 def _as_trained(tensors: dict[str, torch.Tensor]) -> Named:
-    """Experts by layer, gate and up of each after one another; the rest as it is, in memory of its own."""
+    """Return tensors as a trainer holds them: all experts of a layer in one tensor, gate and up after one another.
+
+    All other tensors are copies, in memory of their own.
+    """
     by_layer: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
     source: Named = []
     for name, tensor in tensors.items():
@@ -116,9 +119,9 @@ def run(
     folder: Path | None = None,
     busy_s: float = BUSY_S,
 ) -> list[dict]:
-    """One table; returns its rows, a dict each.  `folder`: a checkpoint other than the shape's own.
+    """Measure all modes, print one table, and return its rows.  `folder`: a checkpoint other than the shape's own.
 
-    For at least `busy_s` in sum buckets come while requests run: many refreshes where a checkpoint is tiny.
+    Buckets come for at least `busy_s` in sum while requests run: in many refreshes where a checkpoint is tiny.
     """
     folder = checkpoint(shape) if folder is None else folder
     plan = Plan.of(folder, BUCKET_BYTES)
@@ -191,7 +194,10 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int, bu
 
 
 def _idle(trainer: _Trainer, plan: Plan, rounds: int) -> tuple[list[Refreshed], list[Refreshed], list[float]]:
-    """Refreshes without and with a manifest, and bare broadcasts, by turns: the machine's moods meet all of them."""
+    """Measure refreshes without and with a manifest, and bare broadcasts.
+
+    They take turns, so that the machine's moods meet all of them.
+    """
     quiet, stated, bare_s = [], [], []
     with BareBroadcast([pack(bucket) for bucket in plan.buckets]) as bare:
         for _ in range(rounds):
@@ -214,7 +220,7 @@ def _by_delta(http: httpx.Client, plan: Plan, rounds: int) -> list[DeltaRefresh]
 
 @dataclass(frozen=True)
 class Refreshed:
-    """`tokens_s`: from the sender's call until the last bucket is there; 0 where they were not counted."""
+    """A refresh.  `tokens_s`: tokens a second from the call until the last bucket is there; 0 if not counted."""
 
     seconds: float
     stall_s: float
@@ -236,7 +242,7 @@ class _Trainer:
         self._client.close()
 
     def refresh(self, *, stated: bool, count_tokens: bool = False) -> Refreshed:
-        """`stated`: with a manifest of fingerprints, computed here and checked there."""
+        """Refresh the server.  `stated`: with a manifest of fingerprints, computed here and checked there."""
         tokens, since = self._num_generated(), time.perf_counter()
         rate = 0.0
 
@@ -253,7 +259,7 @@ class _Trainer:
         return Refreshed(report.seconds, engine.stall_seconds, rate)
 
     def send_one(self) -> None:
-        """An update of the smallest tensor alone."""
+        """Send the smallest tensor alone, as a partial update."""
         with self._sender.update(coverage="partial") as update:
             update.send([min(self._plan.source, key=lambda named: named[1].nbytes)])
 
@@ -293,7 +299,7 @@ def _requests(http: httpx.Client, count: int) -> Iterator[None]:
 
 
 def _peak_memory(pid: int, work: Callable[[], object]) -> int:
-    """Resident bytes of a process at their most while `work` runs, above what they were before."""
+    """Run `work`; return how far the resident bytes of a process rise above their number before."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak starts anew
     before = read_memory(pid).resident
     work()

@@ -78,7 +78,7 @@ def _in_a_process(part: str, args: argparse.Namespace) -> bool:
 
 
 def _measure(part: str, settings: Settings, out: Path) -> None:
-    """Rows are kept as they come, so that what ends a part does not take them away."""
+    """Measure a part.  Each row is written as it comes, so that it stays if the part is ended early."""
     if settings.device.type == "cuda":
         machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     else:

@@ -13,21 +13,24 @@ TRIES = 10
 
 @dataclass(frozen=True)
 class Ceilings:
-    """A second, best of some tries.  `copy_bytes_per_s`: read and written together, of a copy within the device's
-    memory; `read_bytes_per_s`: of a sum; `bf16_flops_per_s`: of a product of random matrices."""
+    """Rates a second, each the best of some tries.
+
+    `copy_bytes_per_s`: bytes read and bytes written by a copy within the device's memory; `read_bytes_per_s`: bytes
+    read by a sum; `bf16_flops_per_s`: operations of a product of random matrices.
+    """
 
     copy_bytes_per_s: float
     read_bytes_per_s: float
     bf16_flops_per_s: float
 
     def least_seconds(self, bytes_read: float, flops: float) -> float:
-        """The roofline (Williams et al., 2009)."""
+        """Return the least time that the roofline allows (Williams et al., 2009)."""
         bandwidth = max(self.copy_bytes_per_s, self.read_bytes_per_s)
         return max(bytes_read / bandwidth, flops / self.bf16_flops_per_s)
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """4 GiB copied and 8192^3 multiplied; little of both on a CPU."""
+    """Measure a copy of 4 GiB and a product of 8192^3; on a CPU, a small copy and a small product."""
     on_cuda = device.type == "cuda"
     count, size = (1 << 30, 8192) if on_cuda else (1 << 20, 256)
     copied, read = _memory(count, device)
@@ -45,16 +48,16 @@ def _memory(count: int, device: torch.device) -> tuple[float, float]:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, tries: int = TRIES) -> float:
-    """The shortest of some runs after three that warm up, on the device's own clock."""
+    """Return the shortest time of some runs on the device's own clock, after three runs that warm up."""
     for _ in range(3):
         work()
     return min(_seconds(work, device) for _ in range(tries))
 
 
 def best_seconds_of_each(works: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """The time of one of `works`, which run one after the other.
+    """Run `works` one after the other, and return the time of one of them.
 
-    On a GPU they are played from a CUDA graph: what the host takes to launch their kernels does not count.
+    On a GPU they are played from a CUDA graph: the host's time to launch their kernels does not count.
     """
 
     def run() -> None:

@@ -17,7 +17,7 @@ from benchmarks.profile.machine import Machine
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 PROMPT_TOKENS, STEPS, ROUNDS = 128, 64, 3
-# name -> what is different from the engine as it would serve, which records routes
+# name -> settings that differ from the engine as it would serve, which records routes
 VARIANTS: dict[str, dict[str, Any]] = {
     "all on": {},
     "no capture": {"enable_return_routed_experts": False},
@@ -27,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def run(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each variant and batch size."""
+    """Yield a row for each variant and batch size."""
     spec, device = shape(settings), settings.device
     batches, steps = ((1, 3), 4) if settings.dry_run else (BATCHES, STEPS)
     ceilings = measure_ceilings(device)

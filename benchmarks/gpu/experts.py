@@ -35,7 +35,10 @@ TILES = (
 
 
 def run(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each implementation and number of tokens: time, bytes of touched experts a second, arithmetic."""
+    """Yield a row for each implementation and number of tokens.
+
+    It has the time, the bytes a second of the touched experts, and the arithmetic.
+    """
     device = settings.device
     experts, hidden, inner, top_k = (8, 64, 32, 2) if settings.dry_run else (128, 2048, 768, 8)
     dtype = torch.float32 if settings.dry_run else torch.bfloat16
@@ -67,7 +70,10 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
 
 
 def _timed(steps: list[tuple[Any, ...]], settings: Settings) -> list[tuple[str, float]]:
-    """By the table, then by each of `TILES`, then by `grouped_mm`; what does not compile is left out with a line."""
+    """Measure Triton by the table, Triton by each of `TILES`, and `grouped_mm`; return their names and seconds.
+
+    Tiles that do not compile are left out, and a line names them.
+    """
     device, usual = settings.device, experts_plan.EXPERT_TILES
     size = steps[0][0].dtype.itemsize
 

@@ -38,7 +38,7 @@ from weight_sync.staging import DirectSink
 
 MEANWHILE = 64
 """Tokens of a request beyond the measured steps: the first requests decode while later prompts are computed."""
-_IDLE_S = 5e-4  # of a turn without a step: an I/O thread that receives weights needs the interpreter
+_IDLE_S = 5e-4  # to sleep after a turn without a step: an I/O thread that receives weights needs the interpreter
 
 # huggingface.co/Qwen/Qwen3-30B-A3B, config.json
 QWEN3_30B_A3B = CheckpointSpec(
@@ -67,14 +67,14 @@ def num_parameters(spec: CheckpointSpec) -> int:
 
 @contextmanager
 def config_folder(spec: CheckpointSpec) -> Iterator[Path]:
-    """A checkpoint folder without weights."""
+    """Yield a checkpoint folder without weights."""
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         (Path(name) / "config.json").write_text(json.dumps(hf_config(spec, [0, 1])))
         yield Path(name)
 
 
 class Driver:
-    """An engine in this thread, step by step; `load_seconds` is what its weights took, `start_seconds` all of it."""
+    """An engine in this thread, step by step.  `load_seconds`: of its weights; `start_seconds`: of its whole start."""
 
     def __init__(self, spec: CheckpointSpec, folder: Path, device: torch.device, **settings: Any) -> None:
         self.spec, self.device = spec, device
@@ -100,7 +100,7 @@ class Driver:
         moe_backend: MoeBackend | None = None,
         memory: AbstractContextManager[object] | None = None,
     ) -> DecoderForCausalLM:
-        """In the place of `load_model`."""
+        """Build the model with random weights, in the place of `load_model`."""
         started = time.perf_counter()
         with memory or nullcontext():
             model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
@@ -118,7 +118,7 @@ class Driver:
             torch.cuda.synchronize(self.device)
 
     def submit(self, count: int, prompt_tokens: int, new_tokens: int, **fields: Any) -> list[str]:
-        """Requests of random ids, greedy, none of which ends early."""
+        """Send greedy requests of random ids, none of which ends early; return their request ids."""
         generator, rids = torch.Generator().manual_seed(self._count), []
         for _ in range(count):
             self._count += 1
@@ -134,7 +134,10 @@ class Driver:
         return rids
 
     def control(self, verb: type[ControlReqInput[Any]], timeout_s: float, **fields: Any) -> ControlReqOutput[Any]:
-        """The verb's answer; raises `RuntimeError` for a refusal, or where none comes in time."""
+        """Send a control request and return the answer.
+
+        Raises `RuntimeError` for a refusal, or where no answer comes in time.
+        """
         self._count += 1
         request_id = f"c{self._count}"
         self._channel.inbox.append(verb(request_id=request_id, **fields))
@@ -151,7 +154,7 @@ class Driver:
 
     @torch.inference_mode()
     def tick(self) -> bool:
-        """Take a turn of the loop.  True if a step ran."""
+        """Take a turn of the loop; return whether a step ran."""
         ran = self.scheduler.tick(0)
         while self._channel.outbox:
             message = self._channel.outbox.popleft()
@@ -164,7 +167,7 @@ class Driver:
             self.tick()
 
     def seconds_per_decode_step(self, batch: int, prompt_tokens: int, steps: int, **fields: Any) -> float:
-        """Mean over `steps` steps in which `batch` requests decode and nothing else happens.
+        """Return the mean over `steps` steps in which `batch` requests decode and nothing else happens.
 
         The pool must hold `prompt_tokens + steps + MEANWHILE` tokens of each.
         """
@@ -190,7 +193,7 @@ class Driver:
         return seconds / steps
 
     def seconds_of_prefill(self, count: int, prompt_tokens: int, **fields: Any) -> float:
-        """From the first step of such prompts to the first token of the last."""
+        """Return the seconds from the first step of `count` prompts to the first token of the last one."""
         self.submit(count, prompt_tokens, 1, **fields)
         self.synchronize()
         started = time.perf_counter()
@@ -201,7 +204,7 @@ class Driver:
 
 @contextmanager
 def driver(spec: CheckpointSpec, device: torch.device, **settings: Any) -> Iterator[Driver]:
-    """An engine whose memory goes back at the end."""
+    """Yield an engine whose memory is freed at the end."""
     with config_folder(spec) as folder:
         one = Driver(spec, folder, device, **settings)
         try:

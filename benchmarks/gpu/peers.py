@@ -27,7 +27,7 @@ Rates = Iterator[tuple[int, float]]
 
 
 def run(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each system and batch size, or one with the reason why there is none."""
+    """Yield a row for each system and batch size, or one row with the reason why a system was not run."""
     systems: dict[str, Callable[[Settings], Rates]] = {
         "lockstep": _lockstep,
         "transformers": _transformers,
@@ -68,7 +68,7 @@ def _lockstep(settings: Settings) -> Rates:
 
 
 def _transformers(settings: Settings) -> Rates:
-    """`generate_batch`; which attention and whether CUDA graphs are used is its own choice."""
+    """Yield the rates of `generate_batch`, which itself chooses the attention and whether to use CUDA graphs."""
     batches, new_tokens = _sizes(settings)
     with config_folder(shape(settings)) as folder, settings.device:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -89,7 +89,10 @@ def _transformers(settings: Settings) -> Rates:
 
 
 def _mini_sglang(settings: Settings) -> Rates:
-    """Its offline engine with weights of its own making; raises `ImportError` where it is not installed."""
+    """Yield the rates of mini-sglang's offline engine, which makes up its weights.
+
+    Raises `ImportError` where it is not installed.
+    """
     if importlib.util.find_spec("minisgl") is None:
         raise ImportError(NOT_INSTALLED)
     engine, params = importlib.import_module("minisgl.llm"), importlib.import_module("minisgl.core")

@@ -16,7 +16,7 @@ ROUNDS = 3
 
 
 def run(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each number and length of prompts, with and without capture of routes."""
+    """Yield a row for each number and length of prompts, with and without capture of routes."""
     spec, device = shape(settings), settings.device
     prompts = ((1, 16), (3, 20)) if settings.dry_run else PROMPTS
     most = max(count * length for count, length in prompts)

@@ -53,7 +53,7 @@ class Trainer:
         )
 
     def buckets(self) -> Iterator[bytearray]:
-        """Pickled (name, tensor) lists; the memory of one is free again when the next is asked for."""
+        """Yield pickled (name, tensor) lists; the memory of one is free again when the next one is asked for."""
         while (line := self._ask("next")) != "end":
             yield bytearray(base64.b64decode(line))
 
@@ -71,7 +71,7 @@ class Trainer:
 
 
 def run(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each way of staging."""
+    """Yield a row for each refresh by each way of staging."""
     whole = shape(settings)
     ceilings = measure_ceilings(settings.device)
     for staging in ("device", "host", "in_place"):

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Settings:
-    """`dry_run`: sizes of next to nothing, to try the code on a CPU; numbers mean nothing then."""
+    """`dry_run`: take tiny sizes, to try the code on a CPU; the numbers mean nothing then."""
 
     device: torch.device
     num_layers: int

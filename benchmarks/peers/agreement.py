@@ -40,7 +40,7 @@ class Agreement:
 def compare(
     tops: Sequence[Top], tokens: list[list[int]], reference: Sequence[Top], expected: list[list[int]]
 ) -> Agreement:
-    """`tops` and `tokens` of one system for each prompt, against the reference's."""
+    """Compare one system's `tops` and `tokens`, an entry for each prompt, with those entries of the reference."""
     assert len(tops) == len(reference) == len(tokens) == len(expected)
     overlaps, errors = [], [0.0]
     for top, ref in zip(tops, reference, strict=True):

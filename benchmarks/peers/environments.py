@@ -64,7 +64,7 @@ class InstallError(Exception):
 
 
 def install(environment: Environment, say: Callable[[str], None]) -> None:
-    """Makes the environment unless this very one is there, with a line per step.  Raises `InstallError`."""
+    """Make the environment unless this very one is there; `say` gets a line for each step.  Raises `InstallError`."""
     stamp = environment.folder / "installed.json"
     wanted = json.dumps([environment.steps, environment.variables])
     if stamp.exists() and stamp.read_text() == wanted:

@@ -1,8 +1,8 @@
-"""One shape: starts every system, checks that they compute the same model, and measures them in turns.
+"""The run of one shape: start every system, check that they compute the same model, and measure them in turns.
 
 All systems stay up through the whole run; those not being measured are stopped, with all processes and threads.
-In each round each cell is measured on each system, in random order and on the same new prompts, right after a short
-request that does not count.
+In each round each cell is measured on each system, in random order and on the same new prompts.  A short request that
+does not count comes right before each measurement.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ShapeRun:
     missing: dict[str, str] = field(default_factory=dict)
 
     def machine(self, cell: Cell) -> Machine:
-        """Medians over the rounds, as speeds are."""
+        """Return the machine's rates as medians over the rounds, as speeds are."""
         return Machine(*map(statistics.median, zip(*map(astuple, self.machines[cell]), strict=True)))
 
 
@@ -64,7 +64,10 @@ def run_shape(
     console: Console,
     before: Path | None = None,
 ) -> ShapeRun:
-    """`missing`: by system, why it cannot take part.  A system that fails on the way joins them, loudly."""
+    """Measure all systems with one shape.
+
+    `missing`: the reason of each system that cannot take part.  A system that fails on the way joins them, loudly.
+    """
     run = ShapeRun(shape, missing=dict(missing))
     prompts = _Prompts(SHAPES[shape].vocab_size)
     with Fleet(run, console) as fleet, Progress(console=console) as progress:
@@ -133,11 +136,11 @@ class Fleet:
 
     @property
     def temporary(self) -> Path:
-        """Holds the workers' temporary files."""
+        """The folder of the workers' temporary files."""
         return Path(self._temporary.name)
 
     def start(self, name: str, shape: str, cells: list[Cell], threads: int, before: Path | None = None) -> None:
-        """Loads a system and leaves it stopped; a failure is printed and recorded."""
+        """Load a system and leave it stopped.  A failure is printed and recorded."""
         folder = ENVIRONMENTS[name].folder if name in ENVIRONMENTS else FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"{name.replace(' ', '-')}-{shape}.log"
@@ -156,15 +159,15 @@ class Fleet:
             worker.freeze()
 
     def ask(self, name: str, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Lets one system run and answer.  None if it fails, which is printed and recorded."""
+        """Let one system run; return its answer.  If it fails, that is printed and recorded, and the answer is None."""
         return self._ask(name, [request])[0]
 
     def ask_awake(
         self, name: str, prompts: list[list[int]], requests: list[dict[str, Any]]
     ) -> list[dict[str, Any] | None]:
-        """Lets one system run and answer `requests` in a row, after one of `prompts` that does not count.
+        """Let one system run and answer `requests` in a row, after a request of `prompts` that does not count.
 
-        Of a system that was stopped while others ran nothing is left in the caches, and all its timers are due.
+        A system that was stopped while others ran has nothing left in the caches, and all its timers are due.
         """
         return self._ask(name, [{"op": "generate", "prompts": prompts, "max_new_tokens": 1}, *requests])[1:]
 

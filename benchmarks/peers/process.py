@@ -23,7 +23,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """Leads a session of its own, so that Ctrl-C at the terminal reaches only the process that cleans up."""
+    """A process with a session of its own, so that Ctrl-C at the terminal reaches only the process that cleans up."""
 
     def __init__(self, command: list[str], folder: Path, variables: dict[str, str], log: Path) -> None:
         self._log = log
@@ -45,7 +45,7 @@ class Worker:
         return self._process.pid
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next line.  Raises `WorkerError`, also for a reply that is an error."""
+        """Receive the next reply.  Raises `WorkerError`, also for a reply that is an error."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         deadline = time.monotonic() + timeout_s
@@ -65,7 +65,7 @@ class Worker:
         return reply
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The reply to a request.  Raises `WorkerError`."""
+        """Send a request and return the reply.  Raises `WorkerError`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -81,7 +81,7 @@ class Worker:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End of input, then after a while SIGKILL to everything in the group."""
+        """Close the worker's input, and after a while send SIGKILL to everything in its group."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self.thaw()
         with contextlib.suppress(BrokenPipeError):
@@ -93,7 +93,7 @@ class Worker:
         self._process.stdout.close()
 
     def kill(self) -> None:
-        """SIGKILL to everything in the group, stopped or not."""
+        """Send SIGKILL to everything in the group, stopped or not."""
         self._signal(signal.SIGKILL)
         self._process.wait(STOP_S)
 

@@ -1,4 +1,4 @@
-"""From seconds to tokens a second, and what the machine's floor allows.
+"""Tokens a second from measured seconds, and the most that the machine's floor allows.
 
 Shape legend: T tokens, D hidden, K experts per token.
 """
@@ -31,10 +31,10 @@ class Cell:
 
 
 def tokens_per_s(cell: Cell, seconds: list[tuple[float, ...]]) -> float | None:
-    """Median over rounds; `seconds` holds for each round the times of `cell.counts`.
+    """Return the tokens a second by the median round.  `seconds` holds for each round the times of `cell.counts`.
 
-    Decoding leaves the prompts out: batch * (new_tokens - 1) over the time of the long request less that of the one
-    with a single token.  None if noise has swallowed that difference.
+    Decoding leaves the prompts out: its tokens are batch * (new_tokens - 1), and its time is the time of the long
+    request less the time of the request with a single token.  The rate is None if noise has swallowed that difference.
     """
     tokens = cell.prompt_tokens if cell.new_tokens == 1 else cell.new_tokens - 1
     median = statistics.median(counted_s(seconds))
@@ -47,7 +47,7 @@ def counted_s(seconds: list[tuple[float, ...]]) -> list[float]:
 
 
 def floor_tokens_per_s(spec: CheckpointSpec, cell: Cell, machine: Machine) -> float:
-    """The most that reading the memory once, and the arithmetic, would allow."""
+    """Return the most tokens a second that reading the memory once, and the arithmetic, would allow."""
     if cell.new_tokens > 1:
         context = cell.prompt_tokens + cell.new_tokens // 2
         return cell.batch / decode_step_floor_s(spec, cell.batch, context, machine)

@@ -33,7 +33,7 @@ def verdicts(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[V
 
 
 def rows(run: ShapeRun, cells: list[Cell], peers: tuple[str, ...]) -> list[dict[str, Any]]:
-    """JSON objects, distinguished by "kind"."""
+    """Return the results of a run as JSON objects, distinguished by "kind"."""
     spec, result = SHAPES[run.shape], speeds(run)
     found: list[dict[str, Any]] = [
         {"kind": "floor", "shape": run.shape, "column": cell.name, "turn": turn, **vars(machine)}

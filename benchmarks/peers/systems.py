@@ -39,7 +39,7 @@ class System:
 def system(
     name: str, shape: str, checkpoint: Path, threads: int, cells: Sequence[Cell], before: Path | None = None
 ) -> System:
-    """With room for every cell.  `before`: another checkout of this project, for the systems of that name.
+    """Return a system with room for every cell.  `before`: another checkout, for the systems of that name.
 
     Raises `InstallError` if the weights cannot be converted for it.
     """
@@ -63,17 +63,17 @@ def system(
 
 
 def kv_tokens(cells: Sequence[Cell]) -> int:
-    """Room for the largest cell, with some to spare for pages."""
+    """Return the tokens of the largest cell, with some to spare for pages."""
     return max(cell.batch * (cell.prompt_tokens + cell.new_tokens + 64) for cell in cells)
 
 
 def command(system: System, settings_json: str) -> list[str]:
-    """Run in the system's folder, so that workers find their protocol."""
+    """Return the command of a worker, to be run in the system's folder: there it finds its protocol."""
     return [str(system.python), "-m", f"benchmarks.peers.workers.{system.worker}", settings_json]
 
 
 def variables(system: System, threads: int, temporary: Path) -> dict[str, str]:
-    """The environment that every system gets, and its own."""
+    """Return the environment variables that every system gets, and the system's own."""
     common = {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(temporary), "HF_HUB_OFFLINE": "1"}
     return common | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"} | system.variables
 
@@ -95,7 +95,7 @@ def _vllm_variables(threads: int) -> dict[str, str]:
 
 
 def _gguf(shape: str, checkpoint: Path) -> Path:
-    """The checkpoint as GGUF, written when it is missing or older."""
+    """Return the checkpoint as GGUF, which is written if it is missing or older."""
     target = FOLDER / "llama.cpp" / f"{shape}.gguf"
     if target.exists() and target.stat().st_mtime >= (checkpoint / "model.safetensors").stat().st_mtime:
         return target

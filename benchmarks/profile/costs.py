@@ -1,7 +1,7 @@
 """The bytes and flops that one call of an operator needs, from its arguments: a table by operator name.
 
-Bytes are the least there is: each read and each write counts once, of gathered rows and of experts only the ones that
-this call uses.  Flops count matrix products (a product and a sum are two); operators without one are bound by bytes.
+Bytes are the least there is: each read and each write counts once.  Of gathered rows and of experts, only the used ones
+count.  Flops count matrix products (a product and a sum are two); operators without one are bound by bytes.
 
 Shapes: T tokens, D hidden, P physical experts, K top-k, H query heads, hd head size, N requests.
 """
@@ -29,10 +29,10 @@ class Cost:
 
 
 def operator_cost(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> Cost:
-    """Cost of the call `operator(*args, **kwargs)` that gave `result`.
+    """Return the cost of the call `operator(*args, **kwargs)` that gave `result`.
 
-    An operator without entries of its own reads every tensor that it is given, writes every tensor that it returns or
-    changes, and computes as many flops as torch's own counter counts.
+    An operator without entries of its own reads every tensor that it is given, and writes every tensor that it returns
+    or changes.  Its flops are counted by torch's own counter.
     """
     arguments = _bind(operator, args, kwargs)
     name = operator._schema.name
@@ -56,13 +56,13 @@ def nbytes(*values: object) -> int:
 
 
 def _linear_flops(arguments: Arguments, result: object) -> int:
-    """[T, D] to `out_size` features."""
+    """Count the product that takes [T, D] to `out_size` features."""
     flops: int = 2 * _token_rows(arguments).numel() * arguments["out_size"]
     return flops
 
 
 def _route_flops(arguments: Arguments, result: object) -> int:
-    """[T, D] to `num_experts` logits."""
+    """Count the product that takes [T, D] to `num_experts` logits."""
     flops: int = 2 * _token_rows(arguments).numel() * arguments["num_experts"]
     return flops
 
@@ -83,14 +83,14 @@ def _experts_bytes(arguments: Arguments, result: object) -> int:
 
 
 def _experts_flops(arguments: Arguments, result: object) -> int:
-    """Every (token, slot) pair of `ids` [T, K] is three products of D * `inner_size`."""
+    """Count three products of D * `inner_size` for every (token, slot) pair of `ids` [T, K]."""
     hidden_size = arguments["hidden"].shape[1]
     flops: int = 2 * arguments["ids"].numel() * 3 * hidden_size * arguments["inner_size"]
     return flops
 
 
 def _attention_bytes(arguments: Arguments, result: object) -> int:
-    """The KV of a request is read once, for any number of queries: `kv_lens` [N] slots each, or those in a window."""
+    """Count the KV of a request once, for any number of queries: `kv_lens` [N] slots each, or a window of them."""
     keys, values = arguments["k_pool"], arguments["v_pool"]
     is_shared = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
     slot: int = nbytes(keys[0], None if is_shared else values[0]) + arguments["req_to_token"].itemsize
@@ -102,11 +102,14 @@ def _attention_bytes(arguments: Arguments, result: object) -> int:
 
 
 def _attention_flops(arguments: Arguments, result: object) -> int:
-    """`q` [T, H, hd]: request n brings `query_lens[n]` rows, the last of which sees `kv_lens[n]` positions."""
+    """Count the products of each row of `q` [T, H, hd] with the positions that it sees.
+
+    Request n brings `query_lens[n]` rows, the last of which sees `kv_lens[n]` positions.
+    """
     kv_lens, window = arguments["kv_lens"], arguments.get("window")
 
     def seen(length: torch.Tensor) -> torch.Tensor:
-        """By the first `length` positions together."""
+        """Return how many positions the first `length` positions see together."""
         within = length if window is None else length.clamp(max=window)
         return within * (within + 1) // 2 + (length - within) * within
 
@@ -116,7 +119,7 @@ def _attention_flops(arguments: Arguments, result: object) -> int:
 
 
 def _store_bytes(arguments: Arguments, result: object) -> int:
-    """`qkv` is read, and as much is written: queries to the result, keys and values to T slots of the pools."""
+    """Count `qkv` as read and as written: its queries to the result, its keys and values to T slots of the pools."""
     others = (value for name, value in arguments.items() if name not in ("qkv", "k_pool", "v_pool"))
     return 2 * nbytes(arguments["qkv"]) + nbytes(*others)
 
@@ -127,7 +130,7 @@ def _latent_store_bytes(arguments: Arguments, result: object) -> int:
 
 
 def _latent_query_flops(arguments: Arguments, result: object) -> int:
-    """Count the first part of each head of [T, H (nope + rd)] times [nope, R]."""
+    """Count the product of the first part of each head of [T, H (nope + rd)] with [nope, R]."""
     query, rank = arguments["query"], arguments["norm_weight"].shape[0]
     rotated = arguments["num_heads"] * arguments["angles"].shape[-1]
     flops: int = 2 * query.shape[0] * (query.shape[1] - rotated) * rank
@@ -135,13 +138,13 @@ def _latent_query_flops(arguments: Arguments, result: object) -> int:
 
 
 def _latent_values_flops(arguments: Arguments, result: object) -> int:
-    """[T, H R] by head times [R, v]."""
+    """Count the product of each head of [T, H R] with [R, v]."""
     flops: int = 2 * arguments["latents"].numel() * arguments["value_size"]
     return flops
 
 
 def _delta_bytes(arguments: Arguments, result: object) -> int:
-    """A state is read and written once a sequence, and written once a snapshot."""
+    """Count a state as read and written once a sequence, and as written once a snapshot."""
     pools = (arguments["conv_pool"], arguments["state_pool"])
     row: int = sum(pool[0].nbytes for pool in pools)
     copies: int = 2 * arguments["rows"].numel() + arguments["snapshots"].shape[0]
@@ -149,7 +152,7 @@ def _delta_bytes(arguments: Arguments, result: object) -> int:
 
 
 def _delta_flops(arguments: Arguments, result: object) -> int:
-    """A token decays a state [dk, dv], reads it twice and adds to it, in each of H heads."""
+    """Count that a token decays a state [dk, dv], reads it twice and adds to it, in each of H heads."""
     heads, key_dim, value_dim = arguments["state_pool"].shape[1:]
     flops: int = 7 * arguments["projected"].shape[0] * heads * key_dim * value_dim
     return flops
@@ -172,7 +175,7 @@ def _scatter_bytes(arguments: Arguments, result: object) -> int:
 
 
 def _overwrite_bytes(arguments: Arguments, result: object) -> int:
-    """The target is written and not read."""
+    """Count the target as written and not read."""
     return nbytes(*arguments.values())
 
 
@@ -225,7 +228,7 @@ def _bind(operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _generic_bytes(operator: OpOverload, arguments: Arguments, result: object) -> int:
-    """A view moves nothing; a tensor that is changed is read and written."""
+    """Count nothing for a view, and a tensor that is changed as read and written."""
     schema = operator._schema
     returned = [value.alias_info for value in schema.returns]
     if any(alias is not None and not alias.is_write for alias in returned):

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _count(least: int = 1) -> Callable[[str], int]:
-    """A whole number from `least` up."""
+    """Return a parser of whole numbers from `least` up."""
 
     def parse(text: str) -> int:
         value = int(text)

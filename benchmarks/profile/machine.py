@@ -20,11 +20,11 @@ class Machine:
     fp32_flops_per_s: float
 
     def peak_flops_per_s(self, dtype: torch.dtype) -> float:
-        """The peak of a matrix product in `dtype`: bfloat16 has its own, everything else is held against float32's."""
+        """Return the peak of a matrix product in `dtype`: bfloat16 has its own, all others have float32's."""
         return self.bf16_flops_per_s if dtype == torch.bfloat16 else self.fp32_flops_per_s
 
     def least_seconds(self, bytes_moved: int, flops: int, dtype: torch.dtype) -> float:
-        """The roofline: the larger of the time to move the bytes and the time to compute (Williams et al., 2009)."""
+        """Return the roofline: the larger of the times to move the bytes and to compute (Williams et al., 2009)."""
         return max(bytes_moved / self.read_bytes_per_s, flops / self.peak_flops_per_s(dtype))
 
 
@@ -46,14 +46,16 @@ def _product_flops_per_s(size: int, dtype: torch.dtype) -> float:
 
 
 def measure_reading() -> float:
-    """Bytes a second of a sum over 1 GiB.  On a shared machine it changes within seconds: measure it together with the
-    numbers to compare."""
+    """Return the bytes a second of a sum over 1 GiB.
+
+    On a shared machine the rate changes within seconds: measure it together with the numbers to compare.
+    """
     data = torch.ones(1 << 27, dtype=torch.float64)
     return data.nbytes / best_seconds(data.sum)
 
 
 def best_seconds(work: Callable[[], object], tries: int = 5) -> float:
-    """The shortest of a few runs, one more beforehand to warm up."""
+    """Return the seconds of the shortest of a few runs, after one that warms up."""
     work()
     times = []
     for _ in range(tries):

@@ -1,7 +1,7 @@
-"""Times every torch operator that runs while it is switched on, and reports what each had to move and to compute.
+"""A timer of torch operators, with what each one had to move and to compute.
 
-Around every operator runs Python then, also where a tape plays the forward, so that it finds the caches emptier than
-else: a small one takes several microseconds more.
+While it is switched on, Python runs around every operator, also where a tape plays the forward.  The operator then
+finds the caches emptier: a small one takes several microseconds more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OperatorTimer(TorchDispatchMode):
 
     def __init__(self, machine: Machine, clock: Callable[[], float] = perf_counter) -> None:
         super().__init__()
-        self.machine = machine  # what calls are held against from now on
+        self.machine = machine  # calls are held against it from now on
         self._clock = clock
         self._uses: dict[str, OperatorUse] = defaultdict(OperatorUse)
 
@@ -76,6 +76,6 @@ class OperatorTimer(TorchDispatchMode):
 
 
 def operator_name(func: Any) -> str:
-    """`linear` for the engine's `lockstep::linear`, `aten.mm` for torch's; overloads are one operator."""
+    """Return `linear` for the engine's `lockstep::linear`, `aten.mm` for torch's; overloads share one name."""
     namespace, name = func._schema.name.split("::")
     return name if namespace == "lockstep" else f"{namespace}.{name}"

@@ -1,4 +1,4 @@
-"""Runs the engine and sums up what was measured: decode steps of a batch, and passes over one prompt.
+"""Runs of the engine, and the sums of their measurements: decode steps of a batch, and passes over one prompt.
 
 Steps run undisturbed, but for some whose operators are watched by Python.  A forward that is played from its tape
 records the times of its operators itself, in undisturbed steps.  Watched steps give the bytes, the operations and
@@ -81,7 +81,7 @@ class Profiler:
     """Owns an engine's time for as long as it is used."""
 
     def __init__(self, engine: Engine, machine: Machine, workload: Workload, advance: Callable[[], None]) -> None:
-        """`advance` is called after every run of the engine: `runs_of_decode`, `runs_of_prefill` say how many."""
+        """Take an engine over.  `advance` is called after every run of it; `runs_of` counts the runs."""
         self._engine = engine
         self._workload = workload
         self._advance = advance
@@ -89,7 +89,7 @@ class Profiler:
         self._rng = random.Random(0)
 
     def decode(self, batch_size: int) -> Profile:
-        """Steps in which `batch_size` requests decode and nothing else happens."""
+        """Measure steps in which `batch_size` requests decode and nothing else happens."""
         work = self._workload
         self._run([work.input_len] * batch_size, WARM_UP_TOKENS)
         chunk = self._engine.server_args.chunked_prefill_size
@@ -101,7 +101,7 @@ class Profiler:
         return summarise("decode", batch_size, batch_size, units, (before, measure_reading()))
 
     def prefill(self, num_tokens: int) -> Profile:
-        """Whole passes over one prompt, in as many steps as the chunk size makes of it."""
+        """Measure whole passes over one prompt, in as many steps as the chunk size makes of it."""
         units = []
         before = self._measure_reading()
         for turn in range(-1, PREFILL_PASSES):
@@ -153,12 +153,12 @@ def runs_of(num_batches: int, prefill: bool) -> int:
 
 
 def decode_head_start(batch_size: int, input_len: int, chunk: int) -> int:
-    """Most tokens that the first request has sampled when the last prompt is done."""
+    """Return the most tokens that the first request can have sampled when the last prompt is done."""
     return 1 + (math.ceil(batch_size * input_len / chunk) if chunk > 0 else batch_size)
 
 
 def summarise(kind: str, batch_size: int, tokens: int, units: list[Step], reading: tuple[float, float]) -> Profile:
-    """Medians over undisturbed units and over watched ones; there must be two or more of both."""
+    """Return a profile of medians over undisturbed and over watched units; there must be two or more of both."""
     undisturbed = [unit for unit in units if unit.uses is None]
     watched = [unit.uses for unit in units if unit.uses is not None]
     assert min(len(undisturbed), len(watched)) >= 2, (kind, batch_size, len(units))
@@ -200,7 +200,7 @@ def section_of(phase: str) -> str:
 
 
 def _typical(uses: list[OperatorUse]) -> OperatorUse:
-    """The median of the seconds; the mean of what does not depend on the machine's moods."""
+    """Return the median of the seconds, which depend on the machine's moods, and the mean of all other numbers."""
     return OperatorUse(
         calls=fmean(use.calls for use in uses),
         seconds=median(use.seconds for use in uses),

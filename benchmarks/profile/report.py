@@ -24,7 +24,7 @@ def machine_line(machine: Machine, threads: int) -> str:
 
 
 def noise_line(profiles: list[Profile]) -> str | None:
-    """A warning where steps of one kind took very different times."""
+    """Return a warning if steps of one kind took very different times, else None."""
     loud = [title(profile) for profile in profiles if profile.spread > QUIET]
     if not loud:
         return None
@@ -38,7 +38,7 @@ def title(profile: Profile) -> str:
 
 
 def overview(profiles: list[Profile]) -> Table:
-    """One row a profile: throughput, and the step in operators and Python."""
+    """Return a table with a row for each profile: throughput, and the step in operators and Python."""
     table = Table(box=box.SIMPLE, pad_edge=False, title="Throughput; milliseconds of a step or a whole prompt")
     _add_columns(table, "", "tokens/s", "ms", "spread %", "operators", "Python", "roof %", "read GB/s")
     for profile in profiles:
@@ -67,7 +67,10 @@ def phase_table(profile: Profile) -> Table:
 
 
 def operator_table(profile: Profile) -> Table:
-    """Operators that take a noticeable share of the step, then the others together, then what no operator takes."""
+    """Return a table of the operators that take a noticeable share of the step.
+
+    Then come all other operators in one row, and the time that no operator takes.
+    """
     runs = profile.num_undisturbed if profile.played else profile.num_watched
     table = Table(box=box.SIMPLE, pad_edge=False, title=f"{title(profile)}: operators, {runs} runs timed")
     _add_columns(table, "operator", "calls", "ms", "step %", "MB", "GB/s", "GFLOP/s", "roof %")
@@ -115,5 +118,5 @@ def _ms(seconds: float) -> str:
 
 
 def _figures(value: float) -> str:
-    """Three decimals of a small number, none of a large one."""
+    """Return a number as text: a small one with three decimals, a large one without."""
     return f"{value:.{3 - min(3, len(str(int(abs(value)))) - 1)}f}"

@@ -35,7 +35,7 @@ SLOTS_KEPT_PER_REQUEST = 8  # more than the scheduler keeps free when it admits 
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command with the words after its name; its exit status.  A refusal is one line on stderr."""
+    """Run the command with the words after its name; return its exit status.  A refusal is one line on stderr."""
     args = parser().parse_args(argv)
     try:
         with _model_path(args.model_path) as path:
@@ -99,14 +99,14 @@ def _engine(args: argparse.Namespace, model_path: Path, config: ModelConfig) -> 
 
 
 def _pool_tokens(args: argparse.Namespace) -> int:
-    """Slots for the largest run.  The cache is emptied after each."""
+    """Return the slots of KV for the largest run.  The cache is emptied after each run."""
     needs = [size * (_decode_tokens(args, size) + SLOTS_KEPT_PER_REQUEST) for size in args.batch_sizes]
     tokens: int = max(*needs, args.prefill + SLOTS_KEPT_PER_REQUEST)
     return tokens
 
 
 def _decode_tokens(args: argparse.Namespace, batch_size: int) -> int:
-    """Prompt and output of one request."""
+    """Return the tokens of one request, prompt and output."""
     tokens: int = (
         args.input_len + args.output_len + decode_head_start(batch_size, args.input_len, args.chunked_prefill_size)
     )
@@ -160,7 +160,7 @@ def _report(args: argparse.Namespace, machine: Machine, profiles: list[Profile])
 
 @contextmanager
 def _model_path(given: Path | None) -> Iterator[Path]:
-    """The folder that was given, or a small random model that lives as long as the command."""
+    """Yield the folder that was given, or a small random model that lives as long as the command."""
     if given is not None:
         yield given
         return

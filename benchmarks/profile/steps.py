@@ -1,7 +1,7 @@
-"""Step statistics that keep every step by itself, with the time of every operator of a forward that was played from its
-tape, and can watch some of them operator by operator.
+"""Step statistics that keep every step by itself, and can watch some steps operator by operator.
 
-To be put in the place of `Scheduler.stats`.
+Where a forward was played from its tape, the step has the time of each of its operators.  The statistics are to be put
+in the place of `Scheduler.stats`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout.scheduler.stats import PHASES, StepStats
 BETWEEN = "between steps"  # messages in, the engine's own loop
 SECTIONS = (*PHASES, BETWEEN)
 FORWARD = "forward"  # of the phases
-PLAYED = "played"  # what of it a tape calls
+PLAYED = "played"  # the part of it that a tape calls
 
 
 @dataclass(slots=True)
@@ -32,8 +32,8 @@ class Step:
     """One step, or several added up.
 
     `num_decodes` counts the requests that decode, 0 if there are prompts in the step.  `uses` is by (phase, operator),
-    with `PLAYED` for a phase inside a tape, and None for a step whose operators were not watched.  `tapes`: of any step
-    the operators of every tape that was played, and their nanoseconds.
+    with `PLAYED` for a phase inside a tape, and None for a step whose operators were not watched.  `tapes` has for
+    any step the operators of every tape that was played, and their nanoseconds.
     """
 
     num_decodes: int
@@ -46,7 +46,7 @@ class Step:
         return sum(self.seconds.values())
 
     def played_seconds(self) -> dict[str, float]:
-        """By operator; empty where no tape was played."""
+        """Return the seconds by operator; empty where no tape was played."""
         seconds: dict[str, float] = defaultdict(float)
         for operators, nanoseconds in self.tapes:
             for operator, each in zip(operators, nanoseconds, strict=True):
@@ -54,7 +54,7 @@ class Step:
         return seconds
 
     def add(self, other: Step) -> None:
-        """`other` was watched if this one was."""
+        """Add another step to this one.  `other` was watched if this one was."""
         for name, seconds in other.seconds.items():
             self.seconds[name] += seconds
         self.tapes += other.tapes
@@ -84,7 +84,7 @@ class StepRecorder(StepStats):
         self._watching = ExitStack()
 
     def play(self, tape: Tape, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """In the place of `RecordedForward.play`."""
+        """Play a tape and keep its operators' times, in the place of `RecordedForward.play`."""
         before = self._timer.take()
         result, nanoseconds = tape.play_clocked(inputs)
         self._step.tapes.append((tape.operators, nanoseconds))
@@ -140,7 +140,7 @@ class TracedSteps(StepStats):
         super().start_step()
 
     def phase(self, name: str) -> None:
-        """`name` has ended; the next begins."""
+        """End the range of the phase `name`, and begin the range of the next one."""
         super().phase(name)
         self._phase.close()
         following = PHASES.index(name) + 1

@@ -17,8 +17,8 @@ DECODE_STEPS = 4
 
 
 def write_trace(path: Path, engine: Engine, workload: Workload, batch_sizes: list[int], prefill: int) -> None:
-    """Prompts and `DECODE_STEPS` decode steps of each batch size, then one prompt of `prefill` tokens (0: none)."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would say on stderr that it starts and stops
+    """Trace prompts and `DECODE_STEPS` decode steps of each batch size, then a prompt of `prefill` tokens (0: none)."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would print on stderr that it starts and stops
     rng = random.Random(1)
     runs = [(f"batch {size}", [workload.input_len] * size, 1 + DECODE_STEPS) for size in batch_sizes]
     if prefill:

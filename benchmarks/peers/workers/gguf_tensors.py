@@ -1,7 +1,7 @@
 """The tensors of a Qwen3-MoE checkpoint in Hugging Face format under llama.cpp's names.
 
-Shape legend: E logical experts.  Only numpy and the standard library: the reader of bfloat16 that llama.cpp's
-environment has no other package for.
+Shape legend: E logical experts.  It needs only numpy and the standard library: llama.cpp's environment has no other
+package that reads bfloat16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FLOAT32 = ("norm.weight", "ffn_gate_inp.weight")
 
 
 def read_bfloat16(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file as uint16 views of their bits.  ValueError for any other dtype."""
+    """Return the bfloat16 tensors of a file as uint16 views of their bits.  Raises ValueError for another dtype."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -53,9 +53,9 @@ def read_bfloat16(path: Path) -> dict[str, np.ndarray]:
 
 
 def stacked(tensors: dict[str, np.ndarray], num_layers: int, num_experts: int) -> dict[str, np.ndarray]:
-    """The tensors under llama.cpp's names, a layer's experts as one [E, out, in].
+    """Return the tensors under llama.cpp's names, a layer's experts as one [E, out, in].
 
-    Raises KeyError for a missing one, ValueError for one that has no place.
+    Raises KeyError for a missing tensor, and ValueError for a tensor that has no place.
     """
     rest = dict(tensors)
     named = {theirs: rest.pop(ours) for ours, theirs in OUTER.items()}
@@ -72,5 +72,5 @@ def stacked(tensors: dict[str, np.ndarray], num_layers: int, num_experts: int) -
 
 
 def float32_of(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 bits as float32, exactly."""
+    """Return bfloat16 bits as float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -65,13 +65,13 @@ class LlamaCpp:
         return "flash attention" if best else "no flash attention"
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: the system has started nothing outside its process."""
 
     def _flash(self, prompts: Prompts) -> bool:
         return self._fastest.get((len(prompts), len(prompts[0])), True)
 
     def _generate(self, prompts: Prompts, max_new_tokens: int, flash: bool) -> tuple[float, float, Prompts]:
-        """Seconds up to the first new token, seconds in all, and the tokens."""
+        """Return the seconds up to the first new token, the seconds in all, and the tokens."""
         context = self._context(prompts, max_new_tokens, flash)
         num_sequences, position = len(prompts), len(prompts[0])
         sequences = np.arange(num_sequences, dtype=np.int32)
@@ -87,7 +87,7 @@ class LlamaCpp:
         return first, time.perf_counter() - start, tokens
 
     def _context(self, prompts: Prompts, max_new_tokens: int, flash: bool) -> Any:
-        """An empty context with room for each prompt and its new tokens."""
+        """Return an empty context with room for each prompt and its new tokens."""
         if len({len(prompt) for prompt in prompts}) != 1:
             raise ValueError("prompts of one request must have one length")
         room = -(-(len(prompts[0]) + max_new_tokens) // ROOM_STEP) * ROOM_STEP
@@ -108,7 +108,7 @@ class LlamaCpp:
         return self._contexts[key]
 
     def _read_prompts(self, context: Any, prompts: np.ndarray) -> np.ndarray:
-        """Logits [sequences, vocab] after the last token of each prompt; `prompts` is [sequences, tokens]."""
+        """Return the logits [sequences, vocab] after each prompt's last token; `prompts` is [sequences, tokens]."""
         num_sequences, length = prompts.shape
         sequences = np.repeat(np.arange(num_sequences, dtype=np.int32), length)
         positions = np.tile(np.arange(length, dtype=np.int32), num_sequences)
@@ -125,7 +125,7 @@ class LlamaCpp:
     def _decode(
         self, context: Any, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, wanted: np.ndarray
     ) -> None:
-        """One call of `llama_decode`; the arrays are parallel, int32, `wanted` int8."""
+        """Call `llama_decode` once.  The arrays are parallel, of int32; `wanted` is of int8."""
         ones = np.ones(len(tokens), dtype=np.int32)
         sequences = np.ascontiguousarray(sequences)
         addresses = sequences.ctypes.data + sequences.itemsize * np.arange(len(tokens), dtype=np.uint64)
@@ -143,7 +143,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama_decode returned {status}")
 
     def _logits(self, context: Any, num_outputs: int) -> np.ndarray:
-        """A view of the last call's logits, [outputs, vocab]."""
+        """Return a view of the last call's logits, [outputs, vocab]."""
         return np.ctypeslib.as_array(api.llama_get_logits(context), (num_outputs, self._vocab_size))
 
 

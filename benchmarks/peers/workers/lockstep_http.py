@@ -66,7 +66,7 @@ class LockstepHttp:
         return ""
 
     def close(self) -> None:
-        """SIGTERM, then SIGKILL after a while."""
+        """End the server by SIGTERM, and after a while by SIGKILL."""
         self._client.close()
         self._server.send_signal(signal.SIGTERM)
         try:

@@ -31,20 +31,20 @@ class System(Protocol):
     about: str
 
     def generate(self, prompts: Prompts, max_new_tokens: int) -> tuple[float, Prompts]:
-        """Seconds, and for each prompt exactly `max_new_tokens` new token ids."""
+        """Return the seconds, and for each prompt exactly `max_new_tokens` new token ids."""
 
     def top_logprobs(self, prompts: Prompts, count: int) -> list[list[tuple[int, float]]]:
-        """For each prompt the `count` likeliest next token ids and their log-probabilities, likeliest first."""
+        """Return for each prompt the `count` likeliest next token ids with log-probabilities, likeliest first."""
 
     def tune(self, prompts: Prompts, max_new_tokens: int) -> str:
-        """Chooses what is fastest for requests of this form, warms up, and reports its choices."""
+        """Choose what is fastest for requests of this form, warm up, and return the choices."""
 
     def close(self) -> None:
-        """Ends what the system has started outside its process."""
+        """End what the system has started outside its process."""
 
 
 def main(load: Callable[..., System]) -> None:
-    """Loads `load(**settings)` from the JSON object in argv[1] and serves until stdin ends.
+    """Call `load` with the settings of the JSON object in argv[1], and serve the system until stdin ends.
 
     What libraries print on file descriptor 1 goes to stderr.
     """
@@ -66,7 +66,7 @@ def main(load: Callable[..., System]) -> None:
 
 
 def answer(system: System, request: dict[str, Any]) -> dict[str, Any]:
-    """The reply to one request."""
+    """Return the reply to one request."""
     try:
         prompts = request["prompts"]
         if request["op"] == "generate":
@@ -86,6 +86,6 @@ def answer(system: System, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when the one that started it ends, however it ends."""
+    """Have the kernel kill this process when the one that started it ends, however it ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

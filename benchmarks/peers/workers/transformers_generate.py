@@ -1,7 +1,7 @@
 """`transformers.generate`, with the experts implementations that are fastest here for each form of request.
 
-`tune` times the implementations that run on a CPU on prompts of the form (batch size, prompt length), separately for
-the forward that reads the prompts and for the forwards that decode, and keeps the fastest of each.
+`tune` times the implementations that run on a CPU on prompts of the form (batch size, prompt length).  It keeps the
+fastest for the forward that reads the prompts, and the fastest for the forwards that decode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.peers.workers import protocol
 from benchmarks.peers.workers.protocol import Prompts
 
 EXPERTS = ("grouped_mm", "eager", "batched_mm")
-"""deepgemm and sonicmoe need a GPU."""
+"""The implementations that run on a CPU: deepgemm and sonicmoe need a GPU."""
 MAX_BATCHED_MM_BYTES = 4 << 30
 """batched_mm copies the weights of every pick; above this, per layer, it would end the run instead of losing it."""
 
@@ -56,7 +56,7 @@ class Transformers:
         return f"prefill {self._prefill}" + (f", decode {self._decode}" if max_new_tokens > 1 else "")
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: the system has started nothing outside its process."""
 
     @torch.inference_mode()
     def _generate(self, prompts: Prompts, max_new_tokens: int) -> tuple[float, Prompts]:
@@ -79,7 +79,7 @@ class Transformers:
             module.set_experts_implementation(name)
 
     def _fastest_of(self, names: Sequence[str], stage: str, prompts: Prompts, max_new_tokens: int) -> str:
-        """Each once, after a request that warms up."""
+        """Measure each implementation once, after a request that warms up; return the fastest."""
         seconds = {}
         for name in (names[0], *names):
             setattr(self, stage, name)

@@ -1,6 +1,6 @@
 """vLLM's offline `LLM`, compiled, in one process, without prefix caching.
 
-The engine core runs in this process and torch's threads are bound by the environment that the runner sets: with a
+The engine core runs in this process, and torch's threads are bound by the environment that the runner sets.  With a
 process of its own for the core, both processes would want the same two cores.
 """
 
@@ -52,7 +52,7 @@ class Vllm:
         return ""
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: the system has started nothing outside its process."""
 
 
 def _likeliest_first(entry: tuple[int, float]) -> float:
