@@ -27,12 +27,12 @@ PROMPT = "Once upon a time"
 
 
 def reward(text: str) -> float:
-    """Share of vowels."""
+    """Return the share of vowels in a text."""
     return sum(character in "aeiou" for character in text) / max(len(text), 1)
 
 
 def sample(client: RolloutClient, prompt_ids: Sequence[int], n: int, seed: int) -> list[GenerationOutput]:
-    """`n` answers with log-probabilities and routed experts.  The client refuses incomplete ones."""
+    """Sample `n` answers with log-probabilities and routed experts.  The client refuses incomplete ones."""
     sampling = {"temperature": 1.0, "max_new_tokens": 24, "n": n, "sampling_seed": seed}
     outputs = client.generate(
         input_ids=[prompt_ids], sampling_params=sampling, return_logprob=True, return_routed_experts=True
@@ -44,7 +44,10 @@ def sample(client: RolloutClient, prompt_ids: Sequence[int], n: int, seed: int) 
 def logprobs_under_routes(
     model: torch.nn.Module, prompt_ids: Sequence[int], outputs: list[GenerationOutput]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of every output token [N, O], every expert chosen as in the engine; and where there is one."""
+    """Return the log-probability of every output token [N, O], and a mask [N, O] that is true where there is a token.
+
+    Every expert is chosen as in the engine.
+    """
     lengths = torch.tensor([len(output.output_ids) for output in outputs])
     input_ids_NS = torch.zeros(len(outputs), len(prompt_ids) + int(lengths.max()), dtype=torch.int64)
     for row, output in enumerate(outputs):

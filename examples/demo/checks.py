@@ -12,7 +12,7 @@ MAX_MEAN_ABS = 0.1
 MAX_KL = 0.01
 """Nats per token, for the same comparison."""
 STALE_FACTOR = 2.0
-"""By how much the weights before a step must disagree more than those after it."""
+"""The weights before a step must disagree more than this many times as much as the weights after it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def rows_of(report: TrainerReport) -> list[Row]:
 
 
 def rollout_rows(report: RolloutReport) -> list[Row]:
-    """Mismatch between engine and trainer, and the versions that the samples carry."""
+    """Return rows about the mismatch between engine and trainer, and about the versions that the samples carry."""
     section = f"Rollout, weight version {report.version}"
     own, forced, stale = report.own, report.forced, report.stale
 

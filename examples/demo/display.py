@@ -22,7 +22,7 @@ class Display(Protocol):
     """Progress of phases, one after the other.  Leaving it stops every animation."""
 
     def update(self, phase: str, done: int, total: int | None) -> None:
-        """`done` of `total` parts; None: the total is not known."""
+        """Show that `done` of `total` parts are done; None means that the total is not known."""
 
     def finish(self, phase: str) -> None: ...
 
@@ -34,7 +34,7 @@ class Display(Protocol):
 
 
 def make_display(console: Console) -> Display:
-    """Bars on a terminal, lines elsewhere."""
+    """Return a display that shows bars on a terminal, and lines elsewhere."""
     return _Bars(console) if console.is_terminal else _Lines(console)
 
 
@@ -95,7 +95,10 @@ class _Lines:
 def results_table(
     rows: Sequence[Row], title: str = "One step of reinforcement learning, engine (bfloat16) and trainer (float32)"
 ) -> Table:
-    """One line per row, a section per section; the last column is `ok`, `FAILED`, or empty for rows without a bound."""
+    """Return a table of the rows, divided into their sections.
+
+    The last column is `ok` or `FAILED`, and empty for rows without a bound.
+    """
     table = Table(title=title)
     table.add_column("fact", overflow="fold")  # the one column that gives way on a narrow terminal
     table.add_column("value", justify="right", no_wrap=True)

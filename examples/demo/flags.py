@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _count(most: int, least: int = 1) -> Any:
-    """A whole number in least..most."""
+    """Return a parser of whole numbers in least..most."""
 
     def parse(text: str) -> int:
         value = int(text)

@@ -19,7 +19,7 @@ class RolloutReport(msgspec.Struct, frozen=True):
     """One round of samples under one weight version, seen from the trainer's weights of that version.
 
     `version_problems`: the first few samples whose reported versions are wrong; `num_version_problems` counts all.
-    `forced` follows the engine's routes.  It and `routes` are None of a dense model.  `stale`: the mismatch, routes
+    `forced` follows the engine's routes.  It and `routes` are None for a dense model.  `stale`: the mismatch, routes
     forced if there are any, of the weights before the last step; None in the first round.
     """
 
@@ -73,11 +73,11 @@ Message = Progress | TrainerReport | Failure
 
 
 def encode(message: Message) -> bytes:
-    """One line, newline included."""
+    """Encode a message as one line, newline included."""
     return msgspec.json.encode(message) + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """Raises `msgspec.DecodeError` or `msgspec.ValidationError`."""
+    """Decode one line.  Raises `msgspec.DecodeError` or `msgspec.ValidationError`."""
     message: Message = msgspec.json.decode(line, type=Message)
     return message

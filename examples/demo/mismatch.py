@@ -30,8 +30,8 @@ class RouteMismatch(msgspec.Struct, frozen=True):
 def logprob_mismatch(engine_T: torch.Tensor, trainer_T: torch.Tensor) -> LogprobMismatch:
     """Compare log-probabilities of tokens that the engine sampled.
 
-    The KL is the "k3" estimator exp(d) - 1 - d, d = trainer - engine (Schulman, "Approximating KL divergence", 2020):
-    unbiased, never negative, of low variance.
+    The KL is the "k3" estimator exp(d) - 1 - d, d = trainer - engine (Schulman, "Approximating KL divergence", 2020).
+    It is unbiased, never negative, and of low variance.
     """
     difference = trainer_T.double() - engine_T.double()
     return LogprobMismatch(

@@ -22,7 +22,10 @@ DIGITS_WEIGHT = 0.5
 
 
 def reward(text: str, answer: int) -> float:
-    """1 if the first whole number in `text` is `answer`, plus `DIGITS_WEIGHT` times the share of digits in `text`."""
+    """Return 1 if the first whole number in `text` is `answer`, else 0, plus a term for digits.
+
+    The term is `DIGITS_WEIGHT` times the share of digits in `text`.
+    """
     first = re.search(r"-?[0-9]+", text)
     right = first is not None and int(first.group()) == answer
     digits = sum(character in "0123456789" for character in text)
@@ -30,15 +33,17 @@ def reward(text: str, answer: int) -> float:
 
 
 def group_advantages(rewards_N: torch.Tensor) -> torch.Tensor:
-    """Reward minus the mean of the prompt's samples [N]: the baseline of GRPO (Shao et al. 2024, arXiv:2402.03300),
-    without its division by the standard deviation."""
+    """Return the rewards [N] of a prompt's samples less their mean.
+
+    That is the baseline of GRPO (Shao et al. 2024, arXiv:2402.03300), without its division by the standard deviation.
+    """
     return rewards_N - rewards_N.mean()
 
 
 def policy_gradient_loss(
     logprobs_NO: torch.Tensor, mask_NO: torch.Tensor, advantages_N: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """REINFORCE (Williams 1992) with one advantage per sample, as the mean over all `num_tokens` of the step.
+    """Return the loss of REINFORCE (Williams 1992) with an advantage per sample: a mean over the step's `num_tokens`.
 
     The losses of the step's groups add up.  `mask_NO` is false beyond the end of a sample.
     """

@@ -25,7 +25,7 @@ from examples.demo.rollouts import SampleGroup
 
 
 def load_model(path: str | Path) -> torch.nn.Module:
-    """The checkpoint in `transformers`, float32, without dropout."""
+    """Load the checkpoint in `transformers`, float32, without dropout."""
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=False
     ).eval()
@@ -33,7 +33,7 @@ def load_model(path: str | Path) -> torch.nn.Module:
 
 
 def has_experts(model: torch.nn.Module) -> bool:
-    """Return whether there are routes to follow."""
+    """Return whether the model has experts, whose routes can be followed."""
     try:
         return bool(find_routers(model))
     except UnsupportedRouterError:
@@ -41,12 +41,12 @@ def has_experts(model: torch.nn.Module) -> bool:
 
 
 def frozen_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """The model as it is now, for later comparison."""
+    """Copy the model as it is now, for later comparison."""
     return copy.deepcopy(model).requires_grad_(False)
 
 
 def output_logprobs(model: Any, group: SampleGroup) -> torch.Tensor:
-    """Log-probability of every output token [N, O], float32; meaningless where `group.mask_NO` is false.
+    """Return the log-probability of every output token [N, O], float32; meaningless where `group.mask_NO` is false.
 
     No attention mask: padding comes after the sample, where causal attention does not look.
     """
@@ -58,13 +58,13 @@ def output_logprobs(model: Any, group: SampleGroup) -> torch.Tensor:
 
 
 def forced(model: torch.nn.Module, group: SampleGroup) -> AbstractContextManager[Any]:
-    """Within it, every token that has a row follows the engine's routes.  A dense model has none to follow."""
+    """Have every token that has a row follow the engine's routes inside the block.  A dense model has no routes."""
     return nullcontext() if group.routes is None else force_routes(model, group.routes)
 
 
 @torch.no_grad()
 def mismatch_forced(model: torch.nn.Module, groups: Iterable[SampleGroup]) -> LogprobMismatch:
-    """Engine against trainer, the trainer following the engine's routes."""
+    """Compare the engine with the trainer, which follows the engine's routes."""
     engine_parts, trainer_parts = [], []
     for group in groups:
         with forced(model, group):
@@ -76,7 +76,7 @@ def mismatch_forced(model: torch.nn.Module, groups: Iterable[SampleGroup]) -> Lo
 
 @torch.no_grad()
 def mismatch_own(model: torch.nn.Module, groups: Iterable[SampleGroup]) -> tuple[LogprobMismatch, RouteMismatch]:
-    """Compare the engine with the trainer routing by itself; routes are taken at the rows that predict an output."""
+    """Compare the engine with the trainer, which routes by itself.  Routes are of the rows that predict an output."""
     parts: list[list[torch.Tensor]] = [[], [], [], []]
     for group in groups:
         num_samples, seq_len = group.input_ids_NS.shape
@@ -103,7 +103,7 @@ class PolicyOptimizer:
         self._adam = torch.optim.Adam(self._masters, lr=learning_rate)
 
     def step(self, groups: list[SampleGroup]) -> tuple[float, float]:
-        """One policy-gradient step with the routes forced; the loss before it and the gradient's norm."""
+        """Take one policy-gradient step with the routes forced; return the loss before it and the gradient's norm."""
         loss = self._backward(groups)
         squares = 0.0
         for master, weight in zip(self._masters, self._weights):
@@ -129,7 +129,7 @@ class PolicyOptimizer:
 
 @torch.no_grad()
 def loss_of(model: torch.nn.Module, groups: list[SampleGroup]) -> float:
-    """The policy-gradient loss of the samples under the model as it is, with the routes forced."""
+    """Return the policy-gradient loss of the samples under the model as it is, with the routes forced."""
     num_tokens = sum(group.num_tokens for group in groups)
     total = 0.0
     for group in groups:

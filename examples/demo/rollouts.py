@@ -24,7 +24,7 @@ class SampleGroup:
     """The samples of one prompt.  Output position o of a row is token `prompt_len + o`; rows are padded at the end.
 
     `input_ids_NS` int64; `mask_NO` true where a sample has an output token; `engine_logprobs_NO` float32, zero
-    elsewhere; `routes` one record per sample with a row for every token but the last, None of a dense model;
+    elsewhere; `routes` one record per sample with a row for every token but the last, None for a dense model;
     `rewards_N` float32.
     """
 
@@ -58,9 +58,10 @@ class RolloutPlan:
 def roll_out(
     client: RolloutClient, plan: RolloutPlan, round_index: int, progress: Callable[[int, int], None]
 ) -> list[SampleGroup]:
-    """One group per question, sampled at temperature 1, seeded: same plan, round and weights, same tokens.
+    """Return one group per question, sampled at temperature 1.
 
-    All questions are asked at once, so that the engine batches them; `progress(done, total)` counts questions.
+    The samples are seeded: the same plan, round and weights give the same tokens.  All questions are asked at once, so
+    that the engine batches them; `progress(done, total)` counts questions.
     """
 
     def ask(index: int) -> SampleGroup:
@@ -90,7 +91,10 @@ def roll_out(
 
 
 def sample_group(prompt_ids: Sequence[int], outputs: list[GenerationOutput], answer: int) -> SampleGroup:
-    """Tensors of the samples of one prompt.  The client has checked that log-probabilities and routes are complete."""
+    """Return the group of one prompt's samples.
+
+    The client has checked that log-probabilities and routes are complete.
+    """
     lengths = [len(output.output_ids) for output in outputs]
     prompt_len, longest = len(prompt_ids), max(lengths)
     input_ids_NS = torch.zeros(len(outputs), prompt_len + longest, dtype=torch.int64)
@@ -134,6 +138,9 @@ def version_problem(output: GenerationOutput, version: str) -> str | None:
 
 
 def _routes_of(outputs: Sequence[GenerationOutput]) -> list[RoutedExperts] | None:
-    """The client has checked that all of them have routes where they were asked for."""
+    """Return the routes of all samples, None if any sample has none.
+
+    The client has checked that all samples have routes where they were asked for.
+    """
     routes = [output.routed_experts for output in outputs if output.routed_experts is not None]
     return routes if len(routes) == len(outputs) else None

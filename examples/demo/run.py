@@ -46,7 +46,7 @@ class DemoError(LockstepError):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it: 0 if every check held, 1 if one failed or something broke, 130 if interrupted."""
+    """Run the demo and return 0 if every check held, 1 if one failed or something broke, 130 if interrupted."""
     args = parser().parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     started = time.monotonic()
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace, folder: Path, console: Console) -> list[Row]:
 
 
 def _conclude(rows: Sequence[Row], seconds: float, console: Console) -> int:
-    """Print the table; the exit status."""
+    """Print the table and return the exit status."""
     console.print(results_table(rows))
     checks = [row for row in rows if row.ok is not None]
     failed = [row for row in checks if not row.ok]
@@ -120,7 +120,7 @@ def _trainer_command(args: argparse.Namespace, checkpoint: Path, url: str) -> li
 
 
 def _wait_until_ready(server: ChildProcess, url: str, display: Display) -> None:
-    """Raises `DemoError` if the server ends or is not ready in time."""
+    """Wait until the server is ready.  Raises `DemoError` if it ends or is not ready in time."""
     phase = "start the server"
     display.update(phase, 0, None)
     deadline = time.monotonic() + READY_TIMEOUT_S
@@ -192,7 +192,7 @@ def _broken(process: ChildProcess, what: str) -> DemoError:
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP act like Ctrl-C, so that every way out ends the child processes."""
+    """Let SIGTERM and SIGHUP act like Ctrl-C inside the block, so that every way out ends the child processes."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> Any:
         raise KeyboardInterrupt
@@ -207,7 +207,7 @@ def signals_interrupt() -> Iterator[None]:
 
 @contextmanager
 def _work_folder(args: argparse.Namespace) -> Iterator[Path]:
-    """`--workdir`, or a temporary folder that is removed at the end unless `--keep` is given."""
+    """Yield `--workdir`, or a temporary folder that is removed at the end unless `--keep` is given."""
     if args.workdir is not None:
         args.workdir.mkdir(parents=True, exist_ok=True)
         yield args.workdir

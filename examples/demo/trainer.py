@@ -2,8 +2,8 @@
 
     connect -> roll out -> [ score: own routes, forced routes -> step, routes forced -> refresh -> roll out ] * steps
 
-Read `train` first.  Talks to the server through `RolloutClient` and `WeightSender` only, and to its parent in JSON
-lines on standard output.
+Read `train` first.  The process talks to the server through `RolloutClient` and `WeightSender` only, and to its parent
+in JSON lines on standard output.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trainer:
         self._sender = WeightSender(client, timeout_s=WEIGHT_TIMEOUT_S)
 
     def train(self, num_steps: int, learning_rate: float) -> TrainerReport:
-        """`num_steps` steps, each followed by a refresh and a new round of samples."""
+        """Take `num_steps` steps, each followed by a refresh and a new round of samples; return the report."""
         optimizer = policy.PolicyOptimizer(self._model, learning_rate)
         start = self._fingerprints()
         self._sender.connect()
@@ -145,7 +145,7 @@ class Trainer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train against a running server; the exit status."""
+    """Train against a running server; return the exit status."""
     args = _parse(argv)
     channel = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not come between the messages

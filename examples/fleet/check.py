@@ -50,9 +50,9 @@ class Scored:
 
 @dataclass
 class Rescoring:
-    """`mixed`: spans that are not, bit for bit, what their version gives.
+    """The result of scoring samples again.  `mixed`: spans that differ in any bit from the scores of their version.
 
-    `distinct` of `comparable` tokens have another log-probability under the version before: by these a mixture shows.
+    `distinct` of `comparable` tokens have another log-probability under the version before: they would show a mixture.
     """
 
     spans: int = 0
@@ -70,7 +70,7 @@ def lost(asked: Sequence[int], samples: Iterable[Sample]) -> list[str]:
 
 
 def malformed(sample: Sample) -> Iterator[str]:
-    """Tokens, log-probabilities, rows of experts and spans that do not belong together."""
+    """Yield a line for each of log-probabilities, rows of experts and spans that do not fit the sample's tokens."""
     where, tokens = f"sample {sample.prompt.index}", len(sample.output_ids)
     rows = len(sample.prompt.token_ids) + tokens - 1
     if not 1 <= tokens <= sample.prompt.max_tokens:
@@ -115,7 +115,11 @@ def rescore(scored: Iterable[Scored]) -> Rescoring:
 
 
 def _difference(sample: Sample, number: int, score: Score) -> str | None:
-    """The forward that sampled output token j wrote the row of token P - 1 + j; the first one all before it, too."""
+    """Name the part of a span that differs from its score; None if nothing differs.
+
+    The forward that sampled output token j wrote the row of token P - 1 + j.  The first forward wrote all rows before
+    its own, too.
+    """
     span, last_of_prompt = sample.spans[number], len(sample.prompt.token_ids) - 1
     tokens = slice(span.start, span.end)
     rows = slice(last_of_prompt + span.start if span.start else 0, last_of_prompt + span.end)
@@ -144,7 +148,7 @@ def unreplaced(events: Sequence[Event], samples: Iterable[Sample]) -> list[str]:
 
 
 def replacement_of(events: Sequence[Event]) -> str | None:
-    """The engine that came for the one that was killed: the first one after that which came up."""
+    """Return the engine that replaced the killed one: the first that was started after the kill and came up."""
     kills = [number for number, event in enumerate(events) if event.what == KILLED]
     failed = {event.engine for event in events if event.what == FAILED}
     starts = [event.engine for event in events[kills[0] :] if event.what == STARTED] if kills else []
@@ -152,7 +156,10 @@ def replacement_of(events: Sequence[Event]) -> str | None:
 
 
 def _late(after: Sequence[Event], own: Sequence[Event]) -> Iterator[str]:
-    """It was at the version in force before the router knew it, and from its first sample on."""
+    """Yield a line if the replacement was not at the version in force.
+
+    It must be there before the router knows it, and from its first sample on.
+    """
     _, ready, registered, first = own
     before = [event.version for event in after[: after.index(registered)] if event.what == COMMITTED]
     in_force = before[-1] if before else after[0].version

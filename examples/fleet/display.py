@@ -19,7 +19,7 @@ LAST_EVENTS = 12
 
 
 class View:
-    """Leaving it stops every animation."""
+    """The live view of a run.  Leaving it stops every animation."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -68,7 +68,7 @@ class View:
 
 
 def events_table(events: Iterable[Event]) -> Table:
-    """One line an event."""
+    """Return a table with a line for each event."""
     table = Table("seconds", "engine", "event", "version", title="Events")
     for event in events:
         version = "" if event.version is None else str(event.version)
@@ -90,7 +90,7 @@ def engines_table(samples: Sequence[Sample]) -> Table:
 
 
 def runs_of(versions: Iterable[int]) -> str:
-    """`0-3, 5`."""
+    """Return versions as text, runs shortened: `0-3, 5`."""
     runs: list[list[int]] = []
     for version in sorted(versions):
         if runs and version == runs[-1][1] + 1:

@@ -23,7 +23,7 @@ FAILED = "did not come up"
 class Event:
     """`seconds` since the fleet began; `engine`: its name, or several with commas; `version`: of its weights then.
 
-    `why`: where the event alone does not say it.
+    `why`: the reason, where the event alone does not give it.
     """
 
     seconds: float
@@ -37,7 +37,7 @@ class Event:
 
 
 class EventLog:
-    """`heard` is called with every event."""
+    """The events of a run.  `heard` is called with every new one."""
 
     def __init__(self, heard: Callable[[Event], None]) -> None:
         self._start = time.monotonic()
@@ -46,7 +46,7 @@ class EventLog:
 
     @property
     def seconds(self) -> float:
-        """Since the fleet began."""
+        """The seconds since the fleet began."""
         return time.monotonic() - self._start
 
     def add(self, what: str, engine: str, version: int | None = None, why: str = "") -> None:

@@ -59,7 +59,7 @@ class Fleet:
     def __init__(
         self, router: Router, trainer: Trainer, events: EventLog, folder: Path, settings: dict[str, Any]
     ) -> None:
-        self.version = 0  # what every engine serves that the router knows
+        self.version = 0  # served by every engine that the router knows
         self.committed = [0]
         self.serving: dict[str, FleetEngine] = {}
         self._router = router
@@ -71,7 +71,7 @@ class Fleet:
         self._actors: list[Any] = []
         self.is_replaced = False  # the engine that was killed, by one that has taken part in a release
         self._admitted_at: dict[str, int] = {}
-        self._seen: set[str] = set()  # whose first sample came
+        self._seen: set[str] = set()  # engines whose first sample came
         self._weights = asyncio.Lock()  # a release, or an admission
 
     async def __aenter__(self) -> Self:
@@ -84,7 +84,7 @@ class Fleet:
             ray.kill(actor)
 
     async def keep(self) -> None:
-        """Have an engine, and another one whenever it ends.  Raises `FleetError` if several in a row do not come up."""
+        """Start an engine, and a new one whenever it ends.  Raises `FleetError` if several in a row do not come up."""
         failures = 0
         while True:
             name = f"engine-{next(self._numbers)}"
@@ -107,7 +107,10 @@ class Fleet:
             await self._forget(engine)
 
     async def release(self, learn: Sequence[Sample]) -> None:
-        """A step of the trainer, and its weights in all engines.  One that does not take them is ended."""
+        """Let the trainer take a step, and bring its weights to all engines.
+
+        An engine that does not take them is ended.
+        """
         await asyncio.to_thread(self._trainer.learn, learn)
         async with self._weights:
             version, left_out = await asyncio.to_thread(self._trainer.release)
@@ -121,13 +124,16 @@ class Fleet:
             self._events.add(happened.COMMITTED, names, version)
 
     def kill(self) -> None:
-        """SIGKILL for the engine that has served longest: not even its actor knows."""
+        """Kill the engine that has served longest, by SIGKILL.  Not even its actor is notified."""
         engine = next(iter(self.serving.values()))
         self._events.add(happened.KILLED, engine.name, self.version)
         os.kill(engine.pid, signal.SIGKILL)
 
     def answered(self, sample: Sample) -> None:
-        """Note the first sample of each engine, and of the replacement the first of weights that came after it."""
+        """Note the first sample of each engine.
+
+        Of the replacement, note also the first sample of weights that are newer than at its admission.
+        """
         if sample.engine not in self._seen:
             self._seen.add(sample.engine)
             self._events.add(happened.FIRST_SAMPLE, sample.engine, sample.spans[0].version)
@@ -136,14 +142,14 @@ class Fleet:
             self.is_replaced = True
 
     async def stop(self) -> list[int]:
-        """End all engines in order; their exit statuses."""
+        """End all engines in order; return their exit statuses."""
         async with asyncio.timeout(STOP_S):
             return list(await asyncio.gather(*(engine.actor.stop.remote() for engine in self.serving.values())))
 
     # --- one engine --------------------------------------------------------------------------------------------------
 
     async def _start(self, name: str, actor: Any) -> FleetEngine:
-        """The engine, as soon as it answers.  No request can come to it yet."""
+        """Return the engine as soon as it answers.  No request can come to it yet."""
         try:
             async with asyncio.timeout(START_S):
                 url, pid = await actor.address.remote()
@@ -160,9 +166,9 @@ class Fleet:
         return engine
 
     async def _admit(self, engine: FleetEngine) -> None:
-        """Make it serve what all serve, then make it known."""
+        """Bring the engine to the weights that all engines serve, then make it known to the router."""
         local = self._folder / f"{engine.name}-weights"
-        await asyncio.to_thread(self._trainer.bring, engine.client, local)  # the most of it, while releases go on
+        await asyncio.to_thread(self._trainer.bring, engine.client, local)  # most of the weights, while releases go on
         async with self._weights:
             version = await asyncio.to_thread(self._trainer.bring, engine.client, local)
             await asyncio.to_thread(self._trainer.join, engine.name, engine.client)
@@ -173,7 +179,7 @@ class Fleet:
             self._events.add(happened.REGISTERED, engine.name, version)
 
     async def _forget(self, engine: FleetEngine) -> None:
-        """First at the router, so that nothing more goes there."""
+        """Remove an engine that has ended, first from the router, so that no more requests go there."""
         await self._router.remove(engine.url)
         ray.kill(engine.actor)
         async with self._weights:

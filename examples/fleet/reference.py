@@ -27,7 +27,7 @@ def score_again(
     folder: Path,
     progress: Callable[[int, int], None],
 ) -> Iterator[Scored]:
-    """Every span of every sample, scored under its version and, but for the first one, under the version before.
+    """Yield every span of every sample with its scores under its version, and under the version before if there is one.
 
     `folder`: a new one, for the reference's weights.  `progress(done, total)` counts versions.
     """

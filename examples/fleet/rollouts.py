@@ -1,4 +1,4 @@
-"""The stream of prompts: always the same number on their way; what died with an engine is sent again from the start."""
+"""The stream of prompts: always the same number on their way; a request that died with its engine is sent again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Rollouts:
                 group.create_task(self._ask_on())
 
     def stop(self) -> None:
-        """Ask nothing new."""
+        """Ask for no new samples from now on."""
         self._stopping = True
 
     async def _ask_on(self) -> None:

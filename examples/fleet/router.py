@@ -22,7 +22,7 @@ POLL_S = 0.1
 
 
 class Router:
-    """Started on entering, ended on leaving.  Its log is `router.log` in `folder`.
+    """The router, started on entering and ended on leaving.  Its log is `router.log` in `folder`.
 
     It repeats nothing by itself (`--disable-retries`), so that each sample that died is seen, and sent again, here.
     """
@@ -55,16 +55,16 @@ class Router:
         self._process.stop()
 
     def require_running(self) -> None:
-        """Raises `FleetError` if the router has ended."""
+        """Raise `FleetError` if the router has ended."""
         if (status := self._process.exit_status()) is not None:
             raise FleetError(f"the router ended with status {status}: {self._process.last_words()}")
 
     async def add(self, url: str) -> None:
-        """From now on requests may go to this engine."""
+        """Let requests go to this engine from now on."""
         await self._call("POST", "/workers", {"url": url})
 
     async def remove(self, url: str) -> None:
-        """From now on none does.  One that is not listed is no error."""
+        """Let no more requests go to this engine.  An engine that is not listed is no error."""
         listed = (await self._call("GET", "/workers")).json()["workers"]
         if any(worker["url"] == url for worker in listed):
             await self._call("DELETE", f"/workers/{quote(url, safe='')}")

@@ -47,7 +47,7 @@ INTERRUPTED = 130
 PLAIN_WIDTH = 118
 TICK_S = 0.2
 MORE_S = 120.0
-"""For the replacement, after the time of the run is over, to come and to take part in a release."""
+"""Seconds after the time of the run in which the replacement may still come and take part in a release."""
 ENGINE = {
     "weight_version": "0",
     "num_threads": 1,
@@ -71,7 +71,7 @@ class Record:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it: 0 if every check held, 1 if one failed or something broke, 130 if interrupted."""
+    """Run the example and return 0 if every check held, 1 if one failed or something broke, 130 if interrupted."""
     args = _parse(argv)
     console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
     started = time.monotonic()
@@ -113,7 +113,7 @@ def _run(args: argparse.Namespace, folder: Path, console: Console) -> tuple[list
 
 
 async def _serve(args: argparse.Namespace, checkpoint: Path, published: Path, folder: Path, view: View) -> Record:
-    """The run itself.  Signals cancel it, so that everything is left in order."""
+    """Run the fleet and return its record.  Signals cancel the run, so that everything is left in order."""
     from examples.fleet.fleet import Fleet  # needs Ray
     from examples.fleet.rollouts import Rollouts
     from examples.fleet.router import Router
@@ -178,7 +178,7 @@ async def _play(args: argparse.Namespace, fleet: Any, router: Any, rollouts: Any
 
 
 def _rows(record: Record, checkpoint: Path, published: Path, folder: Path, view: View) -> list[Row]:
-    """Every check of the run."""
+    """Score the samples again, and return a row for every check of the run."""
     from examples.fleet.reference import score_again
 
     def progress(done: int, total: int) -> None:
@@ -193,7 +193,7 @@ def _rows(record: Record, checkpoint: Path, published: Path, folder: Path, view:
 
 
 def rows_of(record: Record, scored: check.Rescoring) -> list[Row]:
-    """The facts of a run, with their bounds."""
+    """Return the facts of a run, with their bounds."""
     samples = record.samples
     spans = sum(len(sample.spans) for sample in samples)
     lost = check.lost(record.asked, samples)
@@ -236,7 +236,7 @@ def _require_packages() -> None:
 
 @contextmanager
 def _ray(engines: int, view: View) -> Iterator[None]:
-    """Ray on this machine, for this run alone: a CPU for each engine."""
+    """Start Ray on this machine for this run alone, with a CPU for each engine; shut it down at the end."""
     import ray
 
     view.phase("start Ray")
@@ -268,7 +268,7 @@ def _unwrapped(run: Any) -> Any:
 
 @contextmanager
 def _work_folder(given: Path | None) -> Iterator[Path]:
-    """`--workdir`, which must be new or empty, or a temporary folder that is removed at the end."""
+    """Yield `--workdir`, which must be new or empty, or a temporary folder that is removed at the end."""
     if given is not None:
         if given.exists() and (not given.is_dir() or any(given.iterdir())):
             raise FleetError(f"--workdir {given} is not an empty folder")
@@ -304,7 +304,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _number(least: float, most: float) -> Any:
-    """A number in least..most."""
+    """Return a parser of numbers in least..most."""
 
     def parse(text: str) -> float:
         value = float(text)
@@ -317,7 +317,7 @@ def _number(least: float, most: float) -> Any:
 
 
 def _whole(least: int, most: int) -> Any:
-    """A whole number in least..most."""
+    """Return a parser of whole numbers in least..most."""
 
     def parse(text: str) -> int:
         value = int(text)

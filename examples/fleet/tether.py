@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def tethered(module: str, *words: str) -> list[str]:
-    """The command of a child of this process."""
+    """Return the command of a child that ends with this process."""
     return [sys.executable, "-m", "examples.fleet.tether", str(os.getpid()), module, *words]
 
 

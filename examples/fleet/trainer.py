@@ -30,7 +30,7 @@ TIMEOUT_S = 20.0
 
 
 def reward(token_ids: Sequence[int]) -> float:
-    """Share of even token ids: something to learn without a task."""
+    """Return the share of even token ids: something to learn without a task."""
     return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
 
 
@@ -51,7 +51,7 @@ class Trainer:
         self._newest = (0, self._served_tensors())
 
     def learn(self, samples: Sequence[Sample]) -> None:
-        """One policy-gradient step on samples of one prompt, under the experts that the engines chose."""
+        """Take one policy-gradient step on samples of one prompt, under the experts that the engines chose."""
         rewards_N = torch.tensor([reward(sample.output_ids) for sample in samples])
         outputs: list[Any] = list(samples)  # of which their tokens and experts are read
         logprobs_NO, mask_NO = logprobs_under_routes(self._model, samples[0].prompt.token_ids, outputs)
@@ -62,9 +62,9 @@ class Trainer:
         self._optimizer.step()
 
     def release(self) -> tuple[int, list[str]]:
-        """Publish the next version and send it: its number, and the engines that do not have it.
+        """Publish the next version and send it; return its number and the engines that do not have it.
 
-        If none has it, it is in force all the same: the next engine to come has it.
+        If no engine has it, it is in force all the same: the next engine to come will have it.
         """
         (before, old), tensors = self._newest, self._served_tensors()
         version = before + 1
@@ -107,7 +107,7 @@ class Trainer:
         self._sender.remove_engine(name)
 
     def _served_tensors(self) -> dict[str, torch.Tensor]:
-        """Copies as engines hold them: bfloat16, expert by expert, under the checkpoint's names."""
+        """Copy the tensors as engines hold them: bfloat16, expert by expert, under the checkpoint's names."""
         named = split_fused_experts(named_tensors_of(self._model, torch.bfloat16))
         return {name: tensor.detach().clone() for name, tensor in named}
 
@@ -119,5 +119,5 @@ def route_layout(checkpoint: Path) -> RouteLayout:
 
 
 def engine_client(url: str) -> RolloutClient:
-    """For control calls, with the deadlines of this fleet."""
+    """Return a client for control calls, with the deadlines of this fleet."""
     return RolloutClient(url, timeouts=Timeouts(control=TIMEOUT_S, weights=2 * TIMEOUT_S))

@@ -35,7 +35,10 @@ class Mismatch:
 
 @torch.no_grad()
 def mismatch(model: Any, batch: Batch, variant: Variant) -> Mismatch:
-    """On a batch that the weights of `model` sampled.  Raises `ValueError` if several versions did."""
+    """Measure the mismatch on a batch that the weights of `model` sampled.
+
+    Raises `ValueError` if several versions sampled it.
+    """
     if len(batch.versions_NO[batch.mask_NO].unique()) != 1:
         raise ValueError("a mismatch needs samples of one weight version")
     logits_TV = output_logits(model, batch, variant)
@@ -53,7 +56,7 @@ def mismatch(model: Any, batch: Batch, variant: Variant) -> Mismatch:
 
 
 def _flips(model: Any, batch: Batch) -> list[float]:
-    """By layer, of the positions that predict an output token."""
+    """Return for each layer the share of flips among the positions that predict an output token."""
     num_samples, seq_len = batch.input_ids_NS.shape
     with record_routes(model) as recorded:
         model(input_ids=batch.input_ids_NS, use_cache=False)

@@ -25,7 +25,7 @@ NAMES = {
 
 
 def results_table(results: Sequence[Result]) -> Table:
-    """A row a run; mismatches are means over its judgements."""
+    """Return a table with a row for each run; mismatches are means over its judgements."""
     table = Table(title="GRPO against a live server: held-out reward, and trainer against engine on the same weights")
     for name in ("variant", "seed", "reward before", "after", "best", "GRPO", "KL", "ratios .1 % .. 99.9 %",
                  "tokens off by 5 %", "same bits", "flips by layer"):  # fmt: skip
@@ -49,7 +49,7 @@ def results_table(results: Sequence[Result]) -> Table:
 
 
 def plot_all(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Write the plots; their paths."""
+    """Write the plots; return their paths."""
     return [_plot_rewards(results, folder / "rewards.png"), _plot_mismatch(results, folder / "mismatch.png")]
 
 

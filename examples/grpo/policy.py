@@ -6,7 +6,7 @@ Three ways to compute them, `VARIANTS`:
     plain    float32 transformers, its own experts, all tokens
     exact    the engine's own operators in bfloat16, renormalised over its masks; nothing to replay, the bits are equal
 
-Weights are float32 masters; what the model computes with, and what the server gets, is those rounded to bfloat16.
+Weights are float32 masters.  The model computes with them rounded to bfloat16, and the server gets them so, too.
 
 Shapes: N samples, S positions, O output positions, T output tokens, V vocabulary, L MoE layers, K top-k.
 """
@@ -41,7 +41,7 @@ WARMUP_STEPS = 20
 
 
 def new_model(folder: Path, seed: int) -> Any:
-    """A randomly initialised model; `folder` gets its configuration and tokenizer."""
+    """Return a randomly initialised model; `folder` gets its configuration and tokenizer."""
     make_checkpoint(folder, SPEC, force=True)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(
@@ -68,7 +68,7 @@ class Masters:
         self._round()
 
     def step(self) -> float:
-        """Apply the gradients of the weights and clear them; their norm, before it was clipped to 1."""
+        """Apply the gradients of the weights and clear them; return their norm before it was clipped to 1."""
         for master, weight in zip(self._masters, self._weights):
             master.grad, weight.grad = weight.grad, None
         norm = torch.nn.utils.clip_grad_norm_(self._masters, 1.0)
@@ -85,7 +85,7 @@ class Masters:
 
 
 def supervised_step(model: Any, optimizer: Masters, examples: Sequence[list[int]], prompt_len: int) -> float:
-    """One step on whole examples of one length, prompt and answer; the loss over the answers."""
+    """Take one step on whole examples of one length, prompt and answer; return the loss over the answers."""
     ids_NS = torch.tensor(examples)
     logits_NOV = model(input_ids=ids_NS, use_cache=False).logits[:, prompt_len - 1 : -1]
     loss = F.cross_entropy(logits_NOV.flatten(0, 1), ids_NS[:, prompt_len:].flatten())
@@ -96,7 +96,7 @@ def supervised_step(model: Any, optimizer: Masters, examples: Sequence[list[int]
 
 @torch.no_grad()
 def expected_reward(model: Any, encode: Any, end_id: int, count: int = 256) -> float:
-    """Probability of the right answers to training problems at temperature 1, without sampling any."""
+    """Return the probability of right answers to training problems at temperature 1, without sampling any."""
     chosen: list[Problem] = list(islice(problems(-1, held_out=False), count))
     ids_NS = torch.tensor([[*encode(each.question + each.answer), end_id] for each in chosen])
     prompt_len = len(encode(chosen[0].question))
@@ -106,12 +106,12 @@ def expected_reward(model: Any, encode: Any, end_id: int, count: int = 256) -> f
 
 
 def replaying(model: Any, batch: Batch, variant: Variant) -> AbstractContextManager[Any]:
-    """Within it the model follows the engine's routes, in the variant that replays them."""
+    """Have the model follow the engine's routes inside the block, in the variant that replays them."""
     return force_routes(model, batch.routes) if variant == "replay" else nullcontext()
 
 
 def output_logits(model: Any, batch: Batch, variant: Variant) -> torch.Tensor:
-    """The trainer's logits [T, V] of the positions that predict output tokens."""
+    """Return the trainer's logits [T, V] of the positions that predict output tokens."""
     with replaying(model, batch, variant):
         logits_NSV = model(input_ids=batch.input_ids_NS, use_cache=False).logits
     logits_TV: torch.Tensor = logits_NSV[:, batch.prompt_len - 1 : -1][batch.mask_NO]
@@ -119,7 +119,7 @@ def output_logits(model: Any, batch: Batch, variant: Variant) -> torch.Tensor:
 
 
 def trainer_logprobs(logits_TV: torch.Tensor, batch: Batch, variant: Variant) -> torch.Tensor:
-    """Return what the loss takes for the log-probability of every output token [T]."""
+    """Return the log-probability of every output token [T], as the loss takes it."""
     if variant == "plain":
         return full_logprobs(logits_TV, batch)
     return masked_logprobs(logits_TV, batch.target_ids_NO[batch.mask_NO], batch.masks)
@@ -131,14 +131,14 @@ def full_logprobs(logits_TV: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def behaviour_logprobs(batch: Batch, variant: Variant) -> torch.Tensor:
-    """Return what the loss takes for the log-probabilities of sampling [T], of the same distribution."""
+    """Return the log-probabilities of sampling [T] as the loss takes them: of the same distribution."""
     return (batch.logprobs_NO if variant == "plain" else batch.masked_logprobs_NO)[batch.mask_NO]
 
 
 def policy_loss(logprobs_T: torch.Tensor, engine_T: torch.Tensor, advantages_T: torch.Tensor) -> torch.Tensor:
-    """The clipped objective, a mean over tokens: each token's ratio is to the version that sampled it.
+    """Return the clipped objective, a mean over tokens: each token's ratio is to the version that sampled it.
 
-    Clipped at 0.2 below and 0.28 above (DAPO, Yu et al. 2025).
+    The ratio is clipped at 0.2 below and 0.28 above (DAPO, Yu et al. 2025).
     """
     ratios_T = (logprobs_T - engine_T).exp()
     clipped_T = ratios_T.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)

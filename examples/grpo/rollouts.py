@@ -57,8 +57,8 @@ class Group:
 class Batch:
     """Samples of any number of groups, padded at the end.
 
-    `input_ids_NS`; of the output positions [N, O]: `mask_NO` whether there is a token, `versions_NO` the number of the
-    weight version that sampled it, `logprobs_NO` the engine's log-probability among all tokens, and
+    Of the output positions [N, O], `mask_NO` is true where there is a token, and `versions_NO` has the number of the
+    weight version that sampled it.  `logprobs_NO` has the engine's log-probability among all tokens, and
     `masked_logprobs_NO` among the tokens of its sampling mask.  `masks` has the output tokens of all samples in order.
     """
 
@@ -79,7 +79,7 @@ class Batch:
 
 
 def make_batch(groups: Sequence[Group]) -> Batch:
-    """Raises `ValueError` for prompts of several lengths."""
+    """Make a batch of the samples of all groups.  Raises `ValueError` for prompts of several lengths."""
     samples = [(group, output) for group in groups for output in group.outputs]
     prompt_len = len(groups[0].prompt_ids)
     if any(len(group.prompt_ids) != prompt_len for group in groups):
@@ -109,8 +109,10 @@ def make_batch(groups: Sequence[Group]) -> Batch:
 
 
 def advantages(rewards: Sequence[float]) -> torch.Tensor:
-    """Rewards of a group [n], less their mean, over their standard deviation; zeros where all are equal (GRPO,
-    Shao et al. 2024)."""
+    """Return the rewards of a group [n], less their mean, over their standard deviation (GRPO, Shao et al. 2024).
+
+    Where all rewards are equal, return zeros.
+    """
     values = torch.tensor(rewards)
     spread = values.std(correction=0)
     return torch.zeros_like(values) if spread == 0 else (values - values.mean()) / spread
@@ -160,7 +162,7 @@ class Rollouts:
         return Group(problem, prompt_ids, outputs)
 
     async def held_out(self, stream: Iterator[Problem], count: int) -> list[Group]:
-        """One sample of each of the next `count` problems, all at once."""
+        """Sample one answer to each of the next `count` problems, all at once."""
         return list(await asyncio.gather(*(self.group(problem, 1) for problem in islice(stream, count))))
 
     async def produce(self, stream: Iterator[Problem], finished: FreshGroups, in_flight: int) -> None:

@@ -41,7 +41,7 @@ LINE_EVERY = 50  # steps, where there is no terminal for a bar
 
 
 def main(argv: Sequence[str], plan: Plan | None = None) -> int:
-    """Run it: 0 if every run ended, 1 if something broke, 130 if interrupted."""
+    """Run the example and return 0 if every run ended, 1 if something broke, 130 if interrupted."""
     args = _parse(argv)
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
@@ -91,7 +91,7 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
 
 @contextlib.contextmanager
 def _server(folder: Path, threads: int) -> Iterator[str]:
-    """A server of the checkpoint.  Raises `LockstepError` if it does not become ready."""
+    """Start a server of the checkpoint and yield its URL.  Raises `LockstepError` if it does not become ready."""
     port = free_port()
     url, log = f"http://127.0.0.1:{port}", folder / "server.log"
     command = [
@@ -137,7 +137,7 @@ def _progress(console: Console) -> Iterator[Report]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C, so that every way out ends the server."""
+    """Let SIGTERM act like Ctrl-C inside the block, so that every way out ends the server."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -32,12 +32,12 @@ class Problem:
         return zlib.crc32(self.question.encode()) % HELD_OUT_SHARE == 0
 
     def reward(self, text: str) -> float:
-        """1 for the right answer, else 0."""
+        """Return 1 for the right answer, else 0."""
         return float(text.strip() == self.answer)
 
 
 def problems(seed: int, *, held_out: bool) -> Iterator[Problem]:
-    """An endless stream of problems of one of the two kinds.  The same seed gives the same problems."""
+    """Yield problems of one of the two kinds without end.  The same seed gives the same problems."""
     generator, end = random.Random(seed), 10**DIGITS
     while True:
         problem = Problem(generator.randrange(end), generator.randrange(end))

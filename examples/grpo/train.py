@@ -96,7 +96,7 @@ class Result:
 
 
 def supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, report: Report) -> float:
-    """Supervised steps until right answers are likely enough; how likely they are then."""
+    """Take supervised steps until right answers are likely enough; return how likely they are then."""
     end_id, optimizer = model.config.eos_token_id, Masters(model, plan.supervised_rate)
     stream, reached = problems(seed, held_out=False), 0.0
     for step in range(1, plan.supervised_steps + 1):
@@ -155,7 +155,7 @@ class Grpo:
 
     @contextlib.contextmanager
     def _refreshing(self) -> Iterator[Callable[[str], None]]:
-        """Gives a call that brings the model to the server under a version."""
+        """Yield a call that brings the model to the server under a version."""
         with RolloutClient(self._url) as client:
             sender = WeightSender(client)
             sender.connect()
@@ -191,7 +191,7 @@ class Grpo:
         )
 
     async def _judge(self, step: int, rollouts: Rollouts, held_out: Iterator[Any]) -> None:
-        """Samples of the version that the trainer has now: nothing is refreshed meanwhile."""
+        """Judge held-out samples of the version that the trainer has now: nothing is refreshed meanwhile."""
         groups = await rollouts.held_out(held_out, self._plan.judged)
         batch = make_batch(groups)
         found = await asyncio.to_thread(mismatch, self._model, batch, self._result.variant)
@@ -203,7 +203,7 @@ class Grpo:
 
 
 async def _next(finished: FreshGroups, producer: asyncio.Task[None]) -> list[Group]:
-    """The groups of a step.  Raises what ended the producer, or `TimeoutError`."""
+    """Return the groups of a step.  Raises the error that ended the producer, or `TimeoutError`."""
     getting = asyncio.create_task(finished.take())
     done, _ = await asyncio.wait({getting, producer}, timeout=GROUP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
     if getting in done:
@@ -219,7 +219,7 @@ def void(_: object) -> None:
 
 
 def numerics_of(model: Any, variant: Variant) -> contextlib.AbstractContextManager[Any]:
-    """Within it the model computes as the variant has it."""
+    """Have the model compute inside the block with the numerics of the variant."""
     return use_engine_numerics(model) if variant == "exact" else contextlib.nullcontext()
 
 

@@ -95,7 +95,10 @@ def _glm4_moe(spec: CheckpointSpec) -> dict[str, Any]:
 
 
 def _latent(spec: CheckpointSpec) -> dict[str, Any]:
-    """The published ratios: latent rank 4 heads, rotary part half a head, query rank a quarter of the width."""
+    """Return the settings of latent attention, in the published ratios.
+
+    The latent rank is 4 heads, the rotary part half a head, and the query rank a quarter of the width.
+    """
     common = _common(spec)
     del common["head_dim"]
     return {
@@ -144,7 +147,7 @@ def _glm4_moe_lite(spec: CheckpointSpec) -> dict[str, Any]:
 
 
 def _hybrid(spec: CheckpointSpec) -> dict[str, Any]:
-    """Every fourth layer, and the last one, has full attention."""
+    """Return the settings of hybrid attention: every fourth layer, and the last one, has full attention."""
     full = {*range(FULL_ATTENTION_INTERVAL - 1, spec.layers, FULL_ATTENTION_INTERVAL), spec.layers - 1}
     return {
         **_common(spec, partial_rotary_factor=0.25),
@@ -206,7 +209,7 @@ def _gpt_oss(spec: CheckpointSpec) -> dict[str, Any]:
     }
 
 
-# family -> the settings of transformers' configuration; families have the names of `checkpoint_spec.FAMILIES`
+# family -> the settings of transformers' configuration; families have the names of `spec.FAMILIES`
 SETTINGS: dict[str, Callable[[CheckpointSpec], dict[str, Any]]] = {
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
@@ -222,7 +225,7 @@ SETTINGS: dict[str, Callable[[CheckpointSpec], dict[str, Any]]] = {
 
 
 def random_model(spec: CheckpointSpec) -> Any:
-    """transformers' model of `spec.family` in float32 with random weights, the same for the same spec.
+    """Return transformers' model of `spec.family` in float32 with random weights, the same for the same spec.
 
     Raises `StartupError` for a family that the installed transformers does not have.
     """
@@ -244,7 +247,7 @@ def random_model(spec: CheckpointSpec) -> Any:
 
 
 def published_form(spec: CheckpointSpec) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """`config.json` and the tensors as `save_pretrained` writes them, in the dtype of the spec.
+    """Return `config.json` and the tensors as `save_pretrained` writes them, in the dtype of the spec.
 
     A correction bias stays in float32.
     """

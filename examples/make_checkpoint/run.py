@@ -1,7 +1,7 @@
 """`lockstep make-checkpoint`: a small random checkpoint of any model family in Hugging Face format.
 
-Same arguments, same bytes.  The weights are random, but of a size that makes a small model behave like a large one in
-what matters for testing: experts are chosen decisively, and the next token depends on the whole context.
+The same arguments give the same bytes.  The weights are random, but of a size that makes a small model behave like a
+large one in tests: experts are chosen decisively, and the next token depends on the whole context.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def make_checkpoint(
 
 
 def hf_config(spec: CheckpointSpec, eos_token_ids: list[int]) -> dict[str, Any]:
-    """The content of `config.json` of a Qwen3-MoE or Qwen3."""
+    """Return the content of `config.json` of a Qwen3-MoE or Qwen3."""
     config: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM" if spec.is_dense else "Qwen3MoeForCausalLM"],
         "model_type": "qwen3" if spec.is_dense else "qwen3_moe",
@@ -97,15 +97,15 @@ def hf_config(spec: CheckpointSpec, eos_token_ids: list[int]) -> dict[str, Any]:
 
 
 def random_weights(spec: CheckpointSpec, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-    """Names of a Qwen3-MoE or Qwen3, per expert as published ones, and tensors on `device`.
+    """Yield the names and tensors of a Qwen3-MoE or Qwen3 on `device`, each expert by itself as in published ones.
 
-    From one generator of the device in a fixed order: same arguments and device, same bytes.
+    The values come from one generator of the device in a fixed order: same arguments and device, same bytes.
     """
     generator = torch.Generator(device).manual_seed(spec.seed)
     dtype = DTYPES[spec.dtype]
 
     def matrix(rows: int, columns: int, output_std: float = 1.0) -> torch.Tensor:
-        """Maps inputs of unit variance to outputs of standard deviation `output_std`."""
+        """Return a matrix that maps inputs of unit variance to outputs of standard deviation `output_std`."""
         values = torch.randn(rows, columns, generator=generator, device=device)
         return (values * (output_std / math.sqrt(columns))).to(dtype)
 
@@ -168,7 +168,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command with the words after its name; its exit status.  A refusal is one line on stderr."""
+    """Run the command with the words after its name; return its exit status.  A refusal is one line on stderr."""
     namespace = cli_parser().parse_args(argv)
     spec = CheckpointSpec(**{item.name: getattr(namespace, item.name) for item in fields(CheckpointSpec)})
     num_bytes = 0

@@ -29,9 +29,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """At most `vocab_size` tokens, fewer where the text has no more pairs to merge.  Same size, same tokenizer.
+    """Train a tokenizer of `vocab_size` tokens, or fewer if the text has no more pairs to merge.
 
-    Special tokens have the ids 0, 1 and 2.  Raises `BadRequest` for a size below `MIN_VOCAB_SIZE`.
+    The same size gives the same tokenizer.  Special tokens have the ids 0, 1 and 2.  Raises `BadRequest` for a size
+    below `MIN_VOCAB_SIZE`.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise BadRequest(f"a byte-level vocabulary needs at least {MIN_VOCAB_SIZE} tokens, got {vocab_size}")
