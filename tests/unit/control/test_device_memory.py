@@ -24,8 +24,11 @@ from weight_sync.unnamed_file import UnnamedFile
 
 
 class AbsentPages(HostPages):
-    """Released bytes are 0xFF until they are provided; `was_touched`: somebody wrote there meanwhile, which would fault
-    on CUDA.  `is_full`: others hold the memory."""
+    """Pages whose released bytes are 0xFF until they are provided.
+
+    `was_touched`: bytes were written while they were released, which would fault on CUDA.  `is_full`: other processes
+    hold the memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ def engine(folder: Path, **settings: Any) -> Harness:
 
 
 def test_the_orders_of_slime_and_verl(folders: list[Path], pages: AbsentPages) -> None:
-    """Release all, resume the weights, refresh, resume the rest."""
+    """Both release all memory, resume the weights, refresh them, and resume the rest."""
     harness = engine(folders[0])
     assert pages.pools == ["weights", "kv_cache"]
     addresses = storages(harness)
@@ -133,7 +136,7 @@ def test_a_damaged_copy_leaves_the_memory_to_others(folders: list[Path], pages: 
 def test_memory_that_is_used_before_it_is_there_is_noticed(
     folders: list[Path], pages: AbsentPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong: an update is staged wherever the weights were."""
+    """The wrong engine stages an update where the weights were, although that memory is released."""
     monkeypatch.setattr(AbsentPages, "is_provided", lambda self, spans: True)
     harness = engine(folders[0])
     assert release(harness).success
@@ -143,7 +146,7 @@ def test_memory_that_is_used_before_it_is_there_is_noticed(
 
 
 def test_updates_are_received_on_a_stream_of_their_own(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream is the I/O thread's, and no other's: steps keep theirs."""
+    """Only the I/O thread uses that stream; steps keep their own."""
     given: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
         "rollout.control.weight_queue.use_own_stream",

@@ -62,7 +62,7 @@ def dump(harness: Harness, **fields: Any) -> LoadDump:
 
 
 def counts_of(results: list[Result]) -> np.ndarray:
-    """[L, E] of the rows that the capture returned."""
+    """Count each expert in the rows that the capture returned, int64 [L, E]."""
     counts = np.zeros((LAYERS, EXPERTS), dtype=np.int64)
     for result in results:
         for layer in range(LAYERS):
@@ -193,7 +193,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def slots_differ(harness: Harness) -> list[str]:
-    """Names of tensors whose slots hold different bytes."""
+    """Return the names of tensors whose slots hold different bytes."""
     weights = harness.scheduler.runner.state.model.weights
     return [
         name for name in weights.metas() if len({fingerprint(part.content) for part in parts_of(weights, name)}) > 1

@@ -40,7 +40,7 @@ def engine(folder: Path, **settings) -> Harness:
 
 
 def started(folder: Path, steps: int = 5, new_tokens: int = 60, **fields) -> Harness:
-    """One request, `steps` steps on its way."""
+    """Start an engine with one request, and run `steps` steps of it."""
     harness = engine(folder)
     harness.submit(PROMPT, rid="r", params={"max_new_tokens": new_tokens}, **fields)
     for _ in range(steps):
@@ -49,7 +49,7 @@ def started(folder: Path, steps: int = 5, new_tokens: int = 60, **fields) -> Har
 
 
 def rescored(folder: Path, result: Result) -> np.ndarray:
-    """Log-probabilities of the output where all of its KV is of the weights in `folder`."""
+    """Score the output again with KV of the weights in `folder` alone, and return its log-probabilities."""
     first = len(result.prompt_ids) - 1
     sequence = result.prompt_ids + result.token_ids
     (scored,) = engine(folder).generate([sequence], {"max_new_tokens": 0}, logprob_start_len=first)
@@ -76,7 +76,10 @@ def test_kv_within_the_lag_is_kept_and_said_to_be_old(folders, tensors) -> None:
 
 @pytest.mark.parametrize(("server", "request_"), [(0, None), (-1, 0), (5, 0)])
 def test_kv_beyond_the_lag_is_computed_again(folders, tensors, server: int, request_: int | None) -> None:
-    """Retracted at the first step after the commit: what was sampled stays, everything after is the new weights'."""
+    """The request is retracted at the first step after the commit.
+
+    Tokens that were sampled before stay, and the new weights compute everything after them.
+    """
     harness = engine(folders[0], max_kv_version_lag=server)
     harness.submit(PROMPT, rid="r", params={"max_new_tokens": 40}, max_kv_version_lag=request_, stream=True)
     for _ in range(5):
@@ -152,7 +155,7 @@ def test_a_relabelling_ages_nothing(folders) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_an_aborted_request_says_which_kv_it_used(folders, tensors, mode: str) -> None:
-    """The record says so even where a retraction gave that KV up and it was not computed again."""
+    """The record names it even where a retraction gave that KV up and it was not computed again."""
     harness = started(folders[0])
     harness.control(PauseGenerationReqInput, mode=mode)
     assert refresh(harness, tensors[1], "v2").success
@@ -185,7 +188,7 @@ def test_abort_below_ends_what_began_under_older_weights(folders, tensors, mode:
 
 
 def test_versions_are_ordered_by_their_commits_not_by_their_labels(folders, tensors) -> None:
-    """A request that began under the second commit, labelled to sort before the first."""
+    """A request begins under the second commit, whose label sorts before the label of the first."""
     harness = engine(folders[0])
     assert refresh(harness, tensors[1], "z").success
     assert refresh(harness, tensors[2], "a").success
@@ -211,7 +214,7 @@ def test_an_unknown_version_is_refused_and_changes_nothing(folders) -> None:
 
 @pytest.mark.parametrize(("named", "label"), [("v2", "v2"), (None, "v1+1")])
 def test_the_version_that_continue_itself_puts_in_force_is_known(folders, tensors, named, label) -> None:
-    """A client without begin and end: its update is settled by the very call that names the version."""
+    """A client calls neither begin nor end: the continue that names the version settles its update."""
     harness = started(folders[0])
     harness.control(PauseGenerationReqInput, mode="in_place")
     updater_of(harness).open_implicit("full")

@@ -1,4 +1,4 @@
-"""Rebalances of an engine of several ranks: asked for, by itself, dry, chunked, failing, and beside a refresh.
+"""Rebalances of an engine of several ranks: requested, automatic, dry, chunked, failing, and during a refresh.
 
 After everything each slot of each rank holds the expert that the map in force names, the ranks have one map, and the
 results equal the results of an engine that never moved an expert.
@@ -95,7 +95,7 @@ def engine(folder: Path) -> Iterator[ParallelHarness]:
 
 
 def random_map(seed: int) -> list[list[int]]:
-    """[L, P]: every expert, none twice on one of two ranks."""
+    """Return a random map [L, P] of all experts onto the slots of two ranks; no rank holds an expert twice."""
     generator = np.random.default_rng(seed)
     rows = []
     for _ in range(LAYERS):
@@ -111,7 +111,10 @@ def rebalance(harness: ParallelHarness, **fields: Any) -> ControlReqOutput:
 
 
 def check(harness: ParallelHarness, tensors: Tensors) -> None:
-    """Every place of every rank holds its part of the tensor; one map, split and epoch on all."""
+    """Check that every place of every rank holds its part of the tensor.
+
+    All ranks must have one map, one split and one epoch.
+    """
     for scheduler in harness.schedulers:
         index = scheduler.runner.state.model.weights
         for name, whole in tensors.items():
@@ -155,7 +158,7 @@ def eplb_of(scheduler: Scheduler) -> EplbControl:
 @pytest.mark.parametrize("name", LAYOUTS)
 @WITH_FAMILIES
 def test_given_maps_one_after_the_other(folder: Path, weights: Tensors, expected: list[Result], name: str) -> None:
-    """Needs no counts, so no --enable-eplb."""
+    """A given map needs no counts, and so no --enable-eplb."""
     with ParallelHarness(folder, **LAYOUTS[name]) as harness:
         for seed in range(3):
             wanted = random_map(seed)
@@ -252,7 +255,7 @@ def test_an_engine_evaluates_by_itself(folder: Path, weights: Tensors, capfd: py
 def test_a_rebalance_is_a_line_only_where_experts_move_n19(
     num_moved: int, num_copied: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """N19: 232 lines in seven minutes told of 0 experts."""
+    """N19: in seven minutes 232 lines reported rebalances that moved 0 experts."""
     decision = Decision(
         rebalances=True, reason="saves 1 s", algorithm="balanced", placement_epoch=0, weight_epoch=0,
         weight_version="v", before=Balance(0.9, 0.8), num_experts_moved=num_moved, num_local_copies=num_copied,
@@ -269,7 +272,7 @@ def test_a_rebalance_is_a_line_only_where_experts_move_n19(
     assert is_said == (num_moved + num_copied > 0) and ("rebalance without a move" in caplog.text) == (not is_said)
 
 
-# --- beside a refresh -------------------------------------------------------------------------------------------------
+# --- during a refresh -------------------------------------------------------------------------------------------------
 
 
 def test_an_open_update_goes_first(engine: ParallelHarness, weights: Tensors, other: Tensors) -> None:
@@ -340,7 +343,7 @@ def test_an_aborted_update_leaves_the_engine_free_to_move(engine: ParallelHarnes
 
 
 def break_writes(harness: ParallelHarness, rank: int, first: int, last: int) -> None:
-    """Writes of slots number `first` .. `last` on one rank raise."""
+    """Let the writes of slots number `first` .. `last` raise on one rank."""
     transfer: ExpertTransfer = eplb_of(harness.schedulers[rank])._transfer
     slots: Any = transfer._slots
     real, calls = slots.write, [0]
@@ -459,7 +462,7 @@ def test_where_there_is_nothing_to_balance(folder: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("native", [True, False])
 @WITH_FAMILIES
 def test_a_slot_is_one_run_of_bytes_in_every_layout(folder: Path, dtype: str, native: bool) -> None:
-    """Copied to another slot, they are the same expert; packed by the compiled operators or plain."""
+    """The run copied to another slot is the same expert, packed by the compiled operators or plain."""
     settings = {"dtype": dtype, "disable_native_kernels": not native, "ep_num_redundant_experts": 3}
     slots = slots_of(Harness(folder, **settings))
     assert slots.slots_per_rank == EXPERTS + 3 and slots.num_layers == LAYERS
@@ -484,7 +487,7 @@ def test_a_slot_is_one_run_of_bytes_in_every_layout(folder: Path, dtype: str, na
 
 
 def test_missed_evaluations_show_in_the_state(folder: Path) -> None:
-    """A weight update that is open whenever a look is due puts it off; ten times is too often."""
+    """A weight update that is open whenever an evaluation is due puts it off; ten times is too often."""
     settings = TWO | {"enable_eplb": True, "eplb_rebalance_num_iterations": 2}
     with ParallelHarness(folder, **settings) as harness:
         assert harness.control(BeginWeightUpdateReqInput, weight_version="v1").success

@@ -88,7 +88,7 @@ def engine(request: pytest.FixtureRequest, old: Path) -> Iterator[ParallelHarnes
 
 
 def check_content(harness: ParallelHarness, tensors: Tensors) -> None:
-    """Every place of every rank holds its part of the tensor, and together they hold all of it."""
+    """Check that every place of every rank holds its part of the tensor, and all places together the whole."""
     covered: dict[str, int] = dict.fromkeys(tensors, 0)
     for scheduler in harness.schedulers:
         weights = scheduler.runner.state.model.weights
@@ -132,7 +132,7 @@ def same_as_one_rank(harness: ParallelHarness, tensors: Tensors, old: Path) -> N
 
 
 @WITH_FAMILIES
-def test_begin_buckets_end(engine: ParallelHarness, new: Tensors, old: Path) -> None:
+def test_begin_buckets_and_end_refresh_every_rank(engine: ParallelHarness, new: Tensors, old: Path) -> None:
     engine.generate(PROMPTS, SIX)
     ended = refresh(engine, new, "v1")
     assert ended.success and ended.data["weight_version"] == "v1", ended.message
@@ -214,7 +214,7 @@ def test_memory_goes_and_comes_back_on_all_ranks(engine: ParallelHarness, new: T
 
 @pytest.mark.parametrize("name", ["tp2 ep2", "dp2 all-to-all"])
 def test_calls_without_begin_into_lost_weights_add_up(name: str, old: Path, new: Tensors) -> None:
-    """One that is wrong ends them on all ranks alike."""
+    """A wrong call ends them on all ranks alike."""
     with ParallelHarness(old, **LAYOUTS[name], enable_memory_saver=True) as engine:
         assert engine.control(ReleaseMemoryOccupationReqInput).success
         assert engine.control(ResumeMemoryOccupationReqInput).success

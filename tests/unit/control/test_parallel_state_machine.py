@@ -221,7 +221,7 @@ class Ranks(RuleBasedStateMachine):
             self.world.check()
 
     def check_requests(self) -> None:
-        """One version for every token, in their order; a row for every token but the last."""
+        """Check that each token has one version, in order, and each token but the last a row of routes."""
         for rid in self.rids:
             result = self.world.engine.results[rid]
             assert result.finished is not None and result.finished.reason.type == "length"
@@ -271,7 +271,7 @@ def _control_of(scheduler: Any) -> WeightControl:
 
 @pytest.mark.full(but="2 ranks, dp")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_random_histories(name: str, folder: Path, tmp_path: Path) -> None:
+def test_random_histories_keep_the_ranks_consistent(name: str, folder: Path, tmp_path: Path) -> None:
     machine = type("Machine", (Ranks,), {"folder": folder, "scratch": tmp_path, "layout": LAYOUTS[name]})
     histories = 8 if name.startswith("2") else 5
     run_state_machine_as_test(
@@ -290,7 +290,7 @@ def test_random_histories(name: str, folder: Path, tmp_path: Path) -> None:
 
 
 def _initial_map_in_the_loader(patches: pytest.MonkeyPatch, world: World) -> None:
-    """Places are found by the map that was in force when the model was built."""
+    """Find places by the map that was in force when the model was built."""
     first = [s.runner.state.placement.metadata for s in world.engine.schedulers]
     placements = [s.runner.state.placement for s in world.engine.schedulers]
     inner = ExpertPlacement._local_slots
@@ -302,12 +302,12 @@ def _initial_map_in_the_loader(patches: pytest.MonkeyPatch, world: World) -> Non
 
 
 def _stale_staged_buffer(patches: pytest.MonkeyPatch, world: World) -> None:
-    """Weights are staged for the map in force although another one comes into force with them."""
+    """Stage weights for the map in force although another one comes into force with them."""
     patches.setattr(WeightIndex, "under_proposed_placement", lambda self: self)
 
 
 def _no_fence(patches: pytest.MonkeyPatch, world: World) -> None:
-    """Experts are moved although a weight update is open."""
+    """Move experts although a weight update is open."""
     patches.setattr(WeightControl, "under_way", None)
     for scheduler in world.engine.schedulers:
         for hook in scheduler.agenda.order:
@@ -370,7 +370,10 @@ def world(folder: Path) -> Iterator[World]:
 
 
 def story(world: World) -> None:
-    """A rebalance, a full refresh, one that adopts a placement, and a rebalance that comes while one is open."""
+    """Run a rebalance, a full refresh, and a refresh that adopts a placement.
+
+    Another rebalance is requested while each refresh is open.
+    """
     world.compare()
     assert world.rebalance(world.random_map(1)).success
     world.check()
@@ -387,7 +390,7 @@ def story(world: World) -> None:
         world.compare()
 
 
-def test_the_story_holds(world: World) -> None:
+def test_the_right_engine_passes_the_story(world: World) -> None:
     story(world)
 
 

@@ -121,7 +121,7 @@ def test_who_continues_or_pauses_otherwise_ends_the_wait(folder: Path, mode: str
 
 
 def test_a_continue_from_before_does_not_end_it(folder: Path) -> None:
-    """The later call says what holds, as in the other modes."""
+    """The later call decides, as in the other modes."""
     harness = begun(folder, 8)
     resumed = harness.post(ContinueGenerationReqInput)
     verb = wait_pause(harness)
@@ -163,7 +163,7 @@ def test_a_wait_that_fails_leaves_the_pause_before_it(folder: Path) -> None:
 
 
 def sends_a_part(folder: Path, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> ControlReqOutput:
-    """A bucket of one tensor, without begin."""
+    """Send a bucket of one tensor without a begin, and return the answer."""
     trainer = LoopbackTrainer(logical_tensors(folder))
     monkeypatch.setitem(SOURCES, UpdateWeightsFromDistributedReqInput, trainer.source)
     return trainer.send(harness, sorted(trainer.tensors)[:1])

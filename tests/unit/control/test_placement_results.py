@@ -1,4 +1,4 @@
-"""A placement of experts changes no result, on one rank or on several, and a balancer that stops says so.
+"""A placement of experts changes no result, on one rank or on several, and a balancer that stops reports it.
 
 Each test plays the wrong variant of a public engine, by its number in the bug list B4.
 """
@@ -82,7 +82,7 @@ def test_70_sglang_32962_ranks_agree_on_the_replica(
 
 
 def other_map(seed: int, ranks: int) -> list[list[int]]:
-    """[L, P] with four redundant experts."""
+    """Return a random map [L, P] with four redundant experts."""
     return json.loads(moved_experts(seed, ranks)["init_expert_location"])["physical_to_logical_map"]
 
 
@@ -135,7 +135,7 @@ def controls(harness: ParallelHarness) -> list[EplbControl]:
 def test_72_vllm_57883_a_balancer_that_hangs_says_so(
     balanced: ParallelHarness, judge: OneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within the deadline of a stage, while requests are served."""
+    """It reports this within the deadline of a stage, while requests are served."""
     release, decide = threading.Event(), eplb_control.decide
 
     def never(*args: Any, **fields: Any) -> Any:
@@ -159,7 +159,7 @@ def test_72_vllm_57883_a_balancer_that_hangs_says_so(
 def test_72_vllm_57883_a_counter_that_runs_backwards_is_seen(
     balanced: ParallelHarness, judge: OneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wrong variant: the number of steps since the last look is negative, so that no look is ever due."""
+    """In the wrong variant the number of steps since the last look is negative, so that no look is ever due."""
     for _ in range(3):
         assert objections(balanced, judge) == []
     assert status(balanced)["num_evaluations"] >= 1
@@ -177,7 +177,7 @@ def test_72_vllm_57883_a_counter_that_runs_backwards_is_seen(
 
 @pytest.mark.full
 def test_73_vllm_32860_no_rank_waits_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank does not come: the other says so at the deadline.  Wrong: a wait without one."""
+    """One rank does not come: the other raises at the deadline.  The wrong engine waits without a deadline."""
     for deadline_s, ends in ((1.0, True), (60.0, False)):
         monkeypatch.setattr(parallel_harness, "COLLECTIVE_S", deadline_s)
         with ParallelHarness(folder, **LAYOUTS["tp2"]) as harness:

@@ -61,7 +61,7 @@ def is_of(folder: Path, result: Result) -> bool:
 
 
 def kv_versions(result: Result) -> set[str]:
-    """Labels of all versions whose KV the result says it used."""
+    """Return the labels of all versions whose KV the result reports as used."""
     assert result.finished is not None
     prefill = {span.version for span in result.finished.prefill_weight_versions}
     return prefill | {str(result.finished.kv_weight_version_oldest)}
@@ -75,7 +75,7 @@ def refresh_in_place(harness: Harness, trainer: LoopbackTrainer) -> None:
 
 
 def run_over_a_refresh(folder: Path, trainer: LoopbackTrainer) -> tuple[Result, Result, Result]:
-    """A request that was under way in an in-place refresh, and the same prompt twice more after it."""
+    """Run a request across an in-place refresh, and its prompt twice more after the refresh."""
     harness = engine(folder)
     harness.generate([PROMPT], {"max_new_tokens": 4})  # the prefix is cached under v1
     running = harness.submit(PROMPT, params={"max_new_tokens": 40})
@@ -90,7 +90,7 @@ def run_over_a_refresh(folder: Path, trainer: LoopbackTrainer) -> tuple[Result, 
 def test_63_miles_2783_prefix_kv_of_old_weights_is_never_matched(
     folders: tuple[Path, Path], trainer: LoopbackTrainer
 ) -> None:
-    """Neither that of a request which ended before the refresh, nor of one that ran across it."""
+    """Neither the KV of a request that ended before the refresh matches, nor of one that ran across it."""
     running, again, hit = run_over_a_refresh(folders[0], trainer)
     assert [version for version, _, _ in running.versions] == ["v1", "v2"]
     assert "v1" in kv_versions(running), "a request that kept old KV says so"
@@ -112,7 +112,7 @@ def test_63_a_cache_without_versions_is_caught(folders: tuple[Path, Path], train
 def test_65_nemo_rl_4018_seventeen_refreshes_leave_no_old_kv(
     folders: tuple[Path, Path], trainer: LoopbackTrainer
 ) -> None:
-    """Without a flush, with requests under way at every refresh and one long prefix that all of them share."""
+    """There is no flush; requests run across every refresh, and all of them share one long prefix."""
     harness = engine(folders[0])
     both = [logical_tensors(folder) for folder in folders]
     for number in range(2, 19):
@@ -188,13 +188,13 @@ def test_69_a_version_published_with_the_first_bucket_is_caught(
 
 
 def _first(result: Result, count: int) -> Result:
-    """The record of the first `count` tokens."""
+    """Return the record of the first `count` tokens."""
     rows = len(result.prompt_ids) + count - 1
     return _Part(result, result.prompt_ids, slice(0, count), slice(0, rows))
 
 
 def _last(result: Result, start: int) -> Result:
-    """The record from token `start` on, as a request whose prompt is everything before."""
+    """Return the record from token `start` on, as of a request whose prompt is everything before."""
     prompt = result.prompt_ids + result.token_ids[:start]
     return _Part(result, prompt, slice(start, None), slice(0, None))
 

@@ -86,7 +86,7 @@ print(*(name for name in sys.modules if name.startswith("torch._inductor")))
 
 
 def test_a_profile_does_not_load_the_compiler_of_torch(harness: Harness, tmp_path: Path) -> None:
-    """A rank would keep 140 MB of it for good."""
+    """A rank would keep 140 MB of the compiler for good."""
     folder = tiny_checkpoint(tmp_path / "model", "dense")
     command = [sys.executable, "-c", IMPORTS, str(folder), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=Path.cwd())
@@ -157,7 +157,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelHarness]
 
 
 def is_under_way(harness: ParallelHarness) -> list[bool]:
-    """By rank."""
+    """Return for each rank whether a profile is under way."""
     hooks = [[getattr(hook, "__self__", None) for hook in each.agenda.order] for each in harness.schedulers]
     profilers = [next(owner for owner in owners if isinstance(owner, StepProfiler)) for owners in hooks]
     return [profiler._trace is not None for profiler in profilers]
@@ -229,7 +229,7 @@ def test_without_a_profile_nothing_is_asked_of_other_ranks(ranks: ParallelHarnes
 
 
 def test_without_a_key_a_profile_goes_to_scratch_or_beside_the_model(harness: Harness, tmp_path: Path) -> None:
-    """C11: any user of the machine may call, and got folders made wherever the server's user may write."""
+    """C11: any user of the machine could have folders made wherever the server's user may write."""
     outside = Path.home() / "lockstep-test-c11"
     linked = tmp_path / "link"
     linked.symlink_to(Path.home())
@@ -254,7 +254,7 @@ def test_weight_folders_hold_for_profiles_with_a_key_too(harness: Harness, tmp_p
     assert profiler._writable(None, folders), "the server chose that one itself"
 
 
-def test_bodies_of_clients(tmp_path: Path) -> None:
+def test_profile_bodies_of_sglang_and_vllm_are_accepted(tmp_path: Path) -> None:
     with live_server(write_model_folder(tmp_path)) as live:
         sglang = {"output_dir": "/x", "start_step": None, "num_steps": 3, "activities": ["CPU"], "with_stack": False}
         vllm = {"profile_prefix": "run-1", "max_iterations": 5}

@@ -61,7 +61,10 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
 
 @pytest.fixture
 def start(old: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ParallelHarness]]:
-    """`breaks`: collectives will be given up, which gloo keeps alive up to its own deadline."""
+    """A function that starts an engine.
+
+    `breaks`: the test gives up collectives, which gloo keeps alive up to its own deadline.
+    """
     started = []
 
     def start(breaks: bool = False, **settings: Any) -> ParallelHarness:
@@ -83,7 +86,7 @@ def labels(harness: ParallelHarness) -> set[str]:
 
 
 def begun(harness: Harness, new: Tensors, **fields: Any) -> None:
-    """A whole update, up to its end."""
+    """Begin an update and send all of its tensors, but do not end it."""
     answer = harness.control(BeginWeightUpdateReqInput, weight_version="v1", **fields)
     assert answer.success, answer.message
     assert all(answer.success for answer in send(harness, new))  # type: ignore[arg-type]
@@ -148,7 +151,7 @@ def test_w01_replicas_that_serve_different_versions_end_at_the_next_verb(
 def test_w18_a_failed_vote_of_receiving_threads_ends_the_engine(
     start: Callable[..., ParallelHarness], new: Tensors
 ) -> None:
-    """It can never be refreshed again, so it does not serve on."""
+    """The engine could never be refreshed again, so it stops serving."""
     harness = start(breaks=True, tp_size=2)
     begun(harness, new)
     for scheduler in harness.schedulers:
@@ -261,7 +264,7 @@ def test_w08_no_thread_to_be_had_does_not_stop_a_commit(
 def test_w08_what_fails_after_the_vote_ends_the_engine(
     old: Path, new: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New content is in the model, and no label says so: nothing may be sampled."""
+    """New content is in the model, but no label names it: nothing may be sampled."""
     harness = Harness(old, dtype="float64")
     begun(harness, new)
 

@@ -70,7 +70,7 @@ def answers(harness: Harness) -> list[tuple]:
 
 
 def refusal(harness: Harness) -> str:
-    """The message of the 503 with which a request is refused now."""
+    """Return the message of the 503 with which a request is refused now."""
     rid = harness.submit(PROMPTS[0], params={"max_new_tokens": 1})
     harness.tick()
     finished = harness.results[rid].finished
@@ -138,7 +138,7 @@ def test_without_keeping_a_refresh_leaves_no_memory(folders, new_tensors) -> Non
 
 
 def test_resumed_weights_without_content_serve_nothing(folders, new_tensors) -> None:
-    """Neither at once, nor after half a refresh, nor after one that failed."""
+    """They serve neither at once, nor after half a refresh, nor after a failed one."""
     harness = engine(folders[0])
     assert release(harness, "weights").success
     answer = resume(harness, "weights")
@@ -165,7 +165,7 @@ def test_a_refresh_into_released_weights_restores_them(folders, new_tensors) -> 
 
 
 def bucket(harness: Harness, tensors: dict[str, torch.Tensor], **fields: Any) -> ControlReqOutput:
-    """A call without begin."""
+    """Send tensors in one call without a begin, and return the answer."""
     payload = bytearray(safetensors.torch.save(tensors))
     return harness.control(UpdateWeightsFromTensorReqInput, payload=payload, format="safetensors", **fields)
 
@@ -196,7 +196,7 @@ def test_calls_without_begin_into_lost_weights_add_up(folders, new_tensors, vers
 
 @pytest.mark.parametrize("anew", ["resume", "pause", "abort"])
 def test_a_bad_call_of_those_ends_them_until_a_new_start(folders, new_tensors, anew: str) -> None:
-    """Halves of the failed attempt may not join the halves of the next one."""
+    """Tensors of the failed attempt may not join the tensors of the next one."""
     harness = engine(folders[0])
     assert release(harness, "weights").success
     first, second = split(new_tensors, 2)
@@ -261,7 +261,7 @@ def test_a_kept_copy_serves_the_same_bits(folders) -> None:
 
 
 def test_a_refresh_outdates_the_kept_copy(folders, new_tensors) -> None:
-    """A complete one serves, and the copy may never overwrite it; half of one leaves nothing that may serve."""
+    """A complete refresh serves, and the copy may never overwrite it; after half a refresh nothing may serve."""
     harness = engine(folders[0], enable_weights_cpu_backup=True)
     assert release(harness, "weights").success
     name = sorted(new_tensors)[0]
@@ -348,7 +348,7 @@ def test_nothing_depends_on_kv_from_before(folders) -> None:
 
 
 def test_an_empty_list_of_tags_names_nothing(folders: list[Path]) -> None:
-    """C9: a client that computes a list and finds it empty lost all."""
+    """C9: a client that computed an empty list lost all of its memory."""
     harness = engine(folders[0])
     for verb in (ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput):
         refused = harness.control(verb, tags=[])

@@ -127,7 +127,7 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine
 
 @pytest.mark.parametrize("call", STRANGERS)
 def test_no_call_of_a_stranger_keeps_a_dead_trainers_update_open(start: Callable[..., Engine], call: str) -> None:
-    """E1: it would keep the successor out for as long as that asks."""
+    """E1: each call of the successor would renew the lease that keeps the successor out."""
     engine = start(enable_memory_saver=True)
     engine.ok(BeginWeightUpdateReqInput, update_id="a", weight_version="A", lease_s=LEASE_S)
     verb, fields = STRANGERS[call]
@@ -142,7 +142,7 @@ def test_no_call_of_a_stranger_keeps_a_dead_trainers_update_open(start: Callable
 
 @pytest.mark.parametrize("call", STRANGERS)
 def test_no_call_of_a_stranger_keeps_a_dead_trainers_pause(start: Callable[..., Engine], call: str) -> None:
-    """E1: the same of `--pause-timeout`, where the update began in the pause."""
+    """E1: nor does `--pause-timeout` start anew where the update began in the pause."""
     engine = start(pause_timeout=LEASE_S, enable_memory_saver=True)
     engine.ok(PauseGenerationReqInput, mode="in_place")
     engine.ok(BeginWeightUpdateReqInput, update_id="a", weight_version="A", lease_s=86400)
@@ -181,7 +181,7 @@ OWN: dict[str, tuple[type, dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("call", OWN)
 def test_every_call_of_the_update_renews_its_lease(start: Callable[..., Engine], call: str) -> None:
-    """E1: taken, or refused for its content."""
+    """E1: a call renews it whether it is taken or refused for its content."""
     engine = start(pause_timeout=LEASE_S)
     engine.ok(PauseGenerationReqInput, mode="in_place")
     engine.ok(BeginWeightUpdateReqInput, update_id="a", weight_version="A", lease_s=LEASE_S)
@@ -207,7 +207,7 @@ def test_what_opens_an_update_in_a_pause_keeps_the_pause(start: Callable[..., En
 def test_a_call_that_came_in_time_is_waited_for(
     start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, is_own: bool
 ) -> None:
-    """E1: a stranger's call that takes long does not cost the sender its lease, and keeps no dead one's."""
+    """E1: a long call of a stranger neither costs the sender its lease nor renews the lease of a dead sender."""
     engine = start()
     engine.ok(BeginWeightUpdateReqInput, update_id="a", weight_version="A", lease_s=LEASE_S)
     over = threading.Event()

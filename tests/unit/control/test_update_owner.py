@@ -112,7 +112,7 @@ def update(harness: Harness) -> dict[str, Any]:
 def test_engine_02_a_pause_that_ended_between_two_buckets(
     start: Callable[..., Harness], trainer: LoopbackTrainer, old: Tensors, goes_on: str
 ) -> None:
-    """The next bucket is no update of its own, and who goes on without one is told once."""
+    """The next bucket does not open an update of its own.  A continue without a bucket is refused once only."""
     harness = start(pause_timeout=0.2)
     first, second, _ = parts(trainer)
     assert harness.control(PauseGenerationReqInput).success
@@ -183,7 +183,7 @@ def test_w20_late_buckets_of_a_lost_update(
 
 @pytest.mark.parametrize("staging", ["host", "in_place"])
 def test_w07_two_trainers_do_not_mix(start: Callable[..., Harness], trainer: LoopbackTrainer, staging: str) -> None:
-    """The first one's lease runs out, the second begins, and the first goes on: nothing of it is taken or spoils."""
+    """The first one's lease runs out, the second begins, and the first goes on: its calls are refused."""
     harness = start(weight_staging=staging)
     first, second, third = parts(trainer)
     assert harness.control(BeginWeightUpdateReqInput, lease_s=1, update_id="a").success
@@ -327,7 +327,7 @@ def test_w23_an_end_after_a_success_blames_no_older_failure(
 def test_w19_parts_that_come_by_themselves_say_so(
     start: Callable[..., Harness], trainer: LoopbackTrainer, old: Tensors
 ) -> None:
-    """A label names one content: until everything came under it, it says how much did."""
+    """A label names one content: until every tensor came under it, it states how many did."""
     harness = start()
     first, second, third = parts(trainer)
     total, one, two = len(trainer.tensors), len(first), len(first) + len(second)
@@ -349,7 +349,7 @@ def test_w19_parts_that_come_by_themselves_say_so(
 def test_engine_03_an_older_continue_does_not_undo_a_pause(
     start: Callable[..., Harness], trainer: LoopbackTrainer, monkeypatch: pytest.MonkeyPatch, old: Tensors
 ) -> None:
-    """It waits behind a rendezvous when the pause is answered."""
+    """The older continue waits behind a rendezvous while the pause is answered."""
     harness = start()
     go = threading.Event()
     monkeypatch.setattr(updater_of(harness).groups, "init", lambda **_: go.wait(10))
@@ -397,7 +397,7 @@ KEPT_OUT: dict[str, tuple[type, dict[str, Any]]] = {
 def test_who_is_kept_out_is_told_what_to_do(
     start: Callable[..., Harness], trainer: LoopbackTrainer, call: str, opened_by: str
 ) -> None:
-    """E3: the lease, and the call that drops the open update, with its id where it needs one."""
+    """E3: the refusal names the lease and the call that drops the open update, with its id where needed."""
     harness = start(enable_memory_saver=True)
     if opened_by == "bucket in a pause":
         assert harness.control(PauseGenerationReqInput).success
@@ -422,7 +422,7 @@ def test_who_is_kept_out_is_told_what_to_do(
 def test_half_an_update_of_which_nobody_said_so_is_counted(
     start: Callable[..., Harness], trainer: LoopbackTrainer
 ) -> None:
-    """D7: as vLLM's dialect opens it; who says "partial" gets the label that was given."""
+    """D7: an update opened by vLLM's dialect is counted; one declared "partial" gets the given label."""
     harness, names = start(), sorted(trainer.tensors)
     half, total = names[::2], len(names)
 

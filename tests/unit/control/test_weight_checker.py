@@ -95,7 +95,7 @@ def test_snapshot_and_compare_over_a_refresh(
 def test_a_reset_engine_refuses_until_a_complete_refresh(
     harness: Harness, trainer: LoopbackTrainer, folders: tuple[Path, Path]
 ) -> None:
-    """Running and new requests get 503; a refresh of the same weights makes everything as it was."""
+    """Running and new requests get 503; a refresh of the same weights restores everything."""
     trainer.tensors = logical_tensors(folders[0])
     (before,) = harness.generate([PROMPT], {"max_new_tokens": 6})
     running = harness.submit(PROMPT, params={"max_new_tokens": 200})
@@ -142,7 +142,7 @@ def vllm_check(harness: Harness, action: str, **fields) -> ControlReqOutput:
 def test_a_comparison_with_what_a_trainer_computed_names_each_difference(
     harness: Harness, folders: tuple[Path, Path]
 ) -> None:
-    """Changed, missing and unknown tensors, in the order of their names; nothing is kept between the calls."""
+    """It lists changed, missing and unknown tensors in the order of their names, and keeps nothing between calls."""
     baseline = {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in logical_tensors(folders[0]).items()}
     assert vllm_check(harness, "checksum").data == {"checksums": baseline}
     assert vllm_check(harness, "compare", baseline=baseline).data == {"match": True, "mismatches": []}
@@ -196,7 +196,7 @@ def test_a_reset_is_refused_while_an_update_is_open(harness: Harness, trainer: L
 def test_every_version_has_the_digest_of_its_content(
     harness: Harness, trainer: LoopbackTrainer, folders: tuple[Path, Path]
 ) -> None:
-    """Full, then partial, then full refreshes: the digest published is that of what lives in memory."""
+    """After full, partial and full refreshes the published digest is the digest of the weights in memory."""
     old, new = logical_tensors(folders[0]), logical_tensors(folders[1])
     assert check(harness, "checksum").data["digest"] == digest_of(old)
     assert trainer.refresh(harness, "v2").success

@@ -82,7 +82,7 @@ STRANGERS = ("authorized_keys", "run.sh", "README.md", ".netrc", "notes.txt")
 
 @pytest.fixture
 def source(folders: tuple[Path, ...], tmp_path: Path) -> Path:
-    """Version 1 is a full one, with files in it that are none of a checkpoint."""
+    """A folder whose version 1 is full and also holds files that belong to no checkpoint."""
     version = Path(shutil.copytree(folders[1], version_path(tmp_path / "source", 1)))
     for name in (*STRANGERS, "merges.txt", "tokenizer.model"):
         (version / name).write_text("x")

@@ -125,7 +125,7 @@ def engine(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Calla
 
 
 def halves(tensors: Tensors) -> list[Tensors]:
-    """Two buckets that cut through fused tensors: every other name."""
+    """Split tensors into two buckets by every other name, which cuts through fused tensors."""
     names = sorted(tensors)
     return [{name: tensors[name] for name in part} for part in (names[::2], names[1::2])]
 
@@ -135,7 +135,7 @@ def digest_of(tensors: Tensors) -> str:
 
 
 def check_old_serves(trainer: Trainer, old: Tensors) -> None:
-    """The old bits, the old label, and requests end on it."""
+    """Check that the old bits and the old label serve, and that requests end on them."""
     assert trainer.digest() == digest_of(old)
     assert trainer.state()["weight_version"] == "v1"
     trainer.harness.run()
@@ -388,7 +388,7 @@ def test_a_client_that_died_before_continue_does_not_spoil_the_next(
 def test_a_pause_in_the_middle_is_not_an_update_lost_in_silence(
     engine: Callable[..., Trainer], old: Tensors, new: Tensors
 ) -> None:
-    """Somebody else pauses between two buckets: continue refuses, rather than succeed without the first."""
+    """Another client pauses between two buckets: continue refuses, rather than succeed without the first."""
     trainer = engine()
     first, second = halves(new)
     trainer.ok(PauseGenerationReqInput, mode="in_place")
@@ -414,7 +414,7 @@ def test_verl_s_calls_while_running_are_updates_of_their_own(
 
 
 def test_the_time_of_an_update_is_recorded_in_parts_n23a(engine: Callable[..., Trainer], new: Tensors) -> None:
-    """N23a: before begin as the sender says, staging, receiving in it, and the stall."""
+    """N23a: the parts are the time before begin, which the sender states, staging, receiving in it, and the stall."""
     trainer = engine()
     start = time.perf_counter()
     trainer.ok(BeginWeightUpdateReqInput, weight_version="v", prepared_s=2.5)

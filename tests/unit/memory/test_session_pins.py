@@ -156,7 +156,7 @@ def test_a_session_finds_its_prefix_again(folders) -> None:
 
 
 @pytest.mark.parametrize("ends", ["finished", "aborted"])
-def test_what_ends_late_pins_nothing_for_a_session_that_is_over(folders, ends: str) -> None:
+def test_late_request_pins_nothing_for_an_ended_session(folders, ends: str) -> None:
     harness = engine(folders[0])
     rid = harness.submit(prompt_of(1), params={"max_new_tokens": 6}, session_id="mine")
     harness.tick()
