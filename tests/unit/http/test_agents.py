@@ -163,7 +163,7 @@ def test_an_unknown_parser_is_refused_with_the_list(flag: str, folder: Path, tmp
 
 
 def test_routes_count_on_the_given_tokens(live: Live, client: openai.OpenAI) -> None:
-    """A session server asks turn by turn: the rows of all turns make one sequence without a gap."""
+    """A session server sends turn by turn: the rows of all turns make one sequence without a gap."""
     sequence = ids_of(live, "abc")
     num_rows = 0
     for turn in ("de", "fgh"):
@@ -194,7 +194,7 @@ KEPT = {"mine": {"kv_tokens": 30, "pinned_tokens": 20, "expires_in_s": 5.0}}
 
 @pytest.fixture
 def sessions(live: Live) -> Live:
-    """The server, whose scheduler says that one session keeps KV."""
+    """The server, whose scheduler reports that one session keeps KV."""
 
     def answer(verb: Any) -> ControlReqOutput:
         data: dict[str, Any] = {"sessions": KEPT, "num_pinned_tokens": 20}

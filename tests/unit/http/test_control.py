@@ -189,7 +189,7 @@ def test_bad_control_bodies_are_refused_before_the_scheduler(live: Live, path: s
     ],
 )
 def test_w17_a_bucket_that_cannot_be_read_is_refused_by_the_scheduler_too(live: Live, body: Any, group: Any) -> None:
-    """It has to leave the group, as the broadcast may be on its way."""
+    """The scheduler has to leave the group, as the broadcast may be on its way."""
     fields = {"content": body} if isinstance(body, bytes) else {"json": body}
     reply = live.client.post("/update_weights_from_distributed", **fields)
     assert reply.status_code == 400
@@ -232,7 +232,7 @@ def test_no_answer_in_time_is_504_and_the_late_answer_is_dropped(live: Live, mon
 
 
 def test_health_names_the_start_of_the_server_c8(live: Live) -> None:
-    """C8: so a restart of any length shows."""
+    """C8: the start shows a restart of any length."""
     health = live.client.get("/health")
     assert health.content == b"" and len(health.headers["x-start-id"]) == 32
     assert health.headers["x-start-id"] == live.manager.start_id == live.client.get("/server_info").json()["start_id"]
@@ -305,7 +305,7 @@ def test_info_is_what_external_engine_clients_compare(live: Live) -> None:
     assert loads["loads"][0]["max_total_num_tokens"] == 200
 
 
-def test_metrics_count(live: Live) -> None:
+def test_metrics_count_requests_and_their_tokens(live: Live) -> None:
     def value(name: str) -> float:
         for line in live.client.get("/metrics").text.splitlines():
             if line.startswith(f"{name}{{"):
@@ -335,7 +335,7 @@ def test_openapi_shows_every_body(live: Live) -> None:
     assert live.client.get("/docs").status_code == 200
 
 
-def test_keys(folder: Path) -> None:
+def test_each_route_requires_the_right_key(folder: Path) -> None:
     with live_server(folder, api_key="user", admin_api_key="boss") as live:
 
         def status(method: str, path: str, key: str | None = None, **arguments: Any) -> int:
@@ -377,7 +377,7 @@ def test_routes_that_cannot_be_had_are_400(tmp_path: Path, dense: bool, captures
         live.generate(input_ids=[1], return_routed_experts=False)
 
 
-def test_routes_by_default(folder: Path) -> None:
+def test_routed_experts_are_returned_by_default_where_set(folder: Path) -> None:
     with live_server(folder, return_routed_experts_by_default=True) as live:
         assert "routed_experts" in live.generate(input_ids=[1, 2])["meta_info"]
         assert "routed_experts" not in live.generate(input_ids=[1, 2], return_routed_experts=False)["meta_info"]

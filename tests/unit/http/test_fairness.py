@@ -65,7 +65,7 @@ def test_engine_06_a_short_text_does_not_wait_behind_a_long_one(folder: Path) ->
 
 
 def ping_while(live: Live, work: Callable[[], Any]) -> float:
-    """Seconds of the slowest /ping beside `work`."""
+    """Run `work` on a thread, send /ping meanwhile, and return the seconds of the slowest one."""
     thread = threading.Thread(target=work)
     thread.start()
     times = []

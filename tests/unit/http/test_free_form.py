@@ -33,7 +33,7 @@ def nested(depth: int) -> Any:
 
 
 def places(value: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Bodies with `value` in each of the fields."""
+    """Return a path and a body with `value` for each field that holds any JSON."""
     chat = {"messages": MESSAGES, "max_tokens": 1}
     return [
         (CHAT, chat | {"tools": [{"type": "function", "function": {"name": "f", "parameters": value}}]}),
@@ -48,7 +48,7 @@ def places(value: Any) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("index", range(7))
 def test_depth_is_bounded_in_every_field_c3(live: Live, index: int) -> None:
-    """A template that indents what it shows makes lines of four spaces a level."""
+    """A template that indents a value adds four spaces a level to each line."""
     path, body = places(nested(MAX_DEPTH + 5))[index]
     status, message = live.refused(path, **body)
     assert status == 400 and "nested more than" in message

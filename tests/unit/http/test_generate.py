@@ -177,7 +177,7 @@ def test_batch_stream_says_which_sample_it_is(live: Live) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("no_stop_trim", "text"), [(False, "abc"), (True, "abcEND")])
-def test_stop_string(live: Live, stream: bool, no_stop_trim: bool, text: str) -> None:
+def test_a_stop_string_ends_the_text(live: Live, stream: bool, no_stop_trim: bool, text: str) -> None:
     params = {"stop": "END", "no_stop_trim": no_stop_trim, "max_new_tokens": 20}
     body = {"text": "abcENDx", "sampling_params": params}
     if stream:
@@ -243,7 +243,7 @@ def test_abort_by_exact_name(live: Live, abort: dict[str, Any], aborted: set[str
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_aborts(live: Live, stream: bool) -> None:
+def test_a_client_that_disconnects_aborts_its_request(live: Live, stream: bool) -> None:
     body = {"input_ids": [1], "rid": "gone", "extra_key": "slow" if stream else "hold", "stream": stream}
     body["sampling_params"] = {"max_new_tokens": 60}
     with httpx.Client(base_url=live.url) as client:
@@ -400,7 +400,7 @@ def test_a_body_that_is_no_json_object_is_400(live: Live, content: bytes) -> Non
     assert set(response.json()["error"]) == {"type", "message"}
 
 
-def test_caps_are_413(live: Live) -> None:
+def test_bodies_beyond_the_caps_are_413(live: Live) -> None:
     assert live.refused(input_ids=[[1]] * 5000)[0] == 413
     assert live.refused(input_ids=[[1]] * 100, sampling_params={"n": 100})[0] == 413
     assert live.refused("/tokenize", prompt=[""] * 5000)[0] == 413
@@ -420,7 +420,7 @@ def test_long_text_is_tokenised_off_the_loop_with_the_same_result(live: Live) ->
     assert status == 400 and "context length" in message
 
 
-def test_tokenize_and_detokenize(live: Live) -> None:
+def test_detokenize_returns_the_text_that_was_tokenized(live: Live) -> None:
     reply = live.client.post("/v1/tokenize", json={"prompt": ["hello", "a é"]}).json()
     assert reply["count"] == [1, 4] and reply["max_model_len"] == 160
     texts = live.client.post("/v1/detokenize", json={"tokens": reply["tokens"]}).json()["text"]
@@ -441,7 +441,7 @@ def test_vllms_names_of_sampling_parameters_are_understood(live: Live) -> None:
 
 
 def test_a_higher_priority_is_a_lower_number_inside(live: Live) -> None:
-    """SGLang's higher ones go first; the scheduler's, as vLLM's, the lower ones."""
+    """In SGLang a higher priority goes first; in the scheduler, as in vLLM, a lower one."""
     live.scheduler.received.clear()
     live.generate(input_ids=[1], priority=7, sampling_params={"max_new_tokens": 1})
     assert live.sent(TokenizedGenerateReqInput)[0].priority == -7

@@ -40,13 +40,13 @@ def generate(live: Live, first: int) -> None:
 
 
 def refused(live: Live, body: dict) -> tuple[int, str]:
-    """Status and message of a dump that must fail."""
+    """Return the status and the message of a dump that must fail."""
     response = live.client.post(f"/dump_{BASE}", json=body)
     return response.status_code, response.json()["error"]["message"]
 
 
 def samples(live: Live) -> dict[tuple, float]:
-    """(name, layer, window) -> value of the recorder's gauges."""
+    """Return the values of the recorder's gauges by (name, layer, window)."""
     families = text_string_to_metric_families(live.client.get("/metrics").text)
     return {
         (sample.name, sample.labels.get("layer"), sample.labels.get("window")): sample.value
@@ -105,7 +105,7 @@ def test_bad_bodies_change_nothing(live: Live, tmp_path: Path) -> None:
 
 
 def test_without_a_key_a_dump_goes_to_scratch_or_beside_the_model(live: Live, tmp_path: Path) -> None:
-    """C11: a brother of /start_profile's folder."""
+    """C11: the folder follows the rule for the folder of /start_profile."""
     outside = Path.home() / "lockstep-test-c11.json"
     linked = tmp_path / "link"
     linked.symlink_to(Path.home())
@@ -167,7 +167,7 @@ def test_the_admin_key_guards_the_recorder(tmp_path: Path) -> None:
 
 
 def test_a_rebalance_over_http_says_why_not(live: Live) -> None:
-    """One rank has nothing to balance; what an engine of several answers is `test_parallel_eplb`."""
+    """One rank has nothing to balance; `test_parallel_eplb` tests the answers of several ranks."""
     response = live.client.post("/eplb_rebalance", json={"dry_run": True})
     assert response.status_code == 400
     assert response.json()["message"] == "all experts are on one rank (--ep-size 1): there is nothing to rebalance"

@@ -134,7 +134,7 @@ def test_a_lag_that_is_none_is_refused(live: Live, lag: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_route_tells_all_that_is_known_of_versions(live: Live, stream: bool) -> None:
-    """The last event of a stream says what the reply without one says."""
+    """The last event of a stream has the fields that a reply without a stream has."""
     native = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}, "stream": stream}
     completion = {"prompt": [1, 2], "max_tokens": 2, "stream": stream}
     chat = {"input_ids": [1, 2], "max_tokens": 2, "stream": stream, "messages": []}
@@ -153,7 +153,7 @@ def test_every_route_tells_all_that_is_known_of_versions(live: Live, stream: boo
 
 
 def final(live: Live, path: str, body: dict) -> dict[str, Any]:
-    """The reply, or the last event of the stream."""
+    """Return the reply, or the last event of the stream."""
     reply = live.client.post(path, json=body)
     assert reply.status_code == 200, reply.text
     if not body["stream"]:

@@ -41,7 +41,7 @@ def loaded(live: Live) -> Scrapes:
     body = {"input_ids": [7, 8, 9], "rid": "long", "sampling_params": GREEDY | {"max_new_tokens": 9000, "n": 3}}
     running = threading.Thread(target=lambda: httpx.post(f"{live.url}/generate", json=body, timeout=60))
     running.start()
-    time.sleep(1.3)  # a throughput is of a second
+    time.sleep(1.3)  # a throughput is measured over a second
     after = live.client.get("/metrics").text
     live.client.post("/abort_request", json={"rid": "long"})
     running.join(60)

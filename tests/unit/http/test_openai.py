@@ -37,7 +37,7 @@ def tokens(live: Live, text: str) -> list[int]:
     return live.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
 
 
-def test_completion(live: Live, client: openai.OpenAI) -> None:
+def test_a_completion_has_text_usage_and_version(live: Live, client: openai.OpenAI) -> None:
     reply = client.completions.create(model="tiny", prompt="hello", max_tokens=2, seed=5)
     choice = reply.choices[0]
     assert (reply.object, reply.model, choice.text, choice.finish_reason) == (
@@ -53,7 +53,7 @@ def test_completion(live: Live, client: openai.OpenAI) -> None:
 
 
 def test_a_completion_without_a_length_has_16_tokens(live: Live, client: openai.OpenAI) -> None:
-    """E2: as OpenAI, SGLang and vLLM have it; fewer where the context holds no more."""
+    """E2: OpenAI, SGLang and vLLM do the same.  A context with less room gives fewer tokens."""
     assert len(client.completions.create(model="tiny", prompt="a").choices[0].text) == 16
     assert len(client.completions.create(model="tiny", prompt="a", max_tokens=None).choices[0].text) == 16
     assert len(client.completions.create(model="tiny", prompt="a" * 150).choices[0].text) == 10
@@ -73,7 +73,7 @@ def test_chats_and_token_requests_without_a_length_fill_the_context(live: Live, 
     ("prompt", "texts"),
     [("a", ["aa"]), (["a", "b"], ["aa", "bb"]), ("IDS", ["aa"]), ("LISTS", ["aa", "bb"])],
 )
-def test_prompt_forms(live: Live, client: openai.OpenAI, prompt: Any, texts: list[str]) -> None:
+def test_a_prompt_may_be_text_ids_or_a_list(live: Live, client: openai.OpenAI, prompt: Any, texts: list[str]) -> None:
     forms = {"IDS": tokens(live, "a"), "LISTS": [tokens(live, "a"), tokens(live, "b")]}
     given = forms[prompt] if isinstance(prompt, str) and prompt in forms else prompt
     reply = client.completions.create(model="tiny", prompt=given, max_tokens=2)
@@ -88,7 +88,7 @@ def test_n_counts_the_prompt_once(live: Live, client: openai.OpenAI) -> None:
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (3, 12)
 
 
-def test_echo_and_logprobs(live: Live, client: openai.OpenAI) -> None:
+def test_echo_adds_the_prompt_and_its_logprobs(live: Live, client: openai.OpenAI) -> None:
     a, b = tokens(live, "a")[0], tokens(live, "b")[0]
     reply = client.completions.create(model="tiny", prompt="ab", max_tokens=1, echo=True, logprobs=2)
     choice = reply.choices[0]
@@ -144,7 +144,7 @@ def test_chat_stops_at_the_end_token(live: Live, client: openai.OpenAI) -> None:
     assert reply.choices[0].finish_reason == "stop"
 
 
-def test_chat_logprobs(live: Live, client: openai.OpenAI) -> None:
+def test_a_chat_returns_logprobs_and_bytes_of_its_tokens(live: Live, client: openai.OpenAI) -> None:
     ids = tokens(live, "é")
     reply = client.chat.completions.create(
         model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=3,
@@ -157,7 +157,7 @@ def test_chat_logprobs(live: Live, client: openai.OpenAI) -> None:
     assert [len(entry.top_logprobs) for entry in content] == [2, 2, 2]
 
 
-def test_chat_stream(live: Live, client: openai.OpenAI) -> None:
+def test_a_streamed_chat_equals_the_whole_one(live: Live, client: openai.OpenAI) -> None:
     plain = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, logprobs=True, n=2)
     texts, roles, counts = ["", ""], [None, None], [0, 0]
     for chunk in client.chat.completions.create(
@@ -207,7 +207,7 @@ def ids_of(names: list[str]) -> list[int]:
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_count_the_text(live: Live, client: openai.OpenAI, stream: bool, echo: bool) -> None:
-    """B1: whatever the tokens are called, and with characters of several tokens."""
+    """B1: offsets count characters, whatever the tokens are called, even where a character has several tokens."""
     text = "hello é😀!"
     for prompt in (text, tokens(live, text)):
         arguments: dict[str, Any] = {"prompt": prompt, "max_tokens": 12, "logprobs": 1, "echo": echo, "stream": stream}
@@ -241,7 +241,7 @@ def test_offsets_of_tokens_that_the_text_does_not_show(live: Live, client: opena
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_bytes_put_together_are_the_text(live: Live, client: openai.OpenAI, stream: bool) -> None:
-    """B2: a token that is part of a character has its bytes, and so have the other likely ones."""
+    """B2: a token that is part of a character has its bytes, and so have the other likely tokens."""
     ids = tokens(live, "a😀é")
     body = {"input_ids": ids}
     answer = client.chat.completions.create(
@@ -255,7 +255,7 @@ def test_bytes_put_together_are_the_text(live: Live, client: openai.OpenAI, stre
 
 
 def test_ids_may_say_that_no_special_tokens_are_added(live: Live, client: openai.OpenAI) -> None:
-    """3.3: of token ids the field asks for nothing, for text it would."""
+    """3.3: for a prompt of token ids the field changes nothing; for text it would."""
     body = {"add_special_tokens": False}
     for prompt in ([5, 6, 7], [[5, 6, 7]]):
         assert client.completions.create(model="tiny", prompt=prompt, max_tokens=2, extra_body=body).choices
@@ -264,7 +264,7 @@ def test_ids_may_say_that_no_special_tokens_are_added(live: Live, client: openai
 
 
 def test_the_first_chunk_of_a_completion_tells_its_prompt(live: Live, client: openai.OpenAI) -> None:
-    """3.4: of each choice, and no other chunk."""
+    """3.4: the first chunk of each choice holds the ids of the prompt, and no other chunk does."""
     prompts = [[5, 6], [7, 8, 9]]
     body = {"return_token_ids": True}
     found: dict[int, list[Any]] = {}
@@ -279,8 +279,8 @@ def test_the_first_chunk_of_a_completion_tells_its_prompt(live: Live, client: op
     assert not any(given for rest in found.values() for given in rest[1:])
 
 
-def test_metadata_is_text(live: Live, client: openai.OpenAI) -> None:
-    """3.1: facts that are not text stand in `version_info`."""
+def test_metadata_holds_nothing_but_text(live: Live, client: openai.OpenAI) -> None:
+    """3.1: facts that are not text are in `version_info`."""
     reply = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3)
     chunks = list(client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, stream=True))
     for extra in (reply.to_dict(), [chunk.to_dict() for chunk in chunks if chunk.choices][-1]):
@@ -304,7 +304,7 @@ def test_a_label_that_is_no_number_does_not_stand_where_one_is_read(live: Live) 
 
 
 def test_small_facts_in_vllms_words(live: Live) -> None:
-    """3.6, and what else vLLM's clients ask for."""
+    """3.6: vLLM's clients find facts of tokenizer, weights, version and load at vLLM's paths."""
 
     def get(path: str) -> Any:
         return live.client.get(path).json()
@@ -343,8 +343,8 @@ def test_a_chat_tells_its_prompt_at_the_top_too(live: Live, client: openai.OpenA
     assert "prompt_token_ids" not in client.chat.completions.create(**arguments).model_extra
 
 
-def test_prompt_logprobs(live: Live, client: openai.OpenAI) -> None:
-    """They are as vLLM's: the token itself first, whatever its rank; output log-probabilities only where asked for."""
+def test_prompt_logprobs_have_the_form_of_vllm(live: Live, client: openai.OpenAI) -> None:
+    """The token itself comes first, whatever its rank; output log-probabilities come only where asked for."""
     completion = client.completions.create(
         model="tiny", prompt=[[5, 6], [7]], max_tokens=1, extra_body={"prompt_logprobs": 2}
     )
@@ -394,7 +394,7 @@ def test_the_head_of_the_answer_can_be_left_out(live: Live, client: openai.OpenA
     assert prompt(continue_final_message=True).endswith("hello")
 
 
-def test_models(live: Live, client: openai.OpenAI) -> None:
+def test_models_are_listed_and_found_by_name(live: Live, client: openai.OpenAI) -> None:
     [card] = client.models.list().data
     assert card.id == "tiny" and card.model_extra["max_model_len"] == 160
     assert client.models.retrieve("tiny").id == "tiny"
@@ -429,7 +429,9 @@ def test_models(live: Live, client: openai.OpenAI) -> None:
         ({"messages": MESSAGES, "extra_body": {"input_ids": [300]}}, "vocabulary"),
     ],
 )
-def test_bad_chat_requests(live: Live, client: openai.OpenAI, arguments: dict[str, Any], message: str) -> None:
+def test_bad_chat_requests_are_refused(
+    live: Live, client: openai.OpenAI, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", **arguments)
     assert message in str(caught.value)
@@ -450,7 +452,7 @@ def test_bad_chat_requests(live: Live, client: openai.OpenAI, arguments: dict[st
         {"prompt": 5},
     ],
 )
-def test_bad_completion_requests(live: Live, client: openai.OpenAI, arguments: dict[str, Any]) -> None:
+def test_bad_completion_requests_are_refused(live: Live, client: openai.OpenAI, arguments: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="tiny", **arguments)
     assert live.sent(TokenizedGenerateReqInput) == []
@@ -463,7 +465,7 @@ def test_content_parts_of_text_are_joined(live: Live, client: openai.OpenAI) -> 
 
 
 def test_detokenize_answers_in_both_dialects(live: Live) -> None:
-    """SGLang's clients read `text`, vLLM's `prompt`, and those would take its absence for an empty text."""
+    """SGLang's clients read `text`; vLLM's clients read `prompt`, and would take its absence for an empty text."""
     ids = tokens(live, "hello")
     assert live.client.post("/detokenize", json={"tokens": ids}).json() == {"text": "hello", "prompt": "hello"}
     batch = live.client.post("/v1/detokenize", json={"tokens": [ids, ids]}).json()
@@ -471,7 +473,7 @@ def test_detokenize_answers_in_both_dialects(live: Live) -> None:
 
 
 def test_special_tokens_are_text_in_vllms_dialect(live: Live) -> None:
-    """SGLang's default skips them, vLLM's does not; a caller that says which gets it under both names."""
+    """SGLang skips them by default, vLLM does not; a caller that sets the field gets the text under both names."""
     end = live.client.post("/tokenize", json={"prompt": "<|im_end|>", "add_special_tokens": False}).json()["tokens"]
     ids = [*tokens(live, "hello"), *end]
     assert live.client.post("/detokenize", json={"tokens": ids}).json() == {

@@ -59,8 +59,8 @@ def events(live: Live, path: str, body: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("extra", [{}, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("logprobs", LOGPROBS, ids=["none", "top", "prompt"])
-def test_chats(live: Live, extra: dict[str, Any], logprobs: dict[str, Any]) -> None:
-    """3.1: reasoning, content, calls, log-probabilities, usage, versions, routes; whole and in chunks."""
+def test_chats_fit_the_openai_types(live: Live, extra: dict[str, Any], logprobs: dict[str, Any]) -> None:
+    """3.1: whole chats and chunks hold reasoning, content, calls, log-probabilities, usage, versions and routes."""
     ids = live.client.post("/tokenize", json={"prompt": ANSWER}).json()["tokens"]
     body = {"input_ids": [*ids, EOS], "tools": TOOLS, "max_tokens": len(ids) + 1} | extra | logprobs
     reply = fits(ChatCompletion, post(live, "/v1/chat/completions", body))
@@ -76,7 +76,7 @@ def test_chats(live: Live, extra: dict[str, Any], logprobs: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("extra", [{}, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("logprobs", [{}, {"logprobs": 0}, {"logprobs": 2}], ids=["none", "own", "top"])
-def test_completions(live: Live, extra: dict[str, Any], logprobs: dict[str, Any]) -> None:
+def test_completions_fit_the_openai_types(live: Live, extra: dict[str, Any], logprobs: dict[str, Any]) -> None:
     body = {"prompt": ["é!", "b"], "max_tokens": 4} | extra | logprobs
     reply = fits(Completion, post(live, "/v1/completions", body))
     assert reply.usage.completion_tokens == 8 * body.get("n", 1)
@@ -89,7 +89,7 @@ def test_completions(live: Live, extra: dict[str, Any], logprobs: dict[str, Any]
     assert chunks[-1].usage == fits(CompletionUsage, reply.usage.model_dump_json())
 
 
-def test_models(live: Live) -> None:
+def test_models_fit_the_openai_types(live: Live) -> None:
     listed = live.client.get("/v1/models").json()
     assert listed["object"] == "list" and fits(Model, json.dumps(listed["data"][0])).id == "tiny"
     assert fits(Model, live.client.get("/v1/models/tiny").text).owned_by == "lockstep"
@@ -105,7 +105,7 @@ def test_models(live: Live) -> None:
         ("/v1/nothing", {}, 404),
     ],
 )
-def test_errors(live: Live, path: str, body: dict[str, Any], status: int) -> None:
+def test_errors_fit_the_openai_types(live: Live, path: str, body: dict[str, Any], status: int) -> None:
     response = live.client.post(path, json=body)
     assert response.status_code == status
     assert fits(ErrorObject, json.dumps(response.json()["error"])).message

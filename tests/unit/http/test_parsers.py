@@ -31,7 +31,7 @@ TOOLS: Tools = [
 def parse(
     pieces: list[str], *, tools: str | None = None, reasoning: str | None = None, in_thought: bool = False
 ) -> tuple[str, str, list[tuple[str, dict]]]:
-    """Reasoning, content and calls of an answer that comes in `pieces`."""
+    """Parse an answer that comes in `pieces`, and return its reasoning, content and calls."""
     parser = AnswerParser(
         REASONING_FORMATS[reasoning] if reasoning else None,
         TOOL_CALL_READERS[tools] if tools else None,
@@ -144,7 +144,7 @@ def test_what_is_no_call_stays_as_it_was_written(name: str) -> None:
     ]
     for text in texts:
         if text.startswith("x ") and name.startswith("glm"):
-            continue  # there, all that is not a tag is a name
+            continue  # in that format all text that is not a tag is a name
         reasoning, content, calls = parse(list(text), tools=name)
         if not (name.startswith("glm") and calls):
             assert (reasoning, content, calls) == ("", text, []), text
@@ -189,7 +189,7 @@ def test_values_keep_their_lines() -> None:
     assert parse([text], tools="qwen3_coder")[2] == [("run", {"code": program})]
 
 
-def test_odd_calls() -> None:
+def test_calls_with_unknown_names_or_missing_tags_are_read() -> None:
     unknown = "<tool_call>{}</tool_call>"
     coder = unknown.format("<function=weather><parameter=unknown>7</parameter></function>")
     assert parse([coder], tools="qwen3_coder")[2] == [("weather", {"unknown": "7"})]
@@ -258,7 +258,7 @@ def test_a_call_that_a_thought_only_speaks_of_is_part_of_it() -> None:
     ],
 )
 def test_text_that_loops_is_read_in_linear_time(name: str, text: str) -> None:
-    """Half the text takes about half the time: what grows with the square takes a quarter, and minutes as a whole."""
+    """The whole text takes about 8 times as long as an eighth; a quadratic parser takes 64 times, and minutes."""
     seconds = []
     for part in (text[: len(text) // 8], text):
         started = time.process_time()
@@ -300,7 +300,7 @@ def test_json_ends_where_its_object_ends(name: str) -> None:
 
 
 def test_a_string_may_hold_the_end_of_a_thought() -> None:
-    """B3: in a call that ends a thought, too."""
+    """B3: this holds in a call that ends a thought, too."""
     text = '<think>now <tool_call>{"name": "say", "arguments": {"x": "</think><tool_call>"}}</tool_call>'
     for pieces in ([text], list(text)):
         assert parse(pieces, tools="hermes", reasoning="qwen3") == ("now ", "", [("say", {"x": "</think><tool_call>"})])
@@ -330,7 +330,7 @@ def test_words_in_a_malformed_call_are_no_call() -> None:
     "inside", ["x</tool_call>y", "</function>x", "</parameter> is a tag", "a <parameter=b> c", "<tool_call>"]
 )
 def test_tags_within_a_value_are_part_of_it(inside: str) -> None:
-    """B3: of formats without quotes, too."""
+    """B3: this holds in formats without quotes, too."""
     coder = CODER.replace("Köln", inside) + CODER[6:]
     call = ("weather", {"city": inside, "days": 2})
     assert parse([coder], tools="qwen3_coder")[2] == [call, ("weather", {"city": "Köln", "days": 2})]
@@ -389,7 +389,7 @@ def test_a_schema_that_refers_to_itself_is_read_once() -> None:
 
 
 def test_kimis_ids_are_kept() -> None:
-    """N27: the id that the model gives is the call's."""
+    """N27: the call has the id that the model gives."""
     (call,) = AnswerParser(None, TOOL_CALL_READERS["kimi_k2"]).feed(KIMI).calls
     assert (call.id, call.name) == ("functions.weather:0", "weather")
     dotted = KIMI.replace("functions.weather:0", "functions.ns.weather:12")
@@ -407,7 +407,7 @@ def test_kimi_thinks_into_a_call() -> None:
 
 
 def test_llama_calls_without_a_mark() -> None:
-    """N27: JSON at the beginning of an answer, several of them with semicolons between."""
+    """N27: an answer begins with JSON objects, which semicolons separate."""
     one = '{"name": "weather", "parameters": {"city": "a;b"}}'
     call = ("weather", {"city": "a;b"})
     for pieces in ([one], list(one), [f" {one}"]):
@@ -425,8 +425,8 @@ HARMONY_CALL = (
 
 
 @pytest.mark.parametrize("end", ["", "<|call|>"])
-def test_harmony_calls(end: str) -> None:
-    """N27: the token that ends the turn is not part of the text, or is where stops are kept."""
+def test_a_harmony_call_is_read_with_and_without_its_end(end: str) -> None:
+    """N27: the token that ends the turn is part of the text only where stops are kept."""
     for pieces in ([HARMONY_CALL + end], list(HARMONY_CALL + end)):
         assert parse(pieces, tools="gpt-oss", reasoning="gpt-oss") == (
             "I ask.",
@@ -450,7 +450,7 @@ def test_headers_of_harmony_calls(head: str) -> None:
         assert parse(pieces, tools="gpt-oss", reasoning="gpt-oss") == ("", "", [("weather", {})])
 
 
-def test_harmony_channels() -> None:
+def test_harmony_channels_become_reasoning_and_content() -> None:
     text = (
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
         "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"

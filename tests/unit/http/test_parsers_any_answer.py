@@ -83,7 +83,7 @@ def test_text_made_of_markers_is_read_the_same_however_it_is_cut(name: str) -> N
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ANSWERS)
-def test_thousands_of_answers(name: str) -> None:
+def test_thousands_of_random_answers_are_read_as_written(name: str) -> None:
     for seed in range(3000):
         rng = random.Random(f"{name} {seed}")
         answer = ANSWERS[name](rng)

@@ -1,4 +1,4 @@
-"""The most that a request may come to hold: counted before it begins, with a 413 that says limit, value and flag."""
+"""The most that a request may come to hold: counted before it begins, with a 413 that names limit, value and flag."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MASKS = {
     "return_sampling_mask": True,
     "sampling_params": {"n": 16, "max_new_tokens": 128, "top_k": 4096, "temperature": 1.5, "ignore_eos": True},
 }
-"""C3's: 162 bytes."""
+"""The body of bug C3, of 162 bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def limits(folder: Path) -> ServingLimits:
 
 
 def check(limits: ServingLimits, body: dict[str, Any], model: Any = GenerateRequest) -> list[TokenizedGenerateReqInput]:
-    """The messages of a body that is within the limits; raises `TooLarge`."""
+    """Return the messages of a body within the limits, and raise `TooLarge` for any other."""
     request = model.model_validate(body).to_request({})
     expanded = expand(request)
     check_messages(expanded, limits, AnswerForm.of(request))
@@ -85,7 +85,7 @@ def sampling(**params: Any) -> dict[str, Any]:
 
 
 def test_masks_over_the_limit_are_413_before_a_token_is_computed_c3(live: Live) -> None:
-    """C3: 39 MiB out, and 466 held, for 162 bytes in."""
+    """C3: a body of 162 bytes made an answer of 39 MiB, and held 466 MiB."""
     started = time.monotonic()
     status, message = live.refused(**MASKS)
     assert status == 413 and time.monotonic() - started < FEW_S
@@ -127,7 +127,7 @@ def test_masks_are_counted_in_the_budget_of_alternatives_c3(
 
 
 def test_masks_of_top_p_alone_get_a_share_of_what_is_left_c3(limits: ServingLimits) -> None:
-    """Their size is unknown until the end: counting the most would refuse requests that are small in fact."""
+    """Their size is unknown until the end: counting the maximum would refuse requests that turn out small."""
     few = with_budget(limits, max_logprob_entries=1000)
     body = {"input_ids": [1], "return_sampling_mask": True}
     (message,) = check(few, body | {"sampling_params": {"top_p": 0.9, "max_new_tokens": 10, "n": 4}})

@@ -111,7 +111,7 @@ def test_what_is_refused_never_reaches_the_scheduler(live: Live, case: str) -> N
     assert live.sent(UpdateWeightsFromTensorReqInput) == []
 
 
-def test_the_clients(live: Live) -> None:
+def test_both_clients_send_the_content_of_tensors(live: Live) -> None:
     async def by_async_client() -> dict[str, Any]:
         async with AsyncRolloutClient(live.url) as client:
             return await client.update_weights_from_tensor([b"content"], format="safetensors", weight_version="8")

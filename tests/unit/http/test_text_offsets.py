@@ -19,7 +19,7 @@ def vocabulary() -> TokenVocabulary:
 
 
 def test_places_in_a_text_without_its_first_space() -> None:
-    """B1: the text is "the ends" and, with an echo, begins with the prompt."""
+    """B1: the text is "the ends"; with an echo it begins with the prompt."""
     offsets = TextOffsets(vocabulary(), skips_special=True)
     assert offsets.output([1, 2]) + offsets.output([3, 6]) == [0, 3, 7, 8]
     echoed = TextOffsets(vocabulary(), skips_special=True)

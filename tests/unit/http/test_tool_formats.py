@@ -56,7 +56,7 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def chat(live: Live, answer: str, **options: Any) -> Any:
-    """The reply of a model that answers `answer` and stops: the stand-in repeats its prompt."""
+    """Return the reply of a model that answers `answer` and stops: the stand-in repeats its prompt."""
     ids = live.client.post("/tokenize", json={"prompt": answer}).json()["tokens"]
     body = {"input_ids": [*ids, EOS]} | options.pop("extra_body", {})
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=10) as client:
@@ -67,7 +67,7 @@ def chat(live: Live, answer: str, **options: Any) -> Any:
 
 
 def streamed(chunks: list[Any]) -> tuple[str, str, list[Any], list[str]]:
-    """Reasoning, content, calls and reasons to finish of a stream."""
+    """Collect the reasoning, the content, the calls and the finish reasons of a stream."""
     choices = [choice for chunk in chunks for choice in chunk.choices]
     deltas = [choice.delta for choice in choices]
     return (
@@ -79,7 +79,7 @@ def streamed(chunks: list[Any]) -> tuple[str, str, list[Any], list[str]]:
 
 
 def test_a_closing_tag_within_an_argument_ends_no_call(hermes: Live) -> None:
-    """B3: whole and streamed, and the second call survives."""
+    """B3: a second call survives, whole and streamed."""
     first = '<tool_call>{"name":"w","arguments":{"x":"a</tool_call>b"}}</tool_call>'
     answer = first + '\n<tool_call>{"name":"f"}</tool_call>'
     choice = chat(hermes, answer).choices[0]
@@ -92,8 +92,8 @@ def test_a_closing_tag_within_an_argument_ends_no_call(hermes: Live) -> None:
     assert (choice.message.content, choice.finish_reason, content, finished) == (None, "tool_calls", "", ["tool_calls"])
 
 
-def test_harmony_over_http(gpt_oss: Live) -> None:
-    """N27: gpt-oss, whole and streamed."""
+def test_harmony_is_parsed_whole_and_streamed_over_http(gpt_oss: Live) -> None:
+    """N27: reasoning and calls of gpt-oss are the same whole and streamed."""
     answer = (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
         '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}'
@@ -111,7 +111,7 @@ def test_harmony_over_http(gpt_oss: Live) -> None:
     assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"x": 1})
 
 
-def test_harmony_without_tools(gpt_oss: Live) -> None:
+def test_harmony_without_tools_still_separates_reasoning(gpt_oss: Live) -> None:
     answer = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes<|im_start|>"
     message = chat(gpt_oss, answer, tools=openai.NOT_GIVEN).choices[0].message
     assert (message.reasoning_content, message.content) == ("hm", "yes")
@@ -120,7 +120,7 @@ def test_harmony_without_tools(gpt_oss: Live) -> None:
 
 
 def test_a_call_ends_the_turn(gpt_oss: Live) -> None:
-    """N27: `<|call|>` and `<|return|>` end an answer also where the model's configuration does not say so."""
+    """N27: `<|call|>` and `<|return|>` end an answer even where the model's configuration does not list them."""
     gpt_oss.scheduler.received.clear()
     chat(gpt_oss, "<|channel|>final<|message|>a", extra_body={"stop_token_ids": [5]})
     chat(gpt_oss, "<|channel|>final<|message|>a", extra_body={"ignore_eos": True})
@@ -131,7 +131,7 @@ def test_a_call_ends_the_turn(gpt_oss: Live) -> None:
 
 
 def test_special_markers_are_seen_by_the_parser_alone(kimi: Live) -> None:
-    """N27: Kimi-K2, whose ids come through; other special tokens stay out of the text."""
+    """N27: the ids of Kimi-K2's calls come through; other special tokens stay out of the text."""
     answer = (
         "ok<|im_start|> <|tool_calls_section_begin|><|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>"
         "{}<|tool_call_end|><|tool_calls_section_end|>"

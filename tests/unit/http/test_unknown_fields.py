@@ -84,7 +84,7 @@ TYPOS: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 def ignored(answer: Any) -> Any:
-    """Return the fields that an answer says it ignored, wherever they are."""
+    """Return the fields that an answer lists as ignored, wherever the list is."""
     if "meta_info" in answer:
         return answer["meta_info"].get("ignored_fields")
     return answer.get("ignored_fields")

@@ -1,4 +1,4 @@
-"""vLLM's control and weight endpoints over the stand-in: to which verbs they come, what they reply and refuse."""
+"""vLLM's control and weight endpoints over the stand-in: which verbs they send, what they reply and refuse."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def state(live: Live, **facts: Any) -> None:
 
 
 def verbs(live: Live) -> list[str]:
-    """The control verbs that reached the scheduler, looks at its state left out."""
+    """Return the names of the control verbs that reached the scheduler, apart from looks at its state."""
     names = [type(item).__name__.removesuffix("ReqInput") for item in live.scheduler.received]
     return [name for name in names if name not in ("GetState", "GetWeightUpdate")]
 
@@ -78,7 +78,7 @@ def verbs(live: Live) -> list[str]:
         ({"wait_for_inflight_requests": "true"}, "wait", True),
     ],
 )
-def test_pause_and_resume(live: Live, query: dict[str, str], mode: str, flushes: bool) -> None:
+def test_pause_and_resume_send_their_verbs(live: Live, query: dict[str, str], mode: str, flushes: bool) -> None:
     reply = live.client.post("/pause", params=query)
     assert reply.status_code == 200 and reply.json()["status"] == "paused"
     assert live.sent(io_struct.PauseGenerationReqInput)[0].mode == mode
@@ -135,7 +135,9 @@ def test_abort_some_or_all(live: Live) -> None:
         ({"level": 0, "mode": "keep"}, "in_place", None),
     ],
 )
-def test_sleep(live: Live, query: dict[str, Any], mode: str, tags: list[str] | None) -> None:
+def test_sleep_pauses_and_releases_memory_by_level(
+    live: Live, query: dict[str, Any], mode: str, tags: list[str] | None
+) -> None:
     state(live)
     reply = live.client.post("/sleep", params=query)
     assert reply.status_code == 200 and reply.json()["status"] == "sleeping"
@@ -186,7 +188,7 @@ def test_sleep_says_which_flags_it_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["params", "json"])
-def test_the_prefix_cache(live: Live, where: str) -> None:
+def test_reset_prefix_cache_flushes_the_cache(live: Live, where: str) -> None:
     reply = live.client.post("/reset_prefix_cache", **{where: {"reset_running_requests": True}})
     assert reply.json()["success"] is True
     assert live.client.post("/reset_prefix_cache").json()["success"] is True
@@ -509,7 +511,7 @@ def test_collective_rpc_takes_names_of_a_closed_list(live: Live) -> None:
     assert reply.status_code == 502 and reply.json()["message"] == "no"
 
 
-def test_what_areal_calls(live: Live) -> None:
+def test_calls_of_areal_become_verbs_in_order(live: Live) -> None:
     group = GROUP | {"master_port": "5", "group_name": "g", "backend": "gloo"}
     meta = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2]], "group_name": "g"}
     assert live.client.post("/areal_pause_generation", json={}).json()["success"]

@@ -58,7 +58,7 @@ def envelope_array(routes: dict[str, Any]) -> np.ndarray:
 
 
 def test_a_reply_holds_what_clients_check(live: Live) -> None:
-    """One entry a token, named by its id, with a number; and usage with what came from the cache."""
+    """Each token has one entry with its id and a number; usage counts the tokens from the cache."""
     reply = ask(
         live, token_ids=[5, 6], request_id="r-1", model="m", sampling_params={"max_tokens": 3, "logprobs": 1}
     )  # fmt: skip
@@ -140,14 +140,14 @@ def test_what_generate_takes_is_taken_here(live: Live) -> None:
     assert (message.extra_key, message.session_id, message.max_kv_version_lag) == ("k", "s", 1)
 
 
-def test_prompt_logprobs(live: Live) -> None:
+def test_prompt_logprobs_hold_each_token_with_its_rank(live: Live) -> None:
     params = {"max_tokens": 1, "prompt_logprobs": 1}
     none, six = ask(live, token_ids=[5, 6], sampling_params=params)["prompt_logprobs"]
     assert none is None and six["6"]["logprob"] == logprob_of(6) and six["6"]["rank"] == 1
 
 
 def test_the_splice_finds_the_routes(live: Live) -> None:
-    """prime-rl's form, and the bytes at which its client cuts."""
+    """The reply has prime-rl's form, and its client cuts it at the right bytes."""
     reply = live.client.post(
         PATH, json={"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3, "routed_experts_prompt_start": 2}}
     )
@@ -170,7 +170,7 @@ def test_skyrl_gets_its_packed_form(live: Live) -> None:
 
 
 def test_vllms_own_form_is_the_default(npy_server: Live) -> None:
-    """Without a word from the request: proxies drop such fields.  SGLang's endpoint stays without routes."""
+    """The request need not ask for it: proxies drop such fields.  SGLang's endpoint stays without routes."""
     [choice] = ask(npy_server, token_ids=[5, 6], sampling_params={"max_tokens": 2})["choices"]
     rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
     assert rows.dtype == np.uint8 and np.array_equal(rows, wide_rows(0, 3))
@@ -226,7 +226,7 @@ def test_a_stream_adds_up_to_the_plain_reply(live: Live) -> None:
         ({"token_ids": [1], "priority": 2**63}, "priority"),
     ],
 )
-def test_what_is_refused(live: Live, body: dict[str, Any], message: str) -> None:
+def test_bad_requests_are_refused_before_they_are_sent(live: Live, body: dict[str, Any], message: str) -> None:
     live.scheduler.received.clear()
     status, said = live.refused(PATH, **body)
     assert status == 400 and message in said, said
