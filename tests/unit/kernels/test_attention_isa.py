@@ -1,6 +1,6 @@
 """The attention operator's arithmetic, compiled for this processor and for lesser ones.
 
-Also with a mistake put in, so that the checks of `check_attention.cpp` are known to bite.
+Mistakes are also put in, so that the checks of `check_attention.cpp` are known to notice them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def test_attention_is_right_and_the_same_in_any_chunk(target: str) -> None:
 
 STEP = "sums[r][n] = U::step(sums[r][n], units[n], rows[r * row_stride]);"
 FUSED = "sums[r][n] = units[n] * splat(rows[r * row_stride]) + sums[r][n];"
-# What is complained of: file, what stands there, what is put in its place.
+# By the complaint: the file, the right text in it, and the mistake that replaces it.
 MISTAKES = {
     # A row that is alone is summed another way: as exact, but not the same.
     "other bits": (
@@ -33,25 +33,25 @@ MISTAKES = {
         STEP,
         f"if constexpr (R == 1 && U::kPerUnit == 1) {{ {FUSED} }} else {{ {STEP} }}",
     ),
-    # The mask one key too wide.
+    # The mask is one key too wide.
     "far from": ("attention_tile.h", "row / tile_.group + 1 - begin", "row / tile_.group + 2 - begin"),
-    # The window one key too wide, and in the blocks that are read, one too narrow.
+    # The window is one key too wide; then it is one key too narrow in the blocks that are read.
     "window": ("attention_tile.h", "seen - tile_.window, 0", "seen - tile_.window - 1, 0"),
     "other bits in a chunk: float32, window": (
         "attention_tile.h",
         "first_position + 1 - window",
         "first_position + 2 - window",
     ),
-    # The sink counted as a score that is not scaled yet; taken in again with each segment would show the same way.
+    # The sink is scaled like a score.  Adding it again with each segment would show the same way.
     "sinks": ("attention_tile.h", "sink * kLog2E -", "sink * scale_ -"),
-    # Values of the keys' size.
+    # Values have the size of keys.
     "wide values": ("attention_block.h", "return round_up(value, kLanes)", "return round_up(key, kLanes)"),
     # Rows that are the first to see a block read the queries of the first rows.
     "both sides of an edge": ("attention_tile.h", "query_stride_ + row :", "query_stride_ :"),
 }
 
 
-# The same of matrix tiles.
+# The same for matrix tiles.
 MISTAKES_WITH_TILES = {
     # A row that is alone takes the units last to first: as exact, but not the same.
     "other bits": (
@@ -59,10 +59,10 @@ MISTAKES_WITH_TILES = {
         "for (int step = 0; step < steps; ++step) {",
         "for (int k = 0; k < steps; ++k) { const int step = rows == 1 ? steps - 1 - k : k;",
     ),
-    # Every second step of sixteen keys is left out; the second of two lanes is another column's.
+    # Every second step of sixteen keys is left out; then the second of two lanes is of another column.
     "far from": ("attention_block.h", "round_up(count, kStepKeys<Scalar>) /", "count /"),
     "latent": ("attention_matrix.h", "units + n * kLanes, b_stride", "units + (n % 3) * kLanes, b_stride"),
-    # What a step multiplies by zero beyond the last key is anything.
+    # Elements beyond the last key, which a step multiplies by zero, may hold anything.
     "exact result": ("attention_block.h", "2 * kLanes : kTileKeys", "kTileKeys : kTileKeys"),
     # Numerators are not made smaller when a larger score comes.
     "window": ("attention_panel.h", "load(from + i) * factor", "load(from + i)"),

@@ -37,7 +37,7 @@ def _randn(dtype: torch.dtype, *shape: int, seed: int, scale: float = 1.0) -> to
 
 @dataclass
 class Block:
-    """Inputs of a layer of 7 experts, 3 of them a token, of 41 tokens."""
+    """Inputs of a layer for 41 tokens: 7 experts, of which each token has 3."""
 
     hidden: torch.Tensor
     ids: torch.Tensor
@@ -76,7 +76,7 @@ class Block:
     def exact(
         self, limit: float = LIMIT, alpha: float = ALPHA, one: float = 1.0, w2_times: float = 1.0
     ) -> torch.Tensor:
-        """In float64, expert by expert."""
+        """Compute the result in float64, token by token and expert by expert."""
         out = torch.zeros(self.hidden.shape, dtype=torch.float64)
         for token, experts in enumerate(self.ids.tolist()):
             x = self.hidden[token].double()
@@ -93,7 +93,9 @@ class Block:
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
-def test_experts_against_float64(native: Ops, dtype: torch.dtype, hidden: int, inner: int, compiled: bool) -> None:
+def test_experts_agree_with_float64_within_rounding(
+    native: Ops, dtype: torch.dtype, hidden: int, inner: int, compiled: bool
+) -> None:
     block = Block.random(dtype, hidden, inner)
     assert error(block.run(native if compiled else plain_ops()), block.exact()) < TOLERANCE[dtype]
 
@@ -141,7 +143,7 @@ def test_every_part_may_come_alone(native: Ops, dtype: torch.dtype, form: str) -
 
 
 def test_bfloat16_rounds_where_transformers_does(native: Ops) -> None:
-    """The identity for products, so that all that rounds is what follows them: bit for bit."""
+    """Products with the identity do not round, so that only the operations after them do."""
     size, dtype = 48, torch.bfloat16
     gate, up, down = torch.eye(size), 2 * torch.eye(size), torch.eye(size)
     x, biases = _randn(dtype, 64, size, seed=0, scale=2.0), _randn(dtype, 1, 2 * size, seed=1)
@@ -152,7 +154,7 @@ def test_bfloat16_rounds_where_transformers_does(native: Ops) -> None:
     g, u = x + biases[0, :size], 2 * x + biases[0, size:]
     g, u = g.clamp(max=LIMIT), u.clamp(-LIMIT, LIMIT)
     theirs = (u + 1) * (g * torch.sigmoid(g * ALPHA)) + w2_bias
-    # An exponential is off by a unit of float32, which rounds the other way now and then.
+    # An exponential may be off by a unit of float32, which now and then rounds the other way.
     assert (ours == theirs).double().mean() > 0.999
     torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-6)
 
@@ -167,7 +169,7 @@ def test_what_is_not_finite_is_as_in_plain_torch(native: Ops, what: float) -> No
 
 
 @DTYPES
-def test_rows_are_independent(native: Ops, dtype: torch.dtype) -> None:
+def test_rows_of_experts_and_routers_are_independent(native: Ops, dtype: torch.dtype) -> None:
     block = Block.random(dtype, 77, 53)
     assert rows_are_independent(lambda rows: block.run(native, rows), 41)
     assert rows_are_independent(lambda rows: block.run(native, rows, weighted=False), 41)
@@ -193,7 +195,7 @@ def _route(
 @pytest.mark.parametrize("experts", [4, 19, 128])
 @pytest.mark.parametrize("forced", [False, True])
 def test_routes_as_plain_torch(native: Ops, dtype: torch.dtype, experts: int, forced: bool) -> None:
-    """Logits are exact in both dtypes: hidden states of one element each, and a norm that is the identity of them."""
+    """Logits are exact in both dtypes: hidden states have one element each, which the norm does not change."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.eye(32).repeat(2, 1).to(dtype) * 32**0.5
     norm, bias = torch.ones(32, dtype=dtype), torch.randint(-8, 8, (experts,), generator=generator) / 4
@@ -217,7 +219,7 @@ def test_routes_as_plain_torch(native: Ops, dtype: torch.dtype, experts: int, fo
 
 
 def _order(want: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the place of each of `ids` in `want`; torch picks any of equals, of the same weight."""
+    """Return the place of each of `ids` in `want`; among equal weights torch picks any."""
     same = want[:, None] == ids[:, :, None]
     return torch.where(same.any(-1), same.int().argmax(-1), torch.arange(4))
 

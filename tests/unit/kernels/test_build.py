@@ -175,7 +175,7 @@ def test_the_compiler_is_found_or_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_a_compiler_the_reason_is_reported_and_nothing_is_raised(tmp_path: Path) -> None:
-    """In a process of its own: this one has the operators loaded."""
+    """The test runs in a process of its own, as this one has the operators loaded."""
     script = "from rollout.cli.build_kernels import main; import sys; sys.exit(main([]))"
     environment = {"PATH": "/nonexistent", "LOCKSTEP_KERNEL_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path)}
     done = subprocess.run(

@@ -33,7 +33,7 @@ def native() -> Ops:
 
 @DTYPES
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_exact_results(native: Ops, dtype: torch.dtype, sizes: Sizes) -> None:
+def test_results_are_as_exact_as_in_plain_torch(native: Ops, dtype: torch.dtype, sizes: Sizes) -> None:
     mine = Sequences(sizes, LENS, dtype)
     got, near = (mine.run(operator, mine.chunks(20)) for operator in (native.gated_delta, plain))
     exact = mine.to(torch.float64)
@@ -98,7 +98,7 @@ def test_a_sequence_of_nans_stays_alone(native: Ops) -> None:
 
 
 def _wrong(native: Operator, change: str) -> Operator:
-    """The operator with a mistake around it."""
+    """Return the operator with one mistake, named `change`, in its operands or its states."""
 
     def call(projected: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         (*weights, norm, eps), conv_pool, state_pool, lens, rows, sources, snapshots = rest[:5], *rest[5:]
@@ -177,18 +177,18 @@ def test_operands_that_do_not_fit_are_refused(
 
 @pytest.mark.full(but="native")
 @pytest.mark.parametrize("target", TARGETS)
-def test_other_processors(target: str) -> None:
+def test_the_rule_passes_its_checks_on_every_processor(target: str) -> None:
     done = run_check(PROGRAM, target)
     assert done.returncode == 0, done.stdout
     if target != "native":
         assert done.stdout.startswith(f"{target}: ")
 
 
-# What is complained of: what stands in delta_rule.h, what is put in its place.
+# By the complaint: the right text in delta_rule.h, and the mistake that replaces it.
 MISTAKES = {
-    # States are taken up again in bfloat16.
+    # States are loaded in bfloat16.
     "other bits": ("load(from + there, n)", "round_bf16(load(from + there, n))"),
-    # What is kept does not decay.
+    # The state does not decay.
     "far from": ("load(place) * kept", "load(place)"),
 }
 
@@ -202,7 +202,7 @@ def test_a_mistake_in_the_source_is_noticed(tmp_path: Path, complaint: str) -> N
 
 @DTYPES
 @pytest.mark.parametrize(("tokens", "size", "gates"), [(1, 16, 16), (9, 50, 50), (7, 48, 1), (12, 60, 3), (0, 8, 2)])
-def test_gates(native: Ops, dtype: torch.dtype, tokens: int, size: int, gates: int) -> None:
+def test_sigmoid_gates_agree_with_float64(native: Ops, dtype: torch.dtype, tokens: int, size: int, gates: int) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, size, generator=generator).to(dtype)
     gate = (3 * torch.randn(tokens, gates + 5, generator=generator)).to(dtype)[:, 2 : 2 + gates]

@@ -1,6 +1,6 @@
-"""Norms, rotary embedding, activations of the GPU path, interpreted on the CPU; what torch's registry has of them.
+"""Norms, rotary embedding, activations of the GPU path, interpreted on the CPU; their entries in torch's registry.
 
-Judged by plain torch in float64.  bfloat16 is not played: triton's interpreter computes it wrongly.
+Judged by plain torch in float64.  bfloat16 is left out: triton's interpreter computes it wrongly.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def _copies(arguments: tuple[Any, ...], dtype: torch.dtype | None = None) -> list[Any]:
-    """Clones of the tensors, floating-point ones in `dtype`."""
+    """Return clones of the tensors, floating-point ones in `dtype`, and other arguments as they are."""
 
     def copy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -74,7 +74,7 @@ def worst_error(operator: Callable[..., torch.Tensor], name: str, *arguments: An
 @DTYPES
 @OFFSETS
 @pytest.mark.parametrize("size", [1, 33, 256])
-def test_norms(dtype: torch.dtype, offset: float | None, size: int) -> None:
+def test_norms_agree_with_float64(dtype: torch.dtype, offset: float | None, size: int) -> None:
     residual, hidden, weight = (_randn(5, size, seed=i, dtype=dtype) for i in range(3))
     for added in (None, hidden):
         arguments = (residual, added, weight[0], 1e-6, offset)
@@ -84,7 +84,7 @@ def test_norms(dtype: torch.dtype, offset: float | None, size: int) -> None:
 
 
 def test_rounding_is_that_of_plain_torch() -> None:
-    """In float16, bit by bit: where something is rounded shows in every row."""
+    """In float16 the results are equal bit by bit: a rounding in another place shows in every row."""
     residual, hidden, weight = (_randn(64, 48, seed=i, dtype=torch.float16) for i in range(3))
     for offset in (None, 1.0):
         mine, theirs = residual.clone(), residual.clone()
@@ -96,7 +96,7 @@ def test_rounding_is_that_of_plain_torch() -> None:
 
 
 def _heads(dtype: torch.dtype, norms: bool, offset: float | None, head_dim: int = 24, rotated: int = 16) -> tuple:
-    """Five tokens of 3 query heads and 2 key and value heads."""
+    """Return arguments of `qk_norm_rope_store` for five tokens with 3 query heads and 2 key and value heads."""
     qkv, angles = _randn(5, 7 * head_dim, seed=3, dtype=dtype), _randn(5, 2, rotated, seed=4, dtype=dtype)
     pools = [torch.zeros(9, 2, head_dim, dtype=dtype) for _ in range(2)]
     weight = _randn(5, head_dim, seed=5, dtype=dtype) if norms else None
@@ -115,7 +115,7 @@ def test_heads_are_normed_rotated_and_stored(
 
 
 def test_pools_and_rows_that_lie_apart() -> None:
-    """One memory for keys and values of a slot, as FlashInfer has them; slots that no token has stay."""
+    """Keys and values of a slot share one memory, as in FlashInfer; slots of no token stay unchanged."""
     qkv, weight, angles, k_pool, _, slots, eps, offset = _heads(torch.float32, True, None)
     wide = torch.cat((qkv, qkv), dim=1)[:, : qkv.shape[1]]
     both = torch.full((9, 2, *k_pool.shape[1:]), torch.nan)
@@ -131,14 +131,14 @@ def test_pools_and_rows_that_lie_apart() -> None:
 
 @DTYPES
 @pytest.mark.parametrize("inner", [1, 33, 1100])
-def test_activations(dtype: torch.dtype, inner: int) -> None:
+def test_activations_agree_with_float64(dtype: torch.dtype, inner: int) -> None:
     gate_up = 4 * _randn(3, 2 * inner, dtype=dtype)
     assert worst_error(silu.silu_and_mul, "silu_and_mul", gate_up) < TOLERANCE[dtype]
     hidden = _randn(3, 4 * inner, seed=1, dtype=dtype)
     assert worst_error(gate.sigmoid_gate, "sigmoid_gate", hidden, _randn(3, 4, dtype=dtype)) < TOLERANCE[dtype]
 
 
-def test_no_rows() -> None:
+def test_operators_take_tensors_without_rows() -> None:
     nothing, weight = torch.empty(0, 24), torch.ones(24)
     assert norm.add_rms_norm(nothing, None, weight, 1e-6).shape == (0, 24)
     assert silu.silu_and_mul(nothing).shape == (0, 12)
@@ -194,7 +194,7 @@ def test_wrong_kernels_are_caught(module: Any, name: str, old: str, new: str, tm
 
 
 def test_kernels_stand_in_the_registry_for_cuda() -> None:
-    """In a process of its own: which kernels a dispatch key has is a fact of the process."""
+    """The test runs in a process of its own, as the kernels of a dispatch key belong to the process."""
     code = """
 import json, torch
 from rollout.kernels.gpu import register
@@ -212,7 +212,7 @@ print(json.dumps([before, has(), status.available, status is again, on_cpu]))
     assert before == [] and set(after) == set(register.TRITON_OPERATORS) and facts == [True, True, True]
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_broken_triton_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     load = register.load_gpu_kernels.__wrapped__
     with monkeypatch.context() as patch:
         patch.setattr(register, "find_spec", lambda name: None)
@@ -227,7 +227,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_triton_forms_take_what_plain_forms_take() -> None:
-    """Names, order, types and defaults of the arguments."""
+    """Both have the same names, order, types and defaults of arguments."""
     for name in register.TRITON_OPERATORS:
         ours, theirs = inspect.signature(register.triton_form(name)), inspect.signature(OPERATORS[name].plain)
         assert ours == theirs, name
@@ -255,7 +255,7 @@ class WaitsForTheDevice(Exception):
 
 
 class NothingIsRead(TorchDispatchMode):
-    """Raises for what reads a tensor's value on the host or makes tensors of a size that depends on one."""
+    """Raises for operators that read a tensor's value on the host or whose result has a size that depends on one."""
 
     refused = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave", "item")
 
@@ -270,7 +270,10 @@ class NothingIsRead(TorchDispatchMode):
 
 
 def waits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """Why the function cannot be captured, found with CPU tensors and with meta tensors, which have no values."""
+    """Return why a CUDA graph cannot capture the function, or "".
+
+    The function runs with CPU tensors, and with meta tensors, which have no values.
+    """
     try:
         with NothingIsRead():
             function(*_copies(arguments))
@@ -281,7 +284,7 @@ def waits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
 
 
 def float32_cases() -> list[tuple[str, tuple[Any, ...]]]:
-    """The name of an operator and arguments of it, for every case."""
+    """Return the name of the operator and its arguments in float32 for every case."""
     return [(name_of(case), tuple(copies(given, torch.float32).values())) for case, given in all_cases().items()]
 
 
@@ -312,7 +315,7 @@ def test_operators_that_a_graph_does_not_hold_are_seen_to_wait() -> None:
 
 
 def test_triton_operators_that_a_graph_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With launches left out, their wrappers ask for nothing that depends on values."""
+    """With launches left out, their wrappers read no values."""
     from triton.runtime.interpreter import InterpretedFunction
 
     monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **kwargs: None)

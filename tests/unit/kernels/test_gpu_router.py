@@ -1,6 +1,6 @@
 """The router of the GPU path, interpreted on the CPU.
 
-Judged by plain torch in float64, and by the compiled CPU router, whose order of ties it has to have.
+Judged by plain torch in float64, and by the compiled CPU router, whose order of ties it must follow.
 
 Shapes: T tokens, D hidden, E experts, K top-k.
 """
@@ -60,7 +60,10 @@ class Case:
         dtype: torch.dtype | None = None,
         weight: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`dtype`: of the floating-point arguments; `weight`: as the implementation stores it."""
+        """Call `norm_route` with the inputs, or with some of their rows.
+
+        `dtype` is the dtype of the floating-point arguments, and `weight` the matrix as the implementation stores it.
+        """
         dtype, spec = dtype or self.weight.dtype, self.spec
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         best = (spec.num_experts, spec.top_k, spec.normalise, spec.scoring, spec.scaling)
@@ -79,7 +82,7 @@ class Case:
 
 
 def complaint(norm_route: Any, case: Case, forced: torch.Tensor | None = None) -> str:
-    """Return what is wrong with its float32 results, against plain torch in float64; "" if nothing."""
+    """Return how its float32 results differ from plain torch in float64; "" if they agree."""
     normed, weights, ids = case.route(norm_route, forced)
     exact_normed, exact_weights, exact_ids = case.route(plain.norm_route, forced, dtype=torch.float64)
     if ids.dtype != torch.int64 or not torch.equal(ids, exact_ids):
@@ -90,7 +93,7 @@ def complaint(norm_route: Any, case: Case, forced: torch.Tensor | None = None) -
 
 
 def _forced(spec: RouterSpec, tokens: int) -> torch.Tensor:
-    """Every third row is given, one of them the ids that free choice would put last; the others begin with -1."""
+    """Return forced ids [tokens, top_k]: random ones for every third row, and -1 for the rows that choose freely."""
     forced = torch.full((tokens, spec.top_k), -1)
     for row in range(0, tokens, 3):
         order = torch.randperm(spec.num_experts, generator=torch.Generator().manual_seed(row))
@@ -99,7 +102,7 @@ def _forced(spec: RouterSpec, tokens: int) -> torch.Tensor:
 
 
 @ALL
-def test_experts_and_weights(spec: RouterSpec) -> None:
+def test_chosen_experts_and_weights_agree_with_plain_torch(spec: RouterSpec) -> None:
     case = Case(spec)
     assert not complaint(router.norm_route, case)
     assert not complaint(router.norm_route, case, _forced(spec, 4))
@@ -107,7 +110,7 @@ def test_experts_and_weights(spec: RouterSpec) -> None:
 
 @pytest.mark.full(but="17-130")
 @pytest.mark.parametrize(("tokens", "depth"), [(1, 1), (17, 130), (16, 128), (33, 257)])
-def test_sizes_beside_the_tiles(tokens: int, depth: int) -> None:
+def test_sizes_that_do_not_fit_the_tiles(tokens: int, depth: int) -> None:
     """Tiles are of 16 tokens, 32 experts and 128 features."""
     assert not complaint(router.norm_route, Case(RouterSpec(num_experts=35, top_k=4), tokens, depth))
 
@@ -134,7 +137,7 @@ def test_half_precision_rounds_where_plain_torch_does(spec: RouterSpec) -> None:
 
 
 def _tied(spec: RouterSpec) -> Case:
-    """Most logits occur four times, two of them beside one another.
+    """Return inputs whose logits mostly occur four times, twice next to one another.
 
     All sums are of small multiples of 1/8: exact in any order, as the interpreter's product is a library's.
     """
@@ -151,7 +154,7 @@ def _tied(spec: RouterSpec) -> Case:
 
 
 def tie_complaint(norm_route: Any, case: Case) -> str:
-    """Against the compiled CPU router, in float32."""
+    """Return how the result differs from the compiled CPU router in float32; "" if it agrees."""
     native = native_ops()
     ours, cpu = case.route(norm_route), case.route(native.norm_route, weight=matrix(native, case.weight))
     if not torch.equal(ours[2], cpu[2]):
@@ -189,7 +192,7 @@ def test_a_forced_id_that_is_no_experts_gives_nan() -> None:
     assert weights.isnan().any(1).tolist() == [False, False, True, False]
 
 
-def test_no_tokens() -> None:
+def test_the_router_takes_an_empty_batch() -> None:
     normed, weights, ids = Case(SPECS["groups"], tokens=0).route(router.norm_route)
     assert normed.shape == (0, 40) and weights.shape == ids.shape == (0, 5)
 

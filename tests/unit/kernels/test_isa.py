@@ -85,7 +85,7 @@ def test_a_process_has_one_set() -> None:
 def test_a_trial_of_tiles_that_takes_too_long_is_made_again_at_the_next_start_n8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """N8: it left the server on plain torch, where other instructions serve."""
+    """N8: such a trial left the server on plain torch, where other instructions would serve."""
     monkeypatch.setattr(isa, "request_tiles", lambda: True)
     monkeypatch.setattr(isa, "_TRIAL_TIMEOUT_S", 0.01)
     assert isa.tiles_refusal(tmp_path / "kernels.so") == "a trial of them did not end within 0.01 s"

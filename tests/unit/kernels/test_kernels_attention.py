@@ -75,7 +75,7 @@ class Sequences:
         return self.v_pool[self.req_to_token[row, :length]]
 
     def attend(self, spans: list[tuple[int, int, int]]) -> torch.Tensor:
-        """One call for queries at positions `start .. stop - 1` of `row`, for each (row, start, stop)."""
+        """Attend once for all spans (row, start, stop): queries at positions `start .. stop - 1` of a row."""
         q = [self.q[row, start:stop] for row, start, stop in spans]
         return torch.ops.lockstep.paged_attention(
             torch.cat(q) if q else self.q[0, :0],
@@ -91,7 +91,7 @@ class Sequences:
         )
 
     def exact(self, spans: list[tuple[int, int, int]]) -> torch.Tensor:
-        """The same in float64, written out."""
+        """Compute the same attention in float64, written out."""
         return torch.cat([self._exact(*span) for span in spans])
 
     def _exact(self, row: int, start: int, stop: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Sequences:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_against_float64(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+def test_attention_agrees_with_float64(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     sequences = Sequences(LENGTHS, dtype, heads)
     mixed = [(8, 1060, 1100), (2, 0, 63), (6, 300, 511), (0, 0, 1)]
     for spans in (sequences.last(), sequences.whole(), mixed):
@@ -127,7 +127,7 @@ def test_against_float64(dtype: torch.dtype, heads: tuple[int, int, int]) -> Non
         assert (out.double() - exact).abs().max() < 8 * TOLERANCES[dtype]
 
 
-# What GPT-OSS and DeepSeek-V3 ask for: H, Hkv, hd; what is kept of a token; window; whether there are sinks.
+# The needs of GPT-OSS and DeepSeek-V3: H, Hkv, hd; elements kept of a token; window; whether there are sinks.
 SPECIAL: dict[str, dict[str, Any]] = {
     "window": {"heads": (8, 2, 64), "window": 128},
     "short window": {"heads": (4, 4, 16), "window": 3},
@@ -143,7 +143,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full if x == "latent" else ()) for x in SPECIAL])
 def test_windows_sinks_and_latents(dtype: torch.dtype, name: str) -> None:
-    """Against float64; the same bits in any chunks, batch and number of threads."""
+    """They agree with float64, and have the same bits in any chunks, batch and number of threads."""
     sequences = Sequences([1300, 65, 1, 513, 130], dtype, **SPECIAL[name])
     spans = sequences.whole()
     whole = sequences.attend(spans)
@@ -179,7 +179,7 @@ def test_what_lies_before_the_window_is_not_read(dtype: torch.dtype, start: int)
 
 
 def test_a_sink_of_any_size() -> None:
-    """Nothing is left of the values under a large one, everything under a small one."""
+    """Under a large sink nothing is left of the values; under a small one all of them are."""
     sequences = Sequences([300], torch.float32, (4, 2, 16), has_sinks=True)
     assert sequences.sinks is not None
     for value, share in ((-1e4, 1.0), (-torch.inf, 1.0), (1e4, 0.0)):
@@ -218,7 +218,7 @@ def test_a_token_has_the_same_bits_in_any_chunking_batch_and_number_of_threads(
         assert torch.equal(torch.cat(steps), whole[0]), f"chunks of {chunk}"
     decoded = sequences.attend(sequences.last())
     assert torch.equal(decoded, torch.stack([rows[-1] for rows in whole]))
-    # A decoding sequence beside extending ones, with and without a prefix.
+    # A decoding sequence next to extending ones, with and without a prefix.
     mixed = sequences.attend([(3, 500, 513), (1, 0, 65), (0, 699, 700), (4, 129, 130)])
     assert torch.equal(mixed, torch.cat([whole[3][500:], whole[1], whole[0][-1:], whole[4][-1:]]))
     spans = [(row, position, position + 1) for row in (0, 3) for position in range(3, 513, 60)]
@@ -248,7 +248,7 @@ def test_few_positions_on_both_sides_of_an_edge(dtype: torch.dtype, heads: tuple
 
 @pytest.mark.mutant
 def test_a_split_that_depends_on_the_batch_is_noticed() -> None:
-    """Flash-Decoding as it is often done: the keys are cut into more pieces when there are fewer requests."""
+    """Flash-Decoding often cuts the keys into more pieces when there are fewer requests."""
     sequences = Sequences([600] * 12, torch.float32)
     spans = sequences.last()
 
@@ -262,7 +262,7 @@ def test_a_split_that_depends_on_the_batch_is_noticed() -> None:
 
 
 def _in_pieces(sequences: Sequences, row: int, pieces: int) -> torch.Tensor:
-    """[H, hd] of the last token, the softmax computed piece by piece and then combined."""
+    """Compute the output of the last token [H, hd] with a softmax of `pieces` pieces, combined at the end."""
     length = sequences.lengths[row]
     group = sequences.q.shape[2] // sequences.k_pool.shape[1]
     q = sequences.q[row, length - 1]
@@ -280,7 +280,7 @@ def _in_pieces(sequences: Sequences, row: int, pieces: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_huge_scores(dtype: torch.dtype) -> None:
+def test_huge_scores_do_not_overflow(dtype: torch.dtype) -> None:
     """One key has all the weight and an unshifted exponential would overflow.  In float32 a score is known to 1e-4."""
     sequences = Sequences([600], dtype, (4, 2, 64), scale=300.0)
     spans = sequences.whole()
@@ -291,7 +291,7 @@ def test_huge_scores(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_of_minus_infinity(dtype: torch.dtype) -> None:
-    """A whole block, a whole segment, single keys: their weight is 0.  Every score: NaN, as a softmax of nothing is."""
+    """A block, a segment or single keys with such scores weigh 0.  If all keys have them, the output is NaN."""
     sequences = Sequences([1100], dtype, (2, 1, 16))
     sequences.q[..., 0] = 1.0
     for hidden in (range(64), range(512), range(512, 1024), (5, 700, 1099)):
@@ -315,7 +315,7 @@ def test_a_nan_query_spoils_its_own_row_only() -> None:
     assert torch.equal(after, before)
 
 
-def test_nothing_to_do() -> None:
+def test_requests_without_queries_give_no_rows() -> None:
     sequences = Sequences([5, 3], torch.bfloat16)
     assert sequences.attend([]).shape == (0, 16, 64)
     out = sequences.attend([(1, 3, 3), (0, 4, 5), (1, 0, 0)])
@@ -365,13 +365,15 @@ def _arguments(**changes: object) -> dict[str, object]:
         ({"scale": 0.0}, ValueError, "scale"),
     ],
 )
-def test_wrong_arguments(changes: dict[str, object], error_type: type[Exception], message: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(
+    changes: dict[str, object], error_type: type[Exception], message: str
+) -> None:
     torch.ops.lockstep.paged_attention(**_arguments())
     with pytest.raises(error_type, match=message):
         torch.ops.lockstep.paged_attention(**_arguments(**changes))
 
 
-def test_float64_is_refused() -> None:
+def test_attention_refuses_float64_tensors() -> None:
     double = {name: torch.ones(2, 4, 16, dtype=torch.float64) for name in ("q", "k_pool", "v_pool")}
     with pytest.raises(TypeError, match="Double"):
         torch.ops.lockstep.paged_attention(**_arguments(**double))
@@ -392,7 +394,7 @@ def test_a_wrong_slot_found_by_another_thread_is_an_error_too() -> None:
 def _step(
     sequences: Sequences, computed: list[int], num_extends: int, backend: AttentionBackend, scale: float | None = None
 ) -> torch.Tensor:
-    """The last `computed[r]` tokens of each request in one step, the first `num_extends` requests extending."""
+    """Run one step over the last `computed[r]` tokens of each request; the first `num_extends` requests extend."""
     lengths = sequences.lengths
     starts = [length - new for length, new in zip(lengths, computed, strict=True)]
     positions = torch.cat([torch.arange(*span) for span in zip(starts, lengths, strict=True)])
@@ -432,7 +434,7 @@ def test_backend_agrees_with_torch_on_any_layout(data: st.DataObject) -> None:
     backends = [create_attention_backend(name, sequences.pool) for name in ("native_cpu", "torch_native")]
     ours, plain = (_step(sequences, computed, num_extends, backend, scale) for backend in backends)
     assert ours.shape == plain.shape == (sum(computed), 4 * kind.value_size)
-    # Both round to the dtype: two roundings apart.
+    # Both round to the dtype, and so are up to two roundings apart.
     assert error(ours, plain.double()) < 2 * TOLERANCES[dtype]
 
 

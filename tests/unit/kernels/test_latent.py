@@ -18,7 +18,7 @@ from tests.layer_storage import stored_latent
 
 EPS = 1e-5
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-# heads, N, v, R, rd: of published models but for the number of heads, and odd ones
+# heads, N, v, R, rd: sizes of published models apart from the number of heads, and odd sizes
 SIZES = pytest.mark.parametrize(
     "sizes", [(2, 128, 128, 512, 64), (3, 192, 256, 512, 64), (5, 7, 33, 17, 6), (1, 1, 1, 1, 2)]
 )
@@ -27,7 +27,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 @dataclass
 class Block:
-    """Inputs of both operators, of 41 tokens."""
+    """Inputs of both operators for 41 tokens."""
 
     heads: int
     sizes: LatentSizes
@@ -65,7 +65,7 @@ class Block:
     def run(
         self, ops: Ops, rows: torch.Tensor | slice = slice(None)
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [T, H, R + rd], what is kept [T, R + rd], values [T, H v]."""
+        """Return the queries [T, H, R + rd], the rows kept in the pool [T, R + rd] and the values [T, H v]."""
         pool = torch.full((64, 1, self.latent.shape[1]), torch.nan, dtype=self.latent.dtype)
         weight = self.stored(ops)
         query = ops.latent_query_store(
@@ -84,7 +84,7 @@ class Block:
         return query, kept, ops.latent_values(self.means[rows], weight, self.heads, self.sizes.value)
 
     def exact(self) -> tuple[torch.Tensor, ...]:
-        """In float64, token by token and head by head."""
+        """Compute the same results in float64, token by token and head by head."""
         sizes, queries, kept, values = self.sizes, [], [], []
         by_head = self.weight.double().view(self.heads, -1, sizes.rank)
         for token in range(41):
@@ -112,14 +112,16 @@ def native() -> Ops:
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
-def test_agrees_with_float64(dtype: torch.dtype, sizes: tuple[int, ...], compiled: bool, native: Ops) -> None:
+def test_both_operators_agree_with_float64(
+    dtype: torch.dtype, sizes: tuple[int, ...], compiled: bool, native: Ops
+) -> None:
     block = Block.random(dtype, sizes)
     for got, exact in zip(block.run(native if compiled else plain_ops()), block.exact(), strict=True):
         assert error(got, exact) < TOLERANCE[dtype]
 
 
 def _by_head(block: Block, change: Callable[[torch.Tensor], torch.Tensor]) -> Block:
-    """`change` takes [H, 2, N, R]: of each head what makes keys and values."""
+    """Apply `change` to the weight as [H, 2, N, R]: for each head the parts that make keys and values."""
     return replace(block, weight=change(block.weight.view(block.heads, 2, -1, 512)).reshape(-1, 512))
 
 
@@ -144,14 +146,16 @@ def test_a_wrong_one_is_noticed(wrong: str, native: Ops) -> None:
 @DTYPES
 @SIZES
 @pytest.mark.parametrize("result", [0, 1, 2], ids=["queries", "kept", "values"])
-def test_rows_are_independent(dtype: torch.dtype, sizes: tuple[int, ...], result: int, native: Ops) -> None:
+def test_rows_of_latent_operators_are_independent(
+    dtype: torch.dtype, sizes: tuple[int, ...], result: int, native: Ops
+) -> None:
     block = Block.random(dtype, sizes)
     assert rows_are_independent(lambda rows: block.run(native, rows)[result], 41)
 
 
 @DTYPES
 def test_a_long_prefill_has_the_bits_of_short_ones(dtype: torch.dtype, native: Ops) -> None:
-    """More tokens than an item takes at once."""
+    """The long prefill has more tokens than one work item takes."""
     block = Block.random(dtype, (2, 128, 128, 512, 64))
     many = torch.arange(41).repeat(12)[:450]
     weight, slots = block.stored(native), torch.arange(450)
@@ -205,7 +209,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(native: Ops) -> 
     assert not pool.any()
 
 
-def test_no_tokens(native: Ops) -> None:
+def test_latent_operators_take_an_empty_batch(native: Ops) -> None:
     block = Block.random(torch.float32, (3, 8, 8, 16, 4))
     query, kept, values = block.run(native, slice(0, 0))
     assert query.shape == (0, 3, 20) and kept.shape == (0, 20) and values.shape == (0, 24)

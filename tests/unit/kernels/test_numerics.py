@@ -1,4 +1,4 @@
-"""Errors of the compiled operators against float64, beside torch's in the same dtype on the same inputs.
+"""Errors of the compiled operators against float64, next to torch's in the same dtype on the same inputs.
 
 The error of a row is the 2-norm of its difference from float64 over the 2-norm of the exact row.  Both sides round
 where the model's dtype rounds, so the errors are of one size; the sums in between run in another order, which makes
@@ -24,11 +24,11 @@ from tests.layer_storage import stored_experts, stored_matrix
 
 EPS = 1e-6
 TOKENS = 512
-# The mean over 512 rows and more: no worse than torch's.  A sum in another order rounds one element in thousands the
+# The mean over 512 rows and more is no worse than torch's.  A sum in another order rounds one element in thousands the
 # other way, for better or worse, which moves the mean by less than a thousandth.
 MEAN_MARGIN = 1.001
-# The worst row of attention is that of an unlucky rounding, which is another row in each implementation; elsewhere the
-# worst rows are the same ones.
+# In attention the worst row has an unlucky rounding, which is another row in each implementation; elsewhere both have
+# the same worst rows.
 MAX_MARGIN = 1.1
 # Sums of up to 1024 products, each sum rounded once a product: random walks of steps of 2^-24, measured up to 8e-7.
 FLOAT32_TOLERANCE = 2e-6
@@ -58,7 +58,7 @@ def _compare(compute: Callable[[Ops], torch.Tensor], exact: torch.Tensor) -> Err
 
 
 def _norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """In float64."""
+    """Compute the RMS norm of the rows in float64."""
     rows = rows.double()
     return rows / (rows.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
@@ -92,7 +92,7 @@ def norm_linear(dtype: torch.dtype, depth: int, outputs: int) -> Errors:
 
 
 def norm_route(dtype: torch.dtype, depth: int, experts: int, top_k: int) -> Errors:
-    """The probability of every expert, zero where it was not chosen."""
+    """Measure the errors of the router's weights [T, E], zero where an expert was not chosen."""
     residual, hidden = _randn(dtype, TOKENS, depth), _randn(dtype, TOKENS, depth, seed=1)
     scale = 1 + _randn(dtype, depth, seed=2, scale=0.1)
     weight = _randn(dtype, experts, depth, seed=3, scale=2.5 * depth**-0.5)
@@ -135,7 +135,7 @@ def experts(dtype: torch.dtype, hidden_size: int, inner: int, num_experts: int, 
 
 
 def heads_to_pool(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> Errors:
-    """Rows of queries and keys; values are copied."""
+    """Measure the errors of rotated queries and keys; values must be copied exactly."""
     turning = num_heads + num_kv_heads
     qkv = _randn(dtype, TOKENS, (turning + num_kv_heads) * head_dim)
     weight = 1 + _randn(dtype, turning, head_dim, seed=1, scale=0.1)
@@ -156,7 +156,7 @@ def heads_to_pool(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_di
 
 
 def attention(dtype: torch.dtype, length: int, head_dim: int, scale: float) -> Errors:
-    """Eight query heads over two of keys and values, causal; queries of size `scale`."""
+    """Measure the errors of causal attention: 8 query heads over 2 of keys and values, queries of size `scale`."""
     q = _randn(dtype, length, 8, head_dim, scale=scale)
     k, v = (_randn(dtype, length, 2, head_dim, seed=seed) for seed in (1, 2))
     slots = torch.randperm(length, generator=torch.Generator().manual_seed(3))
@@ -213,7 +213,7 @@ def test_bfloat16_is_as_exact_as_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_float32_against_float64(name: str) -> None:
+def test_float32_errors_stay_within_the_tolerance(name: str) -> None:
     case, arguments = CASES[name]
     ours = case(torch.float32, *arguments).ours
     assert ours.max() < (LARGE_SCORES_TOLERANCE if name in LARGE_SCORES else FLOAT32_TOLERANCE)
@@ -221,7 +221,7 @@ def test_float32_against_float64(name: str) -> None:
 
 @pytest.mark.mutant
 def test_an_additional_rounding_is_noticed() -> None:
-    """Sums kept in bfloat16, and a result rounded towards zero: as inexact operators would be."""
+    """Inexact operators would keep sums in bfloat16, or round the result towards zero."""
     hidden, weight = _randn(torch.bfloat16, TOKENS, 256), _randn(torch.bfloat16, 96, 256, seed=1, scale=1 / 16)
     exact = hidden.double() @ weight.double().T
     reference = row_errors(hidden @ weight.T, exact)

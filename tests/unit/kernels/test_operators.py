@@ -45,7 +45,7 @@ for case, given in cases.items():
 
 @pytest.mark.parametrize("one", OPERATORS.values(), ids=lambda one: one.name)
 def test_schemas_have_the_arguments_of_plain_forms(one: Operator) -> None:
-    """Names, order and defaults; the fields of a rule in its place, without defaults."""
+    """They have the same names, order and defaults; the fields of a rule stand in its place, without defaults."""
     fields = [] if one.rule is None else list(inspect.signature(one.rule).parameters)
     wanted = {name: default for name, default in one.parameters.items() if name != "rule"}
     declared = getattr(torch.ops.lockstep, one.name).default._schema.arguments
@@ -63,7 +63,7 @@ def test_an_operator_has_a_source_of_its_name(name: str) -> None:
 
 
 def _floats(case: str, ops: Ops, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Floating-point results of a case, and rows that it stores, in float64."""
+    """Run a case, and return its floating-point results and the rows that it stores in float64."""
     arguments = as_stored(case, ops, copies(all_cases()[case], dtype))
     result = getattr(ops, name_of(case))(*arguments.values())
     gradient = OPERATORS[name_of(case)].gradient
@@ -89,7 +89,7 @@ def _has_pools(case: str) -> bool:
 @DTYPES
 @pytest.mark.parametrize("case", [case for case in all_cases() if not _has_pools(case)])
 def test_rows_of_every_operator_are_independent(native: Ops, case: str, dtype: torch.dtype) -> None:
-    """Tensors of a case that have a row a token have T rows.  Operators with pools have tests of their own."""
+    """Tensors of a case with one row a token have T rows.  Operators with pools have tests of their own."""
     arguments = as_stored(case, native, copies(all_cases()[case], dtype))
 
     def compute(rows: torch.Tensor) -> torch.Tensor:

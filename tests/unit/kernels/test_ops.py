@@ -13,7 +13,7 @@ from tests.operators import all_cases, as_stored, copies, name_of
 
 PLAIN = plain_ops()
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-# Rounding errors of the same size as torch's; the order of sums makes single cases a little better or worse.
+# Rounding errors have the same size as torch's; the order of sums makes single cases a little better or worse.
 SLACK = 1.3
 EPS = 2e-7  # float32: a unit or two in the last place; lost in bfloat16
 
@@ -32,7 +32,7 @@ def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     ("tokens", "depth", "outputs"),
     [(1, 1, 1), (1, 256, 512), (3, 33, 5), (5, 50, 31), (6, 64, 4), (13, 96, 33), (49, 31, 40), (100, 260, 70)],
 )
-def test_linear(native: Ops, dtype: torch.dtype, tokens: int, depth: int, outputs: int) -> None:
+def test_linear_is_as_exact_as_torch(native: Ops, dtype: torch.dtype, tokens: int, depth: int, outputs: int) -> None:
     hidden, weight = _randn(tokens, depth, dtype=dtype), _randn(outputs, depth, seed=1, dtype=dtype)
     out, exact = linear(native, hidden, weight), hidden.double() @ weight.double().T
     assert out.dtype == dtype
@@ -65,7 +65,9 @@ ROUTINGS = {
 @DTYPES
 @pytest.mark.parametrize("routing", list(ROUTINGS))
 @pytest.mark.parametrize(("hidden_size", "inner_size"), [(64, 32), (50, 19), (36, 24), (1, 1)])
-def test_experts(native: Ops, dtype: torch.dtype, routing: str, hidden_size: int, inner_size: int) -> None:
+def test_experts_are_as_exact_as_torch(
+    native: Ops, dtype: torch.dtype, routing: str, hidden_size: int, inner_size: int
+) -> None:
     torch.manual_seed(0)
     ids = ROUTINGS[routing]()
     hidden, weights = _randn(len(ids), hidden_size, dtype=dtype), torch.rand(ids.shape).to(dtype)
@@ -80,7 +82,7 @@ def test_experts(native: Ops, dtype: torch.dtype, routing: str, hidden_size: int
     assert torch.equal(out, experts(native, hidden, ids, weights, w13, w2))
 
 
-def test_experts_without_rows(native: Ops) -> None:
+def test_experts_take_an_empty_batch(native: Ops) -> None:
     w13, w2, ids = _randn(2, 6, 4), _randn(2, 4, 3), torch.empty(0, 2, dtype=torch.int64)
     assert experts(native, _randn(0, 4), ids, _randn(0, 2), w13, w2).shape == (0, 4)
     assert experts(native, _randn(0, 4), ids, None, w13, w2).shape == (0, 2, 4)
@@ -119,8 +121,10 @@ OFFSETS = pytest.mark.parametrize("offset", [None, 0.0, 1.0])
 @DTYPES
 @OFFSETS
 @pytest.mark.parametrize(("tokens", "size"), [(1, 16), (9, 50), (33, 256), (64, 1000), (0, 8)])
-def test_norms_equal_torch(native: Ops, dtype: torch.dtype, tokens: int, size: int, offset: float | None) -> None:
-    """In bfloat16 the rounding hides the order of the sum of squares almost always."""
+def test_norms_have_nearly_all_bits_of_torch(
+    native: Ops, dtype: torch.dtype, tokens: int, size: int, offset: float | None
+) -> None:
+    """In bfloat16 the rounding almost always hides the order of the sum of squares."""
     hidden, weight = 3 * _randn(tokens, size, dtype=dtype), _randn(size, seed=1, dtype=dtype)
     residual = _randn(tokens, size, seed=2, dtype=dtype)
     plain_residual = residual.clone()
@@ -185,8 +189,10 @@ def test_slots_outside_the_pool_are_refused(native: Ops) -> None:
 @DTYPES
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize(("experts_", "top_k"), [(32, 4), (48, 8), (7, 7), (130, 1)])
-def test_routes(native: Ops, dtype: torch.dtype, normalise: bool, experts_: int, top_k: int) -> None:
-    """A router of powers of two times the identity: its logits are the normed states, exactly; all differ."""
+def test_the_router_chooses_the_largest_logits(
+    native: Ops, dtype: torch.dtype, normalise: bool, experts_: int, top_k: int
+) -> None:
+    """The router is half the identity: its logits are exactly half the normed states, and all differ."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.stack([torch.randperm(experts_, generator=generator) for _ in range(40)]) - experts_ / 2
     residual, hidden = (rows / 8).to(dtype), torch.zeros(40, experts_, dtype=dtype)
@@ -204,7 +210,7 @@ def test_routes(native: Ops, dtype: torch.dtype, normalise: bool, experts_: int,
 
 
 def _route(native: Ops, logits: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Ids chosen for logits that appear as a column of the router, so that no arithmetic touches them."""
+    """Return the ids chosen for logits that are a column of the router, so that no arithmetic touches them."""
     router = matrix(native, F.pad(logits[:, None], (0, 1)))
     state = torch.tensor([[2.0, 0.0]])  # its norm is [sqrt(2), 0]
     return native.norm_route(state, None, torch.ones(2), 0.0, router, RouterRule(len(logits), top_k))[2][0]
@@ -256,7 +262,7 @@ def test_packed_content_is_read_back_exactly(native: Ops, dtype: torch.dtype, ro
 @pytest.mark.parametrize("first_row", [0, 5, 16])
 @pytest.mark.parametrize("depth", [30, 64, 83, 100])
 def test_any_bits_pass_through_packing(native: Ops, dtype: torch.dtype, first_row: int, depth: int) -> None:
-    """Signalling NaN too, from rows at any address, and no neighbour is touched."""
+    """Even signalling NaN passes, from rows at any address, and neighbours stay untouched."""
     generator, width = torch.Generator().manual_seed(depth), {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     raw = torch.randint(0, 256, (1 + 48 * depth, dtype.itemsize), generator=generator)
     flat = raw.to(torch.uint8).view(-1).view(width)

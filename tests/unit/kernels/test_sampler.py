@@ -37,8 +37,10 @@ def draw(native: NativeSampler, logits: torch.Tensor, rows: list[SamplingRow]) -
 
 @st.composite
 def sampling_rows(draw: st.DrawFn, vocab: int) -> SamplingRow:
-    """A row with any mix of features.  Numbers are such that edited logits are exact in float32, and that no mass of
-    few equal weights hits a filter's limit."""
+    """Draw a row with any mix of features.
+
+    Edited logits are exact in float32, and no mass of few equal weights hits a filter's limit.
+    """
     token = st.integers(0, vocab - 1)
     quarters = st.sampled_from([0.0, 0.0, -1.25, 0.25, 1.5])
     return SamplingRow(
@@ -67,7 +69,7 @@ def sampling_rows(draw: st.DrawFn, vocab: int) -> SamplingRow:
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[SamplingRow]]:
-    """Logits in eighths: with many ties or few, spread or flat, some of them masked."""
+    """Draw rows and their logits in eighths: with many ties or few, spread or flat, some of them masked."""
     vocab = draw(st.sampled_from(SIZES))
     rows = draw(st.lists(sampling_rows(vocab), min_size=1, max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -174,7 +176,7 @@ def _logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def _without_an_id(tokens: SampledTokens) -> dict[str, torch.Tensor]:
-    """The mask of the row with most ids loses its first, or second if the first was sampled."""
+    """Drop an id from the mask of the row with most ids: the first, or the second if the first was sampled."""
     row = int(tokens.kept_counts.argmax())
     at = int(tokens.kept_counts[:row].sum())
     at += int(tokens.kept_ids[at] == tokens.token_ids[row])
@@ -215,7 +217,7 @@ def _mixed_rows(count: int, vocab: int) -> list[SamplingRow]:
 
 
 def _bits(tokens: SampledTokens, rows: list[SamplingRow]) -> torch.Tensor:
-    """Everything said of each row, as integers [N, ...]; NaN is equal to itself."""
+    """Return all outputs for each row as integers [N, ...], in which NaN is equal to itself."""
     chosen = torch.zeros(len(rows), 2)
     pairs = [i for i, row in enumerate(rows) if row.chosen_ids]
     chosen[pairs] = tokens.chosen_logprobs.view(-1, 2)
@@ -260,7 +262,7 @@ def test_the_independence_check_notices_noise_of_the_batch(native: NativeSampler
 
 
 def test_scores_have_the_bits_of_samples(native: NativeSampler) -> None:
-    """A token sampled at some temperature, re-scored among other rows at that temperature."""
+    """A token sampled at some temperature is scored again among other rows at that temperature."""
     logits = _logits(50, 3000)
     for temperature in (0.0, 1.0, 0.7):
         params = SamplingParams(temperature=temperature, top_p=0.9)

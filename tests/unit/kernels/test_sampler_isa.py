@@ -1,6 +1,6 @@
 """The sampler's arithmetic, compiled for this processor and for lesser ones.
 
-Also with a mistake put in, so that the checks of `check_sampler.cpp` are known to bite.
+Mistakes are also put in, so that the checks of `check_sampler.cpp` are known to notice them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def test_rows_are_sampled_as_defined(target: str) -> None:
 @pytest.mark.parametrize(
     ("header", "right", "wrong", "complaint"),
     [
-        # Of tokens that tie, one too few is kept.
+        # One too few of the tied tokens is kept.
         ("sampler_filter.h", "i = last.id + 1 - id", "i = last.id - id", "mask holds less"),
-        # What has no weight is in the mask; the last lane of a vector never is.
+        # Tokens without weight are in the mask; the last lane of a vector never is.
         ("sampler_filter.h", "if (lanes[i] == 0.0f) continue;", "", "mask holds more"),
         ("sampler_filter.h", "first + i < row.size(); ++i", "first + i + 1 < row.size(); ++i", "mask holds less"),
-        # The mass that is asked for is that of the row, not of what top-k left.
+        # The requested mass is a share of the whole row, not of the tokens that top-k left.
         ("sampler_filter.h", "whole = sums_.total();", "", "draw"),
         # The search begins above the end.
         ("sampler_filter.h", "std::log(share) - kMargin", "std::log(share) + 3.0", "mask holds less"),

@@ -81,7 +81,7 @@ print("survived")
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without torch's libraries, which take long to load."""
+    """A broken library, linked without torch's libraries, which take long to load."""
     folder = tmp_path_factory.mktemp("broken")
     source, library = folder / "broken.cpp", folder / "broken.so"
     source.write_text(BROKEN)

@@ -1,6 +1,6 @@
 """The team of threads that operators share: `check_team.cpp`, also under the thread sanitizer.
 
-With mistakes put in, too, so that its checks are known to bite.
+Mistakes are also put in, so that its checks are known to notice them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_a_helper_does_not_share_the_core_that_openmp_binds_its_caller_to(variab
 
 @pytest.mark.full
 @pytest.mark.parametrize("policy", ["", "passive"])
-def test_no_race(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+def test_the_thread_sanitizer_finds_no_race(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", policy)
     done = run_check(PROGRAM, flags=("-fsanitize=thread", "-g1"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,17 +73,17 @@ def test_no_race(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
         # Phases follow each other as soon as items are handed out; a call returns while helpers are still inside.
         ("parallel.h", "before->wait_until_finished(team);", ""),
         ("team.cpp", "inside_.wait_for_zero(patience_);", ""),
-        # Every helper there is takes part; a sleeping one is not woken; a helper enters what is closed.
+        # Every existing helper takes part; a sleeping one is not woken; a helper enters a closed call.
         ("team.cpp", "&& me.index < wanted_", ""),
         ("team.cpp", "if (call.exchange(before + 1) == before) wake_all(call);", "call.exchange(before + 1);"),
         ("team.cpp", "inside_.add(1) & kOpen && ", "(inside_.add(1), true) && "),
-        # Waiting until a helper has come, as a barrier does.
+        # The caller waits until a helper has come, as in a barrier.
         (
             "team.cpp",
             "  try_body();\n  inside_",
             "  try_body();\n  while (inside_.add(0) == kOpen) pause_briefly();\n  inside_",
         ),
-        # Chance is taken for a crowd, or sleep; a crowd is believed in for ever; waiting does not count.
+        # Chance is taken for a crowd; so is sleep; a crowd is believed in for ever; waiting does not count.
         ("patience.cpp", "|| kCrowdedPart * waited < computed + waited", ""),
         ("patience.cpp", "!= 2) computed = -1;", "!= 2) computed = -1;\n  waited = time - computed;"),
         ("patience.cpp", "crowded_until_.store(time + next", "crowded_until_.store(time + 100 * next"),

@@ -1,6 +1,6 @@
 """The vectors that the operators are written with, compiled for this processor and for lesser ones.
 
-Also with a mistake put in, so that the checks of `check_vectors.cpp` are known to bite.
+Mistakes are also put in, so that the checks of `check_vectors.cpp` are known to notice them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_vectors_compute_what_they_say(target: str) -> None:
 @pytest.mark.parametrize(
     ("header", "right", "wrong"),
     [
-        # Denormal results are kept; the edge of flushing; odd elements follow even ones in one sum.
+        # Denormal results are kept; the edge of flushing is wrong; odd elements follow even ones in one sum.
         ("tiles.h", "sums[n] = flushed(next[n])", "sums[n] = next[n]"),
         ("tiles.h", "0x1p-25", "0x1p-24"),
         (
@@ -53,7 +53,7 @@ def test_vectors_compute_what_they_say(target: str) -> None:
             " multiply_matrix_tiles<PanelTiles>(1, tokens + kTileRows, rest, groups - kTileRows, sums + row);"
             " for (int v = 0; v < kPanelVectors; ++v) sums[row][v] = first[0][v] + sums[row][v]; }",
         ),
-        # No whole steps: what lies behind the last group of a token is multiplied, too.
+        # Steps are not whole: elements behind the last group of a token are multiplied, too.
         (
             "packed.h",
             "T elements[kElements] = {};",
@@ -104,11 +104,11 @@ def on(target: str, header: str, right: str, wrong: str) -> Any:
                     "const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));",
                     "const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xfffe0000));",
                 ),
-                # Ties go away from zero; NaN becomes infinity; what has the sign bit set is cut to the largest int16.
+                # Ties go away from zero; NaN becomes infinity; numbers with the sign bit are cut to the largest int16.
                 ("_mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))", "_mm256_set1_epi32(0x8000)"),
                 ("_mm256_set1_epi32(0x7fc0), nan)", "_mm256_set1_epi32(0x7f80), nan)"),
                 ("_mm_packus_epi32(_mm256_castsi256_si128(bits)", "_mm_packs_epi32(_mm256_castsi256_si128(bits)"),
-                # As exact a sum, in another order.
+                # The sum is as exact, but in another order.
                 (
                     "_mm256_add_ps(quarter_sums(x, 0), quarter_sums(x, 1))",
                     "_mm256_hadd_ps(quarter_sums(x, 0), quarter_sums(x, 1))",
