@@ -1,4 +1,4 @@
-"""Flattened buckets, and what a control call may say about tensors."""
+"""Flattened buckets, and what a control call may state about tensors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_tensors_of_another_dtype_or_device_are_to_be_copied() -> None:
     assert end_to_end(neighbours(), torch.bfloat16, torch.device("meta")) is None
 
 
-def test_empty_bucket() -> None:
+def test_an_empty_bucket_holds_nothing() -> None:
     assert pack([]).numel() == 0
     assert unpack(torch.empty(0, dtype=torch.uint8), []) == []
     assert plan_buckets([], 10) == []
@@ -118,19 +118,19 @@ def test_plan_fills_buckets_in_order() -> None:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_dtype_names(name: str) -> None:
+def test_dtypes_are_parsed_by_their_names(name: str) -> None:
     assert parse_dtype(name) == parse_dtype(f"torch.{name}") == DTYPES[name]
     assert dtype_name(DTYPES[name]) == name
 
 
 @pytest.mark.parametrize("name", ["complex64", "", "float", "torch.torch.float32", None, 3])
-def test_refuses_unknown_dtypes(name: str) -> None:
+def test_an_unknown_dtype_is_refused(name: str) -> None:
     with pytest.raises(WeightRequestError, match="unknown dtype"):
         parse_dtype(name)
 
 
 @pytest.mark.parametrize("shape", [[-1], [2, -3], [1.5], [True], ["2"], [2**30, 2**30], [1] * 9])
-def test_refuses_impossible_shapes(shape: list[int]) -> None:
+def test_an_impossible_shape_is_refused(shape: list[int]) -> None:
     with pytest.raises(WeightRequestError, match="w: "):
         parse_meta("w", "float32", shape)
 
@@ -143,7 +143,7 @@ def test_lists_must_be_equally_long() -> None:
         parse_metas([""], ["float32"], [[1]])
 
 
-def test_manifest_entries() -> None:
+def test_manifest_entries_are_parsed_or_refused() -> None:
     meta = TensorMeta("a", torch.bfloat16, (2,))
     assert parse_manifest([("a", "bfloat16", [2], "00000000000000ff")]) == [(meta, 255)]
     assert parse_manifest([("a", "bfloat16", [2], None), ("b", "bfloat16", [2], None)])[1][0].name == "b"

@@ -1,4 +1,4 @@
-"""Dtypes of sent tensors: which are widened, which are cast because somebody asked for it, and which are refused.
+"""Dtypes of sent tensors: which are widened, which are cast on request, and which are refused.
 
 Fingerprints and digests are of the tensors as sent.
 """
@@ -85,7 +85,7 @@ def test_what_loses_nothing_is_always_taken(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 @pytest.mark.parametrize("asked", ["by the update", "by the call", "by the server"])
 def test_what_loses_something_is_cast_where_it_is_asked_for(dtype: torch.dtype, asked: str) -> None:
-    """B11: and refused elsewhere."""
+    """B11: without a request the tensors are refused."""
     sent = version(3) | {EMBED: torch.randn(6, 4).to(dtype)}
     refusing = updater()
     refusing.begin("v2")
@@ -119,7 +119,7 @@ def test_an_update_may_say_no_where_the_server_says_yes() -> None:
 
 @pytest.mark.parametrize(("value", "dtype"), [(3.4e38, torch.bfloat16), (1e6, torch.float16)])
 def test_values_beyond_the_models_dtype_are_refused(value: float, dtype: torch.dtype) -> None:
-    """Infinity would be served in their place."""
+    """Otherwise infinity would be served in their place."""
     receiver = LoopbackUpdater(FakeWeights(dtype=dtype), device="cpu", timeout_s=1.0, vote=lambda mine: mine)
     receiver.begin("v2", cast=True)
     with pytest.raises(ContentError, match=f"{EMBED} has values outside the range of {dtype_name(dtype)}"):
@@ -135,7 +135,7 @@ def test_what_is_no_float_is_never_cast(dtype: torch.dtype) -> None:
 
 
 def test_what_is_cast_is_quantised_then() -> None:
-    """Eight bits are made of the model's own values, as at start."""
+    """The eight bits are made of values in the model's dtype, as at start."""
     sent = version(3) | {EMBED: torch.randn(6, 4)}
     receiver = updater(cast=True, quantised={EMBED: INT8_BLOCKS})
     commit(receiver, sent)
@@ -165,7 +165,7 @@ def held(harness: Harness) -> Tensors:
 
 
 def in_float32(folder: Path) -> Tensors:
-    """The newer version as a trainer's master weights: no value is one of bfloat16."""
+    """Return the newer version as a trainer's master weights in float32, whose values bfloat16 cannot hold."""
     return {name: tensor.float() * 1.001 for name, tensor in logical_tensors(folder).items()}
 
 
@@ -189,7 +189,7 @@ def in_the_body(harness: Harness, sent: Tensors, **fields: Any) -> Any:
 def test_a_cast_is_asked_for_on_every_transport(
     harness: Harness, folders: list[Path], monkeypatch: pytest.MonkeyPatch, send: Send, client: str
 ) -> None:
-    """B11: `cast` of a begin holds for all its calls, that of a call for itself."""
+    """B11: `cast` of a begin holds for all calls of the update, and `cast` of a call for that call."""
     sent = in_float32(folders[1])
     monkeypatch.setitem(SOURCES, UpdateWeightsFromDistributedReqInput, LoopbackTrainer(sent).source)
     refused = send(harness, sent)
@@ -224,7 +224,7 @@ def test_a_flag_casts_for_clients_that_cannot_ask(folders: list[Path]) -> None:
 
 
 def test_a_folder_is_cast_as_at_start(harness: Harness, folders: list[Path], tmp_path: Path) -> None:
-    """In an update whose manifest states fingerprints of the folder's own tensors, too."""
+    """It is cast also in an update whose manifest states fingerprints of the folder's own tensors."""
     sent = in_float32(folders[1])
     folder = tiny_checkpoint(tmp_path / "float32", "dense", seed=2, dtype="float32")
     (file,) = folder.glob("*.safetensors")

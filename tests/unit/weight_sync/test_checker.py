@@ -75,7 +75,7 @@ def test_reset_shows_what_a_refresh_leaves_out(left_out: str | None) -> None:
 
 
 def test_without_the_reset_a_refresh_that_leaves_one_out_passes() -> None:
-    """Why the reset is there: the same content hides what was not written."""
+    """Without the reset, equal content hides a tensor that was not written."""
     weights = FakeWeights(seed=1)
     snapshot = take_snapshot(weights, keep_content=False)
     rewrite(weights, seed=1, leave_out=EMBED)
@@ -131,7 +131,7 @@ def test_the_book_keeps_what_was_sent_where_memory_holds_what_came_of_it() -> No
 
 
 class FrozenDerived(FakeWeights):
-    """Wrong: what is computed from weights is computed once."""
+    """Wrong: tensors that are computed from weights are computed only once."""
 
     def recompute_derived(self) -> None:
         if not bool(self.derived_norm_sum):
@@ -139,7 +139,7 @@ class FrozenDerived(FakeWeights):
 
 
 def test_41_sglang_29916_and_42_sglang_31937_derived_tensors_follow_every_path() -> None:
-    """Refresh in the plain and the fused form, a commit that is taken back, and a reset."""
+    """The paths are refreshes in the plain and the fused form, a commit that is taken back, and a reset."""
 
     def follows(weights: FakeWeights) -> bool:
         return torch.equal(weights.derived_norm_sum, weights.norm.sum())

@@ -92,7 +92,7 @@ def sender(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sender]:
 
 
 def play(sender: Sender, end: str) -> None:
-    """One call: received whole, refused before, given up after its first part, or failing at a handle."""
+    """Play one call, which ends as `end` names: received whole, refused before, given up, or failing at a handle."""
     source = TensorSource(sender.payload(), None)
     with suppress(WeightSyncError):
         source.announce(10 if end == "too_large" else 1 << 20)

@@ -40,7 +40,7 @@ def random_bits(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def changed(base: torch.Tensor, seed: int, share: float, step: int) -> torch.Tensor:
-    """`base` with a share of its words moved by up to `step` in either direction."""
+    """Return `base` with a share of its words moved by up to `step` in either direction."""
     signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[base.dtype.itemsize]
     generator = torch.Generator().manual_seed(seed)
     words = base.view(-1).view(signed).clone()
@@ -88,7 +88,7 @@ def test_every_pair_of_bfloat16_neighbours_and_extremes() -> None:
         assert bits(apply_changes(result, found.inverse, fingerprint(result))[0]) == bits(base)
 
 
-def test_positions_far_apart() -> None:
+def test_positions_far_apart_survive_the_codec() -> None:
     positions = np.array([0, 1, 255, 256, 257, 511, 512, 70_000, 9_999_999], dtype=np.int64)
     steps = np.array([1, -1, 1, 2, -257, 258, 32768, -32768, 1], dtype=np.int64)
     sizes, planes = write_planes(Changes(positions, steps), 10_000_000, 2)
@@ -254,7 +254,7 @@ def test_caps_hold_before_memory_is_taken() -> None:
 
 
 def test_w10_planes_are_no_larger_than_their_tensor() -> None:
-    """Else the tensor would be written densely."""
+    """Larger planes are refused, as the encoder would have written such a tensor densely."""
     assert PlaneSizes.check(90, False, (90, 12, 0, 0, 0), numel=100, itemsize=2)
     with pytest.raises(ContentError):
         PlaneSizes.check(90, False, (90, 12, 90, 90, 180), numel=100, itemsize=2)

@@ -81,7 +81,7 @@ def test_a_checkpoint_becomes_the_weights(
 
 
 def test_other_forms_of_the_same_checkpoint(tmp_path: Path, weights: FakeWeights, updater: WeightUpdater) -> None:
-    """Fused experts, another floating-point dtype, a tied head beside the embedding."""
+    """A folder may hold fused experts, another floating-point dtype, and a tied head next to the embedding."""
     new = version(2)
     forms = {name: tensor.to(torch.float32) for name, tensor in fused(new).items()}
     forms[LM_HEAD] = forms[EMBED].clone()
@@ -181,7 +181,7 @@ def test_the_sender_of_a_refused_delta_is_told(updater: WeightUpdater, weights: 
 
 
 def test_pull_and_read_back(tmp_path: Path, weights: FakeWeights, updater: WeightUpdater) -> None:
-    """The local checkpoint that a pull makes is one that the engine loads."""
+    """The engine loads the local checkpoint that a pull makes."""
     old = version(1)
     base = in_one_file(tmp_path / "base", old)
     publish_bytes(tmp_path / "source", 1, old, nudged(old))

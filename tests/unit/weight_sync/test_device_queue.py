@@ -1,4 +1,4 @@
-"""Refreshes on a device that does everything as late as it may: each fence is where it must be.
+"""Refreshes on a device that does all work as late as it may: each fence is where it must be.
 
 A play is a list of actions on one model: steps are launched, buckets come into memory that is filled anew for each,
 updates are committed, lose a vote or are dropped.  A step must see one version, the one in force when it was launched;
@@ -39,7 +39,7 @@ def journal(weights: FakeWeights, device: LateDevice, memory: Areas) -> Staging:
 
 
 class Play:
-    """One model and its updates; `wrong` collects what must not be."""
+    """One model and its updates; `wrong` collects the violations."""
 
     def __init__(self, make: Make, *, holds_steps: bool) -> None:
         self.weights, self.device = FakeWeights(seed=0), LateDevice()
@@ -54,7 +54,7 @@ class Play:
         self.device.launch(lambda: self._check(expected, "a step"))
 
     def update(self, seed: int, num_buckets: int, end: str, *, steps_between: bool) -> None:
-        """`end`: one of ENDS; "drop" before all buckets came."""
+        """Play one update, which ends as `end` names, one of ENDS; "drop" comes before its last bucket."""
         device = self.device
         device.thread = "io"
         transaction = WeightTransaction(
@@ -96,7 +96,7 @@ class Play:
             self.launch()
 
     def _send(self, transaction: WeightTransaction, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        """Through memory that the next bucket overwrites."""
+        """Send a bucket through memory that the next bucket overwrites."""
         for name, tensor in bucket:
             self._receive_area.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
         transaction.receive([(name, self._receive_area[name]) for name, _ in bucket])
@@ -198,7 +198,7 @@ def _commits_without(skips: str) -> Make:
 
 
 class _JournalBesideTheLastStep(JournalStaging):
-    """The first write does not wait for the step that was launched before it."""
+    """Wrong: the first write does not wait for the step that was launched before it."""
 
     def write(self, name: str, content: object) -> None:
         self._is_begun = True

@@ -45,14 +45,14 @@ def random_tensor(dtype: torch.dtype, numel: int, seed: int = 0) -> torch.Tensor
     return raw.view(dtype)
 
 
-def test_mix_is_splitmix64() -> None:
+def test_mix_gives_the_outputs_of_splitmix64() -> None:
     # First outputs of splitmix64 from state 0, as published with its reference implementation.
     assert [mix(k) for k in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("numel", [1, 5, BLOCK, 2 * BLOCK + 17])
-def test_equals_reference(dtype: torch.dtype, numel: int) -> None:
+def test_a_fingerprint_equals_the_reference(dtype: torch.dtype, numel: int) -> None:
     tensor = random_tensor(dtype, numel)
     before = tensor.clone()
     assert fingerprint(tensor) == reference(tensor)
@@ -78,14 +78,14 @@ def shards(tensor: torch.Tensor, cuts: list[int]) -> list[tuple[int, torch.Tenso
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64, torch.uint8]),
     seed=st.integers(0, 99),
 )
-def test_shards_add_up(numel: int, cuts: list[float], dtype: torch.dtype, seed: int) -> None:
+def test_fingerprints_of_shards_add_up(numel: int, cuts: list[float], dtype: torch.dtype, seed: int) -> None:
     tensor = random_tensor(dtype, numel, seed)
     parts = [fingerprint(part, offset=start) for start, part in shards(tensor, [int(cut * numel) for cut in cuts])]
     assert combine(*parts) == fingerprint(tensor)
 
 
-def test_golden_values() -> None:
-    """Fixed for good: trainer and engine may run different versions of this code."""
+def test_the_golden_values_never_change() -> None:
+    """Trainer and engine may run different versions of this code, so that the values are fixed for good."""
     ramp = torch.arange(10_000, dtype=torch.int64)
     assert fingerprint_hex(fingerprint(ramp)) == "b24ff8a76372b24c"
     assert fingerprint_hex(fingerprint(ramp.to(torch.float32))) == "01bb4cc2d55157ce"

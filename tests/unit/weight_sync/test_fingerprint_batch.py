@@ -30,7 +30,7 @@ class Products(TorchDispatchMode):
 
 
 def some_shard(rng: random.Random) -> Shard:
-    """Any dtype, size, strides, offset and cast."""
+    """Make a shard of any dtype, size, strides, offset and cast."""
     dtype = rng.choice(list(DTYPES.values()))
     size = rng.choice([0, 1, 3, BLOCK - 1, BLOCK, BLOCK + 1, rng.randrange(5 * BLOCK)])
     raw = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8)
@@ -39,13 +39,13 @@ def some_shard(rng: random.Random) -> Shard:
     if dtype.itemsize > 1 and size % 6 == 0:
         tensor = tensor.view(2, -1).T if rng.random() < 0.5 else tensor.view(-1, 3).T.contiguous().T
     if dtype is torch.float32 and rng.random() < 0.5:
-        return torch.randn(tensor.shape).to(tensor), torch.bfloat16, offset  # torch casts no NaN in one way alone
+        return torch.randn(tensor.shape).to(tensor), torch.bfloat16, offset  # torch casts a NaN in more than one way
     return tensor, dtype, offset
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_many_together_are_what_each_is_alone(seed: int) -> None:
-    """Some thousand blocks, so that the scratch area is used again."""
+    """There are some thousand blocks, so that the scratch area is used again."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     shards = [some_shard(rng) for _ in range(600)]

@@ -103,7 +103,7 @@ def test_a_bucket_is_checked_through_it(on_gpu: None) -> None:
         loading.check_content([good[0], ("b", bad)], {})
 
 
-def test_shards_add_up(on_gpu: None) -> None:
+def test_kernel_fingerprints_of_shards_add_up(on_gpu: None) -> None:
     words = random_words(2, 3 * BLOCK).view(torch.bfloat16)
     parts = [
         fingerprint(words[:100]),

@@ -71,7 +71,7 @@ def test_a_digit_that_is_off_by_one_shows() -> None:
 
 
 def bucket_of(numels: list[int], dtypes: list[torch.dtype]) -> list[tuple[str, torch.Tensor]]:
-    """Tensors end to end in one area, as a bucket has them; finite values."""
+    """Return tensors with finite values end to end in one area, as in a bucket."""
     sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes)]
     area = torch.randint(0, 60, (sum(sizes),), dtype=torch.uint8)
     parts = area.split(sizes)
@@ -162,14 +162,14 @@ def columns(shape: tuple[int, int], parts: int) -> list[tuple[slice, slice]]:
 @pytest.mark.parametrize("shape", [(64, 96), (3, 40_000), (2, 300_000), (5000, 6), (300, 768), (40, 6144), (50, 5003)])
 @pytest.mark.parametrize("parts", [2, 3])
 def test_column_shards_add_up(shape: tuple[int, int], parts: int) -> None:
-    """Tensor parallelism along the input features; short and long runs."""
+    """Tensor parallelism cuts along the input features; the runs are short and long."""
     full = random_tensor(shape)
     values = [fingerprint_slice(full[index], shape, index) for index in columns(shape, parts)]
     assert combine(*values) == fingerprint(full)
 
 
 def test_shards_of_every_form_add_up() -> None:
-    """Rows, columns, experts, interleaved rows and blocks of two dimensions, each a cover of the whole."""
+    """The forms are rows, columns, experts, interleaved rows and blocks of two dimensions; each covers the whole."""
     full = random_tensor((6, 20, 36))
     halves, thirds = (slice(0, 10), slice(10, 20)), (slice(0, 12), slice(12, 24), slice(24, 36))
     every = slice(None)
@@ -193,7 +193,7 @@ def test_shards_of_every_form_add_up() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), dtype=st.sampled_from([BF16, torch.float32, torch.float64, torch.uint8]))
 def test_a_slice_is_the_whole_less_the_rest(data: st.DataObject, dtype: torch.dtype) -> None:
-    """One random box: what it contributes is what the elements in it contribute, one by one."""
+    """A random box contributes the sum that its elements contribute one by one."""
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
     index: list[int | slice] = []
     for size in shape[: data.draw(st.integers(0, len(shape)))]:
@@ -209,7 +209,7 @@ def test_a_slice_is_the_whole_less_the_rest(data: st.DataObject, dtype: torch.dt
 
 
 def test_shards_in_the_wrong_place_show() -> None:
-    """Two column shards exchanged, a shard counted twice, a shard left out."""
+    """Two column shards are exchanged, a shard is counted twice, or a shard is left out."""
     full = random_tensor((32, 64))
     left, right = columns((32, 64), 2)
     a, b = (fingerprint_slice(full[index], (32, 64), index) for index in (left, right))

@@ -20,7 +20,7 @@ sizes = st.one_of(st.integers(1, 300), st.sampled_from([127, 128, 129, 256]))
 
 @st.composite
 def matrices(draw: st.DrawFn) -> torch.Tensor:
-    """Blocks of very different magnitudes, from below the normal numbers up to the largest, some of them zeros."""
+    """Draw a matrix with blocks of very different magnitudes, from subnormal numbers up to the largest, or zeros."""
     rows, columns = draw(sizes), draw(sizes)
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float16]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -68,7 +68,7 @@ def test_values_are_within_half_a_step_and_stay_where_they_are(values: torch.Ten
         assert bool(((again.double() - found.double()).abs() <= found.double().abs() * 1e-6).all())
 
 
-def test_every_code() -> None:
+def test_every_code_is_decoded_by_the_definition() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(2, 128)
     found = dequantise(codes, torch.tensor([[0.5]]), torch.float32).view(-1)
     for code in range(256):
@@ -97,7 +97,7 @@ def test_ragged_edges_stacks_and_nothing(shape: tuple[int, ...]) -> None:
 
 
 def test_bands_of_a_large_matrix_are_the_same() -> None:
-    """More than is worked on at a time, and no whole number of blocks."""
+    """The matrix is larger than one band, and has no whole number of blocks."""
     values = torch.randn(1000, 5000, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight, scale = quantise(values)
     for rows in (slice(0, 128), slice(128, 256), slice(896, 1000)):
@@ -107,7 +107,7 @@ def test_bands_of_a_large_matrix_are_the_same() -> None:
 
 
 def test_a_shard_within_a_block_has_other_scales() -> None:
-    """Why weights are quantised whole: rows 0..63 alone miss the largest value of their block."""
+    """Weights are quantised whole because rows 0..63 alone miss the largest value of their block."""
     values = torch.ones(128, 128, dtype=torch.bfloat16) * 0.3
     values[100, 0] = 100.0
     assert not torch.equal(requantised(values[:64]), requantised(values)[:64])
@@ -167,7 +167,7 @@ def test_scales_of_a_part() -> None:
 
 
 def test_transformers_reads_the_same_values() -> None:
-    """It takes whole blocks only."""
+    """transformers takes whole blocks only."""
     values = torch.randn(3, 384, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
     weight, scale = quantise(values)
     theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)

@@ -96,7 +96,7 @@ def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callab
     return lambda tensors: {**tensors, name: change(tensors[name])}
 
 
-# what is wrong with the tensors -> what the one line must say
+# what is wrong with the tensors -> what the one line must state
 WRONG: dict[str, tuple[Callable[[Named], Named], str]] = {
     "no scale": (without(SCALE), f"{WEIGHT} is float8_e4m3fn and has no {SCALE}"),
     "no weight": (without(WEIGHT), f"{SCALE} has no float8_e4m3fn {WEIGHT}"),
@@ -187,7 +187,7 @@ def test_configs_of_this_kind_are_taken(moe: Fp8Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scales_may_have_16_bits(case: Fp8Case, kind: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
-    """B10: the same values as with scales of those values in float32, as Qwen's checkpoints are published."""
+    """B10: the values are the same as with equal scales in float32; Qwen publishes such checkpoints."""
     narrow = with_scales(case.tensors, kind)
     folder = fp8_checkpoint(tmp_path / "narrow", case.plain, lambda _: narrow)
     wide = with_scales(narrow, torch.float32)
@@ -200,7 +200,7 @@ def with_scales(tensors: Named, dtype: torch.dtype) -> Named:
 
 
 def test_scales_in_e8m0_are_refused_with_what_to_do(moe: Fp8Case, tmp_path: Path) -> None:
-    """B10: powers of two are published too; they are no type of this version's."""
+    """B10: such scales are published too, but this version does not read them."""
     exponents = torch.full((2, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     folder = fp8_checkpoint(tmp_path / "e8m0", moe.plain, lambda tensors: tensors | {SCALE: exponents})
     with pytest.raises(StartupError, match=r"'F8_E8M0' .*scales of FP8 weights are read in F32, BF16 or F16"):

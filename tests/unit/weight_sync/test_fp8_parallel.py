@@ -41,7 +41,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def check_content(harness: ParallelHarness, values: Named) -> set[bool]:
-    """Every place of every rank holds its part of the values; whether those are parts."""
+    """Check that every place of every rank holds its part of the values.
+
+    It returns whether there are places that hold a part, and places that hold a whole tensor.
+    """
     kinds = set()
     for scheduler in harness.schedulers:
         weights = scheduler.runner.state.model.weights
@@ -127,7 +130,7 @@ def test_published_deltas_of_fp8(case: Fp8Case, tmp_path: Path, quantises: bool)
 
 
 def test_a_move_carries_the_values(case: Fp8Case) -> None:
-    """Nothing stays quantised in memory: what an expert's move copies is all that there is of it."""
+    """Memory holds no quantised form: the move of an expert copies all of it."""
     settings = {"dtype": "bfloat16", "enable_eplb": True, "quantize_weight_updates": True, **LAYOUTS["tp2 ep2"]}
     sent, _, values = case.newer(2)
     with ParallelHarness(case.fp8, eplb_rebalance_num_iterations=100_000, **settings) as harness:

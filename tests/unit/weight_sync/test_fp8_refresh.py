@@ -179,7 +179,7 @@ def test_what_waits_is_counted_and_given_back(updater: LoopbackUpdater, newer: t
 
 
 def test_no_more_waits_than_the_model_has(updater: LoopbackUpdater) -> None:
-    """A fused tensor's scales could be of any size until it comes."""
+    """The scales of a fused tensor could have any size until the tensor comes."""
     limit = sum(meta.nbytes for meta in updater.weights.metas().values())
     updater.begin("v2")
     with pytest.raises(WeightRequestError, match="Send scales with their weights"):
@@ -363,7 +363,7 @@ def test_with_the_option_an_fp8_checkpoint_of_it_is_held(
     send(updater, buckets, manifest_of(sent) if form == "per expert" else None)
     assert holds(updater, values)
     assert updater.content.digests == (digest_of(sent), digest_of(values))
-    if mode == "host" and form == "per expert":  # the same as an engine that starts from it
+    if mode == "host" and form == "per expert":  # an engine that starts from the folder has the same
         folder = fp8_checkpoint(tmp_path / "fp8", case.plain, lambda _: fp8)
         started = load_tiny(folder, DTYPE).weights
         assert live_fingerprints(started) == live_fingerprints(updater.weights)
@@ -426,7 +426,7 @@ def frame(old: Named, new: Named) -> LoopbackSource:
 
 
 def test_deltas_are_over_what_is_held(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
-    """After FP8 came, over its values; never where the engine quantises, as the base was sent and is not held."""
+    """After FP8 came, deltas are over its values.  An engine that quantises takes none: it does not hold the base."""
     sent, fp8, values = newer
     changed = {WEIGHT: values[WEIGHT] * 2}
     updater = updater_of(moe)

@@ -71,7 +71,7 @@ def expect_equal(weights: FakeWeights, tensors: dict[str, torch.Tensor]) -> None
 def refresh(
     updater: WeightUpdater, server: ParameterServerStandIn, named: list[tuple[str, torch.Tensor]]
 ) -> tuple[Exception | None, BaseException | None]:
-    """One conversation into an open transaction; what the engine raised, and what the sender."""
+    """Hold one conversation into an open transaction, and return what the engine raised and what the sender raised."""
     raised: Exception | None = None
     with Sending(lambda: server.update(named)) as sending:
         try:
@@ -147,8 +147,8 @@ def test_an_answer_before_the_copy_would_be_noticed(updater: WeightUpdater, weig
         expect_equal(weights, sent)
 
 
-def test_expert_names_travel(updater: WeightUpdater) -> None:
-    """A bucket boundary inside one expert is nothing special: assembly belongs to the transaction."""
+def test_tensors_of_an_expert_may_come_in_several_buckets(updater: WeightUpdater) -> None:
+    """A bucket may end inside an expert, as the transaction puts experts together."""
     updater.begin(coverage="partial")
     sent = version(1)
     named = [(expert_name(1, p), sent[expert_name(1, p)]) for p in ("gate_proj", "up_proj", "down_proj")]

@@ -39,7 +39,7 @@ def content_of(stored: StoredTensor) -> torch.Tensor:
 
 
 def read_all(data: bytes, buffer: IpcBuffer) -> None:
-    """Nothing but the refusals may come out, and tensors that are accepted must be readable."""
+    """Read messages, which may raise nothing but refusals, and check that accepted tensors are readable."""
     for read in (lambda: read_handle(memoryview(data), CPU), lambda: read_bucket(memoryview(data), buffer)):
         try:
             value = read()

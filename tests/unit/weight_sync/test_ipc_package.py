@@ -22,7 +22,7 @@ from weight_sync.updater import WeightUpdater
 
 
 class _NoDevice:
-    """In the place of the package's `DeviceManager`: what it asks of a device is nothing on a CPU."""
+    """A replacement of the package's `DeviceManager`: its calls to a device do nothing on a CPU."""
 
     def __init__(self) -> None:
         self.device_type = "cpu"
@@ -64,7 +64,10 @@ def run_package(
 def run_ours(
     server: ParameterServerStandIn, sent: dict[str, torch.Tensor], refuse: str | None
 ) -> tuple[dict[str, bytes], list[BaseException | None]]:
-    """The same of the engine; a tensor that is to be refused has a name that the model lacks."""
+    """Return the content that our engine loads and what each side raises.
+
+    `refuse` is the name of a sent tensor that the model lacks and therefore refuses, or None.
+    """
     weights = FakeWeights()
     updater = WeightUpdater(weights, device="cpu", timeout_s=10.0, vote=lambda mine: mine)
     updater.begin(coverage="partial" if refuse else "full")
@@ -78,7 +81,7 @@ def run_ours(
 
 
 def _together(*calls: Any) -> list[BaseException | None]:
-    """Both at once; what each raised."""
+    """Run the calls at once, each on a thread, and return what each raised."""
     errors: list[BaseException | None] = [None] * len(calls)
 
     def guarded(index: int) -> None:

@@ -42,7 +42,7 @@ def load(folder: Path, layout: str) -> DecoderForCausalLM:
 
 
 def take_part(weights: Any, memory: Areas, tensors: Tensors, end: str) -> None:
-    """One update: committed, taken back after the write, or dropped before it."""
+    """Run one update, which is committed, taken back after the write, or dropped before it."""
     transaction = WeightTransaction(weights, "v", "partial", staging=ShadowStaging(weights, memory=memory))
     transaction.receive(list(tensors.items()))
     if end == "abort":
@@ -72,7 +72,7 @@ def is_explained(folder: Path, contents: list[Tensors], layout: str, updates: li
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_updates_leave_nothing_to_one_another(contents: tuple[Path, list[Tensors]], layout: str) -> None:
-    """Whole and partial ones, of which some fail."""
+    """The updates are whole and partial, and some of them fail."""
     folder, versions = contents
     names = st.sets(st.sampled_from(sorted(versions[0])), max_size=4)  # none: all
     update = st.tuples(st.integers(0, NUM_CONTENTS - 1), names, st.sampled_from(["commit", "commit", "undo", "abort"]))
@@ -90,7 +90,7 @@ def test_updates_leave_nothing_to_one_another(contents: tuple[Path, list[Tensors
 def test_an_area_that_is_taken_for_the_live_content_is_noticed(
     contents: tuple[Path, list[Tensors]], layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong: what was not sent is left as the area has it, two versions ago."""
+    """Wrong: tensors that were not sent keep the content of the area, which is two versions old."""
     folder, versions = contents
     gate = next(name for name in versions[0] if name.endswith("1.mlp.experts.0.gate_proj.weight"))
     updates: list[tuple[int, set[str], str]] = [(1, set(), "commit"), (2, set(), "commit"), (3, {gate}, "commit")]

@@ -58,7 +58,7 @@ def pulled(stream: Stream, target: int, timeout_s: float = 5.0) -> PullResult:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Everything there but the lock, by relative path."""
+    """Return the bytes of all files in the folder apart from the lock, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -385,7 +385,7 @@ def test_absurd_targets_are_refused(stream: Stream, target: int) -> None:
 
 @contextlib.contextmanager
 def at_most(num_bytes: int) -> Iterator[None]:
-    """The block holds no more bytes, arrays and objects of Python than that, at any time."""
+    """Check that arrays and objects of Python take at most `num_bytes` at any time in the block."""
     tracemalloc.start()
     try:
         yield
@@ -402,7 +402,7 @@ def checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 @pytest.mark.parametrize("name", ["stranger", "x"])
 def test_w10_a_delta_unpacks_nothing_that_the_base_does_not_have(tmp_path: Path, name: str) -> None:
-    """A few kB that unpack to 128 MiB, of a tensor that the model lacks or has smaller: refused unopened."""
+    """A few kB would unpack to 128 MiB of a tensor that the model lacks or has smaller: they are refused unopened."""
     base, source = checkpoint(tmp_path / "base", {"x": torch.ones(8, dtype=torch.bfloat16)}), tmp_path / "source"
     numel = 64 << 20
     entry = FrameEntry(TensorMeta(name, torch.bfloat16, (numel,)), PlaneSizes(0, True, (0, 0, 0, 0, 2 * numel)), 1, 1)
@@ -431,7 +431,7 @@ def test_w10_a_chain_is_unpacked_tensor_by_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_w10_a_damaged_frame_is_refused_within_bounds(tmp_path: Path, seed: int) -> None:
-    """Any bytes of a published frame changed: what comes of it is the version itself, or nothing."""
+    """Any bytes of a published frame are changed: the pull makes the right version, or nothing."""
     rng = random.Random(seed)
     tensors = {"x": torch.arange(4096, dtype=torch.int16), "y": torch.ones(16)}
     base, source = checkpoint(tmp_path / "base", tensors), tmp_path / "source"

@@ -53,7 +53,7 @@ def opened(
 
 
 def all_storages(model: DecoderForCausalLM) -> dict[int, bytes]:
-    """Every byte behind every logical tensor, by address; padding included."""
+    """Return the bytes of every storage behind a logical tensor, padding included, by address."""
     storages = {}
     for name in model.weights.metas():
         for place in model.weights.places(name):
@@ -64,7 +64,7 @@ def all_storages(model: DecoderForCausalLM) -> dict[int, bytes]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Sizes that fill no panel: 20 rows of an expert, 36 columns, 300 words."""
+    """Checkpoints with sizes that fill no panel: 20 rows of an expert, 36 columns, 300 words."""
     base = tmp_path_factory.mktemp("models")
     odd = {"hidden_size": 36, "moe_intermediate_size": 20, "vocab_size": 300, "dtype": "bfloat16"}
     old, new = (tiny_checkpoint(base / f"v{seed}", "moe_dense_first", seed=seed, **odd) for seed in (1, 2))
@@ -168,7 +168,7 @@ def test_a_partial_refresh_leaves_its_neighbours(
 
 
 def test_what_lives_beside_tensors_in_a_storage_stays() -> None:
-    """A storage with room that no logical tensor names."""
+    """The storage has room that belongs to no logical tensor."""
     weights = FakeWeights(seed=0)
     whole = torch.arange(64, dtype=torch.bfloat16)
     weights.embed = whole[8:32].view(6, 4)
@@ -314,7 +314,7 @@ def test_in_place_after_the_first_write_the_weights_are_torn(end: str) -> None:
     assert transaction.torn is not None and "1 tensors were overwritten in place" in transaction.torn
 
 
-def test_modes_by_name() -> None:
+def test_each_mode_names_its_kind_of_staging() -> None:
     weights = FakeWeights()
     kinds = [type(new_staging(weights, mode)) for mode in MODES]
     assert kinds == [ShadowStaging, ShadowStaging, JournalStaging, InPlaceStaging]

@@ -33,13 +33,13 @@ INNER = 96
 
 
 def _element(code: int) -> float:
-    """E2M1 by its definition: exponent bias 1, subnormal where the exponent is zero."""
+    """Decode E2M1 by its definition: exponent bias 1, subnormal where the exponent is zero."""
     sign, exponent, mantissa = (-1) ** (code >> 3), code >> 1 & 3, code & 1
     return sign * (2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2)
 
 
 def _exact(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """In float64, element by element."""
+    """Decode blocks and scales in float64, element by element."""
     rows = []
     for codes, scale in zip(blocks.view(-1, 16).tolist(), scales.flatten().tolist(), strict=True):
         power = 2.0 ** (scale - 127)
@@ -89,7 +89,10 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _checkpoint(folder: Path, model: Any) -> Path:
-    """Its published form: experts in MXFP4, in a file each half; `model` gets the values."""
+    """Save a checkpoint in its published form: experts in MXFP4, blocks and scales in different files.
+
+    `model` gets the values.
+    """
     model.save_pretrained(folder)
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
@@ -164,7 +167,7 @@ def test_scales_that_are_no_number_are_refused(model: Any, tmp_path: Path) -> No
         load_tiny(folder, torch.float32)
 
 
-def test_metas_of_halves() -> None:
+def test_metas_of_halves_become_metas_of_values() -> None:
     blocks = TensorMeta("l.experts.down_proj_blocks", torch.uint8, (4, 64, 3, 16))
     scales = TensorMeta("l.experts.down_proj_scales", torch.uint8, (4, 64, 3))
     other = TensorMeta("l.router_scales", torch.uint8, (4,))

@@ -1,4 +1,4 @@
-"""Names that a model does not know: what is said of them, and that it costs the same however many there are."""
+"""Names that a model does not know: the message about them, which costs the same however many there are."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def large() -> WeightIndex:
 
 
 def begin(weights: WeightIndex, metas: Sequence[TensorMeta]) -> tuple[str, float]:
-    """Why a manifest of these is refused, and how many seconds of this thread's processor that took."""
+    """Return why a manifest of `metas` is refused, and how many seconds of this thread's processor that took."""
     start = time.thread_time()
     with pytest.raises(UnknownTensorError) as refused:
         WeightTransaction(weights, manifest=[(meta, None) for meta in metas])
@@ -74,7 +74,7 @@ def begin(weights: WeightIndex, metas: Sequence[TensorMeta]) -> tuple[str, float
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_a_whole_model_under_another_prefix_is_refused_at_once(large: WeightIndex, prefix: str) -> None:
-    """D1: three names, each with the one that was meant, and how many more there are."""
+    """D1: the message has three names, each with the nearest known name, and the number of the others."""
     metas = [TensorMeta(f"{prefix}{meta.name}", meta.dtype, meta.shape) for meta in large.metas().values()]
     message, seconds = begin(large, metas)
     assert seconds < 2.0
@@ -85,7 +85,7 @@ def test_a_whole_model_under_another_prefix_is_refused_at_once(large: WeightInde
 
 
 def test_the_same_of_fp8_pairs(large: WeightIndex) -> None:
-    """D1: a search was made for each weight and thrown away, and one for the first scale."""
+    """D1: the engine searched and dropped the nearest name of each weight, and searched one for the first scale."""
     metas = []
     for meta in large.metas().values():
         metas.append(TensorMeta(f"module.{meta.name}_scale_inv", torch.float32, (2, 1)))
@@ -148,7 +148,7 @@ def new_updater_of_nothing() -> LoopbackUpdater:
 
 
 def test_one_message_for_each_kind_of_mistake(large: WeightIndex) -> None:
-    """B11: how many, the first, and what to do; the whole state dict in another dtype was 3 kB."""
+    """B11: the message has the number, the first name and what to do; a state dict in another dtype made 3 kB."""
     metas = list(large.metas().values())
     in_float32 = [TensorMeta(meta.name, torch.float32, meta.shape) for meta in metas]
     with pytest.raises(DtypeMismatchError) as refused:
@@ -198,7 +198,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def with_derived(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A newer version, as a naive save of all buffers has it."""
+    """A newer version that holds all buffers, as a naive save writes it."""
     path = tiny_checkpoint(tmp_path_factory.mktemp("models") / "v2", "dense", seed=2)
     (file,) = path.glob("*.safetensors")
     save_file(load_file(file) | DERIVED, file, {"format": "pt"})
@@ -206,7 +206,7 @@ def with_derived(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_checkpoint_with_derived_tensors_starts(with_derived: Path) -> None:
-    """B8: at a cold start."""
+    """B8: a cold start leaves them out."""
     weights = load_tiny(with_derived, torch.float32).weights
     assert not weights.metas().keys() & DERIVED.keys()
     (file,) = with_derived.glob("*.safetensors")

@@ -42,7 +42,7 @@ def took(call, error: type[Exception] = TransportError) -> float:  # type: ignor
 
 
 def test_a_sender_that_never_comes_is_given_up(joined: tuple[GroupHandle, NcclGroupStandIn]) -> None:
-    """The call that connects the members never returns; nor would an abort."""
+    """The call that connects the members never returns, and an abort would not return either."""
     handle, _ = joined
     assert took(lambda: handle.start_broadcast(torch.zeros(3))) >= DEADLINE_S
     assert handle.broken

@@ -81,7 +81,7 @@ def test_a_trade_moves_content_and_no_address() -> None:
 
 
 def failing_moves(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> None:
-    """The n-th move of the process from now on fails if `fails(n)`."""
+    """Let the n-th move of the process from now on fail if `fails(n)`."""
     move, count = pages._move, 0
 
     def wrong(source: int, target: int, num_bytes: int) -> None:
@@ -129,7 +129,7 @@ def test_whole_pages_inside_both_can_be_traded() -> None:
 
 
 def test_mappings_are_traded_one_by_one() -> None:
-    """A move cannot cross from one mapping to the next; here live memory has three."""
+    """A move cannot cross from one mapping to the next, and live memory has three mappings here."""
     num_bytes = 3 * MIN
     live = area(num_bytes, 1)
     assert pages._libc().madvise(live.data_ptr() + MIN, MIN, mmap.MADV_DONTDUMP) == 0

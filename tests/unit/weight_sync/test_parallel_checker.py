@@ -74,7 +74,7 @@ def scribble(place: Place, value: float = 1000.0) -> None:
 
 
 def replicated(engine: ParallelHarness) -> str:
-    """An expert's matrix that both ranks hold."""
+    """Return the name of an expert's matrix that both ranks hold."""
     names = (f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in range(8))
     return next(name for name in names if places(engine, 0, name) and places(engine, 1, name))
 
@@ -139,7 +139,7 @@ def test_w06_a_base_digest_is_of_every_copy(engine: ParallelHarness, folder: Pat
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_w06_a_refresh_that_misses_a_place_is_found(folder: Path, layout: str) -> None:
-    """reset_tensors, a refresh whose write leaves out one place of the second rank, compare."""
+    """After reset_tensors a refresh leaves out one place of the second rank, and compare finds it."""
     with ParallelHarness(folder, weight_staging="in_place", **LAYOUTS[layout]) as engine:
         content = content_of(folder)
         assert check(engine, "snapshot").success
@@ -164,7 +164,7 @@ def test_w06_a_refresh_that_misses_a_place_is_found(folder: Path, layout: str) -
 
 
 def test_w06_a_checksum_is_one_exchange_of_numbers(engine: ParallelHarness, folder: Path) -> None:
-    """However many tensors there are; the largest of them would not fit into what is sent."""
+    """This holds for any number of tensors; the largest of them would not fit into the exchange."""
     io = [scheduler.parallel.weight_io for scheduler in engine.schedulers]
     assert check(engine, "checksum").success
     for communicator in io:
@@ -177,7 +177,7 @@ def test_w06_a_checksum_is_one_exchange_of_numbers(engine: ParallelHarness, fold
 
 
 def apart(work: Callable[..., None], *arguments: Any) -> None:
-    """`work` in a process of its own, which a wrong engine takes down."""
+    """Run `work` in a process of its own, which a wrong engine would end."""
     process = multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
     process.start()
     process.join(120)

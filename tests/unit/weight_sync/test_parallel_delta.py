@@ -84,7 +84,7 @@ def send(engine: Harness, tensors: Tensors) -> ControlReqOutput:
 
 
 def apart(work: Callable[..., None], *arguments: Any) -> None:
-    """`work` in a process of its own, which a wrong engine takes down."""
+    """Run `work` in a process of its own, which a wrong engine would end."""
     process = multiprocessing.get_context("spawn").Process(target=work, args=arguments, daemon=True)
     process.start()
     process.join(120)
@@ -94,7 +94,7 @@ def apart(work: Callable[..., None], *arguments: Any) -> None:
 
 
 def fails_on(rank_weights: Any, kind: type, verb: str, at_call: int) -> Any:
-    """A patch: the `at_call`th call of a staging's verb raises on the rank whose weights these are."""
+    """Return a patch that lets call number `at_call` of `verb` of a staging raise on the rank of `rank_weights`."""
     inner, calls = getattr(kind, verb), []
 
     def faulty(staging: Any, *arguments: Any) -> Any:
@@ -108,7 +108,7 @@ def fails_on(rank_weights: Any, kind: type, verb: str, at_call: int) -> Any:
 
 
 class Delivered(BucketSource):
-    """A transport that brings these bytes."""
+    """A transport that delivers given bytes."""
 
     must_drain = True
 
@@ -148,7 +148,7 @@ def require_content(engine: ParallelHarness, content: Tensors) -> None:
 
 
 def drifted(content: Tensors) -> Tensors:
-    """A third of the elements moves."""
+    """Return a copy of the tensors in which a third of the elements has changed."""
     new = {name: tensor.clone() for name, tensor in content.items()}
     for tensor in new.values():
         tensor.view(-1)[::3] *= 1.25
@@ -156,7 +156,7 @@ def drifted(content: Tensors) -> Tensors:
 
 
 def journal_full_on_rank_1(folder: Path, scratch: Path, is_published: bool) -> None:
-    """A delta under journal staging; the disk of rank 1 is full at its fifth write."""
+    """Check a delta under journal staging where the disk of rank 1 is full at its fifth write."""
     old = content_of(folder) if not is_published else logical_tensors(folder)
     new = drifted(old)
     delta = DeltaEncoder(old.items()).encode(new.items())
@@ -189,7 +189,7 @@ def test_w04_a_delta_that_one_rank_cannot_stage_changes_nothing(
 
 
 def alias_after_a_failed_write(folder: Path) -> None:
-    """Tensors come under two names; rank 1 cannot stage the third, and never gets to compare the two."""
+    """Send tensors under two names each, where rank 1 cannot stage the third and so never compares the two."""
     content = content_of(folder)
     layer = "model.layers.1.mlp.experts."
     experts = [name for name in content if name.startswith(layer) and "down" not in name]
@@ -219,7 +219,7 @@ def test_w04_one_rank_that_fails_does_not_leave_the_others_comparing_aliases(fol
 @pytest.mark.parametrize("staging", ["host", "in_place"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_w04_a_delta_is_applied_part_by_part(folder: Path, layout: str, staging: str) -> None:
-    """And one on another base is refused before anything is written, whichever rank differs."""
+    """A delta on another base is refused before anything is written, whichever rank differs."""
     old = content_of(folder)
     new = drifted(old)
     delta = DeltaEncoder(old.items()).encode(new.items())
@@ -244,7 +244,7 @@ def test_w04_a_delta_is_applied_part_by_part(folder: Path, layout: str, staging:
 
 
 def test_w04_a_delta_goes_where_its_base_lies(folder: Path) -> None:
-    """Not to a placement that the update adopts; one that starts from a digest adopts none."""
+    """It cannot go to a placement that the update adopts; a delta that starts from a digest adopts none."""
     old = content_of(folder)
     new = drifted(old)
     delta = DeltaEncoder(old.items()).encode(new.items())

@@ -169,7 +169,10 @@ def test_a_refresh_after_a_move_goes_where_experts_are_now(folders: tuple[Path, 
 
 
 def assembled(parts: list[tuple[Region | None, float] | None], rows: int = 4) -> list[torch.Tensor]:
-    """By rank, rows of the whole [4, 6] of which rank r holds `parts[r]`: a region full of one number, or nothing."""
+    """Return by rank the first rows of a tensor [4, 6].
+
+    Rank r holds `parts[r]` of it: a region full of one number, or nothing.
+    """
 
     def work(parallel: Parallel) -> torch.Tensor:
         ranks: Communicator = parallel.weight_io
@@ -233,7 +236,7 @@ SECTIONS = [
 
 @pytest.mark.parametrize(("dim", "sections", "regions"), SECTIONS, ids=["columns", "rows"])
 def test_a_share_of_every_section(dim: int, sections: tuple[int, ...], regions: list[Region]) -> None:
-    """Each rank holds its share of each section, side by side; together the shares are the whole, and have its F."""
+    """Each rank holds its shares of all sections side by side; together they are the whole, with its fingerprint."""
     shape = (4, 6) if dim else (24, 3)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     shares = [part.chunk(len(regions), dim) for part in whole.split(sections, dim)]
@@ -299,7 +302,7 @@ def test_a_rank_has_the_key_value_heads_that_its_queries_read(heads: int, kv: in
     assert seen == list(range(heads))
 
 
-def test_shards_cover_everything() -> None:
+def test_even_shards_cover_the_whole_dimension() -> None:
     for total, parts in ((320, 3), (7, 4), (4, 4)):
         shards = [Shard.even(total, rank, parts) for rank in range(parts)]
         assert [shard.start for shard in shards] == [sum(s.length for s in shards[:i]) for i in range(parts)]

@@ -31,7 +31,7 @@ def read(data: bytes, admitted: dict | None = None, instructions: int = 100_000)
 
 
 def plain(value: Any) -> Any:
-    """Views of the payload as bytes."""
+    """Return the value with views of the payload turned into bytes."""
     if isinstance(value, memoryview):
         return bytes(value)
     if isinstance(value, (list, tuple)):
@@ -85,7 +85,7 @@ def text(value: str) -> bytes:
 
 
 def live_gadgets(target: str) -> dict[str, bytes]:
-    """Pickles that make the folder `target` when Python's own reader loads them."""
+    """Return pickles that make the folder `target` when Python's own reader loads them."""
     code = f"__import__('os').mkdir({target!r})"
     inner = HEADER + b"cposix\nmkdir\n" + text(target) + b"\x85R."
     return {
@@ -261,7 +261,7 @@ def test_a_bomb_takes_no_more_than_the_payload(name: str) -> None:
 
 
 def test_the_budget_is_shared_by_nested_pickles() -> None:
-    """One inner payload that is named often is paid for each time."""
+    """An inner payload that is named several times counts each time."""
     payload = TorchPayload(max_instructions=1000)
     inner = memoryview(pickle.dumps([None] * 300, 4))
     for _ in range(3):

@@ -37,7 +37,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Messages(GroupHandle):
-    """Plays `messages`; None: the peer is gone.  `posted` counts the broadcasts that were taken part in."""
+    """Plays `messages`; None: the peer is gone.  `posted` counts the broadcasts that were joined."""
 
     def __init__(self, messages: list[torch.Tensor | None]) -> None:
         super().__init__("played", rank=1, world_size=2, backend="gloo", timeout_s=1.0, process_group=None)
@@ -75,7 +75,7 @@ class OneGroup(WeightUpdateGroups):
         self._groups = {"g": group}
 
     def destroy(self, group_name: str) -> None:
-        """It is the test's."""
+        """Leave the group alone, which belongs to the test."""
 
 
 def source_of(
@@ -116,7 +116,7 @@ def test_pieces_keep_the_order_and_the_limit(sizes: list[int]) -> None:
 
 
 def test_a_piece_ends_where_tensors_of_another_shape_begin() -> None:
-    """Unless it has hardly begun: small tensors stay together."""
+    """A piece that has hardly begun goes on: small tensors stay together."""
     wide, tall = (8, 2), (2, 8)
     shapes = [(3,), (2,), wide, wide, tall, tall, tall, tall, tall, (1,)]
     metas = [TensorMeta(f"t{i}", torch.uint8, shape) for i, shape in enumerate(shapes)]
@@ -137,7 +137,7 @@ def test_a_refresh_in_pieces(mode: str, form: str, cutter: Any) -> None:
     updater.commit()
     assert weights.snapshot() == FakeWeights(1).snapshot()
     assert group.posted == group.finished == len(group.messages)
-    assert group.ahead == (1 if updater.holds_steps else 3)  # two are on their way while a piece is looked at, no more
+    assert group.ahead == (1 if updater.holds_steps else 3)  # at most two are on their way while a piece is looked at
 
 
 def test_buffers_of_another_size_than_the_sender_packs_are_refused() -> None:

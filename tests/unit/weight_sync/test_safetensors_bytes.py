@@ -52,7 +52,7 @@ def with_header(header: Any, content: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + content
 
 
-def test_every_dtype() -> None:
+def test_every_dtype_survives_safetensors() -> None:
     tensors = {name: (torch.arange(6) % 2).to(dtype).view(2, 3) for name, dtype in DTYPES.items()}
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4)}
     same(received(save(tensors, {"format": "pt"})), tensors)

@@ -78,7 +78,7 @@ def test_fused_experts_split_into_checkpoint_tensors() -> None:
 
 
 def _interleaved(num_experts: int, hidden: int, inner: int) -> dict[str, torch.Tensor]:
-    """The fused tensors of a GPT-OSS layer."""
+    """Return random fused tensors of a GPT-OSS layer."""
     shapes = {
         "gate_up_proj": (num_experts, hidden, 2 * inner),
         "gate_up_proj_bias": (num_experts, 2 * inner),
@@ -115,7 +115,7 @@ def test_buckets_and_fingerprints_of_interleaved_tensors_are_of_their_content() 
     assert torch.equal(torch.cat(pieces), pack([(name, tensor.bfloat16()) for name, tensor in expected.items()]))
 
 
-def test_split_gives_views() -> None:
+def test_splitting_fused_experts_gives_views() -> None:
     gate_up = fused(version(1))[GATE_UP]
     addresses = {tensor.untyped_storage().data_ptr() for _, tensor in split_fused_experts([(GATE_UP, gate_up)])}
     assert addresses == {gate_up.untyped_storage().data_ptr()}
@@ -127,14 +127,14 @@ def test_split_refuses_what_is_not_fused(shape: tuple[int, ...]) -> None:
         split_fused_experts([(GATE_UP, torch.zeros(shape))])
 
 
-def test_dense_names_pass() -> None:
+def test_dense_tensors_pass_the_split_unchanged() -> None:
     named = [("model.layers.0.mlp.down_proj.weight", torch.zeros(2, 2)), (LM_HEAD, torch.zeros(1)), (EMBED, None)]
     assert split_fused_experts(named) == named  # type: ignore[arg-type]
     assert split_fused_experts([(DOWN, torch.zeros(1, 2, 3))])[0][0].endswith("experts.0.down_proj.weight")
 
 
 class NoEngine:
-    """Nothing may be asked of the engine."""
+    """An engine that no call may reach."""
 
 
 def test_refresh_refuses_before_anything_is_asked() -> None:
@@ -147,7 +147,7 @@ def test_refresh_refuses_before_anything_is_asked() -> None:
 
 
 class Asked:
-    """An engine of `num_ranks` ranks that notes what it is asked to join, and refuses."""
+    """An engine of `num_ranks` ranks that notes each group that it is asked to join, and refuses."""
 
     def __init__(self, num_ranks: int | None) -> None:
         self.joined: list[int] = []
@@ -215,7 +215,7 @@ def test_a_plan_names_what_is_sent_and_copies_nothing() -> None:
 def test_a_bucket_goes_from_where_it_lies_unless_it_is_cast(
     dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces of one expert's tensors of a fused one; what is sent is the same either way."""
+    """Fused tensors go in pieces of one expert each; the sent content is the same either way."""
     expert = version(1)[expert_name(0, "up_proj")]
     for module in ("gather", "link"):
         monkeypatch.setattr(f"weight_sync.sender.{module}.PIECE_BYTES", 2 * expert.nbytes)

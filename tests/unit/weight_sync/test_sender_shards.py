@@ -16,7 +16,7 @@ shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """A shape, and (dimension, number of chunks) of up to two mesh dimensions."""
+    """Draw a shape, and (dimension, number of chunks) of up to two mesh dimensions."""
     shape = draw(shapes)
     cuts = st.tuples(st.integers(0, len(shape) - 1), st.integers(1, 5))
     return shape, draw(st.lists(cuts, max_size=2))
@@ -53,7 +53,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...
 
 @st.composite
 def pieces(draw: st.DrawFn, shape: tuple[int, ...]) -> Piece:
-    """Integers and slices of any step; at least one element."""
+    """Draw a piece by integers and slices of any step, with at least one element."""
     index: list[int | slice] = []
     for size in shape[: draw(st.integers(0, len(shape)))]:
         start = draw(st.integers(0, size - 1))
@@ -69,7 +69,7 @@ def test_what_of_a_piece_lies_in_a_box_against_indices(data: st.DataObject) -> N
     held = data.draw(boxes(shape).filter(lambda box: all(a < b for a, b in box)))
     piece = data.draw(pieces(shape))
     picks = picks_of(piece, shape)
-    local = whole[tuple(slice(*span) for span in held)]  # what the holder has of the source
+    local = whole[tuple(slice(*span) for span in held)]  # the part of the source that the holder has
     common = {*local.flatten().tolist()} & {*piece.of(whole).flatten().tolist()}
     box = box_among(picks, held)
     assert (box is not None) == bool(common)

@@ -1,5 +1,5 @@
 """Random histories of refreshes with faults, in every staging mode: whenever a step may run, the weights are exactly
-one committed version, or the updater says that they are torn.
+one committed version, or the updater reports that they are torn.
 
 The machine drives a real `WeightUpdater` over a small model; buckets are handed in where a process group would deliver
 them.  The same machine must catch updaters that are wrong on purpose.
@@ -49,7 +49,7 @@ class Vote:
 
 
 class Refreshes(RuleBasedStateMachine):
-    """The model beside the real thing:
+    """A model of the updater, which runs next to the real one.
 
     `live`: every byte that must be serving.  `unsent`: tensors of the open refresh still to send, None when none is
     open.  `refused`: a bucket was refused.  `written`: something of the open refresh was taken.  `torn`: tensors were
@@ -76,7 +76,7 @@ class Refreshes(RuleBasedStateMachine):
         self.close()
 
     def close(self) -> None:
-        """The refresh is over; `live` says what serves."""
+        """End the refresh in the model; `live` is what serves."""
         self.unsent: dict[str, torch.Tensor] | None = None
         self.refused = self.verified = self.has_manifest = self.written = False
         self.tied_bits: list[bytes] = []
@@ -211,11 +211,11 @@ class Refreshes(RuleBasedStateMachine):
         stranger=st.sampled_from((None, "u1", "u2", "nobody's")),
     )
     def call_of_a_stranger(self, call: str, stranger: str | None) -> None:
-        """Nothing comes of it."""
+        """Check that a call of another sender is refused and changes nothing."""
         if self.unsent is None and stranger is None:
             return  # see `calls_out_of_turn_are_refused`
         if self.unsent is not None and stranger in (self.own, f"u{self.seed}"):
-            return  # it is no stranger's
+            return  # it would not be a stranger's
         before = self.updater.status()
         calls: dict[str, Callable[[], object]] = {
             "send": lambda: self.updater.send([(EMBED, version(0)[EMBED])], None, stranger),
@@ -229,7 +229,10 @@ class Refreshes(RuleBasedStateMachine):
     @precondition(lambda self: self.verified)
     @rule(other_rank=st.sampled_from((True, True, False)), failing_write=st.one_of(st.none(), st.integers(0, 4)))
     def commit(self, other_rank: bool, failing_write: int | None) -> None:
-        """Four storages are written, or none in the modes that have written already, and one derived tensor."""
+        """Commit, perhaps with a lost vote or a failing write.
+
+        It writes four storages, or none in the modes that have written already, and one derived tensor.
+        """
         self.vote.other = other_rank
         fault = fault_at(failing_write if self.mode in ("host", "device") or failing_write is None else 0)
         self.weights.derived_fault = fault
@@ -306,12 +309,15 @@ def tied_bits(named: Named) -> list[bytes]:
 
 
 def stated(name: str, tensor: torch.Tensor) -> int | None:
-    """Return what a manifest says of a tensor: nothing for fused ones."""
+    """Return the fingerprint that a manifest states for a tensor, None for fused ones."""
     return None if name in (GATE_UP, DOWN) else fingerprint(tensor)
 
 
 def fault_at(failing_write: int | None) -> Callable[..., None]:
-    """Raises once, at the given write; a fused history has as many writes as any other, in logical space."""
+    """Return a function that raises once, at the given write.
+
+    Writes are counted in logical space, so that a fused history has as many as any other.
+    """
     countdown = [-1 if failing_write is None else failing_write]
 
     def fault(name: str = "") -> None:
@@ -323,7 +329,7 @@ def fault_at(failing_write: int | None) -> Callable[..., None]:
 
 
 def fail_exchanges(updater: LoopbackUpdater, fault: Callable[[], None]) -> None:
-    """`fault` is called before each storage that the open transaction's commit writes, and may raise."""
+    """Call `fault`, which may raise, before each storage that the open transaction's commit writes."""
     staging = updater._transaction._staging if updater._transaction is not None else None
     if not isinstance(staging, ShadowStaging):
         return
@@ -391,7 +397,7 @@ class ForgivesBuckets(LoopbackUpdater):
 
 
 class TakesEveryCall(LoopbackUpdater):
-    """Wrong: a bucket, an end or an abort of any sender counts for the open update."""
+    """Wrong: a bucket, an end or an abort from any sender counts for the open update."""
 
     def foreign(self, update_id: str | None, weight_version: str | None = None) -> None:  # type: ignore[override]
         return None

@@ -31,7 +31,7 @@ CONTENT = bytes(torch.randint(0, 256, (NUM_BYTES,), generator=torch.Generator().
 
 @dataclass(frozen=True)
 class Counted:
-    """A storage that notes what is read of it."""
+    """A storage that notes which bytes are read."""
 
     inner: Storage
     reads: list[tuple[int, int]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Counted:
 
 
 def inline(address: int) -> InlineStorage:
-    """The content in memory that begins `address` bytes behind a multiple of 8."""
+    """Return the content in memory that begins `address` bytes behind a multiple of 8."""
     memory = bytearray(8 + NUM_BYTES)
     room = (address - torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) % 8
     memory[room : room + NUM_BYTES] = CONTENT
@@ -66,7 +66,10 @@ def bits(tensor: torch.Tensor) -> tuple:
 
 @st.composite
 def tensors_of(draw: st.DrawFn, storages: list[Counted]) -> list[StoredTensor]:
-    """Mostly one behind the other, as transports put them; also with gaps, backwards, strided, empty, misaligned."""
+    """Draw tensors mostly one behind the other, as transports put them.
+
+    Some have gaps, go backwards, or are strided, empty or misaligned.
+    """
     tensors: list[StoredTensor] = []
     end = 0
     for number in range(draw(st.integers(0, 12))):

@@ -87,7 +87,7 @@ def test_a_list_of_tensors() -> None:
 
 
 def test_plain_pickles_of_every_dtype() -> None:
-    """Tensors inside the pickle itself, their content at any alignment; also parameters and views of one storage."""
+    """The pickle holds the tensors at any alignment, and also parameters and views of one storage."""
     named: list[tuple[str, torch.Tensor]] = []
     for name, dtype in DTYPES.items():
         named.append((name, (torch.arange(5) % 2).to(dtype)))
@@ -113,7 +113,7 @@ def test_shared_tensors_of_every_dtype_and_stride() -> None:
 
 
 @pytest.mark.parametrize("module", BUCKET_MODULES)
-def test_a_flattened_bucket(module: str) -> None:
+def test_a_flattened_bucket_is_received_whole(module: str) -> None:
     with classes_in(module):
         same(received(forking_pickle(flattened(NAMED)), "flattened_bucket"), NAMED)
         same(received(pickle.dumps(flattened(NAMED)), "flattened_bucket"), NAMED)
@@ -145,13 +145,13 @@ def test_an_older_flattened_bucket_counts_elements() -> None:
     same(received(payload, "flattened_bucket"), named)
 
 
-def test_an_empty_bucket() -> None:
+def test_an_empty_bucket_gives_no_tensors() -> None:
     assert received(forking_pickle(flattened([])), "flattened_bucket") == {}
     assert received(forking_pickle([])) == {}
 
 
 @pytest.mark.parametrize("module", LOCAL_MODULES)
-def test_locally_serialized_tensors(module: str) -> None:
+def test_locally_serialized_tensors_go_to_their_rank(module: str) -> None:
     with classes_in(module):
         local = [(name, LocalSerializedTensor([forking_pickle(tensor)])) for name, tensor in NAMED]
         same(received(forking_pickle(local)), NAMED)
@@ -181,7 +181,7 @@ def test_an_update_through_the_updater() -> None:
 
 
 @pytest.mark.parametrize("load_format", ["direct", "custom.loader", "", "FLATTENED_BUCKET"])
-def test_other_load_formats(load_format: str) -> None:
+def test_other_load_formats_are_refused(load_format: str) -> None:
     message = refusal(forking_pickle(NAMED), load_format)
     assert ("checkpoint names" in message) == (load_format == "direct")
 
@@ -234,7 +234,7 @@ def test_cuda_handles_are_refused_without_a_device() -> None:
         ([("a", torch.empty(2, device="meta"))], "not admitted"),
     ],
 )
-def test_wrong_contents(value: Any, reason: str) -> None:
+def test_wrong_contents_are_refused_with_the_reason(value: Any, reason: str) -> None:
     assert reason in refusal(forking_pickle(value))
 
 
@@ -262,7 +262,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         (None, "metadata"),
     ],
 )
-def test_wrong_metadata(metadata: Any, reason: str) -> None:
+def test_wrong_metadata_is_refused_with_the_reason(metadata: Any, reason: str) -> None:
     content = {"flattened_tensor": torch.zeros(16, dtype=torch.uint8), "metadata": metadata}
     assert reason in refusal(forking_pickle(content), "flattened_bucket")
 
@@ -332,7 +332,7 @@ def test_a_refused_payload_lets_go_of_its_memory(sender: TensorSender) -> None:
     with pytest.raises(WeightRequestError, match="at most 10"):
         source.announce(10)
     assert files_of(sender) == []
-    # Announced, and then refused by the transaction: the source is dropped unread.
+    # The bucket is announced, and then refused by the transaction: the source is dropped unread.
     source = TensorSource(bytearray(base64.b64decode(sender.payload("list", [NORM], drop=True))), None)
     source.announce(MANY)
     assert len(files_of(sender)) == 1

@@ -64,7 +64,9 @@ def expect_content(weights: FakeWeights, seed: int) -> None:
 
 @pytest.mark.parametrize("form", [dict, fused], ids=["per expert", "fused"])
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_a_full_refresh(weights: FakeWeights, form: Callable[[Tensors], Tensors], with_manifest: bool) -> None:
+def test_a_full_refresh_serves_what_was_sent(
+    weights: FakeWeights, form: Callable[[Tensors], Tensors], with_manifest: bool
+) -> None:
     sent = form(version(1))
     manifest = manifest_of(sent, stated=form is dict) if with_manifest else None
     addresses = [t.data_ptr() for t in (weights.embed, weights.norm, weights.w13, weights.w2)]
@@ -209,7 +211,7 @@ def test_w01_a_vote_that_raises_leaves_the_transaction_in_doubt(weights: FakeWei
 
 
 def failing(transaction: WeightTransaction, fail_at: int, times: int = 1) -> None:
-    """The staging's exchange raises at its `fail_at`-th call and at the `times - 1` after it, having done nothing."""
+    """Let the staging's exchange raise before it does anything, at `times` calls from call number `fail_at` on."""
     exchange, count = transaction._staging.exchange, iter(range(1000))  # type: ignore[attr-defined]
 
     def faulty(live: torch.Tensor, aside: torch.Tensor) -> None:
@@ -252,7 +254,7 @@ def test_a_write_that_stops_half_way_is_never_called_restored(weights: FakeWeigh
     assert caught.value.restored == (weights.snapshot() == before) == (share == 0)
 
 
-def test_order_of_calls(weights: FakeWeights) -> None:
+def test_calls_out_of_order_are_refused(weights: FakeWeights) -> None:
     transaction = WeightTransaction(weights)
     with pytest.raises(TransactionStateError, match="cannot commit: the weight update is open"):
         transaction.commit(agree)

@@ -96,7 +96,7 @@ def test_a_lease_that_runs_out_drops_the_update_and_keeps_the_reason() -> None:
 
 
 def test_how_updates_ended_is_remembered() -> None:
-    """Aborted after a refusal: with the reason of the refusal; lost: with that of the loss.  The last sixteen."""
+    """The last sixteen are kept: aborted ones with the reason of the refusal, lost ones with the reason of the loss."""
     now = [0.0]
     updater = LoopbackUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: mine, clock=lambda: now[0])
     sent = version(1)
@@ -169,7 +169,7 @@ def test_commit_tells_what_it_wrote() -> None:
 
 
 def test_buckets_of_two_versions_do_not_mix() -> None:
-    """One that names another version is of another sender, unless it says that it is not."""
+    """A bucket with another version comes from another sender, unless it carries the id of the update."""
     updater = loopback()
     updater.begin(update_id="u1")
     updater.send([(EMBED, version(1)[EMBED])], weight_version="v1")
@@ -181,7 +181,7 @@ def test_buckets_of_two_versions_do_not_mix() -> None:
         updater.verify("u1")
 
 
-def test_implicit_transactions() -> None:
+def test_an_implicit_transaction_keeps_begin_out() -> None:
     weights = FakeWeights()
     updater = loopback(weights)
     updater.open_implicit("full")
@@ -216,7 +216,7 @@ def test_close_drops_what_is_open() -> None:
     updater.close()
 
 
-def test_unknown_groups() -> None:
+def test_an_unknown_group_is_refused() -> None:
     updater = WeightUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: mine)
     with pytest.raises(UnknownGroupError, match="'g' does not exist; joined groups: none"):
         updater.groups.destroy("g")
@@ -245,7 +245,7 @@ def test_one_call_cannot_announce_the_moon() -> None:
         ("gloo", "cuda", "gloo"),
     ],
 )
-def test_backends(backend: str | None, device: str, expected: str) -> None:
+def test_a_backend_is_chosen_that_the_device_supports(backend: str | None, device: str, expected: str) -> None:
     assert resolve_backend(backend, device) == expected
     with pytest.raises(WeightRequestError, match="unknown backend 'mpi'"):
         resolve_backend("mpi", device)

@@ -63,7 +63,7 @@ def held(tensors: Named) -> Named:
 
 
 def held_folder(folder: Path, target: Path) -> Path:
-    """A checkpoint of these values, for an engine in bfloat16."""
+    """Write a checkpoint of the held values, for an engine in bfloat16."""
     shutil.copytree(folder, target)
     for file in target.glob("*.safetensors*"):
         file.unlink()
@@ -144,7 +144,7 @@ def test_products_have_the_bits_of_bfloat16_with_these_values(
             assert torch.equal(other.read(), place.read())
 
 
-def test_rows_are_independent(w8: Ops) -> None:
+def test_rows_of_experts_in_8_bits_are_independent(w8: Ops) -> None:
     torch.manual_seed(0)
     stored = kernels.expert_weights(w8, torch.randn(8, 128, 96).bfloat16(), torch.randn(8, 96, 64).bfloat16())
     x, ids = torch.randn(50, 96).bfloat16(), torch.stack([torch.randperm(8)[:2] for _ in range(50)])
@@ -222,7 +222,7 @@ def test_a_refresh_keeps_the_fingerprints_of_what_was_sent_and_of_what_is_held(
 
 
 def in_fp8(tensors: Named) -> Named:
-    """Experts as pairs."""
+    """Return the tensors with experts as FP8 pairs of weights and scales."""
     found: Named = {}
     for name, x in tensors.items():
         if ".experts." in name:
