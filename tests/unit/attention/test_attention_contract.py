@@ -63,7 +63,7 @@ BACKENDS: dict[str, Callable[[KVPool], AttentionBackend]] = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("model", MODELS)
-def test_against_float64(model: str, dtype: torch.dtype, backend: str) -> None:
+def test_every_backend_agrees_with_float64(model: str, dtype: torch.dtype, backend: str) -> None:
     steps = AttentionSteps(MODELS[model], dtype)
     made = BACKENDS[backend](steps.pool)
     for layout in (*LAYOUTS.values(), LAYOUTS["mixed"]):
@@ -73,7 +73,7 @@ def test_against_float64(model: str, dtype: torch.dtype, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
-def test_any_layout(backend: str, data: st.DataObject) -> None:
+def test_every_backend_agrees_with_float64_in_any_layout(backend: str, data: st.DataObject) -> None:
     steps = AttentionSteps(MODELS[data.draw(st.sampled_from(sorted(MODELS)), "model")], torch.float32)
     made = BACKENDS[backend](steps.pool)
     for _ in range(data.draw(st.integers(1, 3), "steps")):

@@ -136,13 +136,13 @@ def stale_steps(layers: list[LayerCase]) -> list[int]:
 
 
 @pytest.mark.parametrize("layers", [LAYERS, LATENT], ids=["heads", "latents"])
-def test_captured_steps(layers: list[LayerCase]) -> None:
-    """Replayed while requests advance, leave, and are replaced by padding, between steps that extend."""
+def test_captured_steps_replay_correctly_while_requests_come_and_go(layers: list[LayerCase]) -> None:
+    """Steps are replayed while requests advance, leave and are replaced by padding, between steps that extend."""
     assert not wrong_replays(layers, lambda backend, batch: backend.plan(batch))
 
 
 def wrong_replays(layers: list[LayerCase], plan: Callable[[Any, ForwardBatch], None]) -> list[str]:
-    """Replays that raised or got wrong results; `plan` is what is done before each."""
+    """List the replays that raised or got wrong results; `plan` prepares each replay."""
     steps = AttentionSteps(layers, torch.bfloat16)
     backend, library = on_stand_in(steps)
     steps.check(backend, MIXED)
@@ -306,7 +306,7 @@ def test_another_signature_is_noticed() -> None:
 
 
 def _rewritten(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """The method with a mistake in its source."""
+    """Return the method with a mistake: `new` stands for `old` in its source."""
     source = inspect.cleandoc("\n" + inspect.getsource(method))
     assert source.count(old) == 1, f"{old!r} is not once in {method.__qualname__}"
     names: dict[str, Any] = {}
@@ -338,7 +338,7 @@ def check_everything() -> None:
             steps.check(backend, layout)
 
 
-def test_everything_is_right() -> None:
+def test_the_unbroken_backend_passes_every_check() -> None:
     check_everything()
 
 

@@ -64,7 +64,7 @@ def checkpoint(family: str, folder: Path) -> Path:
 
 
 def play(folder: Path, **settings: Any) -> list[tuple]:
-    """Requests of many lengths, which end one after the other."""
+    """Run requests of many lengths, which end one after the other, and return their results."""
     defaults = {"max_running_requests": 6, "chunked_prefill_size": 16, "max_total_tokens": 400}
     harness = Harness(folder, attention_backend="flashinfer", **defaults | settings)
     generator = torch.Generator().manual_seed(1)

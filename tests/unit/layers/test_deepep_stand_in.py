@@ -1,4 +1,4 @@
-"""The stand-in of `deep_ep` keeps the package's own promises, so that what is tested against it is tested at all."""
+"""The stand-in of `deep_ep` keeps the package's own promises, so that tests against it count for the package."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def names(x: torch.Tensor) -> list[int]:
 
 
 def chosen(name: int, rank: int) -> tuple[list[int], list[float]]:
-    """Local ids on `rank` of the token of that name, and all its weights."""
+    """Return the local ids on `rank` of the token with this name, and all its weights."""
     ids = IDS[name // 100][name % 100]
     return [int(e) - 2 * rank if e // 2 == rank else -1 for e in ids], WEIGHTS[name // 100][name % 100].tolist()
 

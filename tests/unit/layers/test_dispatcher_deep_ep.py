@@ -318,7 +318,7 @@ class TakesEveryRow(FixedElasticMode):
 
 
 class SendsFloat8(LowLatencyMode):
-    """Forgets that low-latency mode casts unless told not to."""
+    """A mode that forgets that low-latency mode casts unless a flag forbids it."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         shape = self.shape
@@ -329,7 +329,7 @@ class SendsFloat8(LowLatencyMode):
 
 
 def variant(kind: type[DeepEpMode]) -> type[DeepEpDispatcher]:
-    """With `kind` in place of the mode that it derives from."""
+    """Return a dispatcher with `kind` in place of the mode that it derives from."""
     right = kind.__bases__[0]
     modes = {
         api: tuple(kind if mode is right else mode for mode in pair) for api, pair in DeepEpDispatcher.modes.items()

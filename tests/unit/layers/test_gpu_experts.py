@@ -1,7 +1,7 @@
 """The expert kernels of the GPU path, interpreted on the CPU, and `grouped_mm` without a look at the routes.
 
-Judged in float64, one assignment after the other.  bfloat16 is not played: triton's interpreter computes it wrongly.
-Interpreted products are numpy's: what these tests say of bits is about which sums there are, not about tensor cores.
+The reference is float64, one assignment after the other.  bfloat16 is left out, which triton's interpreter computes
+wrongly.  numpy computes the interpreted products: tests of bits judge which sums there are, and not the tensor cores.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def test_it_agrees_with_the_plain_formula(name: str, dtype: torch.dtype) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize("tiles", [tiles for _, tiles in EXPERT_TILES[2]], ids=str)
-def test_all_tiles_agree(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_sizes_of_tiles_agree_with_float64(tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "choose_tiles", lambda *_: tiles)
     case = with_empty_slots(draw(40, dtype=HALF, clamped=True, hidden=136, inner=72))
     assert case.error(run(case)) < TOLERANCE[HALF]
@@ -224,7 +224,7 @@ def test_right_kernels_pass_what_notices_wrong_ones(monkeypatch: pytest.MonkeyPa
 
 
 def _in_blocks(case: Case) -> tuple[Case, dict[str, torch.Tensor]]:
-    """The case with weights of the values of FP8 blocks, and these."""
+    """Return the case with weights that FP8 blocks can hold exactly, and the blocks with their scales."""
     gates, ups = case.w13.split(case.inner_size, dim=1)
     gate, up, down = quantise(gates), quantise(ups), quantise(case.w2)
     values = torch.cat([dequantise(*gate, case.hidden.dtype), dequantise(*up, case.hidden.dtype)], 1)
@@ -243,7 +243,7 @@ def _run_fp8(case: Case, held: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _fp8_case(clamped: bool) -> Case:
-    """Blocks of very different scales, cut at both edges."""
+    """Draw a case with blocks of very different scales, which are cut at both edges."""
     case = draw(3, dtype=HALF, experts=2, hidden=200, inner=136, clamped=clamped)
     case.w13[:, :128] *= 3
     case.w13[:, 136:] *= 0.5
@@ -363,7 +363,7 @@ def test_the_operators_of_a_gpu_take_empty_slots() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_grouped_products_agree(name: str) -> None:
+def test_experts_by_grouped_products_agree_with_float64(name: str) -> None:
     case = CASES[name](FLOAT)
     if name == "odd sizes":  # which grouped_mm does not take
         case = draw(3, top_k=3, hidden=36, inner=20, clamped=True)

@@ -42,9 +42,9 @@ class _Sequences:
         self.q = torch.randn(len(lengths), longest, HEADS, HEAD_DIM, generator=generator).to(dtype)
 
     def attend(self, computed: list[int], num_extends: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last `computed[r]` tokens of each request in one step, the first `num_extends` requests extending.
+        """Attend from the last `computed[r]` tokens of each request in one step; the first `num_extends` ones extend.
 
-        Returns what the backend says and what is right, [T, H * hd].
+        Return the backend's output and the right one, both [T, H * hd].
         """
         spans = [range(length - new, length) for length, new in zip(self.lengths, computed, strict=True)]
         for request, span in enumerate(spans):
@@ -93,7 +93,7 @@ class _Sequences:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data())
-def test_any_layout(data: st.DataObject) -> None:
+def test_random_step_layouts_agree_with_attention_written_out(data: st.DataObject) -> None:
     num_extends = data.draw(st.integers(0, 4), "extends")
     num_decodes = data.draw(st.integers(0 if num_extends else 1, 4), "decodes")
     pairs = data.draw(
@@ -115,7 +115,7 @@ def test_any_layout(data: st.DataObject) -> None:
     [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)],
     ids=str,
 )
-def test_every_dtype(dtype: torch.dtype, tolerance: float) -> None:
+def test_every_dtype_agrees_with_float64_within_its_rounding(dtype: torch.dtype, tolerance: float) -> None:
     ours, expected = _Sequences([9, 14, 14, 20, 3], dtype).attend([9, 4, 4, 1, 1], 3)
     torch.testing.assert_close(ours.double(), expected, atol=tolerance, rtol=tolerance)
 

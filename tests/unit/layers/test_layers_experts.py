@@ -161,7 +161,7 @@ def test_local_dispatch_leaves_the_sum_to_the_experts() -> None:
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_topk_weights(normalise: bool) -> None:
+def test_topk_weights_are_softmax_values_that_may_be_normalised(normalise: bool) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, -1.0, 4.0, 4.5]], dtype=torch.float64)
     weights, ids = _route(logits, normalise)
     assert ids.tolist() == [[1, 3], [0, 3]]
@@ -173,7 +173,10 @@ def test_topk_weights(normalise: bool) -> None:
 
 
 def _route(logits_TE: torch.Tensor, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of the best two: the norm is of rows of equal size, the matrix undoes it."""
+    """Return weights and ids of the best two experts by the operator that also norms.
+
+    All rows have one size, so the norm scales them alike, and the matrix undoes it.
+    """
     size = logits_TE.shape[1]
     hidden = torch.diag_embed(torch.ones(size, dtype=logits_TE.dtype))[: logits_TE.shape[0]] * size**0.5
     norm = torch.full((size,), size**-0.5, dtype=logits_TE.dtype)

@@ -37,7 +37,7 @@ def all_to_all(parallel: Parallel) -> Dispatcher:
 
 
 def experts(work: DispatchOutput, first: int) -> torch.Tensor:
-    """Expert e scales by e + 1."""
+    """Run the experts: expert e multiplies by e + 1."""
     ids_RS = work.local_physical_ids_RS
     scale_RS = (ids_RS + first + 1).masked_fill(ids_RS < 0, 0).to(work.hidden_RD.dtype)
     out_RSD = work.hidden_RD.unsqueeze(1) * scale_RS.unsqueeze(2)
@@ -62,7 +62,10 @@ def steps(parallel: Parallel, dispatcher: Dispatcher, shares_tokens: bool, place
 
 
 def host_waits(layout: ParallelLayout, make: Make) -> list[list[str]]:
-    """By rank, of all steps; asserts that devices give what hosts give, and that hosts exchange nothing meanwhile."""
+    """Return by rank the calls of all steps that made the host wait.
+
+    Assert that devices give the bits that hosts give, and that hosts exchange nothing meanwhile.
+    """
     shares_tokens = make is all_tokens and not layout.enable_dp_attention
 
     def work(parallel: Parallel) -> list[str]:

@@ -94,7 +94,7 @@ def test_queries_and_keys_have_norms_of_their_own() -> None:
 
 @pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize("mscales", [{}, {"mscale": 1.0, "mscale_all_dim": 0.5}, {"attention_factor": 1.25}])
-def test_yarn_equals_transformers(truncate: bool, mscales: dict[str, float]) -> None:
+def test_yarn_angles_equal_the_angles_of_transformers(truncate: bool, mscales: dict[str, float]) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "truncate": truncate, **mscales}
     rope |= {"original_max_position_embeddings": 128, "beta_fast": 24.0, "beta_slow": 1.5}
     config = GptOssConfig(head_dim=64, max_position_embeddings=4096, rope_parameters=rope)

@@ -65,7 +65,7 @@ SPEC = MoESpec(router=RouterSpec(num_experts=EXPERTS, top_k=TOP_K), inner=INNER)
 
 
 def filled_experts(parallel: Parallel, located: Sequence[int], ops: Ops) -> Experts:
-    """This rank's slots, written through the entries that a checkpoint is written through."""
+    """Return this rank's experts, written through the entries that loading a checkpoint uses."""
     metadata = ExpertLocationMetadata(torch.tensor([list(located)]), EXPERTS)
     experts = Experts(SPEC, HIDDEN, 0, placed(metadata, parallel), Build(ops, F64, "cpu", parallel))
     for entry in experts.weight_entries("experts"):
@@ -108,7 +108,7 @@ def outputs(
     located: Sequence[int] = REDUNDANT,
     kind: type[Dispatcher] | None = None,
 ) -> dict[str, list[torch.Tensor]]:
-    """By case, what the tokens of each attention-DP rank got; all its ranks must have got the same."""
+    """Return by case the outputs for the tokens of each attention-DP rank, whose ranks must all get the same."""
 
     def work(parallel: Parallel) -> list[torch.Tensor]:
         experts = filled_experts(parallel, located, row_ops())
@@ -162,7 +162,7 @@ def largest_difference(found: list[torch.Tensor], expected: list[torch.Tensor]) 
 
 
 def check(name: str, layout: ParallelLayout, located: Sequence[int], kind: type[Dispatcher] | None = None) -> None:
-    """Raises `AssertionError` where a token got anything else than on one rank."""
+    """Check that each token gets the output that it gets on one rank; raise `AssertionError` otherwise."""
     found = outputs(name, layout, list(CASES), located, kind)
     for case in CASES:
         difference = largest_difference(found[case], reference(case, layout.attn_dp_size))
