@@ -1,4 +1,4 @@
-"""The memory benchmark's reading of a process, and what stays mapped while a checkpoint is read."""
+"""The memory benchmark reads a process, and little stays mapped while a checkpoint is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_memory_that_is_touched_is_resident_and_private() -> None:
     assert after.resident <= after.peak and after.proportional <= after.resident
 
 
-def test_bound() -> None:
+def test_the_bound_adds_a_margin_to_weights_and_kv_pool() -> None:
     assert memory.bound_bytes(weights=1000, kv_pool=10) == 1150 + 10 + 400e6
 
 
@@ -44,7 +44,7 @@ def test_the_worker_is_distinguished_from_other_children() -> None:
 
 
 def mapped_while_reading(folder: Path) -> int:
-    """Most bytes of files that became resident while every tensor was read and touched."""
+    """Read and touch every tensor; return the largest number of bytes of files that became resident meanwhile."""
     start = memory.read_memory(os.getpid()).mapped
     most = 0
     (shard,) = open_checkpoint(folder)

@@ -62,7 +62,7 @@ def packed(*lead: int, rows: int, depth: int) -> torch.Tensor:
     return torch.ops.lockstep.empty_packed(list(lead), rows, depth, BF16)
 
 
-def test_linear() -> None:
+def test_a_linear_layer_costs_what_a_count_by_hand_gives() -> None:
     # 5 rows of 64 in, 5 of 32 out, 32 x 64 weights
     assert cost(torch.ops.lockstep.linear.default, zeros(5, 64), packed(rows=32, depth=64), 32) == Cost(
         bytes_moved=2 * (5 * 64 + 32 * 64 + 5 * 32), flops=2 * 5 * 32 * 64, dtype=BF16

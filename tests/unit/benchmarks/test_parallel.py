@@ -147,7 +147,7 @@ def steps_of(*seconds: float, tokens: int, extend: int = 0) -> list[StepTaken]:
     return [StepTaken(second, tokens, extend, tokens) for second in seconds]
 
 
-def test_rates() -> None:
+def test_decode_and_prefill_rates_equal_counts_by_hand() -> None:
     prefill, decode = steps_of(9.0, tokens=4, extend=4), steps_of(1.0, 2.0, 90.0, tokens=4)
     assert decode_rate(ParallelLayout(tp_size=2), [prefill + decode] * 2, 4) == 2.0
     replicas = [prefill + decode, steps_of(1.0, tokens=4)]
@@ -158,7 +158,7 @@ def test_rates() -> None:
 
 @pytest.mark.gate
 def test_each_series_has_an_axis_of_its_own_n42(tmp_path: Path) -> None:
-    """N42: 7,736 and 33,620 were bars of one length side by side, and no axis said so."""
+    """N42: 7,736 and 33,620 were bars of one length side by side, and no axis showed the scales."""
     path = tmp_path / "bars.svg"
     charts = [bar_chart.Bars("t", ["decode", "prefill"], {"a": [7736.0, 33620.0], "b": [481.0, 12352.0]})]
     bar_chart.write_svg(path, charts)

@@ -33,7 +33,7 @@ class Echo:
         raise RuntimeError("out of tune")
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: this stand-in holds no process."""
 
 
 def _ask(op: str, system: Echo, **fields: int) -> dict:

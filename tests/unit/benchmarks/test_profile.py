@@ -31,7 +31,7 @@ MACHINE = Machine(read_bytes_per_s=1e10, bf16_flops_per_s=1e11, fp32_flops_per_s
 
 
 def play(recorder: StepRecorder, operators: dict[str, int]) -> None:
-    """One step; in each phase as many additions as `operators` says."""
+    """Record one step, with the number of additions in each phase that `operators` gives."""
     recorder.start_step()
     for phase in PHASES:
         for _ in range(operators.get(phase, 0)):
@@ -204,7 +204,9 @@ def test_every_table_names_its_rows(profiles: list[Profile]) -> None:
 
 
 @pytest.mark.parametrize(("size", "length", "chunk", "expected"), [(1, 10, 64, 2), (64, 128, 2048, 5), (5, 9, -1, 6)])
-def test_head_start(size: int, length: int, chunk: int, expected: int) -> None:
+def test_the_first_request_decodes_ahead_by_one_token_a_prefill_step(
+    size: int, length: int, chunk: int, expected: int
+) -> None:
     assert decode_head_start(size, length, chunk) == expected
 
 
@@ -274,7 +276,7 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_interrupting_is_quiet(
+def test_an_interrupted_benchmark_prints_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt() -> Machine:

@@ -26,7 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine.close()
 
 
-def test_parts_add_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_step_add_up_to_its_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python_per_step, "STEPS", 12)
     before = [vars(owner).copy() for owner in owners(engine)]
     cost = measure(engine, batch=3, prompt_tokens=5, vocab_size=engine.scheduler.runner.state.model.config.vocab_size)

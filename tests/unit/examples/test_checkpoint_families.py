@@ -62,7 +62,7 @@ def test_transformers_finds_every_tensor_and_none_too_many(folder: Path) -> None
     assert transformers.AutoTokenizer.from_pretrained(folder)("What is 1 + 1?").input_ids
 
 
-def test_routers_choose_decisively(family: str, folder: Path) -> None:
+def test_routers_of_made_checkpoints_choose_decisively(family: str, folder: Path) -> None:
     """The last chosen expert is mostly well above the first rejected one."""
     gates = [t for name, t in tensors_of(folder).items() if name.endswith(("mlp.gate.weight", "mlp.router.weight"))]
     assert bool(gates) == (family not in DENSE_FAMILIES)

@@ -73,7 +73,7 @@ class Parts:
 
 
 def failed(parts: Parts) -> list[tuple[str, str]]:
-    """Section and name of the checks that fail."""
+    """Return section and name of each check that fails."""
     rollouts = [rollout_report("0", **parts.first), rollout_report("1", **parts.second)]
     report = TrainerReport(rollouts, [step_report(**parts.step)], parts.start)
     return [(row.section, row.name) for row in rows_of(report) if row.ok is False]

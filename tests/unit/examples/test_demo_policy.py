@@ -53,7 +53,7 @@ def test_the_shipped_answers_are_right() -> None:
         ("٤٢", 42, 0.0),  # digits of other scripts are no digits here
     ],
 )
-def test_reward(text: str, answer: int, expected: float) -> None:
+def test_the_reward_follows_from_text_and_answer(text: str, answer: int, expected: float) -> None:
     assert reward(text, answer) == pytest.approx(expected)
 
 
@@ -110,7 +110,7 @@ def routes(num_rows: int, num_layers: int = 2, top_k: int = 3, experts: int = 8,
 
 
 def output(output_ids: list[int], **changes: Any) -> GenerationOutput:
-    """A sample as the client gives it, of version "1" throughout."""
+    """Return a sample as the client gives it, with all tokens of version "1"."""
     result = GenerationOutput(
         rid="r",
         text="text",
@@ -167,7 +167,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
 
 
 def group_of(model: torch.nn.Module, output_ids: list[list[int]], *, own_routes: bool) -> SampleGroup:
-    """A group whose engine is the model itself: each sample scored alone, with its own routes or random ones."""
+    """Return a group whose engine is the model itself: it scores each sample alone, under its own or random routes."""
     outputs = []
     for index, ids in enumerate(output_ids):
         num_rows = len(PROMPT) + len(ids) - 1
@@ -183,7 +183,7 @@ def group_of(model: torch.nn.Module, output_ids: list[list[int]], *, own_routes:
     return sample_group(PROMPT, outputs, answer=1)
 
 
-def test_padding_changes_nothing(model: torch.nn.Module) -> None:
+def test_padding_changes_no_scored_log_probability(model: torch.nn.Module) -> None:
     for own_routes in (True, False):
         group = group_of(model, OUTPUTS, own_routes=own_routes)
         assert group.mask_NO.tolist() == [[True] * 4, [True, True, False, False], [True, False, False, False]]

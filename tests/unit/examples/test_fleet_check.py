@@ -54,7 +54,7 @@ class Weights:
             publish_bytes(self.published, version, tensors[-2], tensors[-1])
 
     def sample(self, version: int, before: Sample | None = None, tokens: int = TOKENS, **fields: Any) -> Sample:
-        """A sample of this version, or the rest of one that was interrupted, as a fleet would get it."""
+        """Generate a sample of this version, or the rest of an interrupted one, as a fleet would get it."""
         weights = self._folder / f"engine-{version}"
         pull(weights, self.checkpoint, self.published, version, timeout_s=10)
         engine = Engine(
@@ -105,7 +105,7 @@ def crossing(weights: Weights) -> Sample:
     return weights.sample(2, before=weights.sample(1, tokens=CUT))
 
 
-def test_good_samples_pass(weights: Weights, whole: Sample, crossing: Sample) -> None:
+def test_good_samples_pass_the_checks_of_the_fleet(weights: Weights, whole: Sample, crossing: Sample) -> None:
     for sample in (whole, crossing):
         assert [*check.malformed(sample), *check.outdated(sample, [0, 1, 2])] == []
     result = weights.rescore(whole, crossing)
