@@ -14,7 +14,7 @@ from capture.routed_experts import RoutedExperts, id_dtype, missing_id
 
 
 def record(num_experts: int, highest: int, num_rows: int = 2) -> RoutedExperts:
-    """Rows of [highest, 0] in layers 1 and 2 of 4, from position 7 on."""
+    """Return a record from position 7 on: [highest, 0] in layer 1 and [0, highest] in layer 2 of 4 layers."""
     ids = np.tile(np.array([[[highest, 0], [0, highest]]], dtype=id_dtype(num_experts)), (num_rows, 1, 1))
     return RoutedExperts(ids, num_experts, (1, 2), 4, 7)
 
@@ -28,7 +28,9 @@ def expected(highest: int, num_rows: int = 2) -> np.ndarray:
     [(8, 7, "uint8", "uint8"), (256, 255, "uint8", "uint8"), (384, 9, "uint16", "uint8"),
      (384, 300, "uint16", "int16"), (65535, 40000, "uint16", "int32")],
 )  # fmt: skip
-def test_dtypes(num_experts: int, highest: int, of_model: str, of_ids: str) -> None:
+def test_dtypes_follow_the_number_of_experts_or_the_highest_id(
+    num_experts: int, highest: int, of_model: str, of_ids: str
+) -> None:
     routed = record(num_experts, highest)
     rows = np.load(io.BytesIO(base64.b64decode(encode_npy(routed))))
     assert rows.dtype == of_model and np.array_equal(rows, expected(highest))
@@ -44,7 +46,7 @@ def test_the_order_of_fields() -> None:
     assert encode_dict(record(8, 1))["start"] == 7
 
 
-def test_no_rows() -> None:
+def test_a_record_without_rows_becomes_empty_arrays() -> None:
     assert np.load(io.BytesIO(base64.b64decode(encode_npy(record(8, 1, 0))))).shape == (0, 4, 2)
     assert encode_packed(record(8, 1, 0)) == {"data": "", "shape": [0, 4, 2], "dtype": "uint8"}
 

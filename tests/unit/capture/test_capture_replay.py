@@ -22,7 +22,7 @@ def one_thread():
 
 
 def tiny_model(seed=0, norm_topk_prob=True, dtype=torch.float32, experts=EXPERTS):
-    """Three layers, the first dense; the routers are scaled up so that their choices are decisive."""
+    """Build a model of three layers, the first dense, with routers scaled up so that their choices are decisive."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=64,
@@ -61,7 +61,7 @@ def recorded(model, ids):
 
 
 def other_routes(routes):
-    """Valid routes that differ from `routes` everywhere."""
+    """Return valid routes that differ from `routes` everywhere."""
     return (routes + 1) % EXPERTS
 
 

@@ -44,7 +44,7 @@ def example_record():
 
 
 def rebuilt(data, change):
-    """The record's bytes with `change(header)` applied to the parsed header."""
+    """Return the record's bytes after `change(header)` has changed the parsed header."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     change(header)
@@ -61,7 +61,7 @@ def test_compatible_form_byte_for_byte():
 
 @thorough
 @given(routed_records(with_missing=False))
-def test_compatible_round_trip(routed):
+def test_the_compatible_form_decodes_to_the_record_without_spans(routed):
     text = encode_compatible(routed)
     assert len(base64.b64decode(text)) == len(routed) * routed.num_hidden_layers * routed.top_k * 4
     back = decode_compatible(

@@ -46,7 +46,10 @@ def record(result: Result) -> RoutedExperts:
 
 
 def in_two_parts(folder: Path) -> tuple[list[RoutedExperts], list[int]]:
-    """A rollout that is aborted and goes on as a new request on another rank, asking for the rows it does not have."""
+    """Abort a rollout, and continue it on another rank by a request for the missing rows.
+
+    Return the record of each part, and all tokens.
+    """
     with ParallelHarness(folder, **LAYOUTS[BOTH]) as harness:
         first = harness.submit(PROMPT, params={"max_new_tokens": NUM_NEW}, dp_rank=0, stream=True)
         for _ in range(6):
@@ -100,7 +103,7 @@ def test_29_prime_rl_2648_a_gap_or_an_overlap_is_refused(judge: OneRank) -> None
 
 
 def ordinals_as_layers(routed: RoutedExperts) -> str:
-    """Wrong: the n-th MoE layer is written where hidden layer n belongs."""
+    """Write the n-th MoE layer where hidden layer n belongs (a wrong encoder)."""
     wide = np.zeros((len(routed), routed.num_hidden_layers, routed.top_k), dtype="<i4")
     wide[:, : routed.num_moe_layers] = routed.logical_ids_TLK
     return base64.b64encode(wide.tobytes()).decode()

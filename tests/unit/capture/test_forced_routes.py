@@ -52,7 +52,7 @@ def own_routes(model: Qwen3MoeForCausalLM) -> torch.Tensor:
 
 
 def others(routes: torch.Tensor) -> torch.Tensor:
-    """Valid, and different everywhere."""
+    """Return valid routes that differ from `routes` everywhere."""
     return (routes + 1) % EXPERTS
 
 
@@ -64,13 +64,13 @@ def forced(model: Qwen3MoeForCausalLM, routes: torch.Tensor) -> tuple[torch.Tens
 
 
 def with_expert_zero(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Wrong: where there is no row stand the first experts."""
+    """Fill missing rows with the first experts (a wrong padding)."""
     padded = pad_routes(sequences, EXPERTS, IDS.shape[1])
     return torch.where(padded < 0, torch.arange(TOP_K).expand_as(padded), padded)
 
 
 def on_the_left(sequences: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Wrong: rows end where the longest sequence ends."""
+    """Move padding to the left, so that all rows end where the longest sequence ends (a wrong padding)."""
     padded = pad_routes(sequences, EXPERTS, IDS.shape[1])
     return torch.stack([row.roll(IDS.shape[1] - len(item), 0) for row, item in zip(padded, sequences, strict=True)])
 
@@ -91,7 +91,7 @@ def test_27_tunix_2046_and_31_slime_1052_padding_is_no_expert(model: Qwen3MoeFor
 
 
 def from_the_top_k(router, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """Wrong: gathers from scores that are zero outside the router's own choice."""
+    """Gather from scores that are zero outside the router's own choice (a wrong formula)."""
     scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     top = scores_TE.topk(router.top_k, dim=-1)
     kept_TE = torch.zeros_like(scores_TE).scatter(1, top.indices, top.values)
@@ -99,7 +99,7 @@ def from_the_top_k(router, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> tor
 
 
 def router_gradient(model: Qwen3MoeForCausalLM, routes: torch.Tensor) -> float:
-    """Largest element of the first router's gradient under forced routes."""
+    """Return the largest absolute element of the first router's gradient under forced routes."""
     model.zero_grad()
     with force_routes(model, routes):
         model(input_ids=IDS, use_cache=False).logits.square().sum().backward()
@@ -134,7 +134,7 @@ def test_30_areal_1496_what_is_not_followed_is_refused_or_counted(
         forced(model, broken)
 
     def forgiving(ids_TLK: np.ndarray, num_experts: int, missing: int) -> np.ndarray:
-        """Wrong: a row that cannot be followed is taken for one that is not there."""
+        """Take a row that cannot be followed for a missing one (a wrong check)."""
         return ((ids_TLK < 0) | (ids_TLK >= num_experts)).any(axis=(1, 2))
 
     monkeypatch.setattr(replay, "checked_missing_rows", forgiving)

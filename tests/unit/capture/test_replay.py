@@ -112,7 +112,10 @@ class _Double:
 
 
 def compute_in_float64(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers computes norms, routers and angles in float32 whatever the model's dtype is: off by 1e-6."""
+    """Make transformers compute norms, routers and angles in float64.
+
+    It computes them in float32 whatever the model's dtype is, which is off by 1e-6.
+    """
     monkeypatch.setattr(modeling_qwen3_moe, "torch", _Double())
     theta, size = model.config.rope_parameters["rope_theta"], model.config.head_dim
     frequencies = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)

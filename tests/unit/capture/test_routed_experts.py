@@ -6,7 +6,7 @@ from capture.routed_experts import RoutedExperts, concat, id_dtype, missing_id
 
 
 def make_routed(num_rows=6, num_experts=8, top_k=3, layers=(1, 2, 4), hidden=5, start=0, spans=(), seed=0):
-    """A random valid record."""
+    """Return a random valid record."""
     rng = np.random.default_rng(seed)
     scores = rng.random((num_rows, len(layers), num_experts))
     ids = np.argsort(scores, axis=-1)[..., :top_k].astype(id_dtype(num_experts))
@@ -109,7 +109,7 @@ def test_slicing_moves_start_and_clips_spans():
             routed.rows(first, end)
 
 
-def test_concat_undoes_slicing():
+def test_concat_of_slices_restores_the_record():
     routed = make_routed(num_rows=9, start=4, spans=(("a", 0, 3), ("b", 3, 9)))
     parts = [routed.rows(0, 2), routed.rows(2, 2), routed.rows(2, 5), routed.rows(5, 9)]
     assert concat(parts) == routed

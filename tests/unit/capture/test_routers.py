@@ -54,7 +54,7 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _recorded(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routes [B, S, L, K] and logits."""
+    """Run the model, and return its routes [B, S, L, K] and its logits."""
     with torch.no_grad(), record_routes(model) as record:
         logits = _logits(model, _ids())
     return record.ids().unflatten(0, (BATCH, SEQ)), logits

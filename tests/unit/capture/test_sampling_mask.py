@@ -1,7 +1,7 @@
 """Sampling masks: the value and its wire forms, log-probabilities under them, and what the engine records.
 
-That is compared with a float64 transformers model that follows the recorded routes: what is left is the rounding of the
-engine's own float32 forward, 1e-5 at most.
+What the engine records is compared with a float64 transformers model that follows the recorded routes.  The remaining
+difference is the rounding of the engine's own float32 forward, 1e-5 at most.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_a_mask_is_of_its_tokens() -> None:
 
 
 def dense(logits_TV: torch.Tensor, ids_T: torch.Tensor, mask: SamplingMask, temperature: float) -> torch.Tensor:
-    """By the definition: all other logits are minus infinity."""
+    """Compute log-probabilities by the definition: all logits outside the mask are minus infinity."""
     hidden = torch.ones_like(logits_TV, dtype=torch.bool)
     for token in range(len(mask)):
         hidden[token, torch.from_numpy(mask[token].astype(np.int64))] = False
@@ -130,7 +130,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def worst(result: Result, params: dict[str, Any], models: dict[str, Any]) -> float:
-    """The largest difference between what the engine recorded and what the model of each token's version replays."""
+    """Return the largest difference between recorded log-probabilities and replayed ones.
+
+    The model of each token's weight version replays it.
+    """
     mask = sampling_mask_of(result.mask)
     mask.require(result.token_ids)
     recorded = torch.tensor(result.mask.logprobs, dtype=torch.float64)
@@ -236,7 +239,7 @@ def test_masks_of_requests_that_run_on_over_a_refresh_are_whole(folders: list[Pa
 
 
 def first_span(result: Result) -> Result:
-    """The result as if it had ended with its first version."""
+    """Return the result as if it had ended with its first version."""
     _, _, end = result.versions[0]
     mask = sampling_mask_of(result.mask)
     record = MaskRecord(

@@ -49,7 +49,7 @@ def records(draw: Any) -> TokenLogprobs:
 
 
 def facts(record: TokenLogprobs) -> list[Any]:
-    """Every bit of it."""
+    """Return every bit of the record, in a form that `==` compares."""
     values = [getattr(record, each.name) for each in dataclasses.fields(record)]
     return [(x.dtype.str, x.shape, x.tobytes()) if isinstance(x, np.ndarray) else x for x in values]
 
@@ -111,7 +111,7 @@ def survives(data: bytes) -> TokenLogprobs | None:
 
 @thorough
 @given(record=records(), data=st.data())
-def test_damage_is_refused(record: TokenLogprobs, data: st.DataObject) -> None:
+def test_a_changed_cut_or_extended_record_is_refused(record: TokenLogprobs, data: st.DataObject) -> None:
     content = bytearray(record.encode())
     index = data.draw(st.integers(0, len(content) - 1))
     content[index] ^= data.draw(st.integers(1, 255))

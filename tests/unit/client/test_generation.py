@@ -34,7 +34,7 @@ def compact(routed):
 
 
 def sample(reason=None, **meta):
-    """A finished sample as the server writes it."""
+    """Return a finished sample as the server writes it."""
     return {
         "text": "one two three",
         "output_ids": OUTPUT_IDS,
@@ -119,7 +119,7 @@ def test_arguments_that_cannot_be_sent_are_refused(prompt, options):
         ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 2}]}, 4),
     ],
 )
-def test_number_of_samples(body, expected):
+def test_the_number_of_samples_follows_from_the_body(body, expected):
     assert num_samples(body) == expected
 
 

@@ -32,7 +32,7 @@ def in_process(canned, **options):
 
 
 def run_async(canned, use, **options):
-    """`use(client)` on an asynchronous client wired straight into the canned application."""
+    """Run `use(client)` with an asynchronous client that calls the canned application without a socket."""
 
     async def main():
         async with in_process(canned, **options) as client:

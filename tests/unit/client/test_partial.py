@@ -1,4 +1,4 @@
-"""Interrupted samples: what is asked for the rest, and records that join to what had been recorded in one piece."""
+"""Interrupted samples: the request for the rest, and parts that join to the record of an uninterrupted sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ABORT = FinishReason("abort", message="Aborted")
 
 
 def recorded(prompt: int = 5, count: int = 9, start: int = 0, cuts: tuple[int, ...] = (3, 7)) -> GenerationOutput:
-    """A sample in one piece; the weight version changes at `cuts`, in tokens of the output."""
+    """Return a sample in one piece, whose weight version changes at `cuts`, in tokens of the output."""
     rows = prompt + count - 1 - start
     ids = np.argsort(np.random.default_rng(count).random((rows, 2, 8)), axis=-1)[..., :2].astype(np.uint8)
     edges = sorted({0, count, *(cut for cut in cuts if 0 < cut < count)})
@@ -59,7 +59,7 @@ def recorded(prompt: int = 5, count: int = 9, start: int = 0, cuts: tuple[int, .
 
 
 def cut(whole: GenerationOutput, at: int) -> tuple[GenerationOutput, GenerationOutput]:
-    """The parts that a server would have sent, had it been interrupted after `at` tokens."""
+    """Return the parts that a server would have sent, had it been interrupted after `at` tokens."""
     assert whole.text is not None and whole.prompt_tokens is not None
     assert whole.routed_experts is not None and whole.prompt_ids is not None
     routes = whole.routed_experts
@@ -113,7 +113,7 @@ def samples(draw: st.DrawFn) -> GenerationOutput:
 
 
 def joined_anyhow(whole: GenerationOutput, at: list[int]) -> GenerationOutput:
-    """`whole`, interrupted after each of these counts of tokens, and joined part by part."""
+    """Cut `whole` after each of these counts of tokens, and join it part by part."""
     done = 0
     rest, result = whole, None
     for count in at:

@@ -35,7 +35,7 @@ PATIENT = Timeouts(retry=5.0)
 
 
 def on_both(url: str, call: Any, timeouts: Timeouts) -> list[Any]:
-    """The result of `call(client)` on the synchronous and the asynchronous client, or the error of each."""
+    """Return what `call(client)` returns or raises on the synchronous client and on the asynchronous one."""
 
     async def use() -> Any:
         async with AsyncRolloutClient(url, timeouts=timeouts) as client:

@@ -127,7 +127,7 @@ def test_output_tokens_have_the_same_alternatives_in_a_stream(folders: list[Path
 
 
 def a_record(dtype: type = np.float32, num_top: int = 3, vocab_size: int = 300) -> SampleRecord:
-    """Five prompt tokens, two output tokens, awkward numbers among their log-probabilities."""
+    """Return a record of five prompt tokens and two output tokens, with NaN and infinity among log-probabilities."""
     source = TokenizedGenerateReqInput(
         rid="r", input_ids=[1, 2, 3, 4, 5], sampling_params=SamplingParams(), return_logprob=True,
         logprob_start_len=1, top_logprobs_num=num_top, token_ids_logprob=[9, 8],
@@ -170,7 +170,7 @@ def meta_of(record: SampleRecord, **form: Any) -> dict[str, Any]:
 
 
 def nested(rows: TokenLogprobs, column: str) -> list[Any]:
-    """The arrays as nested lists."""
+    """Convert the arrays of a column to nested lists."""
     if column == "token":
         return [[value, token, None] for value, token in zip(rows.logprobs.tolist(), rows.token_ids.tolist())]
     values = rows.top_logprobs if column == "top" else rows.chosen_logprobs
