@@ -24,7 +24,7 @@ from tests.forward_harness import ForwardHarness
 from tests.model_zoo import load_tiny
 from tests.tiers import examples
 
-# One of each family, with what its configuration says of the rotation taken away.
+# One configuration of each family, without its settings of the rotation.
 ALONE = [name for name in FAMILIES if "," not in name and "sees" not in name]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -106,7 +106,7 @@ def test_a_rotation_in_one_place_is_taken(name: str, key: str, kind: str) -> Non
 
 
 def test_scaling_that_a_user_adds_to_a_saved_checkpoint_is_applied() -> None:
-    """B5: transformers 5 saved the plain rotation; the model card's scaling was put beside it."""
+    """B5: transformers 5 saved the plain rotation; a user added the model card's scaling."""
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     raw = {**bare("llama"), "rope_parameters": plain, "rope_scaling": LLAMA3}
     spec = rotation_of(model_config_from_dict(raw))
@@ -158,7 +158,7 @@ def test_two_rotations_that_differ_are_refused_with_both_names(change: dict[str,
     ],
 )
 def test_a_rotation_that_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
-    """B5: one fact in two places, inside of one dictionary or beside it."""
+    """B5: one fact in two places, inside of one dictionary or next to it."""
     with pytest.raises(StartupError, match=message) as refused:
         model_config_from_dict({**bare("qwen3"), **change})
     assert "\n" not in str(refused.value)

@@ -91,7 +91,7 @@ def test_the_launch_command_has_no_double_negative_n15() -> None:
 
 
 def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureFixture[str]) -> None:
-    """N14: one line says so, and the server's own refusal is the only error."""
+    """N14: one line names them, and the server's own refusal is the only error."""
     assert serve.main(["--model-path", "/nowhere", "--trust-remote-code", "--swap-space", "4"]) == 1
     warning, refusal = capsys.readouterr().err.splitlines()
     assert warning == "lockstep: these flags of vLLM or SGLang have no effect: --trust-remote-code, --swap-space"

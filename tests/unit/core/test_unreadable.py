@@ -1,4 +1,4 @@
-"""A message that does not decode, in either direction: those whom it names get an error, and both loops go on."""
+"""A message that does not decode, in either direction: requests that it names get an error, and both loops go on."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def request(rid: str, **fields: Any) -> TokenizedGenerateReqInput:
 
 
 def changed(message: Any, **fields: Any) -> bytes:
-    """The encoded message with other fields, of any type."""
+    """Encode the message with these fields replaced by values of any type."""
     return msgspec.msgpack.encode(msgspec.msgpack.decode(encode(message)) | fields)
 
 

@@ -104,7 +104,7 @@ WAYS_TO_MARKUP = (
 
 
 def markup_in(script: str) -> list[str]:
-    """Ways by which a text could become markup or code, or a key stay behind."""
+    """List the ways by which a text could become markup or code, or a key stay behind."""
     return [way for way in WAYS_TO_MARKUP if re.search(way, script)]
 
 
@@ -211,7 +211,7 @@ def test_a_bad_number_is_one_clear_error(shared: Live, since: str) -> None:
 
 
 def a_state(**changes: Any) -> SchedulerState:
-    """An idle engine's."""
+    """Return the state of an idle engine with these changes."""
     blank: dict[Any, Any] = {int: 0, float: 0.0, str: "", bool: False}
     fields: dict[str, Any] = {}
     for item in msgspec.structs.fields(SchedulerState):
@@ -239,7 +239,7 @@ def an_update(number: int, **changes: Any) -> EndedUpdateState:
 
 
 def balancer(*numbers: int) -> EplbState:
-    """One that has ended these rebalances: number n `5 - n` seconds ago."""
+    """Return the state of a balancer that ended rebalance number n `5 - n` seconds ago, for each of `numbers`."""
     numbers_of_moves = ("num_experts_moved", "num_bytes", "num_chunks", "chunks_done", "seconds", "longest_chunk_s")
     facts: dict[str, Any] = dict.fromkeys(numbers_of_moves, 1)
     facts |= {"reason": "asked for", "algorithm": "min_move", "dropped": None}

@@ -60,7 +60,7 @@ def _exercise(parallel: Parallel) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_collectives(size: int) -> None:
+def test_collectives_return_what_a_count_by_hand_gives(size: int) -> None:
     counts = share_sizes(5, size)
     total = torch.arange(5.0, dtype=torch.float64).view(5, 1) * sum(range(1, size + 1))
     for rank, found in enumerate(run_ranks(ParallelLayout(tp_size=size), _exercise)):
@@ -105,7 +105,7 @@ def test_sums_do_not_depend_on_what_else_is_summed() -> None:
         assert torch.equal(many, results[0][0])
 
 
-def test_point_to_point() -> None:
+def test_two_ranks_exchange_tensors_with_each_other() -> None:
     def work(parallel: Parallel) -> torch.Tensor:
         tp, got = parallel.tp, torch.zeros(3, dtype=torch.bfloat16)
         peer = 1 - tp.rank

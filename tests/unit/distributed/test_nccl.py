@@ -35,12 +35,12 @@ def on_ranks(size: int, work: Any, timeout_s: float = 20.0, make: MakeTransport 
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The value, after everything that the stream waits for."""
+    """Return the value of the tensor after all work that its stream waits for."""
     return memory_of(tensor.clone())
 
 
 def exercise(tp: Communicator, placed: Any) -> dict[str, torch.Tensor]:
-    """Every collective once or more, on tensors as `placed` places them."""
+    """Run every collective at least once on tensors that `placed` places, and return the results."""
     rank, size = tp.rank, tp.size
     random = torch.Generator().manual_seed(rank)
     rows = placed(torch.randn(5, 700, generator=random).bfloat16())
