@@ -1,4 +1,4 @@
-"""The runner of `make test-gpu`: nothing is skipped in silence, and a machine without a device is told so at once."""
+"""The runner of `make test-gpu`: nothing is skipped in silence, and a machine without a device fails at once."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asks(count: int, seed: int = 0, new_tokens: int = 10, longest: int = 60) -> list[Ask]:
-    """Random prompts, every third with a prefix that others share; greedy and random, with and without filters."""
+    """Draw random prompts, every third with a shared prefix; they sample greedily or not, with or without filters."""
     rng = random.Random(seed)
     shared = tuple(rng.randrange(VOCABULARY) for _ in range(40))
     filters: list[dict[str, Any]] = [{}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_k": 40, "top_p": 0.9}]
@@ -77,7 +77,7 @@ def asks(count: int, seed: int = 0, new_tokens: int = 10, longest: int = 60) -> 
 
 
 def alone(folder: Path, dtype: str, batch: list[Ask], every_token: bool = True) -> list[Facts]:
-    """The reference: each request by itself, its prompt in one piece, on one thread."""
+    """Run the reference: each request by itself, its prompt in one piece, on one thread."""
     facts = Server(folder, dtype, disable_radix_cache=True).alone(batch, every_token)
     assert all(x.retractions == x.cached_tokens == 0 for x in facts)
     return facts
@@ -194,7 +194,7 @@ WINDOW_LIMITS = st.builds(lambda running: {"max_running_requests": running}, st.
 def test_memory_of_sequences_in_any_schedule(
     tmp_path: Path, dtype: str, name: str, limits: Any, lengths: list[int], count: int
 ) -> None:
-    """Few rows of states or pages of windows, in pools that retract: as each request alone, and prefixes are found."""
+    """With few rows of states or pages of windows, a request gets the bits that it gets alone; prefixes are found."""
     folder = family_checkpoint(tmp_path / "model", name, 3, max_position_embeddings=1024)
     seen = {"retractions": 0, "cached": 0}
 
@@ -222,7 +222,7 @@ def test_memory_of_sequences_in_any_schedule(
 
 @DTYPES
 @WITH_FAMILIES
-def test_among_256(folder: Path, dtype: str) -> None:
+def test_a_request_among_256_others_gets_the_same_bits(folder: Path, dtype: str) -> None:
     batch = asks(6, seed=1)
     want = alone(folder, dtype, batch)
     others = [Ask(ask.prompt, ask.params | {"max_new_tokens": 12}) for ask in asks(250, seed=2, longest=12)]
@@ -239,7 +239,7 @@ def test_among_256(folder: Path, dtype: str) -> None:
 @DTYPES
 @pytest.mark.parametrize("chunk", CHUNKS)
 @WITH_FAMILIES
-def test_chunks_of_prefill(folder: Path, dtype: str, chunk: int) -> None:
+def test_a_prompt_in_chunks_of_any_size_gets_the_same_bits(folder: Path, dtype: str, chunk: int) -> None:
     batch = asks(6, seed=4)
     want = alone(folder, dtype, batch)
     server = Server(folder, dtype, chunked_prefill_size=chunk)
@@ -249,9 +249,9 @@ def test_chunks_of_prefill(folder: Path, dtype: str, chunk: int) -> None:
 
 @DTYPES
 @WITH_FAMILIES
-def test_prefix_hits(folder: Path, dtype: str) -> None:
+def test_a_prompt_with_a_cached_prefix_gets_the_same_bits(folder: Path, dtype: str) -> None:
     rng = random.Random(0)
-    # What a hit leaves to compute of the longer ones begins before a block's end, and ends after it.
+    # A hit leaves tokens of the longer prompts to compute: they begin before a block's end, and end after it.
     lengths = range(BLOCK - 12, BLOCK)
     at_the_edge = [Ask(tuple(rng.randrange(VOCABULARY) for _ in range(n)), {"max_new_tokens": 6}) for n in lengths]
     batch = asks(6, seed=5) + at_the_edge
@@ -279,7 +279,7 @@ def test_before_and_after_retraction(folder: Path, dtype: str) -> None:
 
 @DTYPES
 def test_one_and_two_threads(tmp_path: Path, dtype: str) -> None:
-    """Large enough that the operators wake a team, and that torch would: more than 32768 elements."""
+    """The operators wake a team of threads for these sizes, and torch would: more than 32768 elements."""
     spec = tiny_spec(hidden_size=128, intermediate_size=131, moe_intermediate_size=67, context_length=1024, seed=1)
     folder = make_checkpoint(tmp_path / "model", spec)
     rng = random.Random(0)
@@ -313,7 +313,7 @@ def test_a_large_vocabulary_on_two_threads(tmp_path: Path, dtype: str) -> None:
 @DTYPES
 @WITH_FAMILIES
 def test_seeds_give_the_same_samples_in_every_batch(folder: Path, dtype: str) -> None:
-    """At temperatures and with filters, penalties and biases that scored prompts do not have."""
+    """Requests sample at temperatures and with filters, penalties and biases, which scored prompts do not have."""
     params: list[dict[str, Any]] = [
         {"temperature": 0.6},
         {"temperature": 1.4, "top_p": 0.7},
@@ -338,7 +338,10 @@ def test_seeds_give_the_same_samples_in_every_batch(folder: Path, dtype: str) ->
 
 
 def splits_sums_of_large_batches(ops: Ops) -> Ops:
-    """With more than four rows a sum over features is made of two, as a kernel for large batches may do."""
+    """Return operators that add up features in two sums if a batch has more than four rows.
+
+    A kernel for large batches may do so.
+    """
 
     def linear(hidden_TD: torch.Tensor, *weight: Any) -> torch.Tensor:
         if hidden_TD.shape[0] <= 4:
@@ -352,7 +355,10 @@ def splits_sums_of_large_batches(ops: Ops) -> Ops:
 
 
 def adds_experts_one_by_one(ops: Ops) -> Ops:
-    """With more than one row, the experts' outputs are added up in memory in the order of their ids, as atomics may."""
+    """Return operators that add experts' outputs in memory, in the order of ids, if a batch has more than one row.
+
+    Atomic additions may do so.
+    """
 
     def experts(hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, *w: Any) -> torch.Tensor:
         if hidden_TD.shape[0] == 1:
@@ -368,7 +374,7 @@ def adds_experts_one_by_one(ops: Ops) -> Ops:
 
 
 def rounds_by_threads(ops: Ops) -> Ops:
-    """A last bit that depends on the number of threads."""
+    """Return operators whose last bit depends on the number of threads."""
 
     def linear(hidden_TD: torch.Tensor, *weight: Any) -> torch.Tensor:
         out = ops.linear(hidden_TD, *weight)

@@ -1,7 +1,7 @@
 """Each layer by itself on one and two threads: a row's result has the same bits alone, among hundreds, in any order.
 
-Large and odd: torch's elementwise functions cut a tensor of more than 32768 elements into one part a thread, wherever
-that falls, and the elements at a cut are computed by other instructions.
+Sizes are large and odd: torch's elementwise functions cut a tensor of more than 32768 elements into one part a thread.
+Other instructions compute the elements at a cut.
 
 Shapes: N rows, D hidden.
 """
@@ -42,14 +42,17 @@ def _rows(dtype: torch.dtype, size: int = HIDDEN, seed: int = 0) -> torch.Tensor
 
 
 def _same_for_any_number_of_rows(compute: Rows) -> bool:
-    """Cuts between two threads fall in many places."""
+    """Check that two threads compute the same bits for many numbers of rows, whose cuts fall in many places."""
     whole = compute(torch.arange(NUM_ROWS))
     with compute_threads(2):
         return all(torch.equal(compute(torch.arange(n)), whole[:n]) for n in range(301, NUM_ROWS, 10))
 
 
 def _computations(model: DecoderForCausalLM, dtype: torch.dtype) -> dict[str, Rows]:
-    """Every layer as a function of rows of one input; norms and sums with the residual are part of what follows."""
+    """Return every layer as a function of rows of one input.
+
+    Norms and sums with the residual are part of the layer that follows them.
+    """
     harness = ForwardHarness(model, backend="native_cpu")
     context = ForwardContext(harness.batch({0: [1]}, {}), harness.attention, [])
     hidden_ND, residual_ND, positions_N = _rows(dtype), _rows(dtype, seed=1), 41 * torch.arange(NUM_ROWS) % 512
@@ -57,7 +60,7 @@ def _computations(model: DecoderForCausalLM, dtype: torch.dtype) -> dict[str, Ro
     norm = dense.input_layernorm
 
     def attended_alone(rows: torch.Tensor) -> torch.Tensor:
-        """Each row at position 0 of a sequence of its own."""
+        """Attend from each row at position 0 of a sequence of its own."""
         num_rows = len(rows)
         pool = KVPool(num_rows, model.kv_layers[:1], dtype)
         (rotary,) = model.model._rotary.values()

@@ -1,4 +1,4 @@
-"""/server_info's word on batch invariance follows what was chosen, and names what stands in the way."""
+"""/server_info reports batch invariance by the operators in use, and names an operator that prevents it."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def test_heads_that_the_attention_operator_does_not_take(tmp_path: Path) -> None
     assert not holds and note.startswith("attention on plain torch: ") and "heads of 12" in note
 
 
-def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_the_reason_for_no_invariance(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "load_kernels", lambda *_: KernelStatus(False, "no C++ compiler found: g++"))
     assert facts(folder) == (False, "layers and attention and sampling on plain torch: no C++ compiler found: g++")
 
 
-def test_another_device() -> None:
+def test_a_device_without_operators_is_the_reason_for_no_invariance() -> None:
     status = build._load_kernels(ServerArgs(), torch.device("mps"))
     assert batch_invariance({"layers": False}, status.reason) == {
         "batch_invariant": False,
@@ -84,7 +84,7 @@ def test_a_line_says_what_a_gpu_runs(
 
 
 def test_a_server_without_compiled_operators_warns_at_each_start_n8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N8: one quiet line said so, and the server was slow and not batch invariant."""
+    """N8: only one quiet line warned, and the server was slow and not batch invariant."""
     said: list[str] = []
     monkeypatch.setattr(build, "load_kernels", lambda *_: KernelStatus(False, "no C++ compiler found"))
     monkeypatch.setattr(build, "say", lambda words, **_: said.append(words))
