@@ -28,9 +28,9 @@ PUBLISHED_MAP = [
 PUBLISHED_LAYOUT = ExpertLayout(num_logical_experts=12, num_physical_experts=16, num_ranks=8, num_nodes=2, num_groups=4)
 
 
-def test_published_example() -> None:
+def test_the_published_example_gives_its_published_map() -> None:
     assert deepseek_hierarchical(PUBLISHED_LOADS, PUBLISHED_LAYOUT).physical_to_logical_LP.tolist() == PUBLISHED_MAP
-    # The global policy is another one: the example tells them apart.
+    # The global policy gives another map, so the example tells the policies apart.
     assert deepseek(PUBLISHED_LOADS, PUBLISHED_LAYOUT).physical_to_logical_LP.tolist() != PUBLISHED_MAP
 
 

@@ -1,4 +1,4 @@
-"""Moves of experts and reasons against them: counts, history over refreshes, decisions, stages, liveness.
+"""Rebalances of experts, and reasons against them: counts, history over refreshes, decisions, stages, liveness.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks), T tokens, K top-k.
 """
@@ -53,7 +53,7 @@ def situation(counts_LE: np.ndarray = LATER, **changes: object) -> Situation:
 
 
 def routes(generator: torch.Generator, tokens: int) -> torch.Tensor:
-    """[T, L, K]."""
+    """Draw random routes [T, L, K]."""
     return torch.randint(0, EXPERTS, (tokens, LAYERS, 3), generator=generator)
 
 
@@ -162,7 +162,9 @@ def test_a_rebalance_that_pays_says_what_it_does() -> None:
         ),
     ],
 )
-def test_reasons_to_stay(given: Situation, policy: RebalancePolicy, reason: str) -> None:
+def test_a_decision_against_a_rebalance_names_its_reason(
+    given: Situation, policy: RebalancePolicy, reason: str
+) -> None:
     decision = decide(given, policy)
     assert not decision.rebalances
     assert re.search(reason, decision.reason), decision.reason
@@ -440,7 +442,7 @@ class Stages(RuleBasedStateMachine):
 
     @rule(moves_slots=st.booleans())
     def refresh(self, moves_slots: bool) -> None:
-        """A commit, which may bring a placement of its own."""
+        """Commit a weight epoch, with a placement of its own if `moves_slots`."""
         self.weight_epoch += 1
         if moves_slots:
             self.placement_epoch += 1

@@ -45,7 +45,7 @@ def random_placement(seed: int) -> ExpertPlacement:
 
 
 def move(placement: ExpertPlacement, seed: int) -> None:
-    """Another map in the same object, as an engine does it."""
+    """Adopt another map in the same object, as an engine does."""
     placement.adopt(random_placement(seed).metadata)
 
 
@@ -302,7 +302,7 @@ def test_chance_is_what_two_samples_of_one_distribution_differ_by() -> None:
     assert abs(measured / expected - 1) < 0.05
 
 
-def test_distance_of_distributions() -> None:
+def test_total_variation_is_half_the_summed_differences_of_shares() -> None:
     before, after = torch.tensor([[1, 1], [3, 1], [4, 0], [1, 0]]), torch.tensor([[5, 5], [1, 3], [0, 9], [0, 0]])
     distance = total_variation(before, after)
     assert distance[:3].tolist() == [0.0, 0.5, 1.0] and distance[3].isnan()

@@ -1,4 +1,4 @@
-"""Moves from one expert map to another: executed on symbols they give the new map; counted by another way they agree.
+"""Moves from one expert map to another: on symbols they give the new map, and an independent count agrees.
 
 Shapes: L MoE layers, P physical experts (slots), G ranks.
 """
@@ -26,12 +26,12 @@ SLOT_BYTES = 1000
 
 
 def sent_by_rank(migration: Migration) -> list[int]:
-    """Bytes."""
+    """Return the bytes that each rank sends."""
     return bytes_by_rank(migration, [move.source_rank for move in migration.moves if not move.is_local])
 
 
 def received_by_rank(migration: Migration) -> list[int]:
-    """Bytes."""
+    """Return the bytes that each rank receives."""
     return bytes_by_rank(migration, [move.target_rank for move in migration.moves if not move.is_local])
 
 
@@ -41,7 +41,7 @@ def bytes_by_rank(migration: Migration, ranks: list[int]) -> list[int]:
 
 
 def random_map(layout: ExpertLayout, num_layers: int, seed: int, duplicates: bool = False) -> np.ndarray:
-    """[L, P] int64: every expert somewhere; twice on a rank only with `duplicates`."""
+    """Draw a map of every expert, int64 [L, P]; only with `duplicates` may a rank hold an expert twice."""
     generator = np.random.default_rng(seed)
     rows = []
     for _ in range(num_layers):
@@ -62,7 +62,7 @@ def random_map(layout: ExpertLayout, num_layers: int, seed: int, duplicates: boo
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ExpertLayout, np.ndarray, np.ndarray]:
-    """A layout, and a map before and after of one to four layers, often nearly the same."""
+    """Draw a layout, and maps before and after of one to four layers, which are often nearly the same."""
     nodes, per_node, slots = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(2, 5))
     ranks = nodes * per_node
     experts = draw(st.integers(max(slots, ranks * slots // 2), ranks * slots))
@@ -96,13 +96,13 @@ def staged(slots_LP: np.ndarray, chunk: MigrationChunk) -> None:
 
 
 def one_by_one(slots_LP: np.ndarray, chunk: MigrationChunk) -> None:
-    """A wrong executor: without staging, a cycle or a source that is overwritten first gives wrong content."""
+    """Execute moves without staging (wrong): a cycle or a source that is overwritten first gives wrong content."""
     for move in chunk.moves:
         slots_LP[move.layer, list(move.target_slots)] = slots_LP[move.layer, move.source_slot]
 
 
 def check(migration: Migration, execute: Callable[[np.ndarray, MigrationChunk], None] = staged) -> None:
-    """Everything that a migration promises, by means of its own."""
+    """Check everything that a migration promises, with independent code."""
     layout, before, after = migration.layout, migration.before_LP, migration.after_LP
     slots = before.copy()
     covered: list[int] = []
@@ -131,7 +131,10 @@ def check(migration: Migration, execute: Callable[[np.ndarray, MigrationChunk], 
 
 
 def nearest(before_P: np.ndarray, move: Move, layout: ExpertLayout) -> set[int]:
-    """Ranks from which the move may come: itself, else its node's, else any that holds the expert."""
+    """Return the ranks from which the move may come.
+
+    The target itself if it holds the expert, else the holders in its node, else all holders.
+    """
     holders = {int(slot) // layout.slots_per_rank for slot in np.nonzero(before_P == move.logical_expert)[0]}
     per_node = layout.num_ranks // layout.num_nodes
     neighbours = {rank for rank in holders if rank // per_node == move.target_rank // per_node}
@@ -181,7 +184,7 @@ EXAMPLE_BEFORE = np.array([[0, 1, 2, 3, 0, 2]])
 EXAMPLE_AFTER = np.array([[1, 0, 0, 3, 0, 2]])
 
 
-def test_the_drawing() -> None:
+def test_the_example_takes_one_transfer_and_two_local_copies() -> None:
     migration = plan_migration(EXAMPLE_BEFORE, EXAMPLE_AFTER, EXAMPLE, SLOT_BYTES)
     assert migration.moves == (Move(0, 1, 0, 1, 0, (0,)), Move(0, 0, 0, 0, 0, (1,)), Move(0, 0, 0, 0, 1, (2,)))
     assert (migration.num_received, migration.num_local_copies, migration.num_bytes) == (1, 2, SLOT_BYTES)

@@ -28,7 +28,7 @@ def placements(draw: st.DrawFn) -> tuple[ExpertLocationMetadata, torch.Tensor]:
 
 
 def shares(table: SplitTable) -> torch.Tensor:
-    """[E, P]: the share of an expert's tokens that each slot takes."""
+    """Return the share of an expert's tokens that each slot takes, [E, P]."""
     before = torch.cat([torch.zeros_like(table.ends_LRE[:, :1]), table.ends_LRE[:, :-1]], dim=1)
     found = torch.zeros(EXPERTS, SLOTS, dtype=torch.float64)
     parts = (table.ends_LRE - before).clamp(min=0).double() / PICKS

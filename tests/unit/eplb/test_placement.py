@@ -18,7 +18,7 @@ LAYERS, EXPERTS, SLOTS, RANKS = 2, 6, 12, 4
 
 
 def random_location(seed: int) -> ExpertLocationMetadata:
-    """Every rank with experts drawn at random, none twice, until all are somewhere."""
+    """Draw experts for every rank, none twice on a rank, until each expert is on some rank."""
     generator = torch.Generator().manual_seed(seed)
 
     def row() -> torch.Tensor:

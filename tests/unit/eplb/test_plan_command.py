@@ -60,7 +60,7 @@ def report_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[
 
 
 def refusal_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr."""
+    """Run the command, which must refuse, and return its one line on stderr."""
     assert main(arguments) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("lockstep eplb-plan: ")

@@ -44,7 +44,7 @@ def counts_for(layout: ExpertLayout) -> st.SearchStrategy[np.ndarray]:
 
 
 def require_valid(plan: Plan, counts_LE: np.ndarray) -> None:
-    """I1 and what else holds for every plan of ours."""
+    """Check invariant I1, and the other facts that hold for every plan."""
     layout, placed = plan.layout, plan.physical_to_logical_LP
     checked_map(placed, layout, len(counts_LE))  # coverage, range, no duplicates
     location = plan.location()
@@ -99,7 +99,7 @@ def test_no_move_where_the_split_alone_is_enough() -> None:
 def small_case(
     seed: int, experts: int, ranks: int, slots: int, sigma: float = 0.6
 ) -> tuple[ExpertLayout, np.ndarray, np.ndarray]:
-    """A layout, loads now, and a placement made for loads of before."""
+    """Return a layout, the current loads, and a placement made for earlier loads."""
     layout = ExpertLayout(num_logical_experts=experts, num_physical_experts=ranks * slots, num_ranks=ranks)
     counts = log_normal(1, experts, 0.7, seed)
     return layout, drift(counts, sigma, seed + 1000), balanced(counts, layout).physical_to_logical_LP
@@ -141,7 +141,7 @@ def test_min_move_reaches_every_target_that_can_be_reached(experts: int, ranks: 
 
 
 def as_placement(counts_LE: np.ndarray, current_LP: np.ndarray, ranks: int) -> tuple[list[float], Placement]:
-    """Loads of the experts of a layer, and what each rank holds."""
+    """Return the loads of a layer's experts, and the experts that each rank holds."""
     shares = (counts_LE[0] / counts_LE[0].sum() * ranks).tolist()
     return shares, tuple(frozenset(row) for row in current_LP.reshape(ranks, -1).tolist())
 
@@ -243,7 +243,7 @@ def test_auto_explains_and_is_never_worse_than_keeping_the_map(data: st.DataObje
 
 
 def best_split(counts_E: np.ndarray, row_P: np.ndarray, layout: ExpertLayout) -> float:
-    """The least possible largest load of a rank without any copy."""
+    """Return the least possible maximum load of a rank if no expert is copied."""
     total = counts_E.sum()
     shares = counts_E / total if total else np.full(len(counts_E), 1 / len(counts_E))
     held = tuple(frozenset(experts) for experts in row_P.reshape(layout.num_ranks, -1).tolist())

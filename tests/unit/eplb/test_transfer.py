@@ -1,5 +1,6 @@
-"""Experts moved between real ranks: after any failure of one of them at any point, all end with one map, and every
-slot holds what that map says, or all say that it does not.
+"""Experts move between real ranks, and one rank fails at any point: all ranks end with one map.
+
+Then every slot holds the expert that the map names, or all ranks raise an error which states that it may not.
 
 Shapes: L MoE layers, P physical experts (slots over all ranks).
 """
@@ -28,7 +29,7 @@ LAYERS, SLOTS = 3, 4
 
 
 def two_ranks() -> Migration:
-    """Local cycles, an exchange between ranks, one expert received for two slots, and a layer that stays."""
+    """Plan local cycles, an exchange between ranks, one expert received for two slots, and a layer that stays."""
     layout = ExpertLayout(num_logical_experts=6, num_physical_experts=8, num_ranks=2)
     before = np.array([[0, 1, 2, 3, 4, 5, 0, 1], [0, 1, 2, 3, 4, 5, 0, 1], [0, 1, 2, 0, 3, 4, 5, 3]])
     after = np.array([[1, 4, 2, 3, 4, 5, 0, 2], [0, 1, 2, 3, 4, 5, 0, 1], [3, 0, 1, 4, 2, 2, 4, 5]])
@@ -48,7 +49,7 @@ PLANS = {2: two_ranks(), 4: four_ranks()}
 def on_ranks(
     migration: Migration, faults: Sequence[Fault], transfer_type: Callable[..., ExpertTransfer] = ExpertTransfer
 ) -> list[list[Moved]]:
-    """The migration once for each fault, by fault and rank; the ranks stay together over all of them."""
+    """Run the migration once for each fault, on the same ranks, and return the ends by fault and rank."""
 
     def work(parallel: Parallel) -> list[Moved]:
         group: RankGroup = parallel.tp
@@ -59,7 +60,7 @@ def on_ranks(
 
 
 def check(ends: Sequence[Moved], migration: Migration, *, may_be_torn: bool = False) -> None:
-    """One outcome and one map on all ranks, and content that fits it."""
+    """Check that all ranks have one outcome and one map, and content that fits the map."""
     assert len({(type(end.error), str(end.error)) for end in ends}) == 1, [end.error for end in ends]
     assert all(np.array_equal(end.map_LP, ends[0].map_LP) for end in ends), "the ranks have different maps"
     if isinstance(ends[0].error, TornTransferError):
@@ -87,7 +88,7 @@ def test_the_new_map_holds_and_nothing_is_sent_twice(num_ranks: int) -> None:
 
 
 def faults_of(migration: Migration, kinds: Sequence[str], clean: Sequence[Moved]) -> list[Fault]:
-    """Every kind of fault on every rank at every call of it that the migration makes, or at some of many."""
+    """List faults of each kind on each rank: at the first, the middle and the last call that the migration makes."""
     found = []
     for kind in kinds:
         counted = {"flip_write": "write", "writes_from": "write", "flip_receive": "receive", "late": "clock"}
@@ -218,7 +219,7 @@ def test_a_lost_rank_ends_the_others_within_the_deadline_with_their_slots_untouc
 
 
 def no_vote(self: ExpertTransfer, action: Callable[[], None]) -> None:
-    """Takes part in the vote and goes by its own failure all the same."""
+    """Take part in the vote, but obey only the failure of this rank (wrong)."""
     failure = None
     try:
         action()
@@ -245,7 +246,7 @@ def write_without_reading_back(self: _ChunkOnRank, layer: int, slot: int, conten
 
 
 def stage_in_the_slots(self: _ChunkOnRank) -> None:
-    """Local moves write their slots at once, before anything is sent."""
+    """Write the slots of local moves at once, before anything is sent (wrong)."""
     for index, move in enumerate(self._work.local):
         source = self._read(move.layer, move.source_slot)
         self._headers.append(self._header(move, source))
