@@ -64,7 +64,7 @@ def prompt_of(index: int, length: int) -> list[int]:
 
 
 def asks() -> Iterator[tuple[list[int], dict[str, Any], dict[str, Any]]]:
-    """Greedy and random ones of many lengths; some that ask for more than is captured."""
+    """Yield greedy and random requests of many lengths; some ask for more than is captured."""
     for index in range(12):
         params: dict[str, Any] = {"max_new_tokens": 5 + 7 * index % 19}
         if index % 2:
@@ -93,7 +93,7 @@ def runner_of(harness: Harness) -> GraphRunner:
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sequential", "late"])
 def test_replays_give_what_steps_in_python_give(folders: list[Path], graphs: Any, in_flight: bool) -> None:
-    """Tokens, log-probabilities, routes, to the bit: with padding, and while the next step is in flight."""
+    """Tokens, log-probabilities and routes have the same bits, with padding and while the next step is in flight."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "capture_all", lambda *args: None)
         expected = play(Harness(folders[0], **SMALL))
@@ -198,7 +198,7 @@ def test_windows_with_pages_of_their_own(graphs: Any, tmp_path: Path) -> None:
 
 
 def moved(harness: Harness, map_row: list[int]) -> None:
-    """Put the experts where the map says, weights and tables."""
+    """Move the experts, weights and tables, to their slots by the map."""
     state = harness.scheduler.runner.state
     placement, experts = (
         state.placement,
@@ -216,7 +216,7 @@ def moved(harness: Harness, map_row: list[int]) -> None:
 
 
 def test_a_placement_changes_under_the_recordings(folders: list[Path], graphs: Any) -> None:
-    """Captured anew where its calls change, from experts that lie in order to ones that do not; else in place."""
+    """A step is captured anew only if its calls change: from experts in order of slots to experts in another order."""
     harness = Harness(folders[0], **SMALL)
     expected = play(harness)
     num_experts = harness.scheduler.runner.state.placement.num_logical_experts
@@ -230,7 +230,7 @@ def test_a_placement_changes_under_the_recordings(folders: list[Path], graphs: A
 
 
 def test_a_weight_that_moved_is_noticed(folders: list[Path], graphs: Any) -> None:
-    """Against the promise that addresses stay: the steps are captured anew."""
+    """Steps are captured anew if an address changes, against the promise that addresses stay."""
     harness = Harness(folders[0], **SMALL)
     captured = StandInGraphPool.num_captures
     expected = play(harness)
@@ -240,7 +240,7 @@ def test_a_weight_that_moved_is_noticed(folders: list[Path], graphs: Any) -> Non
 
 
 def move_a_weight(harness: Harness) -> None:
-    """To another address, its old memory overwritten, at a commit."""
+    """Move a weight to another address at a commit, and overwrite its old memory."""
     state = harness.scheduler.runner.state
     head = state.model.lm_head.weight
     old = torch.empty(0, dtype=head.dtype).set_(head)
@@ -312,7 +312,7 @@ def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], graphs: pytest.Mo
 
 
 def test_an_operator_that_waits_ends_the_start(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
-    """Wrong: operators that look at the routes on the host say that they can be captured."""
+    """The operators read the routes on the host, and wrongly claim that they can be captured."""
     graphs.setattr(build, "select_ops", lambda *args: plain_ops().replace(graph_safe=True))
     with pytest.raises(StartupError, match=r"^capturing steps failed: .* give a smaller --cuda-graph-max-bs, or --dis"):
         Harness(folders[0], **SMALL)
@@ -322,7 +322,7 @@ def test_a_cpu_captures_nothing(folders: list[Path]) -> None:
     assert Harness(folders[0], **SMALL).scheduler.runner.graphs is None
 
 
-def test_batch_sizes() -> None:
+def test_batch_sizes_to_capture_grow_up_to_the_largest_batch() -> None:
     assert graph_batch_sizes(1) == [1]
     assert graph_batch_sizes(3) == [1, 2, 3]
     assert graph_batch_sizes(24) == [1, 2, 4, 8, 12, 16, 24]
@@ -334,29 +334,29 @@ def test_batch_sizes() -> None:
 
 
 def stale_routes(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: a capture writes routes into a buffer that a replay does not read."""
+    """Make captures write routes into a buffer that no replay reads (wrong)."""
     begin = RoutedExpertsCapturer.begin_step_in
     patch.setattr(RoutedExpertsCapturer, "begin_step_in", lambda self, rows: begin(self, torch.empty_like(rows)))
 
 
 def padding_not_filled(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: rows beyond the step's keep what an earlier, larger step had there."""
+    """Keep the content of an earlier, larger step in the rows beyond the current step (wrong)."""
     patch.setattr(GraphBuffers, "_pad", lambda self, first: setattr(self, "_num_real", first))
 
 
 def outputs_not_copied(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: what leaves the runner is overwritten by the next replay."""
+    """Return buffers instead of copies, so that the next replay overwrites outputs (wrong)."""
     patch.setattr(graph_runner, "_owned", lambda buffer, count: buffer[:count])
 
 
 def too_small_a_graph(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: the next smaller size is taken."""
+    """Choose the graph of the next smaller batch size (wrong)."""
     bisect = graph_runner.bisect_left
     patch.setattr(graph_runner, "bisect_left", lambda sizes, count: max(bisect(sizes, count) - 1, 0))
 
 
 def planned_once(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: attention is planned before the capture alone."""
+    """Plan attention only before the capture (wrong)."""
     plan = _CapturedCpuBackend.plan
 
     def first(self: _CapturedCpuBackend, batch: Any) -> None:
@@ -368,7 +368,7 @@ def planned_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def inputs_replaced(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: the step's tensors take the place of the buffers."""
+    """Replace the captured buffers by the step's tensors (wrong)."""
     fill = GraphBuffers.fill
 
     def replaced(self: GraphBuffers, batch: Any) -> None:
@@ -380,7 +380,7 @@ def inputs_replaced(patch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of_others(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: rows sample with the temperatures and seeds of the rows that came first."""
+    """Sample all rows with the temperatures and seeds of the first batch (wrong)."""
     takes = GraphRunner._takes
 
     def taken(self: GraphRunner, info: Any) -> bool:
@@ -391,7 +391,7 @@ def settings_of_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def positions_of_the_capture(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: every token is drawn by the number of the first position."""
+    """Draw every token with the number of the first position (wrong)."""
     patch.setattr(GraphBuffers, "fill_positions", lambda self, positions: None)
 
 
@@ -408,7 +408,10 @@ WRONG = [
 
 
 def is_right(folder: Path, expected: list[tuple]) -> bool:
-    """Without a prefix cache slots of KV are soon another request's."""
+    """Tell whether an engine without a prefix cache gives the expected results.
+
+    Without that cache, slots of KV are soon reused by another request.
+    """
     try:
         return play(Harness(folder, **SMALL, disable_radix_cache=True)) == expected
     except (AssertionError, IndexError, KeyError, RuntimeError, ValueError):

@@ -1,7 +1,7 @@
-"""A turn of the loop waits for nothing of the device but the results of the step that it finishes.
+"""A turn of the loop waits for the device only to get the results of the step that it finishes.
 
-Engines on a device that is played (`tests/device_stand_in.py`) against engines on the CPU: the same operators, so
-everything that leaves them is the same, bit for bit.  Calls that do wait are listed, too.
+Engines on a stand-in of a device (`tests/device_stand_in.py`) run the same operators as engines on the CPU.  Their
+outputs have the same bits.  Calls that do wait are listed, too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def facts(result: Result) -> tuple:
 
 
 def generate(harness: Harness, kinds: list[str]) -> list[tuple]:
-    """Requests of all kinds at once, in chunks, in a pool so small that some are retracted; then a prefix hit."""
+    """Run requests of all kinds at once, in chunks and with retractions in a small pool; then a prefix hit."""
     for prompt in PROMPTS:
         for kind in kinds:
             params, fields = (WITHOUT_WAITING | WITH_WAITING)[kind]
@@ -80,7 +80,10 @@ def generate(harness: Harness, kinds: list[str]) -> list[tuple]:
 
 
 def on_the_cpu(folder: Path, kinds: list[str], *, overlaps: bool = True) -> list[tuple]:
-    """By the same loop: in another one batches differ, and on plain torch with them the last bits."""
+    """Run the requests on the CPU, by the same loop.
+
+    Another loop makes other batches, which change the last bits on plain torch.
+    """
     settings = SETTINGS | {"disable_native_kernels": True, "disable_overlap_schedule": not overlaps}
     return generate(Harness(folder, **settings), kinds)
 
@@ -101,7 +104,7 @@ def test_no_turn_waits_and_everything_is_the_same(folder: Path, kinds: list[str]
 
 
 class PlainRowsSampler(TorchSampler):
-    """Takes the short way for plain rows, as the sampler of CUDA devices does."""
+    """A sampler that takes the short way for plain rows, as the sampler of CUDA devices does."""
 
     def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
         device = logits_NV.device
@@ -111,7 +114,7 @@ class PlainRowsSampler(TorchSampler):
 
 
 def test_plain_rows_come_without_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made anew whenever a request joins or leaves, behind a forward that is under way."""
+    """Plain rows are made anew, behind a running forward, whenever a request joins or leaves."""
     monkeypatch.setattr(build, "select_sampler", lambda *_: PlainRowsSampler())
     want = on_the_cpu(folder, ["greedy", "random"])
     with stand_in_device() as device:
@@ -121,7 +124,7 @@ def test_plain_rows_come_without_waiting(folder: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", WITH_WAITING)
-def test_what_waits(folder: Path, kind: str) -> None:
+def test_kinds_of_requests_that_wait_for_the_device_are_listed(folder: Path, kind: str) -> None:
     want = on_the_cpu(folder, [kind])
     with stand_in_device() as device:
         harness = device_engine(folder, **SETTINGS)
@@ -141,8 +144,11 @@ def test_without_overlap_a_step_waits_for_its_own_results(folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_family_waits(family: str, tmp_path: Path) -> None:
-    """Latent attention, windows, sinks, recurrent states: outside of their operators, of which nothing is seen."""
+def test_no_model_family_waits_for_the_device(family: str, tmp_path: Path) -> None:
+    """Latent attention, windows, sinks and recurrent states do not wait outside of their operators.
+
+    The stand-in does not look inside an operator.
+    """
     folder = family_checkpoint(tmp_path / "model", family, 1, torch.float32)
     settings = {"enable_return_routed_experts": family in with_experts(), "chunked_prefill_size": 8}
     on_cpu = Harness(folder, disable_native_kernels=True, disable_overlap_schedule=False, **settings)
@@ -154,7 +160,7 @@ def test_no_family_waits(family: str, tmp_path: Path) -> None:
 
 
 def in_the_midst(harness: Harness) -> list[tuple]:
-    """Pauses in both modes, and an abort, each while a step is in flight."""
+    """Pause in both modes, and abort, each while a step is in flight; return the results."""
     rids = [harness.submit(prompt, params={"max_new_tokens": 30}) for prompt in PROMPTS]
     for mode in ("in_place", "retract"):
         for _ in range(5):
@@ -184,7 +190,7 @@ def test_pauses_and_aborts_wait_for_the_step_in_flight_alone(folder: Path) -> No
 
 
 def lengths_from_the_device(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: attention is planned by lengths that it reads on the device."""
+    """Plan attention by lengths that are read on the device (wrong)."""
     plan = torch_native._plan_decode
 
     def planned(batch: Any, dtype: torch.dtype) -> Any:
@@ -195,18 +201,18 @@ def lengths_from_the_device(patch: pytest.MonkeyPatch) -> None:
 
 
 def from_pageable_memory(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: what a step needs is sent as it lies."""
+    """Send a step's inputs from pageable memory (wrong)."""
     for module in (host_copy, kv_pool, input_builder, torch_sampler):
         patch.setattr(module, "to_device", lambda tensor, device: tensor.to(device, non_blocking=True))
 
 
 def blocking_results(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: results are brought at once."""
+    """Copy results to the host at once (wrong)."""
     patch.setattr(HostCopies, "copy", lambda self, tensor: tensor.cpu())
 
 
 def looks_at_a_token(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: a sampler that branches on what it sampled."""
+    """Make the sampler branch on the tokens that it sampled (wrong)."""
     sample = TorchSampler.sample
 
     def sampled(self: TorchSampler, *args: Any) -> Any:
@@ -218,7 +224,7 @@ def looks_at_a_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def picks_by_a_mask(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: the rows of the decoding requests are picked by a mask."""
+    """Select the rows of logits by a mask (wrong)."""
     built = input_builder._with_extends
 
     def with_mask(*args: Any) -> Any:
@@ -230,7 +236,7 @@ def picks_by_a_mask(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_of_the_device(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: a request's slots are read in the table on the device."""
+    """Read a request's slots in the table on the device (wrong)."""
     patch.setattr(CacheManager, "slots", lambda self, req, start, end: self.pool.table[req.pool_index, start:end].cpu())
 
 
@@ -251,7 +257,7 @@ def test_a_wait_is_noticed(
 
 @pytest.mark.mutant
 def test_results_that_are_read_too_early_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: the results of a step are read without its event."""
+    """A wrong engine reads the results of a step without its event."""
     want = on_the_cpu(folder, ["greedy"])
     monkeypatch.setattr(HostCopies, "wait", lambda self, wait_for: None)
     with stand_in_device(), pytest.raises((AssertionError, IndexError)):  # garbage is no slot and no token

@@ -72,7 +72,10 @@ def test_the_judge_is_right_and_routers_are_decisive(worlds: dict[int, World], s
 
 
 def least_margin(world: World, ids: list[int]) -> float:
-    """Smallest gap between logits of neighbours in a router's order, down to the first expert that was not chosen."""
+    """Return the smallest gap between neighbouring logits in any router's order.
+
+    The order ends with the first expert that was not chosen.
+    """
     gaps = []
 
     def look(router: TopKRouter, residual: torch.Tensor, hidden: torch.Tensor, norm: Any, *rest: Any) -> Any:
@@ -97,7 +100,7 @@ def test_tokens_are_scattered_where_they_should_be(engine: ParallelHarness, case
 # --- what a step is made of -------------------------------------------------------------------------------------------
 
 
-def test_uneven_splits(engine: ParallelHarness, world: World) -> None:
+def test_routes_are_right_for_tokens_that_split_unevenly_over_ranks(engine: ParallelHarness, world: World) -> None:
     """Odd and even numbers of tokens together, and a decode batch that shrinks to one."""
     wanted = {}
     for number, (length, count) in enumerate([(1, 9), (2, 1), (3, 4), (5, 7), (7, 2), (16, 5), (33, 3), (64, 1)]):
@@ -174,7 +177,7 @@ def test_aborts_while_decoding_and_while_waiting(engine: ParallelHarness, world:
 # --- settings of their own --------------------------------------------------------------------------------------------
 
 
-def test_chunked_prefill(case: tuple[str, World]) -> None:
+def test_routes_are_right_for_prompts_in_chunks(case: tuple[str, World]) -> None:
     layout, world = case
     prompts = [world.prompt(100 + number, length) for number, length in enumerate((40, 3, 17, 64, 1, 22))]
     with world.engine(layout, chunked_prefill_size=7) as harness:
@@ -208,7 +211,7 @@ def test_redundant_experts_in_moved_slots(case: tuple[str, World]) -> None:
         assert finished(harness, world, submit_all(harness, prompts)) == []
 
 
-def test_everything_at_once(case: tuple[str, World]) -> None:
+def test_routes_of_random_histories_on_moved_experts_are_right(case: tuple[str, World]) -> None:
     """Random requests, ranks, starts and aborts on moved experts, in small chunks and too little memory."""
     layout, world = case
     random = np.random.default_rng(world.seed)

@@ -1,6 +1,6 @@
-"""Mistakes that an engine of several ranks could make with its routes, each made once: the judge must object.
+"""Mistakes that an engine of several ranks could make with its routes, each made once: the comparison must notice.
 
-The comparison is that of `test_parallel_routes.py`.
+`test_parallel_routes.py` makes the comparison.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def by_slice(rows_TLK: torch.Tensor, ranks: Communicator) -> list[torch.Tensor]:
 
 
 def in_another_order(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    """Wrong: the last rank's slice comes first."""
+    """Join the slices in reverse order of ranks (wrong)."""
     return torch.cat(by_slice(rows_TLK, ranks)[::-1])
 
 
 def with_padding(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    """Wrong: slices are padded to equal length for the gather, and the padding stays among the rows."""
+    """Extend slices to equal length for the gather, and leave the padding among the rows (wrong)."""
     longest = max(share_sizes(len(rows_TLK), ranks.size))
     return torch.cat([resized(part, longest) for part in by_slice(rows_TLK, ranks)])[: len(rows_TLK)]
 
 
 def with_other_sizes(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    """Wrong: every slice is taken to have `count // ranks` rows, and the last one the rest."""
+    """Take every slice to have `count // ranks` rows, and the last slice the rest (wrong)."""
     sizes = [len(rows_TLK) // ranks.size] * ranks.size
     sizes[-1] += len(rows_TLK) - sum(sizes)
     return torch.cat([resized(part, size) for part, size in zip(by_slice(rows_TLK, ranks), sizes)])
 
 
 def own_slice_only(rows_TLK: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    """Wrong: every rank fills in its own rows, and no rank gathers."""
+    """Fill in only the rows of this rank, and gather nothing (wrong)."""
     return torch.cat([part * (rank == ranks.rank) for rank, part in enumerate(by_slice(rows_TLK, ranks))])
 
 
@@ -69,7 +69,7 @@ def resized(part: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def all_kinds(world: World, layout: str) -> list[str]:
-    """Objections to a run with prompts of odd lengths on all ranks, on moved experts."""
+    """Run prompts of odd lengths on all ranks, on moved experts, and list the wrong records."""
     with world.engine(layout, **world.moved(layout)) as harness:
         prompts = [world.prompt(300 + number, length) for number, length in enumerate((9, 13, 3, 1))]
         return finished(harness, world, submit_all(harness, prompts))
