@@ -68,7 +68,7 @@ def _ids(seed: int, length: int = LENGTH) -> list[int]:
 
 
 def _ours(model: DecoderForCausalLM, ids: list[int], backend: str) -> StepOutput:
-    """A prefill in two chunks, then token by token."""
+    """Run a prefill in two chunks, then decode token by token."""
     harness, half = ForwardHarness(model, backend=backend), len(ids) // 2
     steps = [harness.step({0: ids[: half // 2]})[0], harness.step({0: ids[half // 2 : half]})[0]]
     steps += [harness.step(decodes={0: token})[0] for token in ids[half:]]
@@ -76,7 +76,7 @@ def _ours(model: DecoderForCausalLM, ids: list[int], backend: str) -> StepOutput
 
 
 def _theirs(model: Any, ids: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Log-probabilities [T, V]; by MoE layer the router's weights of all chosen experts, and their ids, best first."""
+    """Return log-probabilities [T, V], and by MoE layer the ids of the chosen experts [T, K], best first."""
     chosen: list[torch.Tensor] = []
 
     def note(module: Any, args: Any, output: Any) -> None:
@@ -102,7 +102,7 @@ def _best_first(config: ModelConfig, routes_TLK: torch.Tensor, chosen: list[torc
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
-def test_parity_with_transformers(case: tuple[str, int, Path], compiled: bool) -> None:
+def test_log_probabilities_and_routes_agree_with_transformers(case: tuple[str, int, Path], compiled: bool) -> None:
     name, seed, path = case
     ids, theirs = _ids(seed), family_model(name, seed)
     ops, backend = (native_ops(), "native_cpu") if compiled else (plain_ops(), "torch_native")

@@ -1,4 +1,4 @@
-"""The fields that are read of the configurations of Qwen3-Next and Qwen3.5."""
+"""Configurations of Qwen3-Next and Qwen3.5: the fields that are read and the ones that are refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_text_model_of_one_that_sees(architecture: str) -> None:
     assert alone.layers[0].attention == replace(DELTA, merged_by_key_head=False)
 
 
-def test_a_longer_context() -> None:
+def test_the_yarn_scaling_of_a_longer_context_is_read() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e7, "factor": 4.0, "original_max_position_embeddings": 128}
     config = model_config_from_dict({**NEXT, "rope_scaling": rope})
     rotary = config.layers[3].attention.rotary
@@ -99,6 +99,6 @@ def test_a_longer_context() -> None:
         ({"linear_num_value_heads": 3}, "3 linear value heads are not a multiple of 2 key heads"),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+def test_an_unsupported_or_contradictory_setting_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         model_config_from_dict({**NEXT, **change})

@@ -42,7 +42,7 @@ from tests.scheduler_harness import Harness
 LATENT = ["deepseek_v3", "deepseek_v3, Moonlight", "deepseek_v3, all sparse", "glm4_moe_lite"]
 IDS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
-# Of the published config.json what says something about the model.
+# The fields of the published config.json that describe the model.
 DEEPSEEK_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -179,7 +179,7 @@ def _attention(config: ModelConfig) -> LatentAttentionSpec:
     ],
     ids=["DeepSeek-V3", "Kimi-K2", "Moonlight", "GLM-4.7-Flash"],
 )
-def test_published_configurations(
+def test_fields_of_published_configurations_are_read(
     raw: dict[str, Any], dense: int, experts: int, shared: int, ignored: tuple[str, ...], token_bytes: int
 ) -> None:
     config = model_config_from_dict(raw)

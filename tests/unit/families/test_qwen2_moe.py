@@ -41,7 +41,7 @@ QWEN2_MOE: dict[str, Any] = {
 
 
 def test_keys_that_published_qwen2_moe_checkpoints_have() -> None:
-    """The keys are Qwen/Qwen1.5-MoE-A2.7B's; its window is of no effect, as it says."""
+    """The keys are Qwen/Qwen1.5-MoE-A2.7B's; its window has no effect, because the file switches it off."""
     config = model_config_from_dict(QWEN2_MOE)
     rotary = RotarySpec(dim=128, theta=1000000.0)
     attention = AttentionSpec(num_heads=16, num_kv_heads=16, head_dim=128, rotary=rotary, qkv_bias=True)

@@ -25,7 +25,7 @@ def settings(words: list[str]) -> ServerArgs:
     return server_args_from_namespace(parser.parse_args(words))
 
 
-def test_flags_of_torchrl(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flags_that_torchrl_passes_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     argv = "--model-path m --host 127.0.0.1 --port 4000 --tp-size 2 --dp-size 1 --base-gpu-id 0 --disable-cuda-graph"
     args = settings(serve_words([*argv.split(), "--disable-custom-all-reduce"]))
     assert (args.model_path, args.port, args.tp_size, args.disable_cuda_graph) == ("m", 4000, 2, True)
