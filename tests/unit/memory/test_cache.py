@@ -94,7 +94,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 RadixMachine.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)
-test_radix_cache = RadixMachine.TestCase
+test_the_radix_cache_keeps_its_invariants = RadixMachine.TestCase
 
 
 def test_locked_prefix_survives_eviction_and_retirement() -> None:
@@ -133,7 +133,7 @@ def test_heap_of_stale_entries_stays_bounded() -> None:
 
 
 def detached() -> int:
-    """Bytes of tokens and slots of nodes that are in no tree."""
+    """Return the bytes of tokens and slots in nodes that are in no tree."""
     gc.collect()
     nodes = [x for x in gc.get_objects() if type(x) is RadixNode and x.parent is None]
     return sum(node.tokens.nbytes + node.slots.nbytes for node in nodes)

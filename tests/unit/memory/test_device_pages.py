@@ -85,7 +85,7 @@ def machine(libraries: tuple[ctypes.CDLL, ctypes.CDLL]) -> Iterator[Machine]:
 
 
 def faults(tensor: torch.Tensor) -> bool:
-    """Return whether reading the tensor's first byte would end the process, as the system says of it."""
+    """Ask the system whether reading the tensor's first byte would end the process."""
     reader, writer = os.pipe()
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -247,14 +247,14 @@ def test_what_lies_beside_the_weights_stays(
 
 
 class _ForgetsGaps(DevicePages):
-    """Pages that take the memory beside the weights for unused."""
+    """Pages that take the memory next to the weights for unused."""
 
     def _copied(self, gap: range) -> bytes:
         return bytes(len(gap))
 
 
 class _KeepsMemory(DevicePages):
-    """Nothing goes back."""
+    """Pages that give no memory back."""
 
     def discard(self, spans) -> None:  # type: ignore[no-untyped-def]
         pass

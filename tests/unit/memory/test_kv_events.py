@@ -384,7 +384,7 @@ def test_a_config_that_cannot_work_is_refused_at_start(config: object, message: 
     assert str(error.value).startswith("--kv-events-config") and "\n" not in str(error.value)
 
 
-def test_configs_that_work() -> None:
+def test_accepted_event_configs_give_their_settings() -> None:
     assert ServerArgs(kv_events_config=json.dumps({"publisher": "null", "endpoint": "tcp://*:1"})).kv_events is None
     assert ServerArgs(kv_events_config='{"enable_kv_cache_events": false}').kv_events is None
     assert ServerArgs().kv_events is None and ServerArgs(kv_events_config="").kv_events is None

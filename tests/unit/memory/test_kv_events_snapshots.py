@@ -1,4 +1,4 @@
-"""KV events of models with recurrent layers or windows: stored is what a request can go on from."""
+"""KV events of models with recurrent layers or windows: a stored block is one from whose end a request can go on."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def test_a_prompt_is_stored_as_far_as_the_next_request_finds_it(
 
 
 def traffic(router: Router, requests: int) -> tuple[int, int]:
-    """Conversations that go on and branch.  How many found exactly what was stored, and found anything.
+    """Play conversations that go on and branch; count the requests that found a whole stored path, and any prefix.
 
-    What a request that goes on from the end of a stored path finds is what is stored.  One that leaves it earlier finds
-    the snapshot before, if there is one.
+    A request that goes on from the end of a stored path finds the whole path.  A request that leaves the path earlier
+    finds the last snapshot before that place, if there is one.
     """
     granularity = router.harness.scheduler.cache.granularity
     conversations, exact, hits = [router.prompt(80)], 0, 0
@@ -112,7 +112,7 @@ def traffic(router: Router, requests: int) -> tuple[int, int]:
 @pytest.mark.parametrize("rows", ["many", "few"])
 @pytest.mark.parametrize("family", STORED)
 def test_requests_find_what_the_events_say(folders: dict[str, Path], tap: Tap, family: str, rows: str) -> None:
-    """C7: snapshots that were dropped as the least recently used are told, too, as are evicted tokens."""
+    """C7: events report evicted tokens, and also snapshots that were dropped as the least recently used."""
     few = {"max_running_requests": 2, "max_total_tokens": 900}
     few |= {"max_state_rows": 5} if family == "qwen3_next" else {"chunked_prefill_size": 128}
     router = Router(tap, folders[family], **(few if rows == "few" else {}))

@@ -1,4 +1,4 @@
-"""Pins of sessions: what is kept from eviction, what gives way to what, and that everything always runs."""
+"""Pins of sessions: they keep prefixes from eviction, give way in a fixed order, and never stop a request."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def engine(folder: Path, **settings: Any) -> Harness:
 
 
 def turn(harness: Harness, prompt: list[int], session_id: str | None = None, new_tokens: int = 4) -> int:
-    """Cached tokens of one request that runs alone."""
+    """Run one request alone, and return how many of its tokens were cached."""
     (result,) = harness.generate([prompt], {"max_new_tokens": new_tokens}, session_id=session_id)
     assert result.finished is not None and result.finished.reason.type == "length"
     harness.scheduler.cache.check()
@@ -138,7 +138,7 @@ def turn(harness: Harness, prompt: list[int], session_id: str | None = None, new
 
 
 def flood(harness: Harness) -> None:
-    """More prompts of others than the pool holds."""
+    """Run more prompts of other clients than the pool can hold."""
     for first in range(3, 3 + 2 * POOL // 20):
         turn(harness, [first] * 20)
 
@@ -228,7 +228,7 @@ def test_a_commit_and_a_flush_end_all_pins(folders) -> None:
     assert turn(harness, prompt_of(1), "mine") == 0
 
 
-def test_a_pin_expires(folders) -> None:
+def test_a_pin_expires_after_its_timeout(folders) -> None:
     harness = engine(folders[0], session_pin_timeout=0.05)
     turn(harness, prompt_of(1), "mine")
     time.sleep(0.06)
@@ -238,7 +238,7 @@ def test_a_pin_expires(folders) -> None:
 
 @pytest.mark.parametrize("chunk", [-1, 16])
 def test_pins_change_no_token(folders, chunk: int) -> None:
-    """Sessions in turns, in a pool that is too small for them: everything runs, and says what it says alone."""
+    """Sessions take turns in a pool that is too small for them: each request gets the tokens that it gets alone."""
     rng = random.Random(chunk)
     prompts = {f"s{i}": [i + 1, *(rng.randrange(1, 60) for _ in range(10))] for i in range(8)}
     alone = engine(folders[0], session_pin_fraction=0.0, max_total_tokens=4096)

@@ -73,7 +73,7 @@ def first_record(counts: list[int]) -> int:
 
 
 def alone(folder: Path) -> tuple[int, int, int]:
-    """A seed, the token whose mask is larger than all before it, and the size of that mask."""
+    """Return a seed, the token whose mask is larger than all masks before it, and the size of that mask."""
     for seed in range(20):
         (whole,) = harness_of(folder).generate(
             [PROMPT], params=SAMPLED | {"sampling_seed": seed}, return_sampling_mask=True
@@ -96,7 +96,7 @@ def run_to(harness: Harness, rid: str, length: int) -> None:
 
 
 def others(harness: Harness, count: int = 20) -> list[list[int]]:
-    """Answers to requests that have nothing to do with the first one, one after the other."""
+    """Run unrelated requests, one after the other, and return their tokens."""
     rng = random.Random(1)
     prompts = [[rng.randrange(300) for _ in range(12)] for _ in range(count)]
     return [result.token_ids for result in harness.generate(prompts, params={"max_new_tokens": 8})]
@@ -112,7 +112,7 @@ def come_back_after_a_flush(harness: Harness, _: Path) -> None:
 
 
 def come_back_after_a_commit(harness: Harness, folder: Path) -> None:
-    """The same weights again: the tokens stay what they are."""
+    """Retract all requests, load the same weights again, which keeps the tokens equal, and continue."""
     assert harness.control(PauseGenerationReqInput, mode="retract").success
     assert harness.control(UpdateWeightsFromDiskReqInput, model_path=str(folder), weight_version="same").success
     assert harness.control(ContinueGenerationReqInput).success
@@ -262,7 +262,7 @@ def test_rows_of_states_and_of_the_slot_table_that_leave_a_place_where_they_are_
 
 
 def old_length(req: Req) -> int:
-    """The mistake of before: a token of the tree that the record does not cover."""
+    """Count a token of the tree that the record does not cover (an earlier mistake)."""
     return min(req.device_len, req.num_tokens - bool(req.output_ids))
 
 
@@ -343,7 +343,7 @@ def test_what_follows_the_commit_of_a_continue_does_not_turn_it_into_a_failure(
 
 
 def flat_checkpoint(source: Path, folder: Path) -> Path:
-    """The same model, but for logits that are nearly equal: the masks of `top_p` are nearly the vocabulary."""
+    """Copy the model, with nearly equal logits: the masks of `top_p` then hold nearly the whole vocabulary."""
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] *= 0.01

@@ -77,7 +77,7 @@ class Machine(RuleBasedStateMachine):
                     self.note(row)
 
     def take(self, drops: bool, but: Collection[int]) -> int | None:
-        """Checks which one goes."""
+        """Take a row, and check that the least recently used one is dropped."""
         may_go = [row for row, node in self.kept().items() if row not in but and node.pin_count == 0]
         had_free = self.rows.num_free > 0
         row = self.rows.take(drops=drops, but=but)

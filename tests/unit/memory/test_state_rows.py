@@ -36,7 +36,7 @@ def operands_of(states: StateRows, sequence: CachedSequence, start: int, count: 
 
 
 def kept(rows: SnapshotRows, cache: RadixCache, tokens: list[int], position: int) -> int:
-    """A prefix in the tree with a snapshot; its row."""
+    """Insert a prefix with a snapshot into the tree, and return the row of the snapshot."""
     array = torch.tensor(tokens).numpy()
     node, _ = cache.insert(SPACE, array, cache._allocator.alloc(len(tokens)))
     row = rows.take(drops=False)
@@ -66,7 +66,7 @@ def test_a_snapshot_that_a_request_begins_from_is_not_dropped_in_that_step() -> 
     states.check()
 
 
-def test_rows_come_back() -> None:
+def test_the_rows_of_an_ended_sequence_are_free_again() -> None:
     rows: Any = SnapshotRows(8, 5)
     states = StateRows(rows, 4, keeps_prefixes=True)
     sequence = sequence_in(0)

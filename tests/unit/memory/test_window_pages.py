@@ -1,4 +1,4 @@
-"""Pages of windows under the real planner: whatever is read was written for that very prefix, and no page is lost."""
+"""Pages of windows under the real planner: every read finds KV of its own prefix, and no page is lost."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_page_that_is_read_stays_when_others_need_pages() -> None:
     assert again.cached_len == 0, "the least recently used page goes once nobody reads it"
 
 
-def test_sizes() -> None:
+def test_sizes_of_windows_follow_the_largest_window() -> None:
     kept = [FullKV(8, 64), WindowKV(8, 64, 128), WindowKV(8, 64, 100)]
     limits = {"context_length": 4096, "step_tokens": 2048, "max_running_requests": 10}
     sizes = window_sizes(kept, **limits)
