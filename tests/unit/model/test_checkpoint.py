@@ -83,7 +83,7 @@ def test_tokenizer_round_trips_any_text_and_has_a_chat_template(tmp_path: Path) 
     assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nWhat is 2 + 2?\nassistant\n"
 
 
-def test_routers_are_decisive(tmp_path: Path) -> None:
+def test_routers_of_written_checkpoints_choose_decisively(tmp_path: Path) -> None:
     """The gap between the last chosen and the first rejected expert is mostly far above bfloat16 noise."""
     tensors = logical_tensors(make_checkpoint(tmp_path / "model"))
     hidden = torch.randn(500, 256, generator=torch.Generator().manual_seed(0))
@@ -264,7 +264,7 @@ OTHER_FILES = (
 
 
 def _with_others(folder: Path, names: Iterable[str] = OTHER_FILES) -> Path:
-    """Beside the model, what other tools and training runs leave: the same tensors again, and tensors of no model."""
+    """Add files that other tools and training runs leave: the same tensors again, and tensors of no model."""
     whole = logical_tensors(folder)
     for name in names:
         content = whole if name.startswith("consolidated") else {"base_model.v_head.weight": torch.full((1,), 7.0)}
@@ -291,7 +291,7 @@ def test_shards_without_an_index_are_found_by_their_names(sharded: Path, names: 
 
 
 def test_an_index_says_which_files_count(sharded: Path) -> None:
-    """B9: also beside a file that would count without it."""
+    """B9: also next to a file that would count without the index."""
     tensors = logical_tensors(sharded)
     _with_others(sharded)
     save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, sharded / "model.safetensors")

@@ -1,6 +1,6 @@
-"""Whole models on the functions that CUDA tensors get, interpreted on the CPU; and that every kernel compiles.
+"""Whole models on the functions for CUDA tensors, interpreted on the CPU; and every kernel compiles.
 
-Judged by the same model on plain torch, in float32.
+The reference is the same model on plain torch, in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPILE_TIMEOUT_S = 1800.0
 
 
 def _steps(model: DecoderForCausalLM) -> list[StepOutput]:
-    """Two prompts, then the rest of one beside a token of the other, then a token of each."""
+    """Run two prompts, then the rest of one with a token of the other, then a token of each."""
     harness = ForwardHarness(model, max_requests=2, max_context=32)
     steps = [
         harness.step({0: [5, 17, 300, 2], 1: [9, 9]}),
@@ -39,7 +39,7 @@ def _steps(model: DecoderForCausalLM) -> list[StepOutput]:
 
 
 def difference(ops: Ops, path: Path) -> float:
-    """Largest one of log-probabilities; infinite where a route is another."""
+    """Return the largest difference of log-probabilities, or infinity if a route differs."""
     ours, theirs = (_steps(load_tiny(path, torch.float32, ops=each)) for each in (ops, plain_ops()))
     if not all(torch.equal(a.routes, b.routes) for a, b in zip(ours, theirs, strict=True)):
         return float("inf")

@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def redundant(num_layers: int) -> ExpertLocationMetadata:
-    """12 slots for 8 experts, another map in each layer; on 1, 2 and 4 ranks no expert is twice on one."""
+    """Return maps of 8 experts to 12 slots, another in each layer; of 1, 2 or 4 ranks none holds an expert twice."""
     row = torch.tensor([7, 2, 5, 0, 3, 6, 1, 4, 2, 5, 7, 0])
     return ExpertLocationMetadata(torch.stack([(row + layer) % 8 for layer in range(num_layers)]), 8)
 
@@ -65,7 +65,7 @@ def test_a_layout_changes_no_result(folders: dict[str, Path], kind: str, backend
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 1, 1), (4, 2, 1), (4, 4, 1)])
-def test_a_dense_model(folders: dict[str, Path], sizes: Sizes) -> None:
+def test_a_dense_model_gives_the_same_on_several_ranks(folders: dict[str, Path], sizes: Sizes) -> None:
     found = several_ranks(folders["dense"], layout_of(sizes), MIXED)
     assert largest_difference(found, one_rank(folders["dense"], MIXED)) < 1e-10
 

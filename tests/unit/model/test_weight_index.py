@@ -39,7 +39,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _empty_model(folder: Path, placement: ExpertPlacement | None = None) -> DecoderForCausalLM:
-    """Every byte of every parameter is NaN, so that a place that was not written shows."""
+    """Build a model whose every parameter is NaN, so that a place that was not written shows."""
     config = load_model_config(folder)
     placement = placement or trivial_placement(config)
     model = DecoderForCausalLM(config, torch.float32, "cpu", placement, plain_ops())
@@ -59,7 +59,7 @@ def _all_written(model: DecoderForCausalLM) -> bool:
 
 
 def _fused(tensors: dict[str, torch.Tensor], num_experts: int) -> dict[str, torch.Tensor]:
-    """The form of transformers 5: experts of a layer in two tensors."""
+    """Convert the tensors to the form of transformers 5: the experts of a layer in two tensors."""
     result = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for prefix in {name.split(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}:
         gate, up, down = (
@@ -174,13 +174,15 @@ def test_an_untied_head_is_a_tensor_of_its_own(tmp_path: Path) -> None:
         ("lm_head.weight", (321, 48), ShapeMismatchError),
     ],
 )
-def test_split_refuses(tmp_path: Path, name: str, shape: tuple[int, ...], error: type[Exception]) -> None:
+def test_split_refuses_an_unknown_name_or_shape(
+    tmp_path: Path, name: str, shape: tuple[int, ...], error: type[Exception]
+) -> None:
     weights = _empty_model(tiny_checkpoint(tmp_path / "model", "moe", 0)).weights
     with pytest.raises(error, match=name.replace(".", r"\.")):
         weights.split(TensorMeta(name, torch.float32, shape))
 
 
-def test_write_never_broadcasts(tmp_path: Path) -> None:
+def test_write_never_broadcasts_a_smaller_tensor(tmp_path: Path) -> None:
     weights = _empty_model(tiny_checkpoint(tmp_path / "model", "moe", 0)).weights
     for source in (torch.ones(()), torch.ones(1), torch.ones(48, 1)):
         with pytest.raises(ShapeMismatchError):
@@ -254,7 +256,7 @@ class FirstPlaceOnly(WeightIndex):
 
 
 def refreshed_after_a_move(folders: tuple[Path, Path], weights: Callable[[DecoderForCausalLM], LogicalWeights]) -> bool:
-    """Start under one placement, adopt another, refresh; whether all slots then hold what the new placement says."""
+    """Start under one placement, adopt another, refresh; return whether all slots follow the new placement."""
     placement = moved(REPLICATED)
     model = load_tiny(folders[0], F64, placement)
     index = weights(model)

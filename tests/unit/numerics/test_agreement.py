@@ -1,6 +1,7 @@
 """A Hugging Face model under engine numerics agrees with an engine bit for bit, and has the gradients of the model.
 
-Real schedulers sample, in chunks, in batches, after prefix hits.  Every check is also made of something wrong.
+Real schedulers sample, in chunks, in batches, after prefix hits.  Every check is also made with a mistake, which it
+must notice.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def test_an_engine_of_float32_agrees_too(served: Served) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_at_other_temperatures(served: Served, temperature: float) -> None:
+def test_engine_numerics_agree_at_other_temperatures(served: Served, temperature: float) -> None:
     asks, facts = sampled(served.folder, 12, temperature=temperature)
     model = served.model()
     with use_engine_numerics(model) as numerics:
@@ -127,7 +128,7 @@ def test_after_steps_of_an_optimiser(served: Served, tmp_path: Path) -> None:
         assert disagreements(model, numerics, *sampled(tmp_path / "m", 12)) == []
 
 
-def test_plain_transformers_disagree(served: Served) -> None:
+def test_transformers_without_engine_numerics_disagrees(served: Served) -> None:
     model = served.model()
     with use_engine_numerics(model) as numerics:
         disagreements(model, numerics, *served.samples)
@@ -138,7 +139,7 @@ def test_plain_transformers_disagree(served: Served) -> None:
 
 
 def one_ulp(out: torch.Tensor) -> torch.Tensor:
-    """With the middle row the least bit larger."""
+    """Make the middle row larger by the last bit."""
     row = out[out.shape[0] // 2]
     row.copy_(torch.nextafter(row, row.new_tensor(torch.inf)))
     return out
@@ -173,7 +174,7 @@ def test_one_bit_in_one_operator_is_noticed(served: Served, name: str, monkeypat
 
 
 def detached(operator: Operator, position: int) -> Operator:
-    """The operator without the gradient of one of its arguments."""
+    """Return the operator without the gradient of one of its arguments."""
     rule = operator.gradient
     assert rule is not None
     formula = rule.form or operator.plain

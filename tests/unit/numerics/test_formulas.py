@@ -113,7 +113,7 @@ def written_out(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention, one query of one head at a time."""
+    """Compute attention, one query of one head at a time."""
     out, first = [], 0
     for length in batch.extend_lens:
         for t in range(first, first + length):
@@ -130,7 +130,7 @@ def written_out(
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("wrong", [False, True])
-def test_gradients_of_attention(kind: str, wrong: bool) -> None:
+def test_gradients_of_attention_agree_with_attention_written_out(kind: str, wrong: bool) -> None:
     layer, options = LAYERS[kind]
     native_ops()
     lengths = [4, 1, T - 5]

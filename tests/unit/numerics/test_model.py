@@ -1,4 +1,4 @@
-"""`use_engine_numerics` as a trainer meets it: batches of every form, what is left of a model, and what is refused."""
+"""`use_engine_numerics` as a trainer meets it: batches of every form, the model afterwards, and refusals."""
 
 from __future__ import annotations
 
@@ -244,8 +244,10 @@ def test_dtypes_that_are_refused(model: Any, dtype: torch.dtype) -> None:
         use_engine_numerics(model, dtype=dtype)
 
 
-def test_without_compiled_operators(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused with the reason, unless asked for; then nothing says that bits agree."""
+def test_without_compiled_operators_numerics_are_refused_or_marked_inexact(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused with the reason, unless `allow_inexact` is set; then `batch_invariant` is false."""
     monkeypatch.setattr("rollout.numerics.checks.load_kernels", lambda: KernelStatus(False, "no C++ compiler"))
     with pytest.raises(UnsupportedFeature, match="no C\\+\\+ compiler"):
         use_engine_numerics(model)
