@@ -55,7 +55,7 @@ ENGINE_ONLY = (
 
 
 def package_of(module: str) -> str | None:
-    """The layered package that a dotted module name belongs to."""
+    """Return the layered package that a dotted module name belongs to."""
     matches = [name for name in LAYERS if module == name or module.startswith(name + ".")]
     return max(matches, key=len, default=None)
 
@@ -99,7 +99,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 def violations(files: dict[str, str]) -> list[str]:
-    """Upward or sideways imports and imports inside functions; `files` maps relative paths to source text."""
+    """List upward or sideways imports and imports inside functions; `files` maps relative paths to source text."""
     found = []
     for name, text in files.items():
         path = ROOT / name
@@ -144,7 +144,7 @@ def test_the_checker_sees_a_wrong_import(name: str, text: str) -> None:
 
 
 def module_graph() -> dict[str, set[str]]:
-    """First-party modules that each module imports when it is loaded."""
+    """Map each module to the first-party modules that it imports when it is loaded."""
     names = {module_name(path): path for path in sources()}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
@@ -183,7 +183,7 @@ def cycles(graph: dict[str, set[str]]) -> list[str]:
     return [name for name in graph if any(name in reachable(graph, edge) for edge in graph[name] if edge != name)]
 
 
-def test_no_import_cycles() -> None:
+def test_no_modules_import_each_other_in_a_cycle() -> None:
     assert not cycles(with_named_modules(module_graph()))
     assert cycles({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == ["a", "b"]
 
@@ -229,7 +229,7 @@ def test_a_package_names_its_imports(package: str) -> None:
     assert named == found - {package, None}
 
 
-def test_files_are_small() -> None:
+def test_no_file_is_longer_than_its_limit() -> None:
     long = [f"{path}: {n}" for path in sources() if (n := len(path.read_text().splitlines())) > MAX_FILE_LINES]
     assert not long
 
@@ -260,7 +260,7 @@ def test_nothing_executes_what_it_reads() -> None:
 
 
 def trusting_calls(text: str) -> list[str]:
-    """Calls of transformers' loaders that may run a checkpoint's code, or ask on the console whether to."""
+    """List calls of transformers' loaders that may run a checkpoint's code, or ask on the console whether to."""
     return [
         ast.unparse(node.func)
         for node in ast.walk(ast.parse(text))
@@ -271,7 +271,7 @@ def trusting_calls(text: str) -> list[str]:
 
 
 def test_no_code_of_a_checkpoint_is_trusted_and_nobody_is_asked_b6() -> None:
-    """B6: transformers asks on the console where it is not told."""
+    """B6: transformers asks on the console if a call leaves the choice open."""
     paths = [*sources(), *(ROOT / "examples").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     assert not [f"{path}: {call}" for path in paths for call in trusting_calls(path.read_text())]
     assert trusting_calls("AutoTokenizer.from_pretrained(folder)") != []

@@ -1,4 +1,4 @@
-"""The check of commit messages takes good ones, and says of each bad one which rule it breaks."""
+"""The check of commit messages accepts good ones, and names the rule that a bad one breaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BODY = "\n\nThe old way took a second.\n"
 
 
 @pytest.mark.parametrize("subject", ["Add a flag", "Pass the seed on", "Re-read a file that moved", "Merge branch 'x'"])
-def test_good_messages_pass(subject: str) -> None:
+def test_good_messages_pass_without_problems(subject: str) -> None:
     assert problems(subject + BODY) == []
 
 

@@ -77,7 +77,7 @@ def files_of(name: str) -> list[Path]:
     return list((ROOT / "tests" / name).rglob("test_*.py"))
 
 
-def test_hooks_download_nothing() -> None:
+def test_hooks_of_git_download_nothing() -> None:
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert {repository["repo"] for repository in repositories} == {"local"}
     assert {hook["language"] for repository in repositories for hook in repository["hooks"]} == {"system"}

@@ -47,12 +47,12 @@ NOT_FOR_RL = {"spaces_between_special_tokens"}
 
 
 def documented_names(text: str) -> set[str]:
-    """Words in code font."""
+    """Return the words in code font."""
     return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[\w./{}-]+", code)}
 
 
 def app_paths(folder: Path) -> set[tuple[str, str]]:
-    """(method, path) of every route in the schema."""
+    """Return method and path of every route in the schema."""
 
     async def build() -> set[tuple[str, str]]:
         channel = SchedulerChannel(str(folder))

@@ -84,7 +84,7 @@ def test_phrases_are_found_in_messages(code: str) -> None:
         "(Tensor what, Tensor that of) -> Tensor",
     ],
 )
-def test_plain_messages_pass(text: str) -> None:
+def test_plain_messages_break_no_rule(text: str) -> None:
     assert rules("eplb/a.py", f"message = {text!r}") == []
 
 

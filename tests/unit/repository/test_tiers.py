@@ -1,4 +1,4 @@
-"""The tier of a test: by its markers, and as docs/testing.md says."""
+"""The tier of a test follows from its markers, and agrees with docs/testing.md."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_serial_test_is_alone(tmp_path: Path) -> None:
 
 
 def _marks(node: ast.Module | ast.FunctionDef) -> set[str]:
-    """Names of the tier markers of a function, or of a module's `pytestmark`; `full(but=...)` as `part`."""
+    """Return the tier markers of a function, or of a module's `pytestmark`; `full(but=...)` counts as `part`."""
     if isinstance(node, ast.FunctionDef):
         found = node.decorator_list
     else:

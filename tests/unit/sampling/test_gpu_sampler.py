@@ -1,7 +1,7 @@
 """The sampler of the GPU path, interpreted on the CPU, and plain rows in plain torch.
 
-Judged by float64 (`tests.sampler_reference`), by the other samplers, which have to draw the same tokens, and by the
-exact distribution.
+Tokens are compared with float64 (`tests.sampler_reference`), with the other samplers, which have to draw the same
+tokens, and with the exact distribution.
 
 Shapes: N rows, V vocabulary.
 """
@@ -32,7 +32,7 @@ VOCABULARIES = (1, 50, 2048, 5000)  # a chunk is of 2048
 
 
 def gpu_sampler() -> Sampler:
-    """Its module loads triton: imported after `tests.interpreted`."""
+    """Return the sampler, whose module loads triton and is therefore imported after `tests.interpreted`."""
     return select_sampler(torch.float32, "cuda", kernels_available=True)
 
 
@@ -250,8 +250,10 @@ def test_wrong_samplers_are_caught(old: str, new: str, tmp_path: Path) -> None:
 
 
 def edge_complaint(folder: Path, *changes: tuple[str, str]) -> str:
-    """Return the wrong token that is drawn with noise 0 or 1, beside tokens without weight; "" if the first and the
-    last token with a weight are drawn."""
+    """Draw with noise 0 and 1, among many tokens without weight, and return the first wrong token.
+
+    Return "" if the first and the last token with a weight are drawn.
+    """
     logits = torch.full((1, 6200), -torch.inf)
     logits[0, [2500, 2501, 4095]] = torch.tensor([0.0, 1.0, 0.5])
     for value, expected in ((0.0, 2500), (1.0, 4095)):

@@ -217,7 +217,7 @@ def fresh(rows: Sequence[SamplingRow]) -> SamplingBatchInfo:
 
 
 def play(seed: int, lists: RowLists) -> bool:
-    """Rows come and go, and use places again; whether each step gave what it gives rows with lists of their own."""
+    """Let rows come and go, and use places again; tell whether each step gave the results of rows with own lists."""
     rng, sampler = random.Random(seed), NativeSampler()
     torch.manual_seed(seed)
     places = list(range(len(lists.places)))

@@ -85,7 +85,7 @@ def test_noise_depends_on_seed_and_position_and_is_uniform() -> None:
 
 
 def reference_filter(probs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """The definition, one row, by a full sort."""
+    """Return the tokens that filters leave in one row, by the definition, with a full sort."""
     order = probs.argsort(descending=True, stable=True).tolist()[:top_k]
     kept = {token: float(probs[token]) for token in order}
     total = sum(kept.values()) if top_k < len(probs) else float(probs.sum())
@@ -226,7 +226,7 @@ def test_numbers_outside_the_vocabulary(sampler: Sampler) -> None:
     assert draw(sampler, logits, rows).token_ids.tolist() == [0, 7]
 
 
-def test_no_rows(sampler: Sampler) -> None:
+def test_a_batch_without_rows_samples_nothing(sampler: Sampler) -> None:
     tokens = draw(sampler, torch.zeros(0, VOCAB), [])
     assert tokens.token_ids.shape == tokens.logprobs.shape == (0,)
 
