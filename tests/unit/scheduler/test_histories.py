@@ -226,7 +226,7 @@ def _model(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.parametrize("machine", [Histories, HandOvers])
-def test_histories(machine: type) -> None:
+def test_random_histories_keep_all_invariants(machine: type) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(

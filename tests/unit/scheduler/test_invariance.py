@@ -1,4 +1,4 @@
-"""One result, tokens and routes, however a request was batched, chunked, cached, retracted or streamed.
+"""A request has one result, tokens and routes, however it is batched, chunked, cached, retracted or streamed.
 
 In float64 the arithmetic leaves no room for ties, so tokens and routes must be equal; log-probabilities may differ by
 summation order only (1e-9).
@@ -32,7 +32,7 @@ def checkpoint(request, tmp_path_factory: pytest.TempPathFactory):
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Random prompts of 1 to 60 tokens; every third one shares a long prefix with the others."""
+    """Draw random prompts of 1 to 60 tokens; every third one begins with a part of a shared prefix."""
     rng = random.Random(seed)
     shared = [rng.randrange(600) for _ in range(40)]
     result = []
@@ -81,11 +81,11 @@ def test_alone_or_among_64_others(checkpoint, batch, alone) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, -1])
-def test_chunk_sizes(checkpoint, batch, alone, chunk: int) -> None:
+def test_any_chunk_size_gives_the_same_results(checkpoint, batch, alone, chunk: int) -> None:
     assert_same(run(checkpoint, batch, chunked_prefill_size=chunk), alone)
 
 
-def test_without_prefix_cache(checkpoint, batch, alone) -> None:
+def test_without_prefix_cache_results_are_the_same(checkpoint, batch, alone) -> None:
     assert_same(run(checkpoint, batch, disable_radix_cache=True), alone)
 
 
@@ -111,13 +111,13 @@ def test_small_pool_without_prefix_cache(checkpoint, batch, alone) -> None:
     assert sum(r.finished.num_retractions for r in results) >= 3
 
 
-def test_streaming(checkpoint, batch, alone) -> None:
+def test_streamed_requests_give_the_same_results(checkpoint, batch, alone) -> None:
     results = run(checkpoint, batch, fields={"stream": True})
     assert_same(results, alone)
     assert all(r.num_messages == NEW_TOKENS for r in results)
 
 
-def test_few_running_requests(checkpoint, batch, alone) -> None:
+def test_few_running_requests_give_the_same_results(checkpoint, batch, alone) -> None:
     assert_same(run(checkpoint, batch, max_running_requests=2), alone)
 
 

@@ -1,7 +1,7 @@
-"""Nothing depends on when a step is finished: a loop that finishes each after the launch of the next gives the same.
+"""Results do not depend on the time when a step is finished, before the launch of the next step or after it.
 
-Every kind of request, in a small pool, with aborts and refreshes in between, over both loops; and six engines with a
-mistake that only the late loop shows, or that it shows too.
+Every kind of request runs in a small pool, with aborts and refreshes in between, over both loops.  Wrong engines make
+mistakes that the late loop shows, and some that it alone shows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ ASKS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 
 def prompt_of(index: int, length: int) -> list[int]:
-    """Some share a prefix."""
+    """Draw a random prompt; indices that are equal modulo 7 share a prefix."""
     generator = torch.Generator().manual_seed(index % 7)
     return torch.randint(1, 250, (length,), generator=generator).tolist()
 
@@ -108,7 +108,7 @@ def facts(result: Result) -> tuple:
 
 
 def is_same(folder: Path, expected: list[Result]) -> bool:
-    """Return whether the results of the engine are the same; an engine that fails gives none."""
+    """Return whether the results of the engine are the same; an engine that fails has none."""
     try:
         found = generate(folder)
     except (AssertionError, IndexError, KeyError, RuntimeError):
@@ -127,7 +127,7 @@ def test_all_kinds_of_requests_get_the_same(folders: tuple[Path, Path], late: Ca
 
 
 class OneBuffer(RoutedExpertsCapturer):
-    """Wrong: steps share the memory of their routes."""
+    """A wrong engine lets steps share the memory of their routes."""
 
     _memory: torch.Tensor | None = None
 
@@ -143,7 +143,7 @@ def one_buffer(patch: pytest.MonkeyPatch) -> None:
 
 
 def lengths_of_the_list(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: what a request has on the device is taken from the tokens that have reached the host."""
+    """Count only tokens that have reached the host as tokens on the device (wrong)."""
 
     def device_len(self: Req) -> int:
         return self._device_len if self._num_steps is None else self.num_tokens - 1
@@ -153,7 +153,7 @@ def lengths_of_the_list(patch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_of_the_list(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: the next step is given the newest token that has reached the host."""
+    """Give the next step the newest token that has reached the host (wrong)."""
     build_batch = step_module.build_forward_batch
     launch, batch_of = StepRunner.launch, []
 
@@ -172,7 +172,7 @@ def tokens_of_the_list(patch: pytest.MonkeyPatch) -> None:
 
 
 def enters_after_the_end(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: what a step computed for a request that has ended meanwhile is entered."""
+    """Enter the results of a step for a request that has ended meanwhile (wrong)."""
     finish = StepRunner.finish
 
     def entered(self: StepRunner, step: InFlight, *rest: Any) -> Any:
@@ -182,12 +182,12 @@ def enters_after_the_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_histories(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: penalties are applied without the token in flight."""
+    """Apply penalties without the token in flight (wrong)."""
     patch.setattr(DecodeBatch, "needs_history", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def never_enters_the_table(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: tokens do not follow their requests when the batch changes."""
+    """Read the table without entering tokens: they do not follow requests when the batch changes (wrong)."""
 
     def get(self: NewestTokens, rows: torch.Tensor) -> torch.Tensor:
         return self._tokens if rows is self._rows else self._table.index_select(0, rows)
@@ -225,9 +225,9 @@ def test_mistakes_that_a_sequential_loop_hides(
 
 
 def refreshed_while_running(folders: tuple[Path, Path]) -> list[str]:
-    """Objections to the version spans of requests that run over two refreshes and a new label.
+    """Run requests over two refreshes and a new label, and list their wrong version spans.
 
-    The truth is what was in force when the step that sampled a token was launched.
+    The right version of a token is the one in force when the step that sampled it was launched.
     """
     harness = Harness(folders[0], weight_version="v0")
     steps, sampled = harness.scheduler._steps, {}
@@ -279,7 +279,7 @@ def test_tokens_are_labelled_with_the_weights_that_made_them(
 def test_stamps_of_what_is_in_force_at_the_end_of_a_step_are_noticed(
     folders: tuple[Path, Path], late: Callable[[], None], is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong: a step is labelled when its results are processed.  Only a late loop shows it."""
+    """A wrong engine labels a step when its results are processed.  Only a late loop shows it."""
     finish = StepRunner.finish
 
     def stamped_late(self: StepRunner, step: InFlight, *rest: Any) -> Any:
@@ -379,7 +379,7 @@ def test_mini_sglang_46255ef_copies_and_event_share_a_stream_whatever_is_current
 
 @pytest.mark.mutant
 def test_mini_sglang_46255ef_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: the event is recorded on a stream of its own."""
+    """A wrong engine records the event on a stream of its own."""
     want = tokens_of(Harness(folder, disable_native_kernels=True, disable_overlap_schedule=False))
 
     def close(self: HostCopies) -> None:
@@ -391,14 +391,14 @@ def test_mini_sglang_46255ef_is_noticed(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_mini_sglang_20fcd7f_nothing_is_planned_into_memory_in_flight(folder: Path) -> None:
-    """Transfers are done when a step's event is waited for: one launch later.  A write before is a `RaceError`."""
+    """Transfers end when the loop waits for a step's event, one launch later.  An earlier write is a `RaceError`."""
     want = tokens_of(Harness(folder, disable_native_kernels=True, disable_overlap_schedule=False))
     with stand_in_device():
         assert tokens_of(device_engine(folder)) == want
 
 
 def one_buffer_each(patch: pytest.MonkeyPatch) -> None:
-    """Wrong: one pinned buffer for every shape, used again without an event."""
+    """Use one pinned buffer for every shape again, without an event (wrong)."""
     buffers: dict[Any, torch.Tensor] = {}
 
     def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -429,7 +429,7 @@ def test_mini_sglang_20fcd7f_live_arrays_may_advance_once_they_are_sent() -> Non
 
 
 class KeepsAView(RadixCache):
-    """Wrong: what is inserted is not copied: it is a row of the slot table, which the next request gets."""
+    """A wrong cache keeps a row of the slot table without a copy; the next request gets that row."""
 
     def insert_below(self, node: RadixNode, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
         node, known = super().insert_below(node, tokens, slots)
@@ -439,7 +439,7 @@ class KeepsAView(RadixCache):
 
 
 def hit_after_the_row_was_used_again(folder: Path) -> bool:
-    """Return whether a prefix gives what it gave before, and no slot is in two places."""
+    """Return whether a prefix gives the same results as before, and no slot is in two places."""
     harness = Harness(folder, disable_overlap_schedule=False)
     first, other = PROMPTS[1], [9] * 19
     results = [harness.generate([prompt], LENGTHS)[0] for prompt in (first, other, first)]
@@ -462,7 +462,7 @@ def test_mini_sglang_94fe255_is_noticed(folder: Path, monkeypatch: pytest.Monkey
 
 
 def rows_with_a_token_too_early(folder: Path, patch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of the table of newest tokens that were set while the prompt of their request was not complete."""
+    """List rows of the table of newest tokens that were set while the prompt of their request was not complete."""
     harness, early = Harness(folder, chunked_prefill_size=4, disable_overlap_schedule=False), []
     put = NewestTokens.put
 
@@ -490,7 +490,7 @@ def test_mini_sglang_ef4367f_an_incomplete_prompt_has_no_next_token(
 
 @pytest.mark.mutant
 def test_mini_sglang_ef4367f_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong: every extend of a step gets a token in the table."""
+    """A wrong engine sets a token in the table for every extend of a step."""
     enqueue = StepRunner._enqueue
 
     def with_dummies(self: StepRunner, plan: Any, *rest: Any) -> Any:
@@ -505,7 +505,7 @@ def test_mini_sglang_ef4367f_is_noticed(folder: Path, monkeypatch: pytest.Monkey
 
 
 class OwnEntropy(SeedSource):
-    """Wrong: each rank asks its own system."""
+    """A wrong engine draws the seed on each rank from its own system."""
 
     def __init__(self, random_seed: int, parallel: Parallel) -> None:
         self._generator = np.random.default_rng()

@@ -1,4 +1,4 @@
-"""An engine of several ranks against one of one: tokens, log-probabilities, routes; verbs that all ranks act on."""
+"""An engine of several ranks against one rank: tokens, log-probabilities, routes; verbs that all ranks act on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def expected(folder: Path) -> dict[str, list[Result]]:
 
 
 def compare(got: list[Result], want: list[Result]) -> None:
-    """Steps of other sizes round the last bits of a float64 product otherwise; the choices are the same."""
+    """Compare tokens and routes exactly, and log-probabilities up to rounding.
+
+    Steps of other sizes round the last bits of a float64 product in another way.
+    """
     for ours, theirs in zip(got, want, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert np.array_equal(ours.routes, theirs.routes)
@@ -164,7 +167,7 @@ def test_loads_of_all_ranks_are_recorded_once(name: str, mode: str, folder: Path
     ],
 )
 def test_where_bits_depend_on_the_batch_it_is_reported(folder: Path, settings: dict[str, Any], holds: bool) -> None:
-    """Compiled float32 operators: alone and among others a token has the same bits, or the engine says why not."""
+    """A token has the same bits alone and among others, or the engine reports why not: compiled float32 operators."""
     with ParallelHarness(folder, dtype="float32", **settings) as harness:
         state = harness.control(GetStateReqInput).data
         assert state["batch_invariant"] is holds and bool(state["batch_invariance_note"]) is not holds

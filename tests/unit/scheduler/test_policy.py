@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def count_attempts(harness: Harness, rid: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps, by their number, for which `rid` was matched against the prefix cache."""
+    """Return a list that collects the numbers of the steps in which `rid` is matched against the prefix cache."""
     cache, steps, attempts, num_launched = harness.scheduler.cache, harness.scheduler._steps, [], 0
     attach, launch = cache.attach, steps.launch
 
@@ -84,7 +84,7 @@ def test_priorities_go_first_and_equals_in_their_order(checkpoint) -> None:
 
 
 def test_a_request_is_tried_again_when_its_prefix_enters_the_cache(checkpoint, monkeypatch) -> None:
-    """With 40 of its 60 prompt tokens shared, `later` fits beside the request that computes them."""
+    """With 40 of its 60 prompt tokens shared, `later` fits next to the request that computes them."""
     harness = Harness(checkpoint, max_total_tokens=95)
     attempts = count_attempts(harness, "later", monkeypatch)
     prefix = list(range(40))

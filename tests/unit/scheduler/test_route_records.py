@@ -1,7 +1,7 @@
 """Rows of routes in a record are the choices of its tokens, whatever happens to the request.
 
-Engines of two ranks, whose tokens are scattered unless the test says otherwise.  Each test plays the wrong variant of a
-public engine beside the right one; its number in the bug list B1 is in its name.
+Engines have two ranks, and their tokens are scattered unless a test sets another layout.  Each test plays the wrong
+variant of a public engine and the right one; its number in the bug list B1 is in its name.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ Rows = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
 def with_rows(monkeypatch: pytest.MonkeyPatch, change: Callable[[Req, np.ndarray], np.ndarray]) -> None:
-    """From now on a record's routes are what `change` makes of them."""
+    """Patch the reader of records so that `change` changes the routes of each record."""
     rows: Rows = RecordReader._rows
 
     def changed(self: RecordReader, req: Req, *rest: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -271,7 +271,7 @@ def test_10_vllm_39917_a_retraction_loses_no_rows(engines: Engines, monkeypatch:
 @pytest.fixture
 def retracted(folders: tuple[Path, Path]) -> Iterator[Callable[[], tuple[Result, int]]]:
     def run() -> tuple[Result, int]:
-        """A request of 20 tokens, and how many of them it had when it was retracted for a refresh."""
+        """Run a request of 20 tokens over a refresh; also return how many it had when it was retracted."""
         with ParallelHarness(folders[0], **LAYOUTS[BOTH], weight_version="v1") as harness:
             rid = harness.submit(PROMPTS[0], params={"max_new_tokens": 20}, dp_rank=1, stream=True)
             for _ in range(6):

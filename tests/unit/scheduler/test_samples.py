@@ -1,4 +1,4 @@
-"""Samples of one prompt run together, and the highest temperature samples what it may."""
+"""Samples of one prompt run together, and the highest temperature samples only allowed tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_engine_20_the_highest_temperature_samples_what_it_may(folder: Path, dis
 
 
 def steps_of_group(harness: Harness, prompt: list[int], n: int, new_tokens: int, **fields) -> int:
-    """Steps until `n` samples of `prompt` have `new_tokens` tokens each."""
+    """Return the number of steps until `n` samples of `prompt` have `new_tokens` tokens each."""
     rids = [harness.submit(prompt, params={"max_new_tokens": new_tokens}, **fields) for _ in range(n)]
     stats = harness.scheduler.stats
     before = stats.num_steps

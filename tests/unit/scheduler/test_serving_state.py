@@ -1,4 +1,4 @@
-"""The gates: what each closes, alone and together with others, and that it says why."""
+"""The gates: the work that each stops, alone and together with others, and the reason that it gives."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class ForgetsHalfCharacters(StopChecker):
 
 
 def matches(checker: StopChecker, token_ids: list[int], **params: object) -> list[object]:
-    """Return what `checker` says after each of the tokens."""
+    """Return the match that `checker` reports after each of the tokens, or None."""
     source = TokenizedGenerateReqInput(
         rid="r", input_ids=[0], sampling_params=SamplingParams(max_new_tokens=10_000, ignore_eos=True, **params)
     )  # fmt: skip
@@ -138,7 +138,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 
 
 def generate(engine: Engine, bias: dict[int, float], **params: Any) -> dict[str, Any]:
-    """A sample of what `bias` makes certain."""
+    """Generate a sample of the tokens that `bias` makes certain."""
     params = {"temperature": 0.0, "max_new_tokens": 6, "logit_bias": {str(k): v for k, v in bias.items()}} | params
     return engine.generate(input_ids=PROMPT, sampling_params=params)
 
@@ -176,7 +176,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def accepted(checker: StopChecker, **params: Any) -> Req:
-    """A request as the scheduler makes it, with nothing of a scheduler but `checker`."""
+    """Let a scheduler accept a request, with stand-ins for all its parts but `checker`; return the request."""
     source = TokenizedGenerateReqInput(
         rid="r", input_ids=[0], sampling_params=SamplingParams(max_new_tokens=100_000, ignore_eos=True, **params)
     )

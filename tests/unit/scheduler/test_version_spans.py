@@ -31,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def scored(folder: Path, sequence: list[int]) -> list[float | None]:
-    """Log-probabilities of `sequence` under the weights in `folder` alone."""
+    """Score `sequence` with a fresh engine under the weights in `folder`; return its log-probabilities."""
     (result,) = Harness(folder).generate([sequence], {"max_new_tokens": 0}, logprob_start_len=0)
     return result.finished.prompt_logprobs.values
 
