@@ -1,4 +1,4 @@
-"""`BoundedServer` over real sockets: what a client that speaks no HTTP leaves in the log."""
+"""`BoundedServer` over real sockets: the log after a client that speaks no HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOSING = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding
 
 
 async def refuse(scope: Any, receive: Any, send: Any) -> None:
-    """Answers before the body is there."""
+    """Answer 401 before the body has arrived."""
     await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"no"})
 

@@ -83,7 +83,7 @@ def test_a_server_joins_stays_and_leaves(names_by_id: bool) -> None:
     asyncio.run(run())
 
 
-def test_other_workers_stay(caplog: pytest.LogCaptureFixture) -> None:
+def test_leaving_a_router_keeps_its_other_workers(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         router = Router(names_by_id=False)
         router.workers = {"other": "http://10.0.0.5:3000"}

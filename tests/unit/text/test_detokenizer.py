@@ -183,7 +183,9 @@ def test_streaming_to_a_stop_string_shows_only_prefixes_of_the_trimmed_text(
         ("abc", None, True, "abc"),
     ],
 )
-def test_trimming(tokenizer: Tokenizer, text: str, matched: str | None, trim: bool, expected: str) -> None:
+def test_a_matched_stop_string_is_trimmed_if_asked_for(
+    tokenizer: Tokenizer, text: str, matched: str | None, trim: bool, expected: str
+) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer.decode, ["END"])
     assert final_text(detokenizer, ids_of(tokenizer, text), matched, trim=trim) == expected
 
@@ -241,7 +243,10 @@ def test_engine_21_a_stream_of_broken_characters_decodes_each_token_a_few_times(
 
 
 def byte_tokens(folder: Path) -> list[int]:
-    """Token ids by byte, of a byte-level vocabulary: printable bytes stand for themselves, the others follow."""
+    """Return the token id of each byte in a byte-level vocabulary.
+
+    Printable bytes stand for themselves; the characters from 256 on stand for the others, in order.
+    """
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     others = iter(range(256, 512))
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}

@@ -23,7 +23,7 @@ SPEC = CheckpointSpec(
 
 @pytest.fixture(scope="module")
 def moonshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any, Path]]:
-    """An engine on the main thread over files as Kimi-K2 has them, with code beside them that leaves a mark."""
+    """An engine on the main thread over files as Kimi-K2 has them, and over code that leaves a mark."""
     folder = make_checkpoint(tmp_path_factory.mktemp("model") / "m", SPEC)
     mark = folder / "mark"
     (folder / "tokenizer.json").unlink()

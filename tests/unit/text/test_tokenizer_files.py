@@ -1,4 +1,4 @@
-"""Tokenizers as published: what is in the files decides ids and text, and neither transformers nor a checkpoint's code.
+"""Tokenizers as published: their files decide ids and text, and neither transformers nor a checkpoint's code does.
 
 CI runs this file under the oldest and the newest transformers that pyproject.toml allows.
 """
@@ -126,7 +126,7 @@ def test_the_oldest_environment_has_the_lowest_versions_that_are_allowed() -> No
         assert pinned[name] == f"{lowest}.0"
 
 
-# --- tokens beside the vocabulary ------------------------------------------------------------------------------------
+# --- tokens outside of the vocabulary --------------------------------------------------------------------------------
 
 
 def test_a_declaration_makes_a_token_special_and_adds_it_where_it_is_missing(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_the_class_is_known_by_either_of_its_names_b6(tmp_path: Path, auto_map: 
 
 
 def plant(folder: Path, name: str, mark: Path) -> None:
-    """Python beside the tokenizer that leaves a mark when it runs."""
+    """Write Python code next to the tokenizer that leaves a mark when it runs."""
     (folder / f"{name}.py").write_text(PLANTED.format(mark=str(mark)))
 
 
@@ -287,7 +287,7 @@ def test_qwens_vocabulary_and_merges_are_read_without_tokenizer_json(tmp_path: P
 
 
 def refused(folder: Path, words: str) -> None:
-    """Loading `folder` fails in one line that holds `words` and says what to do."""
+    """Check that loading `folder` fails in one line that holds `words` and names a remedy."""
     with pytest.raises(StartupError, match=re.escape(words) or None) as caught:
         Tokenizer.load(folder)
     assert "\n" not in str(caught.value) and "--skip-tokenizer-init" in str(caught.value)

@@ -82,7 +82,7 @@ gate_has_one = pytest.mark.full(but=GATE)
 
 
 def code_points(step: int, size: int) -> Iterator[list[str]]:
-    """Every `step`-th character of Unicode, in lists of `size`."""
+    """Yield every `step`-th character of Unicode, in lists of `size`."""
     codes = [code for code in range(0, 0x110000, step) if code not in SURROGATES]
     for start in range(0, len(codes), size):
         yield [chr(code) for code in codes[start : start + size]]

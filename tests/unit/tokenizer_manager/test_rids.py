@@ -12,7 +12,7 @@ NAMES = st.sampled_from(["a", "b", "a_0", "a_1", "a_0_0", "b_0"])
 
 
 def _request(rid: str | list[str], size: int, n: int) -> GenerateReqInput:
-    """`size` 0 is a single prompt."""
+    """Build a request of `size` prompts; `size` 0 makes a single prompt without a list."""
     return GenerateReqInput(input_ids=[[1]] * size if size else [1], rid=rid, sampling_params={"n": n})
 
 
@@ -39,7 +39,7 @@ REQUESTS = st.one_of(
         (GenerateReqInput(input_ids=[[1], [2]], rid=["x", "y"]), ["x", "y"]),
     ],
 )
-def test_names_of_samples(request_: GenerateReqInput, leaves: list[str]) -> None:
+def test_each_sample_is_named_after_its_request(request_: GenerateReqInput, leaves: list[str]) -> None:
     assert [rid for message in expand(request_).messages for rid in sample_rids(message)] == leaves
 
 
