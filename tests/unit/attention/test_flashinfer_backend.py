@@ -46,7 +46,7 @@ def on_stand_in(steps: AttentionSteps) -> tuple[FlashInferBackend, Any]:
 
 
 def test_a_batch_holds_the_lengths_on_the_host() -> None:
-    """They are the live arrays themselves, so that nothing is copied for backends that do not ask."""
+    """The batch holds the live arrays without a copy, because most backends do not read them."""
     pool = ReqToTokenPool(4, 8, 0)
     for _ in range(3):
         pool.alloc()
@@ -97,7 +97,7 @@ def test_lengths_that_advance_after_the_plan() -> None:
 
 
 def test_heads_that_a_tile_would_cut() -> None:
-    """20 heads are run as 32 in prefill, and as they are in decode."""
+    """A model of 20 heads runs with 32 heads in prefill, and with 20 in decode."""
     steps = AttentionSteps([LayerCase(LatentKV(128, 64), 20)], torch.bfloat16)
     backend, _ = on_stand_in(steps)
     for cached in range(60, 68):
@@ -106,7 +106,7 @@ def test_heads_that_a_tile_would_cut() -> None:
 
 @pytest.mark.parametrize("layers", [LAYERS, LATENT], ids=["heads", "latents"])
 def test_a_plan_waits_for_the_copy_of_the_one_before(layers: list[LayerCase]) -> None:
-    """The host is steps ahead of the device."""
+    """The host may be some steps ahead of the device."""
     assert not stale_steps(layers)
 
 
@@ -198,7 +198,7 @@ def test_captured_steps_refuse_what_they_are_not_for() -> None:
 
 
 def test_the_workspace_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that was used before is zeroed when it is handed out again."""
+    """Memory that was used before is zeroed before it becomes a workspace."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
@@ -210,7 +210,7 @@ def test_the_workspace_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _pool(kind: KVKind | None, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
-    """Return the facts that are asked of a pool on a device that is not here."""
+    """Return a stand-in for a pool on a device that this machine lacks, with the facts that a backend reads."""
     pool = KVPool(4, [None, kind], dtype)
 
     def elsewhere(x: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ from tests.scheduler_harness import Harness
 
 
 class GraphStream(Stream):
-    """Its kernels are recorded with torch's; what may not be captured raises."""
+    """A stream whose kernels are recorded with torch's; calls that cannot be captured raise."""
 
     @property
     def capturing(self) -> list[tuple[Any, ...]] | None:  # type: ignore[override]
@@ -80,7 +80,7 @@ def play(folder: Path, **settings: Any) -> list[tuple]:
 @pytest.mark.full(but="qwen3_moe")
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_replays_give_what_steps_in_python_give(family: str, engines: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Heads, windows with sinks, latents.  Sinks are weighed by torch, whose last bits depend on the number of rows."""
+    """Heads, windows with sinks, latents.  torch weighs sinks, so their last bits depend on the number of rows."""
     folder = checkpoint(family, tmp_path / "model")
     expected = play(folder, disable_cuda_graph=True)
     assert not StandInGraphPool.num_replays
@@ -92,7 +92,7 @@ def test_replays_give_what_steps_in_python_give(family: str, engines: pytest.Mon
 
 @pytest.mark.mutant
 def test_a_plan_of_the_capture_is_noticed(engines: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Wrong: the wrappers are planned before the capture alone."""
+    """A wrong engine plans the wrappers only before the capture."""
     folder = checkpoint("qwen3_moe", tmp_path / "model")
     expected = play(folder, disable_cuda_graph=True)
     plan = CapturedFlashInfer.plan

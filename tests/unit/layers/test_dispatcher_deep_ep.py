@@ -103,7 +103,7 @@ def test_sums_are_rounded_no_more_often_than_documented(api: str) -> None:
 def test_steps_alternate_between_modes_by_the_largest_rank(
     api: str, few: type[DeepEpMode], many: type[DeepEpMode]
 ) -> None:
-    """A rank with three tokens follows one with thirty, and back; what normal mode left behind is cleaned."""
+    """A rank with three tokens follows one with thirty, and back; the buffer is cleaned after normal mode."""
     sizes = [(3, 30), (3, 5), (20, 0), (21, 0), (0, 1), (40, 40), (1, 20)]
     hidden_size = HIDDEN[api]
     rows = [batches("even", 2, hidden_size)[0].hidden_TD[:1].repeat(40, 1)] * 2
@@ -205,7 +205,7 @@ def test_a_rank_never_brings_more_than_the_step_was_planned_for() -> None:
 
 
 class OneExpertARow(NormalMode):
-    """Expects a row for each (token, expert)."""
+    """A wrong mode: it expects a row for each (token, expert)."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
@@ -216,7 +216,7 @@ class OneExpertARow(NormalMode):
 
 
 class LeavesWeightsToCombine(NormalMode):
-    """Wrong: leaves the weights to the combine, as low-latency mode does."""
+    """A wrong mode: it leaves the weights to the combine, as low-latency mode does."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
@@ -228,7 +228,7 @@ class LeavesWeightsToCombine(NormalMode):
 
 
 class MultipliesTwice(NormalMode):
-    """Sends weighted states and weights."""
+    """A wrong mode: weights count twice, as if the states were sent weighted."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
@@ -238,7 +238,7 @@ class MultipliesTwice(NormalMode):
 
 
 class TrustsTheExperts(LowLatencyMode):
-    """Takes the weights to be in the rows already."""
+    """A wrong mode: it assumes that the rows are weighted already."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         return super().dispatch(hidden_TD, ids_TK, torch.ones_like(weights_TK))
@@ -250,7 +250,7 @@ def places_of(work: DispatchOutput) -> torch.Tensor:
 
 
 class PacksWithoutPlaces(LowLatencyMode):
-    """Wrong: takes the rows of one expert to follow the rows of the expert before."""
+    """A wrong mode: it assumes that the rows of one expert follow the rows of the expert before."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
@@ -264,7 +264,7 @@ class PacksWithoutPlaces(LowLatencyMode):
 
 
 class SortsBySource(LowLatencyMode):
-    """Gives the rows of an expert back in the order of their tokens."""
+    """A wrong mode: it returns the rows of an expert in the order of their tokens."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
@@ -279,7 +279,7 @@ class SortsBySource(LowLatencyMode):
 
 
 class LeavesElasticWeightsToCombine(ElasticMode):
-    """Wrong: leaves the weights to the combine, as low-latency mode does."""
+    """A wrong mode: it leaves the weights to the combine, as low-latency mode does."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
@@ -291,7 +291,7 @@ class LeavesElasticWeightsToCombine(ElasticMode):
 
 
 class ComputesWhatCameFirst(FixedElasticMode):
-    """Takes all rows past the first ones to be empty."""
+    """A wrong mode: it assumes that all rows past the first ones are empty."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
@@ -300,7 +300,7 @@ class ComputesWhatCameFirst(FixedElasticMode):
 
 
 class TakesEveryRow(FixedElasticMode):
-    """Does not look how many rows are real."""
+    """A wrong mode: it does not read how many rows are real."""
 
     has_fixed_rows = False
 

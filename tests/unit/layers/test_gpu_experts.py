@@ -288,7 +288,7 @@ def test_scales_of_another_block_are_noticed(
 
 
 class _NotRun:
-    """In the place of a kernel: notes its launches."""
+    """A stand-in for a kernel that notes its launches."""
 
     def __init__(self, launches: list[str], name: str) -> None:
         self._launches, self._name = launches, name
@@ -311,7 +311,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_no_value_is_read_by_the_host(
     compute: Callable[..., torch.Tensor], weighted: bool, launches: list[str]
 ) -> None:
-    """Tensors without values: to ask for one, or for how many of something there are, is an error."""
+    """The tensors have no values: reading a value, or a count that depends on values, is an error."""
     case = with_empty_slots(draw(40, dtype=torch.bfloat16, clamped=True, weighted=weighted)).on("meta")
     out = compute(*case.arguments())
     assert out.shape == ((40, 72) if weighted else (40, 2, 72))

@@ -115,7 +115,7 @@ def test_the_comparison_notices_a_wrong_expert_and_swapped_halves() -> None:
 
 
 def test_a_row_does_not_see_its_neighbours() -> None:
-    """Padding copies rows; a row that is NaN must not reach any other."""
+    """Padding copies rows, and a row of NaN must not reach any other row."""
     ids, (w13, w2) = ROUTINGS["one gets most, some none"], _weights(torch.float32)
     hidden = torch.randn(8, HIDDEN)
     hidden[0] = float("nan")

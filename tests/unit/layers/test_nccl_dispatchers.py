@@ -107,7 +107,7 @@ def test_what_can_be_captured_says_so() -> None:
 
 
 class CountsWithBincount(AllToAllDispatcher):
-    """Waits for the largest rank, for its own counts, and then for the others'."""
+    """A wrong dispatcher: it waits for the largest rank, for its own counts, and then for counts of others."""
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         (ids_TK.flatten() // self._num_local_experts).bincount(minlength=self._tp.size).tolist()

@@ -64,7 +64,7 @@ def test_float64_angles_are_float64() -> None:
 
 
 def test_float32_angles_are_rounded_correctly() -> None:
-    """Torch's own are not: in some starts on two threads the cosines of half the positions were off by 1.5e-4."""
+    """torch's angles are not: in some starts on two threads the cosines of half the positions were off by 1.5e-4."""
     positions = torch.arange(5000)
     table = angles(64, 5000, torch.float32, positions)
     radians = positions.float()[:, None] * (1.0 / 10000.0 ** (torch.arange(0, 64, 2).float() / 64))

@@ -210,21 +210,21 @@ def test_tokens_that_ranks_bring() -> None:
 
 
 class AddsNothingUp(AllTokensDispatcher):
-    """Wrong: each rank keeps its own part of the sum."""
+    """A wrong dispatcher: each rank keeps its own part of the sum."""
 
     def combine(self, expert_out: torch.Tensor, handle: None) -> torch.Tensor:
         return expert_out
 
 
 class TakesOthersSlots(AllTokensDispatcher):
-    """Wrong: a slot of another rank is taken for the slot of that number here."""
+    """A wrong dispatcher: it takes a slot of another rank for its own slot of the same number."""
 
     def _local_ids(self, physical_ids_RK: torch.Tensor) -> torch.Tensor:
         return physical_ids_RK % self._num_local_experts
 
 
 class KeepsTheOrderOfArrival(AllToAllDispatcher):
-    """Wrong: takes outputs as they come back, by rank, for the outputs of its tokens in order."""
+    """A wrong dispatcher: outputs come back by rank, and it takes them for outputs in the order of its tokens."""
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -235,7 +235,7 @@ class KeepsTheOrderOfArrival(AllToAllDispatcher):
 
 
 class WeighsNothing(AllToAllDispatcher):
-    """Wrong: sums outputs without their weights."""
+    """A wrong dispatcher: it sums outputs without their weights."""
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
         ones = replace(handle, weights_TK=torch.ones_like(handle.weights_TK))
