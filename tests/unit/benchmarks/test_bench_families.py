@@ -29,7 +29,7 @@ def bytes_of(tmp_path: Path, **changes: object) -> StepBytes:
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_bytes_of_a_qwen3_moe(tmp_path: Path, tie: bool) -> None:
-    """The embedding counts as the output head only; experts are apart."""
+    """The embedding counts only as the output head; experts have a count of their own."""
     step = bytes_of(tmp_path, tie=tie)
     attention = 64 * 64 * 2 + 2 * 64 * 32 + 2 * 16
     assert step.always == 2 * (4 * (attention + 2 * 64 + 16 * 64) + 64 + 384 * 64)

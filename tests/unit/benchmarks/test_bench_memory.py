@@ -21,11 +21,11 @@ MB = 2**20
 
 
 def test_memory_that_is_touched_is_resident_and_private() -> None:
-    gc.collect()  # what other tests left is not given back in between
+    gc.collect()  # so that no memory of other tests is given back in between
     before = memory.read_memory(os.getpid())
     with mmap.mmap(
         -1, 64 * MB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    ) as data:  # new pages, whatever the allocator has left
+    ) as data:  # new pages, even if the allocator has free ones
         for page in range(0, len(data), mmap.PAGESIZE):  # no large buffer, which the allocator would keep
             data[page] = 1
         after = memory.read_memory(os.getpid())

@@ -1,4 +1,4 @@
-"""Costs of operators against cases counted by hand; what the timer sees."""
+"""Costs of operators against cases counted by hand, and the operators that the timer sees."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def costs_what_it_is_given(name: str) -> bool:
 
 @pytest.mark.parametrize("case", all_cases())
 def test_an_operator_without_flops_multiplies_no_matrices(case: str) -> None:
-    """By torch's own count of the plain form."""
+    """torch counts the products of matrices of the plain form."""
     one = OPERATORS[name_of(case)]
     with FlopCounterMode(display=False) as counter:
         one.plain(*copies(all_cases()[case]).values())

@@ -72,7 +72,7 @@ def test_the_best_peer_is_that_of_the_column() -> None:
 
 
 def test_a_ratio_compares_what_ran_in_the_same_round() -> None:
-    fast, slow = 1.0, 2.0  # what the machine makes of the same work
+    fast, slow = 1.0, 2.0  # the numbers of a machine for the same work
     rounds = {
         (OURS, "b1"): [fast, slow, slow],
         ("fast", "b1"): [1.2 * fast, 1.2 * fast, 1.2 * slow],

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.full
 
 
 class Echo:
-    """Repeats the last token of each prompt; `extra` more of them than asked for."""
+    """A system that repeats the last token of each prompt, `extra` times more than requested."""
 
     about = "echo"
 

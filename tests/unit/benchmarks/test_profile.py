@@ -1,4 +1,4 @@
-"""Steps by themselves, what is summed up from them, and the command."""
+"""Steps by themselves, their summary, and the command."""
 
 from __future__ import annotations
 

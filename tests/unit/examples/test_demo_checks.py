@@ -64,7 +64,7 @@ def step_report(**changes: Any) -> StepReport:
 
 @dataclass
 class Parts:
-    """The parts of a report, to change one of them."""
+    """The parts of a report; a test changes one of them."""
 
     first: dict[str, Any]
     step: dict[str, Any]

@@ -124,13 +124,13 @@ def test_good_samples_pass_the_checks_of_the_fleet(weights: Weights, whole: Samp
     ],
 )
 def test_a_mixed_sample_is_noticed(weights: Weights, crossing: Sample, spans: list[Span]) -> None:
-    """Versions that did not make these tokens, by one token or by all."""
+    """A sample names versions that did not make its tokens, for one token or for all."""
     result = weights.rescore(replace(crossing, spans=spans))
     assert result.mixed and "sample 7 of engine-1" in result.mixed[0]
 
 
 def test_a_token_that_was_not_sampled_is_noticed(weights: Weights) -> None:
-    """The tokens after it have other numbers."""
+    """The tokens after it no longer have the recorded numbers."""
     wrong = weights.sample(2, before=weights.sample(1, tokens=CUT))
     wrong.output_ids[1] = (wrong.output_ids[1] + 1) % 100
     assert weights.rescore(wrong).mixed
