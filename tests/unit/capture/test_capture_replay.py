@@ -332,7 +332,7 @@ def test_models_without_routers_are_refused():
 
 
 class SigmoidRouter(nn.Module):
-    """Weighs experts by a sigmoid, as DeepSeek-V3 does: forcing it by a softmax would be silently wrong."""
+    """A router that weighs experts by a sigmoid, as DeepSeek-V3 does; forcing it by a softmax would be wrong."""
 
     def __init__(self):
         super().__init__()

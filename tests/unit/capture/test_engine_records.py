@@ -86,7 +86,7 @@ def test_14_verl_6029_and_15_strands_72_parts_join_without_a_seam(
     monkeypatch.setattr(RecordReader, "_routes", from_zero)
     parts, tokens = in_two_parts(folder)
     appended = np.concatenate([part.logical_ids_TLK for part in parts])
-    assert len(appended) > len(tokens) - 1  # what a client that trusts the lengths makes of it
+    assert len(appended) > len(tokens) - 1  # the reading of a client that trusts the lengths
     with pytest.raises(RouteValueError, match="a record starts at token 0, expected"):
         concat(parts)
 
@@ -120,7 +120,7 @@ def test_25_nemo_rl_4057_layers_are_named(judge: OneRank) -> None:
 
 
 def test_36_atom_2274_a_record_says_what_it_is(judge: OneRank) -> None:
-    """Read without the model: type, shape, layers, start and versions are in the record; other readings are refused."""
+    """A record states type, shape, layers, start and versions, and needs no model; other readings are refused."""
     routed = record(judge.says(PROMPT, NUM_NEW))
     assert decode_compact(encode_compact(routed)) == routed
     assert routed.logical_ids_TLK.shape == (len(PROMPT) + NUM_NEW - 1, LAYERS, TOP_K)

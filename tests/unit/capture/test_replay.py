@@ -1,4 +1,4 @@
-"""Routes as input: scores and samples under given routes, the forms in which they come, and what is refused.
+"""Routes as input: scores and samples under given routes, the forms in which they come, and refusals.
 
 Shapes: T tokens, L MoE layers, K top-k.
 """
@@ -103,7 +103,7 @@ def compact(routed: RoutedExperts) -> Any:
 
 
 class _Double:
-    """`torch`, whose float32 is float64."""
+    """The module `torch`, with float64 under the name of float32."""
 
     float = float32 = torch.float64
 
@@ -177,7 +177,7 @@ def test_its_own_routes_change_no_bit(engines: Callable[..., Engine], settings: 
 
 @WITH_FAMILIES
 def test_a_prompt_under_given_routes_then_free(engines: Callable[..., Engine], shape: RouteShape) -> None:
-    """Rows for some tokens only: they are as given, and the others are what the router chooses after them."""
+    """Tokens with a given row have it in the record; the router chooses the rows of the others."""
     routed = random_routes(10, 3, start=5, shape=shape)
     for settings in ({}, {"chunked_prefill_size": 4}):
         reply = ask(

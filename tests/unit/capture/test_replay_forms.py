@@ -115,7 +115,7 @@ NOT_NPY = {
 
 @pytest.mark.parametrize("form", NOT_NPY.values(), ids=NOT_NPY)
 def test_a_npy_that_is_not_one_is_400_and_nothing_is_allocated_for_it_c4(form: str) -> None:
-    """C4: eight of them were a 500, and numpy allocates what a header claims."""
+    """C4: eight of them got a 500, and numpy allocates the size that a header claims."""
     tracemalloc.start()
     try:
         with pytest.raises(BadRequest, match="replay_routed_experts"):

@@ -110,7 +110,7 @@ def test_gradients_reach_the_router(family: str) -> None:
 
 
 def test_recomputed_activations_follow_the_routes(family: str) -> None:
-    """Gradient checkpointing: the same gradients as without."""
+    """Gradient checkpointing gives the same gradients as a backward pass without it."""
     gradients = []
     for recomputes in (False, True):
         model = family_model(family, 3).train()

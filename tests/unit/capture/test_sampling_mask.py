@@ -1,4 +1,4 @@
-"""Sampling masks: the value and its wire forms, log-probabilities under them, and what the engine records.
+"""Sampling masks: the value and its wire forms, log-probabilities under them, and the masks of an engine.
 
 What the engine records is compared with a float64 transformers model that follows the recorded routes.  The remaining
 difference is the rounding of the engine's own float32 forward, 1e-5 at most.
@@ -299,7 +299,7 @@ def test_support_mode_gives_every_id_its_logprob(folders: list[Path]) -> None:
 
 
 def test_a_mask_over_the_limit_ends_its_request_and_no_other(folders: list[Path]) -> None:
-    """The record holds no token without its mask, and nothing is kept of the request."""
+    """The record holds no token without its mask, and the engine keeps no part of the request."""
     harness = Harness(folders[0], sampling_mask_max_tokens=8)
     wide = {"temperature": 1.0, "min_p": 1e-6, "max_new_tokens": 10}
     narrow = {"temperature": 1.0, "top_k": 8, "max_new_tokens": 10}

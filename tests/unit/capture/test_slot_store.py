@@ -51,7 +51,7 @@ def test_store_behaves_like_a_dictionary():
 
 
 class KeepsTheOldRow(RouteSlotStore):
-    """Deliberately wrong: a slot that is used again keeps the row of its last owner."""
+    """A wrong store: a slot that is used again keeps the row of its last owner."""
 
     def write(self, slots, rows_TLK):
         fresh = torch.from_numpy(~self._written[slots.numpy()])
@@ -100,4 +100,4 @@ def test_23_slime_2385_rows_of_all_slots_are_a_byte_a_choice() -> None:
     store = RouteSlotStore(slots, layers, top_k, 128)
     assert store.nbytes == slots * (layers * top_k + 1)
     assert RouteSlotStore(slots, layers, top_k, 300).nbytes == slots * (2 * layers * top_k + 1)
-    assert torch.zeros(slots, layers, top_k, dtype=torch.int32).nbytes > 3 * store.nbytes  # wrong: what others take
+    assert torch.zeros(slots, layers, top_k, dtype=torch.int32).nbytes > 3 * store.nbytes  # wrong: four bytes a choice

@@ -1,4 +1,4 @@
-"""Log-probabilities in the compact form: what is written is read back, damage is refused, wrong readers are seen."""
+"""Log-probabilities in the compact form are read back as written; damage is refused, wrong readers are noticed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_long_text_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def survives(data: bytes) -> TokenLogprobs | None:
-    """Return what is read, or None where it is refused with one of the two errors; anything else fails the test."""
+    """Return the record that is read, or None if one of the two errors refuses it; other errors fail the test."""
     try:
         return TokenLogprobs.decode(data)
     except (LogprobFormatError, LogprobValueError) as error:
@@ -125,7 +125,7 @@ def test_a_changed_cut_or_extended_record_is_refused(record: TokenLogprobs, data
 @example(data=bytes(40), start=b"LSLP\x01\x00\x04\x02")
 @example(data=b"\xff" * 40, start=b"LSLP\x01\x00\x04\x02")
 def test_any_bytes_are_refused_or_read(data: bytes, start: bytes) -> None:
-    """With a checksum that fits, too, so that the rest is read."""
+    """Some bytes have a checksum that fits, so that the rest is read."""
     survives(start + data)
     if len(start + data) >= HEADER:
         content = bytearray(start + data)

@@ -1,4 +1,4 @@
-"""Several engines as one: which one is asked, when one dies, when it comes back, and what all are asked."""
+"""Several engines as one: which engine gets a request, its death and return, and requests to all engines."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_an_engine_that_was_started_anew_between_two_failures_is_left_out() -> N
 
 
 def test_an_engine_whose_weights_change_behind_the_fleet_is_left_out_c8() -> None:
-    """C8: replaced between two checks, with no check that failed."""
+    """C8: an engine is replaced between two checks, and no check fails."""
     with engines(2) as (made, urls):
 
         async def use(fleet: AsyncRolloutFleet) -> None:
@@ -375,7 +375,7 @@ def test_nobody_is_taken_back_amid_a_pause_or_an_update() -> None:
         with_fleet(urls, use)
 
 
-# --- what all are asked ------------------------------------------------------------------------------------------
+# --- requests to all ---------------------------------------------------------------------------------------------
 
 
 def test_a_pause_of_all_ends_on_all_however_the_block_ends() -> None:

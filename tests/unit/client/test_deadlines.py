@@ -155,7 +155,7 @@ def test_the_client_loads_neither_torch_nor_transformers(module):
 
 
 def test_using_the_client_loads_no_torch_either():
-    """Routes that came, and routes that are sent."""
+    """This holds with routes in answers, and with routes in requests."""
     code = f"""
 import sys, base64, numpy as np
 from capture.codec import encode_compact

@@ -41,7 +41,7 @@ def run_async(canned, use, **options):
     return asyncio.run(asyncio.wait_for(main(), 20))
 
 
-# Each verb: what to call, the answer, and the request and result that must come of it.
+# Each verb: the call, the answer, and the request and result that must follow.
 VERBS = [
     (lambda c: c.get_world_size(), {"world_size": 2}, "GET", "/get_world_size", None, 2),
     (lambda c: c.abort("r1"), "", "POST", "/abort_request", {"rid": "r1", "abort_all": False}, None),

@@ -184,7 +184,7 @@ def test_repeating_ends_at_its_deadline() -> None:
 
 
 def test_an_answer_in_drops_has_a_deadline() -> None:
-    """Each byte comes in time, the whole does not."""
+    """Each byte comes in time, and the whole answer does not."""
     for call in (lambda c: c.generate("hi"), lambda c: c.model_info()):
         server = RawServer([raw_reply(b" " * 500 + json.dumps(SAMPLE).encode())], pause_s=0.005)
         with server.serving() as url:
@@ -211,7 +211,7 @@ def test_a_policy_that_repeats_everything_is_noticed(monkeypatch: pytest.MonkeyP
 
 
 def test_control_does_not_wait_behind_generations() -> None:
-    """One place, held by a generation that never ends; a second generation waits, and a pause does not."""
+    """A generation that never ends holds the only place; a second generation waits, and a pause does not."""
     release = threading.Event()
 
     def hold(body: Any) -> Any:

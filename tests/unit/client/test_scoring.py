@@ -229,7 +229,7 @@ def test_the_helper_of_tests_makes_what_the_engine_makes() -> None:
 
 
 class Canned:
-    """Answers of a server of 300 tokens, where the log-probability of a token is minus its id."""
+    """A server of 300 tokens whose answers give token `i` the log-probability `-i`."""
 
     def __init__(self, **wrong: Any) -> None:
         self.bodies: list[dict[str, Any]] = []
