@@ -196,7 +196,7 @@ SCALED = {
 
 @pytest.mark.parametrize("name", list(SCALED))
 def test_log_probabilities_under_scaled_rotations_are_transformers(name: str, tmp_path: Path) -> None:
-    """B7: beyond the original context, which every factor and ramp of the scaling changes."""
+    """B7: positions lie beyond the original context, so every factor and ramp of the scaling counts."""
     settings = {"rope_parameters": SCALED[name], "max_position_embeddings": 256}
     folder = family_checkpoint(tmp_path / "model", name, 5, **settings)
     ids = torch.randint(0, 320, (200,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -252,7 +252,7 @@ GIVEN: list[tuple[str, Any]] = [
 @settings(max_examples=examples(600), deadline=None)
 @given(st.data())
 def test_any_setting_left_out_or_given_twice_is_transformers_or_refused(data: st.DataObject) -> None:
-    """B5: the brothers of the two places of a rotation, and what a missing key stands for."""
+    """B5: like a rotation, other settings have two places; and a missing key has a default of transformers."""
     raw = {**published_config(data.draw(st.sampled_from(ALONE), "family"))}
     for key in data.draw(st.lists(st.sampled_from(DROPPED), max_size=3, unique=True), "dropped"):
         raw.pop(key, None)
@@ -288,7 +288,7 @@ def test_any_setting_left_out_or_given_twice_is_transformers_or_refused(data: st
     ],
 )
 def test_a_setting_with_two_values_is_refused_with_both_names(name: str, change: dict[str, Any], message: str) -> None:
-    """B5: other facts that can stand in two places."""
+    """B5: the same holds for other facts that can stand in two places."""
     with pytest.raises(StartupError, match=message) as refused:
         model_config_from_dict({**published_config(name), **change})
     assert "\n" not in str(refused.value)

@@ -77,7 +77,7 @@ def finished(rid: str, tokens: list[int]) -> ReqOutput:
 
 @pytest.mark.parametrize("start", [True, False, 1.0, "1", -1, 2**40, 10**30, [0], {}])
 def test_a_start_of_routes_that_is_no_position_is_400_and_the_server_lives_c2(live: Live, start: Any) -> None:
-    """C2: `"start": true` ended the scheduler."""
+    """C2: a request with `"start": true` ended the scheduler."""
     body = {"input_ids": PROMPT, "sampling_params": FEW, "replay_routed_experts": ROUTES | {"start": start}}
     status, message = live.refused(**body)
     assert status == 400 and "replay_routed_experts" in message
@@ -122,7 +122,7 @@ LONG = int("9" * 4300)  # longer ones are no JSON
     ],
 )
 def test_a_number_of_any_length_is_a_bad_request_c2(live: Live, params: dict[str, Any]) -> None:
-    """Sums of them cannot even be written into a message."""
+    """Sums of such numbers do not fit into a message."""
     status, message = live.refused(input_ids=PROMPT, sampling_params=FEW | params)
     assert status == 400 and "sampling_params" in message and len(message) < 5000
 
@@ -210,7 +210,7 @@ def test_bytes_that_are_no_message_do_not_end_the_scheduler_c2(folder: Path, dat
 
 
 class Link:
-    """A scheduler that answers what the test puts into `manager`; `sent` is what it got."""
+    """A link to a scheduler whose answers the test puts into `manager`; `sent` collects the messages to it."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -318,7 +318,7 @@ FIELDS = sorted(set(TokenizedGenerateReqInput.__struct_fields__) - {"input_ids"}
 @settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(FIELDS), PLAIN)
 def test_what_is_packed_can_be_decoded(name: str, value: Any) -> None:
-    """A value of any field is refused here or read there."""
+    """The sender refuses a value of any field, or the receiver reads it."""
     message = request("r", replay=ReplayedRoutes(data=b"", shape=(0, 2, 3)))
     setattr(message, name, value)
     try:

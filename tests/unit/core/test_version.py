@@ -35,7 +35,7 @@ main(["--version"])
 
 
 def test_a_tree_that_is_not_installed_serves(tmp_path: Path) -> None:
-    """First runs on a GPU: `lockstep serve` asked for the metadata of a distribution that was not there."""
+    """First runs on a GPU: `lockstep serve` read the metadata of a distribution that was not installed."""
     command = [sys.executable, "-c", _NOT_INSTALLED, str(tmp_path / "model")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[Live]:
-    """For tests that leave it as it was."""
+    """A server for tests that do not change it."""
     with live_server(folder) as server:
         yield server
 
@@ -141,7 +141,7 @@ def test_a_wheel_contains_the_page(package: str) -> None:
 
 
 def test_the_root_leads_to_the_dashboard_n22(folder: Path, shared: Live) -> None:
-    """N22: it was a 404."""
+    """N22: the root was a 404."""
     found = shared.client.get("/", follow_redirects=False)
     assert (found.status_code, found.headers["location"]) == (307, "dashboard")
     with live_server(folder, enable_metrics=False, api_key="user") as live:
@@ -284,7 +284,7 @@ def record(rank_loads: list[list[int]], *, recording: bool = True, num_passes: i
 
 @pytest.fixture
 def history(shared: Live) -> ServerHistory:
-    """An empty one."""
+    """An empty history."""
     return ServerHistory(shared.manager)
 
 
@@ -308,7 +308,7 @@ def test_the_history_is_bounded(history: ServerHistory) -> None:
 
 
 def test_each_event_is_told_once(history: ServerHistory) -> None:
-    """The scheduler repeats its last ones in every state."""
+    """The scheduler repeats its last events in every state."""
     history.enter(a_state(ended_updates=[an_update(1), an_update(2)], eplb=balancer(1)), 10.0)
     history.enter(a_state(ended_updates=[an_update(1), an_update(2)], eplb=balancer(1)), 11.0)
     before = history.since(0)
@@ -360,7 +360,7 @@ def test_balance_is_of_ranks_or_of_slots(
 
 
 def test_an_idle_engine_has_no_balance(history: ServerHistory) -> None:
-    """The balance of the last passes is not shown as if it were of now."""
+    """The balance of the last passes is not shown as the current one."""
     for num_passes in (4, 4, 5):
         history.enter(a_state(expert_distribution=record([[3, 1]], num_passes=num_passes)), 1.0)
     assert [one["balance"] for one in history.since(0)["samples"]] == [[0.75], None, [0.75]]

@@ -1,4 +1,4 @@
-"""Tensors on devices: which transport they take, what must be waited for, and how a lost rank is noticed.
+"""Tensors on devices: which transport they take, when the host must wait, and how a lost rank is noticed.
 
 The transport is the real one, over a stand-in of torch's backend (`tests/nccl_stand_in.py`).
 """
@@ -150,8 +150,8 @@ def test_a_rank_alone_waits_for_its_device_without_one() -> None:
 
 
 def test_a_rank_that_never_comes_is_lost_to_all_others() -> None:
-    """Rank 2 stays away.  Rank 0 waits for the device, rank 1 at the next exchange between hosts; no call before
-    that notices anything.
+    """Rank 2 stays away.  Rank 0 waits for the device, rank 1 at the next exchange between hosts; earlier calls
+    notice no fault.
     """
 
     def work(parallel: Parallel) -> str:
