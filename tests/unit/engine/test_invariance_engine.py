@@ -261,7 +261,7 @@ def test_a_prompt_with_a_cached_prefix_gets_the_same_bits(folder: Path, dtype: s
     again = server.together(batch)
     assert_same(again, want)
     assert all(facts.cached_tokens == server.hit(len(ask.prompt) - 1) for ask, facts in zip(batch, again, strict=True))
-    # A hit that covers what was decoded: its KV came from steps of one token.
+    # This hit covers decoded tokens, whose KV came from steps of one token.
     longer = [Ask((*ask.prompt, *facts.token_ids, 7), ask.params) for ask, facts in zip(batch, want, strict=True)]
     got = server.together(longer)
     assert_same(got, alone(folder, dtype, longer))
@@ -298,7 +298,7 @@ def test_one_and_two_threads(tmp_path: Path, dtype: str) -> None:
 
 @DTYPES
 def test_a_large_vocabulary_on_two_threads(tmp_path: Path, dtype: str) -> None:
-    """More logits in a row than torch gives to one thread, and many that are equal in bfloat16."""
+    """A row has more logits than torch gives to one thread, and many are equal in bfloat16."""
     spec = tiny_spec(vocab_size=40001, hidden_size=24, layers=1, dense_first=0)
     folder = make_checkpoint(tmp_path / "model", spec)
     batch = asks(12, seed=7)
@@ -384,7 +384,7 @@ def rounds_by_threads(ops: Ops) -> Ops:
 
 
 class OtherBlocksInPrefill(AttentionBackend):
-    """Decodes with the compiled operator and extends with torch, which takes keys in other blocks."""
+    """A wrong backend: it decodes with the compiled operator and extends with torch, in other blocks of keys."""
 
     def __init__(self, decoding: AttentionBackend) -> None:
         super().__init__(decoding.kv)
@@ -454,7 +454,7 @@ def test_numbers_that_depend_on_the_threads_are_noticed(folder: Path, dtype: str
 
 @pytest.mark.mutant
 def test_samples_that_depend_on_the_others_are_noticed(folder: Path) -> None:
-    """Requests without a seed get one in the order in which they come."""
+    """Requests without a seed get seeds in the order of their arrival."""
     batch = [Ask(ask.prompt, {"temperature": 1.0, "max_new_tokens": 10}) for ask in asks(3, seed=8)]
     want = [Server(folder, "float32").together([ask])[0] for ask in batch]
     assert not any_differs(Server(folder, "float32").together(batch[:1]), want[:1])

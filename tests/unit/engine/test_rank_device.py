@@ -17,7 +17,7 @@ from rollout.scheduler.channel import LocalChannel
 
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The devices that were made the current one."""
+    """The list of devices that became the current one, on a machine of eight."""
     claimed: list[torch.device] = []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""The largest step runs on models of every kind, and what is read of a device comes to what the KV pool must leave."""
+"""The largest step runs on models of every kind; counters of a device give the bytes that the KV pool must leave."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_cpu_is_not_measured(states: dict[str, ModelState]) -> None:
 
 
 class FakeCuda:
-    """The counters of torch's allocator: what is allocated, and the most since the last reset."""
+    """The counters of torch's allocator: allocated bytes, and their peak since the last reset."""
 
     def __init__(self, weights: int) -> None:
         self.now, self.peak = weights, 10 * weights
@@ -85,7 +85,7 @@ class FakeCuda:
 
 @pytest.mark.parametrize("peak", [700, 100], ids=["usual", "nothing_beside_the_pools"])
 def test_the_peak_counts_without_weights_and_pools(peak: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the peak of loading, nor the weights, nor the small pool."""
+    """The count leaves out the peak of loading, the weights and the small pool."""
     cuda = FakeCuda(weights=5000)
     cuda.install(monkeypatch)
 

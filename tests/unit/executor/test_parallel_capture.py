@@ -109,7 +109,7 @@ def test_a_wrong_order_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert is_right()
 
     class TurnedRound(SliceRoutes):
-        """Wrong: the last token first."""
+        """A wrong capturer: the last token comes first."""
 
         def routes(self) -> torch.Tensor:
             return super().routes().flip(0)

@@ -39,7 +39,7 @@ def case(request: pytest.FixtureRequest, worlds: dict[int, World]) -> tuple[str,
 
 @pytest.fixture(scope="module")
 def engine(case: tuple[str, World]) -> Iterator[ParallelHarness]:
-    """With default settings; what one test leaves in the prefix cache is there for the next."""
+    """An engine with default settings, whose prefix cache goes from one test to the next."""
     with case[1].engine(case[0]) as harness:
         yield harness
 
@@ -53,12 +53,12 @@ def num_rows(harness: ParallelHarness, rid: str) -> int:
     return len(harness.results[rid].routes)
 
 
-# --- the judge --------------------------------------------------------------------------------------------------------
+# --- the check --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_judge_is_right_and_routers_are_decisive(worlds: dict[int, World], seed: int) -> None:
-    """Against plain float64 without an engine; and no choice hangs on rounding."""
+    """One rank agrees with plain float64 without an engine, and no choice depends on rounding."""
     world = worlds[seed]
     ids = world.prompt(1, 40)
     result = world.judge.says(ids, 6)
@@ -97,7 +97,7 @@ def test_tokens_are_scattered_where_they_should_be(engine: ParallelHarness, case
     assert all(s.runner.state.model.scatters_tokens == (case[0] in ALL_TO_ALL) for s in engine.schedulers)
 
 
-# --- what a step is made of -------------------------------------------------------------------------------------------
+# --- parts of a step --------------------------------------------------------------------------------------------------
 
 
 def test_routes_are_right_for_tokens_that_split_unevenly_over_ranks(engine: ParallelHarness, world: World) -> None:
@@ -151,7 +151,7 @@ def test_a_neighbour_that_does_not_ask(engine: ParallelHarness, world: World) ->
 
 @pytest.mark.parametrize("start", [1, 19, 20, 24, 25])
 def test_rows_from_a_start_on(engine: ParallelHarness, world: World, start: int) -> None:
-    """In the prompt, at its end, among the output, and at the end of all."""
+    """The start is in the prompt, at its end, in the output, or at the end of the output."""
     rid = engine.submit(world.prompt(70, 20), params={"max_new_tokens": 6}, routed_experts_start_len=start)
     assert finished(engine, world, {rid: 6}) == []
     payload = engine.results[rid].finished.routed_experts  # type: ignore[union-attr]
@@ -202,7 +202,7 @@ def test_retraction_under_memory_pressure(case: tuple[str, World]) -> None:
 
 
 def test_redundant_experts_in_moved_slots(case: tuple[str, World]) -> None:
-    """Ids are logical: the slots are nowhere the experts' own numbers, and have more of them than experts."""
+    """Ids are logical: no slot has the number of its expert, and there are more slots than experts."""
     layout, world = case
     prompts = [world.prompt(140 + number, length) for number, length in enumerate((40, 3, 17, 1))]
     with world.engine(layout, **world.moved(layout)) as harness:

@@ -125,7 +125,7 @@ def test_physical_ids_are_noticed(
 def test_routes_of_another_data_parallel_rank_are_noticed(
     worlds: dict[int, World], seed: int, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong: rows of all data-parallel ranks one after the other, of which each rank takes the first."""
+    """A wrong engine joins the rows of all data-parallel ranks, and each rank takes the first of them."""
     assert all_kinds(worlds[seed], layout) == []
     note = ModelRunner._note_routes
 
@@ -141,7 +141,7 @@ def test_routes_of_another_data_parallel_rank_are_noticed(
 def test_rows_kept_by_position_are_noticed(
     worlds: dict[int, World], layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong: the rows of a chunk go where the step's first tokens would be, not to the tokens' own KV slots."""
+    """A wrong engine keeps the rows of a chunk by position in the step, and not in the tokens' own KV slots."""
     world, write = worlds[SEEDS[0]], RouteSlotStore.write
     prompts = [world.prompt(320 + number, length) for number, length in enumerate((30, 25, 8, 40))]
 
@@ -160,7 +160,7 @@ def test_rows_kept_by_position_are_noticed(
 def test_rows_that_a_retraction_loses_are_noticed(
     worlds: dict[int, World], layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong: what is computed again after a retraction is not recorded again, and nothing was saved."""
+    """A wrong engine does not record rows that it computes again after a retraction, and saves none."""
     world, rows = worlds[SEEDS[0]], RecordReader._rows
     prompts = [world.prompt(340 + number, 12) for number in range(10)]
 

@@ -1,5 +1,7 @@
-"""A forward played from its tape has the bits of the model in Python, for every batch; what is not the same forward for
-every batch is never played."""
+"""A forward played from its tape has the bits of the model in Python, for every batch.
+
+A forward whose operators depend on the batch is never played.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 class Player:
-    """Runs the steps of a harness by a forward, and keeps hidden states and routes."""
+    """A player that runs the steps of a harness by a forward, and keeps hidden states and routes."""
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         self.harness = ForwardHarness(model, backend="native_cpu")
