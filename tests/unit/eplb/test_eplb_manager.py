@@ -330,7 +330,7 @@ def test_the_last_rebalances_are_remembered() -> None:
 
 
 def test_what_a_rebalance_came_to_is_measured_at_the_next_evaluation_n30() -> None:
-    """N30: on the loads since then alone, under the placement in force; a prediction stays one until enough came."""
+    """N30: only loads since then count, under the placement in force; until enough have come, it is a prediction."""
     manager = manager_at(Clock())
     manager.start_planning()
     manager.planned(MOVE, move=True)

@@ -1,4 +1,4 @@
-"""The load recorder against a slow count of its own, over random passes, refreshes and moves; its windows and drift."""
+"""The load recorder against a slow independent count, over random passes, refreshes and moves; windows and drift."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def slow_counts(passes: list[torch.Tensor]) -> np.ndarray:
 
 
 class RecorderMachine(RuleBasedStateMachine):
-    """Segments, passes and tokens against what was noted, and slots against the map of the time."""
+    """A recorder must agree with the noted segments, passes and tokens, and its slots with the map at their time."""
 
     recorder_type = LoadRecorder
 
@@ -142,7 +142,7 @@ def test_the_recorder_counts_what_was_chosen() -> None:
 
 
 class UsesTheMapOfTheDump(LoadRecorder):
-    """Wrong: converts to slots under whatever placement is in force when it is asked."""
+    """A wrong recorder: it converts to slots under the placement at the time of the dump."""
 
     def dump(self, model):
         self._count_noted()
@@ -152,7 +152,7 @@ class UsesTheMapOfTheDump(LoadRecorder):
 
 
 class StampsLate(LoadRecorder):
-    """Wrong: counts some passes later under the version of that time."""
+    """A wrong recorder: it counts some passes later, under the version at that time."""
 
     def note(self, ids_TLK, facts, input_ids, positions):
         super().note(ids_TLK, facts, input_ids, positions)
@@ -160,7 +160,7 @@ class StampsLate(LoadRecorder):
 
 
 class KeepsTheEnginesArrays(LoadRecorder):
-    """Wrong: keeps ids of tokens that the engine changes in place."""
+    """A wrong recorder: it keeps ids of tokens that the engine changes in place."""
 
     def note(self, ids_TLK, facts, input_ids, positions):
         super().note(ids_TLK, facts, input_ids, positions)
@@ -170,7 +170,7 @@ class KeepsTheEnginesArrays(LoadRecorder):
 
 
 class KeepsTheStepsBuffer(LoadRecorder):
-    """Wrong: keeps the routes themselves, in a buffer that the next step writes to."""
+    """A wrong recorder: it keeps routes uncopied, in a buffer that the next step overwrites."""
 
     def note(self, ids_TLK, facts, input_ids, positions):
         super().note(ids_TLK, facts, input_ids, positions)
@@ -179,7 +179,7 @@ class KeepsTheStepsBuffer(LoadRecorder):
 
 
 class MixesLayers(LoadRecorder):
-    """Wrong: counts the choices of all layers in one place."""
+    """A wrong recorder: it counts the choices of all layers in one place."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -330,7 +330,7 @@ def test_the_forms_say_the_same(tmp_path) -> None:
 
 
 class SumsLayersFirst(LoadWindows):
-    """Wrong: loads of all layers together, in which layers that are skewed to different sides look even."""
+    """A wrong recorder: it sums loads over layers, so that layers with opposite skews look even."""
 
     def rank_balancedness(self, window: int) -> torch.Tensor:
         loads_G = self._rank_loads[self._last(window)].double().sum(dim=(0, 1))
@@ -338,7 +338,7 @@ class SumsLayersFirst(LoadWindows):
 
 
 class MeansOverLayers(LoadWindows):
-    """Wrong: mean and maximum over layers, rank by rank."""
+    """A wrong recorder: it takes mean and maximum over layers, rank by rank."""
 
     def rank_balancedness(self, window: int) -> torch.Tensor:
         loads_SLG = self._rank_loads[self._last(window)].double()

@@ -200,7 +200,7 @@ def test_an_expert_is_received_once_for_several_slots() -> None:
 
 
 def test_sends_are_spread_over_the_holders() -> None:
-    """Experts 0..3 on ranks 0..3, all wanted on ranks 4..7: no rank sends more than its part."""
+    """Ranks 4..7 all need the experts 0..3 of ranks 0..3, and no rank sends more than its part."""
     ranks, slots = 8, 8
     layout = ExpertLayout(num_logical_experts=36, num_physical_experts=ranks * slots, num_ranks=ranks)
     shared, own = [0, 1, 2, 3], [list(range(first, first + 4)) for first in range(4, 36, 4)]
@@ -236,7 +236,7 @@ def test_a_real_plan_of_a_large_model() -> None:
     assert max(always_first.values()) > sent.max(), "what spreading is for"
 
 
-# --- the check sees what is wrong -------------------------------------------------------------------------------------
+# --- the check sees mistakes ------------------------------------------------------------------------------------------
 
 
 def altered(migration: Migration, change: Callable[[list[Move]], object]) -> Migration:

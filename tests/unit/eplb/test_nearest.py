@@ -57,7 +57,7 @@ def test_slots_are_loaded_as_planned_and_more_tokens_stay(drawn: tuple[ExpertLoc
 
 @pytest.mark.mutant
 def test_a_wrong_table_is_noticed() -> None:
-    """Everything to the replica at home overloads it."""
+    """A table that sends all tokens to the replica on their own rank overloads it."""
     metadata = ExpertLocationMetadata(torch.tensor([[0, 1, 2, 0, 3, 4, 0, 5, 1, 2, 3, 4]]), EXPERTS)
     weights = torch.ones(1, SLOTS, dtype=torch.float64)
     weights[0, 0] = 0.1

@@ -118,7 +118,7 @@ def test_min_move_is_within_one_copy_of_the_optimum(experts: int, ranks: int, sl
         layout, counts, current = small_case(seed, experts, ranks, slots, sigma)
         plan = min_move(counts, layout, current)
         copies = int(cross_rank_copies(current, plan.physical_to_logical_LP, layout).sum())
-        # The cap that it was asked for, or the one that it reached where that cannot be had.
+        # The requested cap, or the one that it reached if the requested cap is out of reach.
         cap = max(1 / 0.98, 1 / float(balancedness(counts, plan)[0])) + 1e-4
         shares, held = as_placement(counts, current, ranks)
         assert not can_reach(shares, held, cap, min(copies - 2, 3)), (seed, copies)

@@ -215,7 +215,7 @@ def test_a_lost_rank_ends_the_others_within_the_deadline_with_their_slots_untouc
     assert time.monotonic() - started < 10.0
 
 
-# --- the check sees what is wrong -------------------------------------------------------------------------------------
+# --- the check sees mistakes ------------------------------------------------------------------------------------------
 
 
 def no_vote(self: ExpertTransfer, action: Callable[[], None]) -> None:
