@@ -159,7 +159,7 @@ def test_float64_agrees_to_the_last_digits(family: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("form", ["published", "fused"])
 def test_refresh_by_wire_names(family: str, folder: Path, form: str) -> None:
-    """A refresh takes names of published checkpoints or of transformers' state dict: all of it, and nothing else."""
+    """A refresh takes the names of published checkpoints or of transformers' state dict: all of them, and no others."""
     config = load_model_config(folder)
     wire: Mapping[str, torch.Tensor]
     if form == "published":
@@ -272,7 +272,7 @@ OF_GPT_OSS = [
 @pytest.mark.mutant
 @pytest.mark.parametrize("part", OF_GPT_OSS)
 def test_every_part_of_gpt_oss_counts(tmp_path: Path, part: str) -> None:
-    """So that parity would not hold with one of them left out."""
+    """Without one of them parity would not hold."""
     model = load_tiny(family_checkpoint(tmp_path / "model", "gpt_oss", 7), torch.float32)
     before = _ours(model, _ids(3), "torch_native").log_probs
     (name,) = [name for name in model.weights.metas() if name.startswith("model.layers.0.") and name.endswith(part)]
@@ -303,7 +303,7 @@ def test_what_is_not_built_of_gpt_oss_is_refused_in_one_line(change: dict[str, A
 
 
 def test_keys_that_published_gpt_oss_checkpoints_have() -> None:
-    """The keys are openai/gpt-oss-20b's, whose rotation and experts a token have older names."""
+    """The keys are openai/gpt-oss-20b's: older names for the rotation and for the number of experts per token."""
     published = dict(GPT_OSS)
     rope = dict(published.pop("rope_parameters"))
     published |= {"rope_scaling": rope, "rope_theta": rope.pop("rope_theta"), "swiglu_limit": 7.0}
@@ -344,7 +344,7 @@ def test_gates_left_open_are_noticed(tmp_path: Path, name: str, monkeypatch: pyt
     ("name", "other"), [("qwen3_5", "qwen3_5 that sees"), ("qwen3_5_moe that sees", "qwen3_5_moe")]
 )
 def test_text_has_one_content_alone_and_with_images(tmp_path: Path, name: str, other: str) -> None:
-    """Names of the one are taken by the other; tensors of what sees and of later tokens are not kept."""
+    """Each model takes the tensor names of the other; tensors that see images or predict later tokens are not kept."""
     model = load_tiny(family_checkpoint(tmp_path / "model", name, 7), torch.float32)
     wire = load_file(family_checkpoint(tmp_path / "other", other, 11) / "model.safetensors")
     assert {key.startswith("model.language_model.") for key in wire} == {True, False} or "sees" not in other

@@ -67,7 +67,7 @@ def test_layer_types_and_dense_layers_where_they_are_named() -> None:
 
 @pytest.mark.parametrize("architecture", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
 def test_the_text_model_of_one_that_sees(architecture: str) -> None:
-    """The same model, whether its configuration is the whole or a part."""
+    """The configuration of the text model gives the same model alone and as a part of the whole."""
     is_moe = "Moe" in architecture
     text = {**TEXT, "num_experts": 16} if is_moe else {k: v for k, v in TEXT.items() if k != "moe_intermediate_size"}
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}

@@ -267,7 +267,7 @@ def test_a_token_takes_a_latent_a_layer(tmp_path: Path, name: str, dtype: torch.
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
 def test_memory_that_was_released_comes_back(tmp_path: Path, name: str) -> None:
-    """Weights from their copy, the cache empty: values are no second part of it."""
+    """Weights come back from their copy, and the cache is empty.  It has no second part for values."""
     settings = {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     harness = Harness(family_checkpoint(tmp_path / "model", name, 0), **settings)
 
@@ -293,7 +293,7 @@ def test_memory_that_was_released_comes_back(tmp_path: Path, name: str) -> None:
 def test_heads_as_published_have_the_same_bits_in_every_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, query_rank: int | None
 ) -> None:
-    """Alone without a cache, and among others with one; every chunk size; beyond a segment of 512 keys."""
+    """A request alone without a cache equals one among others with a cache, in every chunk size, beyond 512 keys."""
     sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     shape = {**family_zoo.FAMILIES["deepseek_v3"], **sizes, "q_lora_rank": query_rank, "max_position_embeddings": 1024}
     monkeypatch.setitem(family_zoo.FAMILIES, "as published", shape)
@@ -322,7 +322,7 @@ def _log_probs(model: Any, backend: str = "native_cpu") -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_refresh_of_what_is_absorbed_is_used_at_once(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Bit for bit what a load of the new weights computes; and read back as sent."""
+    """The model computes the bits that a load of the new weights computes, and returns the weights as sent."""
     old, new = (family_checkpoint(tmp_path / str(seed), "glm4_moe_lite", seed, dtype) for seed in (1, 2))
     model, sent = load_tiny(old, dtype, ops=native_ops()), load_file(new / "model.safetensors")
     before = _log_probs(model)
@@ -371,7 +371,7 @@ def test_an_epsilon_that_nothing_uses_is_refused() -> None:
 
 
 def _with_more_layers(folder: Path) -> Mapping[str, torch.Tensor]:
-    """Add to the checkpoint what predicts several tokens, of sizes that the model has nowhere; all of its tensors."""
+    """Add a layer that predicts several tokens to the checkpoint, with sizes of no other layer; return all tensors."""
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.3.eh_proj.weight"] = torch.randn(5, 7)
     tensors["model.layers.3.self_attn.kv_b_proj.weight"] = torch.full((2, 2), torch.nan)

@@ -31,7 +31,7 @@ from tests.scheduler_harness import Harness
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
-# --- what is merged into what ----------------------------------------------------------------------------------------
+# --- merged settings -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
@@ -202,7 +202,7 @@ def logprobs_of(engine: Engine) -> list[float]:
 
 
 def test_an_engine_in_process_computes_with_them(folder: Path, tmp_path: Path) -> None:
-    """B7: as from an edited file, to the bit, and not as without."""
+    """B7: the engine computes the bits of an edited file, which differ from the bits without an override."""
     rope = {**YARN, "original_max_position_embeddings": 32}
     edited = edited_copy(folder, tmp_path / "edited", rope_scaling=rope)
     common = {"dtype": "float32", "max_total_tokens": 512}
@@ -223,7 +223,7 @@ def test_a_server_says_what_it_was_told(folder: Path) -> None:
         assert live.client.get("/model_info").json()["config_digest"] == load_model_config(folder).digest
 
 
-# --- what would disagree in silence ----------------------------------------------------------------------------------
+# --- silent disagreements -------------------------------------------------------------------------------------------
 
 
 def test_a_refresh_from_disk_reads_the_file_as_the_start_did(folder: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_log_probs_and_expert_sets_equal_transformers(folder: Path, make_ops: Ca
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_half_precision_stays_near_the_reference(folder: Path, dtype: torch.dtype, make_ops: Callable[[], Ops]) -> None:
-    """Weights are rounded alike, so what is left is arithmetic.  A token with other routes may be far off: left out."""
+    """Weights are rounded alike, so only arithmetic differs.  Tokens with other routes are left out, as far off."""
     ids = _ids(14)
     rounded = {name: tensor.to(dtype) for name, tensor in logical_tensors(folder).items()}
     expected = reference_forward(load_model_config(folder), rounded, ids)

@@ -15,7 +15,7 @@ from rollout.integrations.openrlhf import AsyncEngineArgs, AsyncLLMEngine
 
 
 class Client:
-    """Notes calls as (name, update id or arguments), and refuses those named in `refused` once each."""
+    """A client that notes calls as (name, update id or arguments), and refuses each call named in `refused` once."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -55,7 +55,7 @@ def test_the_sync_after_one_that_failed_is_a_new_update(refused: str) -> None:
     async def run() -> None:
         client = Client()
         llm = engine(client)
-        # An abort is refused where there is nothing to abort; this is not an error of its own.
+        # The server refuses an abort without an update.  The client does not raise this refusal.
         client.refused = [refused] if refused != "abort_weight_update" else ["end_weight_update", refused]
         with pytest.raises(ClientError, match=client.refused[0]):
             await send(llm, is_last=True)

@@ -1,4 +1,4 @@
-"""verl's server and tokenizer manager of this engine, without verl: the settings they make, and what they refuse."""
+"""verl's server and tokenizer manager of this engine, without verl: the settings they make, and their refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, over stand-ins for the names that it takes from verl."""
+    """The plug-in, over stand-ins for the names that it takes from verl."""
     for name, content in STAND_INS.items():
         parts = name.split(".")
         for end in range(1, len(parts)):
@@ -96,7 +96,7 @@ def test_a_release_on_a_gpu_is_refused_by_name(plugin: Any) -> None:
 
 
 class Profiler:
-    """The client's two calls; `stop` is what the server answers to the second."""
+    """The client's two calls; `stop` is the server's answer to the second."""
 
     def __init__(self, stop: Exception | None = None) -> None:
         self.started: list[tuple[Any, dict[str, Any]]] = []
@@ -119,7 +119,7 @@ def profiled(plugin: Any, client: Profiler) -> Any:
 def test_a_profile_as_verl_asks_for_it(plugin: Any) -> None:
     client = Profiler()
     manager = profiled(plugin, client)
-    # What verl's `build_sglang_profiler_args` makes, and what it makes of a profiler without settings.
+    # The result of verl's `build_sglang_profiler_args`, with settings of the profiler and without.
     asked = {"output_dir": "out/replica_0", "with_stack": True, "record_shapes": False, "start_step": None}
     asyncio.run(manager.start_profile(**asked, num_steps=20))
     asyncio.run(manager.stop_profile())
