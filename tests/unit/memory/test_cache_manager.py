@@ -14,7 +14,7 @@ CONTEXT = 40
 
 
 class Rows:
-    """Requests with prompts of 1, 2, .. tokens whose KV is there, decoding together as one generation."""
+    """Requests with prompts of 1, 2, .. tokens, whose KV is computed; they decode together as one generation."""
 
     def __init__(self, num_slots: int, count: int) -> None:
         self.cache = CacheManager(

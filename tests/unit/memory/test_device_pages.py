@@ -121,12 +121,12 @@ def test_without_a_copy_memory_comes_back_as_zeros(machine: Machine) -> None:
     kv = machine.segment(4 * MIB).fill_(7)
     saver = MemorySaver({"kv_cache": [kv]}, machine.pages())
     saver.discard("kv_cache")
-    saver.discard("kv_cache")  # what is gone is gone
+    saver.discard("kv_cache")  # a second release changes nothing
     assert machine.used == 0
     saver.provide(["kv_cache"])
     assert not kv.any()
     kv.fill_(1)
-    saver.provide(["kv_cache"])  # what is there stays
+    saver.provide(["kv_cache"])  # a second allocation changes nothing
     assert bool((kv == 1).all())
 
 

@@ -81,7 +81,7 @@ class Rig:
 
 @pytest.fixture
 def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """Makes rigs that are closed in the end: an open socket would hold the process up."""
+    """A function that makes rigs.  They are closed in the end, because an open socket would block the exit."""
     with ExitStack() as stack:
         yield lambda **config: stack.enter_context(closing(Rig(tmp_path, **config)))
 
@@ -170,7 +170,7 @@ def test_a_rename_changes_no_block_until_the_next_commit(rig: Rig) -> None:
 
 
 def test_an_update_without_tensors_is_no_news_to_a_listener(tmp_path: Path) -> None:
-    """Every prefix stays, as with vLLM's /start_weight_update and /finish_weight_update with nothing between."""
+    """Every prefix stays, as after vLLM's /start_weight_update and /finish_weight_update with nothing between."""
     replay = f"ipc://{tmp_path}/replay"
     config = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": replay, "weight_versions": True}
     harness = Harness(tiny_checkpoint(tmp_path / "m", "moe"), kv_events_config=json.dumps(config))
@@ -311,7 +311,7 @@ def test_replay_keeps_so_many_bytes(rigs: Callable[..., Rig], monkeypatch: pytes
 
 @pytest.mark.parametrize("hwm", [1, 1000])
 def test_a_replay_is_longer_than_what_may_wait(rigs: Callable[..., Rig], hwm: int) -> None:
-    """And than the system's buffers: the asker gets all batches of its time, and the end, however late it reads."""
+    """It is longer than the system's buffers, too: a late reader gets all batches of its time, and the end."""
     rig = rigs(hwm=hwm)
     for token in range(4000):
         rig.cache.flush()

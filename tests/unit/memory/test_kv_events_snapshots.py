@@ -28,7 +28,7 @@ STORED = {
 
 
 class Router:
-    """An engine, and what its events say."""
+    """An engine, and a router that follows its events."""
 
     def __init__(self, tap: Tap, folder: Path, **settings: Any) -> None:
         self.tap = tap
@@ -73,7 +73,7 @@ def tap() -> Iterator[Tap]:
 def test_a_prompt_is_stored_as_far_as_the_next_request_finds_it(
     folders: dict[str, Path], tap: Tap, family: str
 ) -> None:
-    """C7: none of a prompt that ends before the first snapshot."""
+    """C7: no token is stored of a prompt that ends before the first snapshot."""
     router = Router(tap, folders[family])
     for length, stored in STORED[family][1].items():
         prompt = router.prompt(length)
@@ -129,7 +129,7 @@ def test_requests_find_what_the_events_say(folders: dict[str, Path], tap: Tap, f
 
 
 def test_where_no_row_is_left_for_snapshots_nothing_is_stored(folders: dict[str, Path], tap: Tap) -> None:
-    """C7: and nothing is found."""
+    """C7: requests find nothing, and events report nothing."""
     router = Router(tap, folders["qwen3_next"], max_running_requests=4, max_state_rows=4)
     prompt = router.prompt(300)
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_where_no_row_is_left_for_snapshots_nothing_is_stored(folders: dict[str,
 def test_the_server_says_of_which_multiple_a_request_finds_tokens(
     folders: dict[str, Path], tap: Tap, family: str
 ) -> None:
-    """C7: a router rounds down what it knows of a path that a prompt leaves."""
+    """C7: a router rounds down the length of a known path where a prompt leaves it."""
     router = Router(tap, folders[family])
     state = router.harness.scheduler._verbs[GetStateReqInput](GetStateReqInput(request_id="s")).data
     args = ServerArgs(model_path="m", kv_events_config=EVENTS)

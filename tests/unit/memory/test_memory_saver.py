@@ -55,7 +55,7 @@ def test_memory_goes_back_and_addresses_stay() -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(offset=st.integers(0, 9000), nbytes=st.integers(1, 30000))
 def test_only_its_own_bytes_are_lost(offset: int, nbytes: int) -> None:
-    """A storage anywhere among others: theirs on the same pages stay."""
+    """A storage lies anywhere among others, whose bytes on the same pages stay."""
     around = torch.full((40000,), 5, dtype=torch.uint8)
     buffer = (ctypes.c_ubyte * nbytes).from_address(around.data_ptr() + offset)
     tensor = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -110,7 +110,7 @@ def test_other_devices_are_refused_at_start() -> None:
 
 @pytest.mark.parametrize("kind", ["moe_dense_first", "moe", "dense"])
 def test_the_weights_are_all_that_a_refresh_writes(tmp_path: Path, kind: str) -> None:
-    """Everything that is discarded comes back through the names of the checkpoint; nothing else may be discarded."""
+    """Discarded memory is written again through the names of the checkpoint; no other memory may be discarded."""
     torch.set_num_threads(1)
     folder = tiny_checkpoint(tmp_path / kind, kind)
     model, whole = load_tiny(folder, torch.float32), load_tiny(folder, torch.float32)

@@ -1,4 +1,4 @@
-"""Every KV slot is in one place, whatever ends a request and when, and a server where one is not ends.
+"""Every KV slot is in one place, however and whenever a request ends; otherwise the server ends.
 
 a request was retracted, comes back, and ends at its first token -> its slots are free, the tree's are not
 """
@@ -68,7 +68,7 @@ def harness_of(folder: Path, **settings: Any) -> Harness:
 
 
 def first_record(counts: list[int]) -> int:
-    """Index of a token, not the first, whose mask is larger than all before it."""
+    """Return the index of a token, not the first, whose mask is larger than all before it."""
     return next(i for i in range(1, len(counts)) if counts[i] > max(counts[:i]))
 
 
@@ -127,7 +127,7 @@ COMEBACKS = [come_back_after_a_pause, *(pytest.param(other, marks=pytest.mark.fu
 def test_a_mask_over_the_limit_right_after_a_retraction_frees_no_slot_of_the_prefix_tree(
     folders: dict[str, Path], family: str, comes_back: Callable
 ) -> None:
-    """C1: the request ends with a 400, and the answers of others stay what they are alone."""
+    """C1: the request ends with a 400, and other requests get the answers that they get alone."""
     folder = folders[family]
     expected = others(harness_of(folder))
     seed, token, size = alone(folder)
@@ -194,7 +194,7 @@ def test_whatever_ends_requests_right_after_a_retraction_every_slot_is_in_one_pl
 def test_random_schedules_of_masks_over_their_limit_and_a_short_pool_account_for_every_slot(
     folders: dict[str, Path], family: str
 ) -> None:
-    """C1: checked after every turn."""
+    """C1: the accounting is checked after every turn."""
     for seed in range(2):
         rng = random.Random(seed)
         harness = harness_of(folders[family], sampling_mask_max_tokens=110 + 40 * seed, max_total_tokens=150)
@@ -235,7 +235,7 @@ def test_random_schedules_of_masks_over_their_limit_and_a_short_pool_account_for
     ],
 )
 def test_a_slot_that_leaves_a_place_where_it_is_not_is_refused(misuse: Callable) -> None:
-    """C1: by the place of each slot, not by counts alone."""
+    """C1: the check compares the place of each slot, and not only counts."""
     allocator = SlotAllocator(8)
     held, cached = allocator.alloc(3), allocator.alloc(3)
     allocator.keep(cached)
@@ -306,7 +306,7 @@ def test_a_verb_that_meets_wrong_accounting_is_not_answered_as_a_failure(folders
 def test_a_committed_refresh_is_never_answered_as_a_failure(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """C1: an error after the version was published ends the engine, as it is unknown what is in force."""
+    """C1: an error after the version was published ends the engine, because the version in force is unknown."""
 
     def fails(*_: Any) -> None:
         raise ValueError("more slots freed than exist")

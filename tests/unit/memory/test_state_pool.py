@@ -23,7 +23,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=10)
 
 
 class Machine(RuleBasedStateMachine):
-    """`content`: the namespace and the tokens of which a row was made the state."""
+    """A model of the pool.  `content` maps a row to the namespace and the tokens of its state."""
 
     kind: type[SnapshotRows] = SnapshotRows
 

@@ -38,7 +38,7 @@ def request(name: str, prompt: list[int], more: int = 1, *, arrival: int = 0, se
 
 
 class Machine(RuleBasedStateMachine):
-    """`content`: of each slot of the windows, the namespace and the tokens up to its own."""
+    """A model of the pages.  `content` maps a slot of a window to its namespace and the tokens up to its own."""
 
     kind: type[WindowPages] = WindowPages
     num_slots = 64

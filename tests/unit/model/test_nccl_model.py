@@ -45,7 +45,7 @@ def embeds_on_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def on_wires(store: dist.Store, rank: int, size: int, timeout_s: float) -> NcclTransport:
-    """Return the stand-in's transport, whose messages over gloo are not calls of a host."""
+    """Return the stand-in's transport; its messages over gloo do not count as calls of a host."""
     transport = stand_in_transport(store, rank, size, timeout_s)
     transport.backend._gloo.is_wire = True
     return transport

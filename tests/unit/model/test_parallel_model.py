@@ -120,7 +120,7 @@ def test_compiled_operators_in_float32(folders: dict[str, Path], backend: str, s
 
 
 class Judge:
-    """The comparison with what one rank computed before anything was broken."""
+    """The comparison with the results of one rank, computed before the engine was broken."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._expected = folder, one_rank(folder, MIXED)

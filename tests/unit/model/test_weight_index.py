@@ -209,7 +209,7 @@ REPLICATED = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 3, 3], [0, 1, 2, 3, 4, 5, 6,
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Old and new weights; tied, every layer of experts."""
+    """Folders of old and new weights, with tied embeddings and experts in every layer."""
     base = tmp_path_factory.mktemp("models")
     return (
         tiny_checkpoint(base / "old", "moe", seed=1, dtype="float64"),
@@ -218,7 +218,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def is_loaded(model: DecoderForCausalLM, folder: Path, placement: ExpertPlacement | None = None) -> bool:
-    """Return whether every byte that serves is what a cold load of `folder` gives under `placement`."""
+    """Return whether every byte in use equals the byte of a cold load of `folder` under `placement`."""
     fresh = load_tiny(folder, F64, placement)
     return all(torch.equal(ours, theirs) for ours, theirs in zip(model.tensors(), fresh.tensors(), strict=True))
 
@@ -228,7 +228,7 @@ def moved(rows: torch.Tensor) -> ExpertPlacement:
 
 
 class InitialPlaces(WeightIndex):
-    """Wrong: asks for the places of every tensor once, when the model is built."""
+    """A wrong index: it looks up the places of every tensor once, when the model is built."""
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         super().__init__(model, {HEAD: EMBEDDING})
@@ -243,7 +243,7 @@ class InitialPlaces(WeightIndex):
 
 
 class FirstPlaceOnly(WeightIndex):
-    """Wrong: forgets that an expert may have replicas."""
+    """A wrong index: it forgets that an expert may have replicas."""
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         super().__init__(model, {HEAD: EMBEDDING})
@@ -307,7 +307,7 @@ def test_40_a_fusion_that_lives_for_one_call_is_caught(folders: tuple[Path, Path
 
 
 class Rebinding(FakeWeights):
-    """Wrong: a write makes new storage."""
+    """A wrong index: a write makes new storage."""
 
     def write(self, name: str, source: torch.Tensor) -> None:
         if name == EMBED:
@@ -366,7 +366,7 @@ def test_50_two_names_with_two_contents_are_refused(folders: tuple[Path, Path]) 
 
 
 def test_the_placements_used_here_differ_in_every_layer(folders: tuple[Path, Path]) -> None:
-    """So that 37 and 38 test what they say."""
+    """Tests 37 and 38 need different placements."""
     trivial = trivial_placement(load_model_config(folders[0])).metadata.physical_to_logical_map
     for layer in range(2):
         assert not torch.equal(MOVED[layer], REPLICATED[layer])
