@@ -27,7 +27,7 @@ from tests.numerics import Batch, disagreements, gradient_errors, gradients, sam
 
 GATE = ("qwen3_moe", "glm4_moe", "gpt_oss")
 EACH_FAMILY = [pytest.param(name, marks=() if name in GATE else pytest.mark.full) for name in FAMILIES]
-# A loss in float32 under both: what is left is the order of sums; states of the gated delta rule run through many.
+# A loss in float32 under both, so only the order of sums differs; states of the gated delta rule run through many.
 LEAST_AGREEMENT = 2e-4
 
 
@@ -41,7 +41,7 @@ def _operators() -> Iterator[None]:
 
 
 class Served:
-    """A family's checkpoint, and what an engine sampled from it."""
+    """A family's checkpoint, and the samples of an engine that serves it."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class TestFamilies:
             assert disagreements(model, numerics, *served.samples) == []
 
     def test_gradients_are_those_of_the_model(self, served: Served) -> None:
-        """In float32, where the engine rounds no more than transformers does."""
+        """They agree in float32, where the engine rounds no more than transformers does."""
         model, batch = served.model(torch.float32), Batch.of(*served.samples)
         with use_engine_numerics(model, dtype=torch.float32) as numerics:
             found = gradients(model, batch, by_engine=True)
@@ -81,7 +81,7 @@ class TestFamilies:
         assert max(gradient_errors(found, wanted).values()) < LEAST_AGREEMENT
 
     def test_gradients_in_bfloat16_are_as_near_as_a_bfloat16_trainers(self, served: Served) -> None:
-        """To those in float32, the engine's routes forced on both; activations are rounded on the way in either."""
+        """The distance is to float32 gradients under the engine's routes; both round activations on the way."""
         exact, rounded, batch = served.model(torch.float32), served.model(), Batch.of(*served.samples)
         with use_engine_numerics(rounded) as numerics:
             found = gradients(rounded, batch, by_engine=True)
@@ -135,7 +135,7 @@ def test_transformers_without_engine_numerics_disagrees(served: Served) -> None:
     assert disagreements(model, numerics, *served.samples), "transformers' own forward has other bits"
 
 
-# --- what is wrong is noticed ----------------------------------------------------------------------------------------
+# --- mistakes are noticed --------------------------------------------------------------------------------------------
 
 
 def one_ulp(out: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The gradient of each operator against differences of its plain form, in float64; that of log-probabilities, too.
+"""Gradients of each operator, and of log-probabilities, against differences of the plain forms in float64.
 
 Differences are central and along a random direction in all arguments that have gradients, so that a missing or wrong
 term shows in one number; every operator is also checked with a formula that lacks a term.
@@ -45,7 +45,7 @@ def with_gradients(case: str) -> list[str]:
 
 
 def results_of(case: str, formula: Callable[..., Any], arguments: Arguments) -> list[torch.Tensor]:
-    """Return what autograd follows under engine numerics: floating-point results, and rows of pools of its own."""
+    """Return the results that autograd follows under engine numerics: floats, and rows of its own pools."""
     rule, flows = rule_of(case), rule_of(case).flows
     call = Call(formula, formula, rule, arguments | dict.fromkeys(flows), flows, {}, torch.float64)
     inputs = {name: arguments[name] for name in with_gradients(case)}
@@ -159,7 +159,7 @@ def test_gradients_of_attention_agree_with_attention_written_out(kind: str, wron
 
 
 class _Backend:
-    """A backend of which the formula needs the pool only."""
+    """A backend with only a pool, which is all that the formula needs."""
 
     batch_invariant = True
 

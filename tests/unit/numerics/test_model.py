@@ -49,7 +49,7 @@ def tokens(*shape: int) -> torch.Tensor:
 
 
 def test_a_sequence_has_the_same_bits_in_every_batch(model: Any) -> None:
-    """Alone, padded on either side, in a packed row, in the company of others, with the mask or with its positions."""
+    """It is alone, padded on either side, in a packed row or among others, with a mask or with positions."""
     one, two = tokens(1, 9), tokens(1, 14)
     with use_engine_numerics(model) as numerics, torch.no_grad():
         want, other = model(input_ids=one).logits[0], model(input_ids=two).logits[0]
@@ -141,7 +141,7 @@ def test_a_weight_that_changes_before_its_gradient_is_an_error(model: Any) -> No
             loss.backward()
 
 
-# --- what is left of the model ---------------------------------------------------------------------------------------
+# --- the model afterwards --------------------------------------------------------------------------------------------
 
 
 def test_the_model_is_restored(model: Any) -> None:
@@ -182,7 +182,7 @@ def test_a_forward_that_fails_leaves_nothing(model: Any) -> None:
         assert torch.equal(model(tokens(1, 6)).logits, want) and torch.equal(numerics.routes, routes)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 class Adapted(nn.Linear):

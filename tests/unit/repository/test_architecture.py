@@ -122,7 +122,7 @@ def test_packages_import_downward_only() -> None:
 
 
 def test_model_families_are_descriptions() -> None:
-    """The HTTP process reads them: no torch."""
+    """Descriptions import no torch, because the HTTP process reads them."""
     for path in (ROOT / "rollout/families").glob("*.py"):
         assert "torch" not in {module.split(".")[0] for module, _ in imports(ast.parse(path.read_text()))}, path
 

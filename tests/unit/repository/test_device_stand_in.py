@@ -1,4 +1,4 @@
-"""The rules of the played device and its streams: what they let pass, and what they do not."""
+"""The rules of the device stand-in and its streams: which calls they let pass, and which they refuse."""
 
 from __future__ import annotations
 

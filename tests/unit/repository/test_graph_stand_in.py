@@ -1,4 +1,4 @@
-"""The stand-in for CUDA graphs: a replay computes from what lies at the captured addresses, and its traps snap."""
+"""The stand-in for CUDA graphs: a replay reads the current content of captured addresses, and mistakes raise."""
 
 from __future__ import annotations
 

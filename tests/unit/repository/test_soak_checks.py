@@ -1,6 +1,6 @@
 """The soak's view of the version in force, of calls and of growth: each check finds its fault.
 
-The judge of samples is in `tests/integration/test_soak.py`.
+The check of samples is in `tests/integration/test_soak.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIXED = {"a": NEW["a"], "b": OLD["b"]}
 
 
 class Engine:
-    """Answers as an engine does that holds `tensors`."""
+    """A stand-in that answers like an engine with these `tensors`."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"weight_version": "v0", "weight_epoch": 0, "content_digest": None}
