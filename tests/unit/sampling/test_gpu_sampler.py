@@ -28,7 +28,7 @@ from tests.sampler_reference import complaints
 
 sample = kernels("sample")
 TEMPERATURES = (0.0, 0.3, 1.0, 1.7)
-VOCABULARIES = (1, 50, 2048, 5000)  # a chunk is of 2048
+VOCABULARIES = (1, 50, 2048, 5000)  # a chunk has 2048
 
 
 def gpu_sampler() -> Sampler:

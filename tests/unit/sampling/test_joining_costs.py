@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_samples_of_a_prompt_cost_the_same_however_long_it_is(folder: Path) -> None:
-    """C5: what depends on the prompt is made once for all of them."""
+    """C5: arrays that depend on the prompt are made once for all of its samples."""
 
     def cost(length: int, samples: int) -> tuple[int, int]:
         harness = Harness(folder, max_total_tokens=200_000)
@@ -117,7 +117,7 @@ LISTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("params", LISTS, ids=lambda params: next(iter(params), "plain"))
 def test_who_joins_or_leaves_costs_nothing_for_the_lists_of_others(params: dict[str, Any]) -> None:
-    """C5: neither for their prompts, nor for biases and end tokens."""
+    """C5: prompts, biases and end tokens of other requests cost nothing."""
 
     def cost(length: int, rows: int = 64) -> tuple[int, int]:
         made = Decoding(rows, **params)
@@ -134,7 +134,7 @@ def test_who_joins_or_leaves_costs_nothing_for_the_lists_of_others(params: dict[
 
 @pytest.mark.parametrize("params", LISTS, ids=lambda params: next(iter(params), "plain"))
 def test_instructions_of_a_join_do_not_grow_with_prompts(params: dict[str, Any]) -> None:
-    """C5: neither the newcomer's own prompt counts nor the prompts of others."""
+    """C5: the newcomer's own prompt and the prompts of others do not count."""
 
     def cost(length: int) -> tuple[int, int]:
         made = Decoding(20, **params)
@@ -150,13 +150,13 @@ def test_instructions_of_a_join_do_not_grow_with_prompts(params: dict[str, Any])
 @pytest.mark.full
 @pytest.mark.serial
 def test_a_join_to_256_rows_with_prompts_of_32768_tokens_takes_less_than_a_millisecond() -> None:
-    """C5: of CPU; it took 1.5 s."""
+    """C5: the limit is CPU time; it took 1.5 s."""
     made = Decoding(256, repetition_penalty=1.05)
     for _ in range(256):
         made.batch.join([made.request(32_768)])
     made.rows()
     seconds = []
-    for _ in range(60):  # the least of them: what else runs on the machine takes caches away
+    for _ in range(60):  # the least of them: other programs take caches away
         made.leave(made.batch.reqs[0])
         newcomer = made.request(32_768)
         begin = time.process_time()
@@ -166,7 +166,7 @@ def test_a_join_to_256_rows_with_prompts_of_32768_tokens_takes_less_than_a_milli
 
 
 def test_stop_tokens_of_many_rows_are_not_collected_again_and_again() -> None:
-    """C5: with very many each row is looked at by itself, to the same end."""
+    """C5: with very many stop tokens each row is checked by itself, with the same result."""
     checker = StopChecker((1,), None)
     for count in (3, 300):
         made = Decoding(40)
@@ -186,7 +186,7 @@ def test_stop_tokens_of_many_rows_are_not_collected_again_and_again() -> None:
         assert {reqs.index(req) for req in ended} == expected
 
 
-# --- what is in the places ---------------------------------------------------------------------------------------
+# --- rows in places ----------------------------------------------------------------------------------------------
 
 
 def mixed_row(rng: random.Random) -> SamplingRow:
@@ -276,7 +276,7 @@ def test_a_place_that_is_taken_for_that_of_another_row_is_noticed(kernels: None)
 
 
 def test_nothing_of_requests_that_ended_is_kept_at_rest(folder: Path) -> None:
-    """C5: neither their rows nor the memory of their lists."""
+    """C5: an engine at rest keeps neither their rows nor the memory of their lists."""
     harness = Harness(folder)
     harness.generate([[3] * 20, [4] * 20], params={"repetition_penalty": 1.2, "max_new_tokens": 4})
     steps = harness.scheduler._steps

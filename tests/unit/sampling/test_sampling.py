@@ -198,7 +198,7 @@ def test_masked_tokens_are_never_drawn(sampler: Sampler) -> None:
 
 
 def test_histories_are_read_live(sampler: Sampler) -> None:
-    """A batch that is kept for 300 steps gives what a new one gives at every step."""
+    """A batch that is kept for 300 steps gives the results of a new one at every step."""
     torch.manual_seed(6)
     rows = [
         row(temperature=0.0, prompt=[3, 3, 5], frequency_penalty=0.01, repetition_penalty=1.2),
@@ -218,7 +218,7 @@ def test_histories_are_read_live(sampler: Sampler) -> None:
 
 
 def test_numbers_outside_the_vocabulary(sampler: Sampler) -> None:
-    """A top-k of any size, and an end token that no vocabulary has."""
+    """A top-k may have any size, and an end token may lie outside the vocabulary."""
     logits = torch.zeros(2, VOCAB)
     logits[:, 7] = 5.0
     rows = [row(temperature=0.0, min_new_tokens=3), row(temperature=0.0, top_k=2**80)]

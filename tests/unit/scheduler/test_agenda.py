@@ -36,7 +36,7 @@ class Clock(LocalChannel):
 
 
 class Diary:
-    """An agenda of three things to do, and what was done in each turn."""
+    """An agenda of three tasks, and the tasks that ran in each turn."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -142,7 +142,7 @@ def test_work_without_a_place_is_refused() -> None:
             diary.agenda.call_at(wrong, 1.0)  # type: ignore[arg-type]
 
 
-# --- what a turn costs -------------------------------------------------------------------------------------------
+# --- costs of a turn ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_an_idle_turn_costs_one_check(harness: Harness) -> None:
 
 
 def test_what_is_pending_is_seen_by_the_recorder(harness: Harness) -> None:
-    """Else the two tests above could not fail."""
+    """Otherwise the two tests above could not fail."""
     harness.post(PauseGenerationReqInput)
     turns = recorded_turns(harness, 2)
     assert "WeightQueue.advance" in polls(turns[:1]) and polls(turns[1:]) == {"Agenda.run"}

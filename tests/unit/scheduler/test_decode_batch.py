@@ -49,7 +49,7 @@ class Stepper:
         joining = [self.request() for _ in range(count)]
         self.batch.join(joining)
         for req in joining:
-            req.output_ids.append(7)  # what the step sampled that completed the prompt
+            req.output_ids.append(7)  # the token of the step that completed the prompt
 
     def request(self) -> Req:
         self.made += 1
@@ -85,7 +85,7 @@ def test_inputs_of_the_next_step() -> None:
     stepper.batch.remove(stepper.batch.reqs[1])
     inputs = stepper.batch.inputs
     assert inputs.pool_indices.tolist() == [11, 13]
-    assert inputs.positions.tolist() == [2, 4]  # prompts of 1 and 3 tokens, and one output token whose KV is there
+    assert inputs.positions.tolist() == [2, 4]  # prompts of 1 and 3 tokens, and one output token with KV
     assert inputs.seq_lens.tolist() == [3, 5]
     assert inputs.rows.tolist() == [0, 1]
     assert stepper.batch.output_counts.tolist() == [2, 2]

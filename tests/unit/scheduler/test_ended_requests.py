@@ -50,7 +50,7 @@ def test_engine_01_a_failing_abort_is_logged_and_the_loop_goes_on(
 @pytest.mark.parametrize("disabled", [False, True])
 def test_engine_14_roots_go_with_their_last_child(folder: Path, disabled: bool) -> None:
     harness = Harness(folder, max_total_tokens=256, disable_radix_cache=disabled)
-    for index in range(60):  # more than the pool holds: eviction takes what the keys before left
+    for index in range(60):  # more than the pool holds: eviction takes tokens of earlier keys
         harness.generate([PROMPT], {"max_new_tokens": 4}, extra_key=f"key {index}")
     cache = harness.scheduler.cache.prefix_cache
     with_content = {namespace for namespace, root in cache._roots.items() if root.children}

@@ -96,7 +96,7 @@ class Histories(RuleBasedStateMachine):
         scheduler = self.harness.scheduler
         was_paused = scheduler.serving.is_paused
         answer = self.harness.control(PauseGenerationReqInput, mode=mode, wait_s=0.1)
-        if mode == "wait" and not answer.success:  # without memory nothing comes to its end
+        if mode == "wait" and not answer.success:  # without memory no request ends
             assert answer.status_code == 409 and not scheduler.serving.is_pausing
             assert scheduler.serving.is_paused == was_paused
             return
@@ -182,12 +182,12 @@ class Histories(RuleBasedStateMachine):
 
 
 class HandOvers(Histories):
-    """The same, with memory that comes and goes."""
+    """Histories in which memory is released and resumed, too."""
 
     @rule(tags=TAGS)
     def release(self, tags: list[str]) -> None:
         scheduler = self.harness.scheduler
-        self.harness.tick()  # what waits in the inbox would come between
+        self.harness.tick()  # messages in the inbox would come between
         busy = bool(scheduler.queues.holding_kv()) or scheduler.has_work
         before = self.memory
         wanted = set(tags) or {tag for tag, state in before.items() if state != "released"}

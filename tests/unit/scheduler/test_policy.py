@@ -1,4 +1,4 @@
-"""Admission to a full pool: tried again when it can succeed, and only then."""
+"""Admission to a full pool is tried again only when it can succeed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_request_that_cannot_fit_is_not_tried_in_every_step(checkpoint, monkey
 
 
 def test_who_has_begun_stays_in_front(checkpoint) -> None:
-    """However urgent those are that come: a pause that waits lets none of them begin, and would never end."""
+    """More urgent requests do not overtake it: a pause that waits lets none of them begin, and would never end."""
     harness = Harness(checkpoint, max_running_requests=1)
     harness.submit([9] * 5, rid="begun", params={"max_new_tokens": 8})
     harness.tick()
@@ -70,7 +70,7 @@ def test_who_has_begun_stays_in_front(checkpoint) -> None:
 
 
 def test_priorities_go_first_and_equals_in_their_order(checkpoint) -> None:
-    """One request runs at a time; the waiting one of the lowest `priority` is next, after what runs already."""
+    """One request runs at a time; after it comes the waiting request with the lowest `priority`."""
     harness = Harness(checkpoint, max_running_requests=1)
     harness.submit([9] * 5, rid="running", params={"max_new_tokens": 4}, priority=5)
     harness.tick()

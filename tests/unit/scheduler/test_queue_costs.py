@@ -98,14 +98,14 @@ EVENTS = [
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_costs_the_same_however_many_wait(folder: Path, event: Callable[[Harness], object]) -> None:
-    """C10: an arrival of any priority, an abort, a retraction."""
+    """C10: the event is an arrival of any priority, an abort or a retraction."""
     few, many = (waiting(folder, count) for count in (50, 1500))
-    instructions(lambda: event(waiting(folder, 50)))  # what is looked up once
+    instructions(lambda: event(waiting(folder, 50)))  # the first call looks some objects up
     assert instructions(lambda: event(many)) <= instructions(lambda: event(few)) + 20
 
 
 def test_a_turn_that_admits_costs_the_same_however_many_wait_with_its_prompt(folder: Path) -> None:
-    """C10: twins of a prompt that is being computed let others pass, as many as could run."""
+    """C10: requests with the prompt that is being computed let others pass, up to the number that could run."""
 
     def admitting(count: int) -> int:
         harness = waiting(folder, 0)
@@ -120,7 +120,7 @@ def test_a_turn_that_admits_costs_the_same_however_many_wait_with_its_prompt(fol
 
 
 def test_the_order_is_that_of_priorities_and_arrivals_whoever_leaves(folder: Path) -> None:
-    """C10: against a list that is sorted anew each time."""
+    """C10: the order is compared with a list that is sorted anew each time."""
     rng = random.Random(5)
     for _ in range(20):
         harness = waiting(folder, 0)

@@ -34,7 +34,7 @@ PROMPTS = [prompt(7, 11), prompt(8, 2), prompt(9, 30), prompt(10, 5)]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Old and new weights."""
+    """Folders of old and new weights."""
     base = tmp_path_factory.mktemp("b1")
     return decisive_checkpoint(base / "old", 21), decisive_checkpoint(base / "new", 22)
 
@@ -45,7 +45,7 @@ def judges(folders: tuple[Path, Path]) -> tuple[OneRank, OneRank]:
 
 
 class Engines:
-    """Engines on the old weights, and the judge's objections to their answers."""
+    """Engines on the old weights, and objections to their answers."""
 
     def __init__(self, folder: Path, judge: OneRank) -> None:
         self.folder, self.judge = folder, judge
@@ -71,7 +71,7 @@ def engines(folders: tuple[Path, Path], judges: tuple[OneRank, OneRank]) -> Engi
 
 
 def routes_only(objections: list[str]) -> bool:
-    """Return whether there are objections, all to rows: tokens and log-probabilities of the bugs here are right."""
+    """Return whether there are objections, all to rows: these bugs leave tokens and log-probabilities right."""
     return bool(objections) and all(" rows" in word for word in objections)
 
 
@@ -150,7 +150,7 @@ def test_6_sglang_12162_rows_belong_to_their_tokens(engines: Engines, monkeypatc
 
 
 class BufferOf(RoutedExpertsCapturer):
-    """Wrong: a buffer for as many tokens as a step was thought to have."""
+    """A wrong capturer: its buffer has rows for the number of tokens that a step was expected to have."""
 
     rows = 0
 
@@ -193,7 +193,7 @@ def test_8_vllm_35744_every_kv_slot_has_a_row(engines: Engines, monkeypatch: pyt
 
 
 class OneBuffer(RoutedExpertsCapturer):
-    """Wrong: the rows of every step are views of the same memory."""
+    """A wrong capturer: the rows of every step are views of the same memory."""
 
     _memory: torch.Tensor | None = None
 
@@ -205,7 +205,7 @@ class OneBuffer(RoutedExpertsCapturer):
 
 
 class NotesWithoutACopy(RouteSlotStore):
-    """Wrong: keeps what it is given until somebody reads, and the next step does not wait."""
+    """A wrong store: it keeps arrays uncopied until a read, and the next step does not wait."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -320,7 +320,7 @@ def test_12_miles_3277_rows_stay_with_their_log_probabilities(
     assert not pairs(result, before, judges)
 
 
-# --- 32, 33: who gets rows, and of what -------------------------------------------------------------------------------
+# --- 32, 33: requests with rows --------------------------------------------------------------------------------------
 
 
 def test_32_xtuner_1827_only_who_asks_gets_routes(
@@ -350,7 +350,7 @@ def test_32_xtuner_1827_only_who_asks_gets_routes(
 
 @pytest.mark.full
 def test_33_trt_llm_17778_rows_are_of_logical_experts(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """(tokens - 1, MoE layers, K), whatever slots the experts are in."""
+    """Rows [tokens - 1, MoE layers, K] hold logical ids, in any placement of the experts."""
     moved = moved_experts(5, 2)
     assert engines.objections(**moved) == []
     for result in engines.results:

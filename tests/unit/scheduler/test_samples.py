@@ -84,7 +84,7 @@ def test_engine_09_several_groups_together(folder: Path) -> None:
 
 
 def test_engine_09_samples_that_score_their_prompt_do_not_wait_for_one_another(folder: Path) -> None:
-    """They must compute the prompt themselves; nothing is won by letting one go first."""
+    """Each sample must compute the prompt itself, so letting one go first would save no work."""
     harness = Harness(folder, **GROUP)
     assert steps_of_group(harness, [7] * 20, 16, 16, logprob_start_len=0) == 16
 

@@ -12,7 +12,7 @@ from rollout.scheduler.serving_state import ServingState
 
 Change = Callable[[ServingState], None]
 
-# What closes a gate, what opens it again, whether steps run meanwhile, and the reason of a refusal, if any.
+# A verb that closes a gate, one that opens it, whether steps run meanwhile, and the reason of a refusal, if any.
 GATES: dict[str, tuple[Change, Change | None, bool, str | None]] = {
     "pause": (ServingState.pause, ServingState.resume, False, None),
     "memory": (lambda s: s.withhold("memory is released"), lambda s: s.withhold(None), False, "memory is released"),

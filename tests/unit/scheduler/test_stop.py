@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class LooksAtEveryToken(StopChecker):
-    """Searches after every token: the definition."""
+    """A checker by the definition: it searches after every token."""
 
     def _may_end_stop(self, token_id: int, params: SamplingParams) -> bool:
         return True
