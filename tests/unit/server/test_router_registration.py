@@ -1,4 +1,4 @@
-"""Registration at a router that comes late, forgets, refuses or talks nonsense; both ways of naming a worker."""
+"""Registration at a router that starts late, forgets, refuses or answers nonsense; both ways of naming a worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN = "http://10.0.0.5:30000"
 
 
 class Router:
-    """`/workers` of sglang-router and smg (ids) or of vllm-router (URLs)."""
+    """A router with the `/workers` of sglang-router and smg (ids) or of vllm-router (URLs)."""
 
     def __init__(self, names_by_id: bool) -> None:
         self.names_by_id = names_by_id

@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers renders, in any of its versions; a sandbox around what a checkpoint wrote.
+"""Chat templates: the text that transformers renders, in any of its versions; a sandbox for templates of checkpoints.
 
 CI runs this file under the oldest and the newest transformers that pyproject.toml allows.
 """

@@ -1,4 +1,4 @@
-"""Text grows, never changes, and equals what a single decode of all ids gives."""
+"""Streamed text grows, never changes, and equals the text of a single decode of all ids."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_byte_level_tokens_are_their_bytes(tmp_path) -> None:  # type: ignore[no
 
 
 def test_tokens_that_stand_for_a_byte() -> None:
-    """B2: byte-fallback tokens, and the space that SentencePiece writes as a letter."""
+    """B2: these are byte-fallback tokens, and the space that SentencePiece writes as a letter."""
     sequence = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

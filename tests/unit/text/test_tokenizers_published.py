@@ -109,7 +109,7 @@ def test_all_of_unicode_alone_and_in_context(loaded: Published) -> None:
 @gate_has_one
 @each
 def test_a_stream_of_all_of_unicode_is_the_whole(loaded: Published) -> None:
-    """Tokens come one by one; what is shown is never taken back, and never half a character."""
+    """Tokens come one by one; shown text is never taken back, and never ends in half a character."""
     for characters in code_points(loaded.step, 2048):
         text = " ".join(characters)
         ids = loaded.ours._encode([text], False)[0]
@@ -128,7 +128,7 @@ def test_a_stream_of_all_of_unicode_is_the_whole(loaded: Published) -> None:
 @pytest.mark.parametrize("skip", [True, False])
 @each
 def test_a_stream_of_any_tokens_is_the_whole(loaded: Published, skip: bool) -> None:
-    """Bytes in any order, special tokens between them, and an end within a character."""
+    """Streams have bytes in any order, special tokens between them, and an end within a character."""
     ours, reference = loaded.ours, loaded.reference
     special, size = sorted(reference.get_added_tokens_decoder()), reference.get_vocab_size()
     pieces = [index for index in range(1000) if INCOMPLETE in reference.decode([index])]
@@ -232,7 +232,7 @@ def test_calls_are_read_from_tokens_as_they_come_n27(loaded: Published) -> None:
 @gate_has_one
 @each
 def test_bytes_of_tokens_put_together_are_the_text_b2(loaded: Published) -> None:
-    """B2: of every token of the vocabulary."""
+    """B2: this holds for the bytes of every token of the vocabulary."""
     for characters in code_points(64 if in_the_gate() else 7, 8192):
         text = " ".join(characters)
         ids = loaded.ours._encode([text], False)[0]
