@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Hostile clients need more descriptors than their server."""
+    """Raise the limit of descriptors: hostile clients need more of them than their server."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,12 +1,12 @@
 """The checks after an attack.  Each is a function of its own that returns what is wrong, or None.
 
-rest        it can be brought back to rest: nothing open, nothing paused, nothing released
+rest        the server can be brought back to rest: nothing open, nothing paused, nothing released
 idle        no request is left, every KV slot is free, the cache can be flushed
 health      new connections get a 200 from /health and /liveness within a second
 answer      a fixed greedy request has the same tokens, log-probabilities and routes as before
 weights     every tensor has the fingerprint that it had
-memory      all processes together use no more than before, but for what the attack is granted
-descriptors the same
+memory      all processes together use no more than before, except for the growth that the attack is granted
+descriptors all processes together hold about as many descriptors as before
 log         no more was written than granted, and no traceback
 """
 
@@ -51,13 +51,13 @@ class Before:
 
 
 def look(victim: Victim) -> Before:
-    """A server at rest, as it is.  Raises `Harmed`."""
+    """Record the state of a server at rest.  Raises `Harmed`."""
     forget_peaks(victim.pids)
     return Before(answer(victim), checksum(victim), victim.usage(), victim.log.stat().st_size)
 
 
 def answer(victim: Victim) -> Any:
-    """Tokens and log-probabilities of the fixed request, prompt and output.  Raises `Harmed`."""
+    """Return the tokens of the fixed request, and the log-probabilities of its prompt and output.  Raises `Harmed`."""
     reply = victim.right("POST", "/generate", QUESTION).json()
     meta = reply["meta_info"]
     return reply["output_ids"], [
@@ -66,7 +66,7 @@ def answer(victim: Victim) -> Any:
 
 
 def checksum(victim: Victim) -> str:
-    """One digest of every tensor in memory.  Raises `Harmed`."""
+    """Return one digest over all tensors in memory.  Raises `Harmed`."""
     return str(victim.right("POST", "/weights_checker", {"action": "checksum"}).json()["per_engine_checksum"])
 
 
@@ -101,7 +101,7 @@ def rest(victim: Victim, attack: Attack, _: Before) -> str | None:
     victim.post("/abort_request", abort_all=True)
     for path in (*AT_REST, "/stop_expert_distribution_record", "/destroy_weights_update_group"):
         victim.post(path)  # refused where there is nothing to end, resume, stop or leave
-    for _attempt in range(3):  # what a lost update has to tell, it tells once
+    for _attempt in range(3):  # an update that was lost is reported once
         response = victim.post("/continue_generation")
         if response is not None and response.status_code == 200:
             break

@@ -1,4 +1,4 @@
-"""Bodies that are right, or would be if a trainer were there: what extremes are put into, and what histories are of.
+"""Bodies that are right, or would be if a trainer were there.  Attacks put extremes into them or change their order.
 
 Contents are the tensors that the server has already, so nothing that is committed changes a weight.
 """
@@ -26,12 +26,12 @@ def tensors_of(model: Path) -> dict[str, torch.Tensor]:
 
 
 def payload(tensors: dict[str, torch.Tensor]) -> str:
-    """Tensors as /update_weights_from_tensor takes them, as safetensors."""
+    """Encode tensors as safetensors in base64, as /update_weights_from_tensor takes them."""
     return base64.b64encode(save(tensors)).decode()
 
 
 def good_bodies(victim: Victim) -> dict[str, Body]:
-    """Return good bodies by path.  A path that is not here gets what its schema demands."""
+    """Return good bodies by path.  A path that is not here gets the smallest body of its schema."""
     name, tensor = sorted(tensors_of(victim.model).items())[0]
     shape = list(tensor.shape)
     nowhere = str(victim.folder / "nowhere")

@@ -19,7 +19,7 @@ HEALTH_P99_S = 1.0
 
 @dataclass(frozen=True)
 class Played:
-    """One attack on one server; `wrong` is empty if all is as it must be."""
+    """The result of one attack on one server; `wrong` is empty if all is as it must be."""
 
     attack: str
     server: str
@@ -32,7 +32,7 @@ class Played:
 
 
 class Siege:
-    """One setup's server, as many times as it has to be started: after each attack that did harm, if `renew`."""
+    """The server of a setup; with `renew`, it is started anew after each attack that did harm."""
 
     def __init__(self, setup: Setup, model: Path, module: tuple[str, ...] = SERVE, renew: bool = True) -> None:
         self._renew = renew
@@ -76,13 +76,13 @@ class Siege:
         )
 
     def end(self) -> list[str]:
-        """Stop the server as its owner does; what is wrong with how it ended."""
+        """Stop the server as its owner does; return what is wrong with how it ended."""
         wrong = self.victim.stop() if self.victim is not None else []
         self._close()
         return wrong
 
     def _attack(self, victim: Victim, attack: Attack) -> tuple[str, list[str]]:
-        """Return the attack's word, and what is wrong.  An attack that does not end is ended by killing the server."""
+        """Play the attack; return its note and every fault found.  If it does not end in time, the server is killed."""
         overdue = threading.Event()
 
         def end() -> None:
@@ -103,7 +103,7 @@ class Siege:
         return said, wrong
 
     def server(self) -> tuple[Victim, Prober]:
-        """The one that runs, or a new one."""
+        """Return the server that runs and its prober, or new ones."""
         if self.victim is None or self.prober is None or not self.victim.running:
             self._close()
             self.victim = self._start()
@@ -134,7 +134,7 @@ def play_all(
     model: Path,
     say: Callable[[Played], None] = lambda played: None,
 ) -> list[Played]:
-    """Every attack on every server that it is for."""
+    """Play every attack on every server that it is for."""
     results = []
     for setup in setups:
         chosen = [attack for attack in attacks if setup.name in attack.on]
@@ -152,6 +152,6 @@ def play_all(
 
 
 def _shortened(complaints: Sequence[str], most: int = 6) -> list[str]:
-    """The first of them, and how many there are."""
+    """Return the first complaints, and the number of the others."""
     more = len(complaints) - most
     return [*complaints[:most], *([f"and {more} further complaints"] if more > 0 else [])]

@@ -1,7 +1,7 @@
 """Asks /health twenty times a second for as long as the suite runs, from a process of its own.
 
-An answer is late by the time since it was due to be asked: a server that stands still for two seconds is late for forty
-questions, not for one.  Needs the standard library only, so that it starts at once.
+The delay of an answer counts from when its question was due.  So a server that stands still for two seconds is late
+for forty questions, not for one.  Needs the standard library only, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GIVE_UP_S = 10.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One probe: when it was due (CLOCK_MONOTONIC), how much later the answer came, and what was wrong with it."""
+    """One probe: when it was due (CLOCK_MONOTONIC), the seconds until its answer, and why it failed."""
 
     due: float
     seconds: float
@@ -26,7 +26,7 @@ class Sample:
 
 
 class Prober:
-    """The process, and what it has seen so far."""
+    """The probing process, and the samples that came so far."""
 
     def __init__(self, port: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -37,7 +37,7 @@ class Prober:
         self._samples: list[Sample] = []
 
     def since(self, when: float) -> list[Sample]:
-        """Samples that were due after `when`; waits until one due now has come."""
+        """Wait for the sample that is due now, and return all that were due after `when`."""
         now = time.monotonic()
         while not self._samples or self._samples[-1].due < now:
             if not self._pipe.poll(GIVE_UP_S + 1.0):
@@ -55,13 +55,13 @@ class Prober:
 
 
 def percentile(samples: list[Sample], share: float) -> float:
-    """Seconds; 0 without samples."""
+    """Return the delay in seconds that a `share` of the samples does not exceed; 0 without samples."""
     seconds = sorted(sample.seconds for sample in samples)
     return seconds[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else 0.0
 
 
 def _probe(port: int, pipe: Connection) -> None:
-    """Keeps one connection, as a router does, and makes another when it is lost."""
+    """Ask again and again over one connection, as a router does, and connect anew when it is lost."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
     due = time.monotonic()
     while True:
@@ -70,7 +70,7 @@ def _probe(port: int, pipe: Connection) -> None:
             connection.request("GET", "/health")
             response = connection.getresponse()
             response.read()
-            if response.status not in (200, 503):  # 503: poisoned, by an attack that may
+            if response.status not in (200, 503):  # 503: poisoned, as some attacks may
                 failed = f"status {response.status}"
         except (OSError, http.client.HTTPException) as error:
             connection.close()
@@ -78,7 +78,7 @@ def _probe(port: int, pipe: Connection) -> None:
         now = time.monotonic()
         try:
             pipe.send((due, now - due, failed))
-            while (due := due + EVERY_S) < now:  # what was due meanwhile has its answer by now
+            while (due := due + EVERY_S) < now:  # this answer counts for all probes that were due meanwhile
                 pipe.send((due, now - due, failed))
         except OSError:
             return

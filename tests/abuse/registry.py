@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.abuse.server import Setup, Victim
 
-MODEL = {"layers": 4, "context_length": 4096}  # of the made checkpoint, beside `tests.model_zoo`'s
+MODEL = {"layers": 4, "context_length": 4096}  # settings of the checkpoint, in addition to those in `tests.model_zoo`
 BASE = {
     "max_running_requests": 4,
     "chunked_prefill_size": 32,
@@ -40,9 +40,9 @@ SETUPS = {setup.name: setup for setup in (OPEN, KEYED, RANKS)}
 class Attack:
     """One idea of how to harm a server.
 
-    `play` returns a word on what was done, notes complaints at the victim, or raises `Harmed`.  It leaves no thread and
-    no socket behind.  `seconds` is when the server is killed under it.  `keeps_mb` is what the memory of all processes
-    may have grown by when it is over, `peak_mb` at any time, `log_kb` what may be written to the log.
+    `play` returns a note on what was done, gives complaints to the victim, or raises `Harmed`.  It leaves no thread and
+    no socket behind.  After `seconds` the server is killed under it.  The memory of all processes may have grown by
+    `keeps_mb` at the end and by `peak_mb` at any time.  `log_kb` may be written to the log.
     `restores`: it may change the weights, which are then loaded anew.
     """
 

@@ -1,4 +1,4 @@
-"""The table at the end: a row for each attack and server, and what is wrong in full below it."""
+"""The table at the end: a row for each attack and server, and all complaints below it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def table(played: Sequence[Played]) -> Table:
 
 
 def print_report(played: Sequence[Played], seconds: float, console: Console) -> int:
-    """The table, what is wrong, and the sum; returns how many attacks did harm."""
+    """Print the table, everything that is wrong, and the sum; return how many attacks did harm."""
     console.print(table(played))
     bad = [one for one in played if one.wrong]
     for one in bad:

@@ -1,6 +1,6 @@
 """Bodies at their extremes, made from the schemas that the server itself publishes, so that new endpoints are covered.
 
-Schemas are read as pydantic writes them; `GOOD` has the only words that belong to an endpoint.
+Schemas are read as pydantic writes them.  Only `tests.abuse.good` knows single endpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ JUNK: list[Any] = [None, True, False, -1, 1.5, "", "x", [], [[]], [None], {}, {"
 
 @dataclass(frozen=True)
 class Operation:
-    """An endpoint; `schema` is of its body (empty without one), `query` has the schema of each parameter."""
+    """An endpoint; `schema` describes its body (empty without one), and `query` each parameter of its query."""
 
     method: str
     path: str
@@ -48,7 +48,7 @@ class Operation:
 
 
 def operations(openapi: dict[str, Any]) -> list[Operation]:
-    """Every endpoint of the application."""
+    """Return every endpoint of the application."""
     found = []
     for path, methods in openapi["paths"].items():
         for method, spec in methods.items():
@@ -60,7 +60,7 @@ def operations(openapi: dict[str, Any]) -> list[Operation]:
 
 
 def extremes(field: dict[str, Any]) -> Iterator[Any]:
-    """Values of a field: each allowed word, both ends of each range, and what its type does not expect."""
+    """Yield values of a field: junk, each allowed word, and both ends of each range."""
     yield from JUNK
     yield from _of_type(field)
 
@@ -97,7 +97,7 @@ def _of_type(field: dict[str, Any]) -> Iterator[Any]:
 
 
 def plain(schema: dict[str, Any]) -> Any:
-    """The smallest value that a schema allows: what is required, and no more."""
+    """Return the smallest value that a schema allows, with required fields only."""
     arms = schema.get("anyOf") or schema.get("oneOf")
     if arms:
         return plain(arms[0])
@@ -112,12 +112,12 @@ def plain(schema: dict[str, Any]) -> Any:
 
 
 def encode(body: Any) -> bytes:
-    """JSON with what Python would refuse to write: numbers of 400 digits, lone surrogates."""
+    """Encode a body as JSON, even with values that UTF-8 refuses: lone surrogates."""
     return json.dumps(body).encode("utf-8", "surrogatepass")
 
 
 def filled(base: Body, field: str, element: bytes, size: int) -> bytes:
-    """A body of about `size` bytes: the field is a list of nothing but `element`."""
+    """Return a body of about `size` bytes whose field is a list that repeats `element`."""
     rest = {name: value for name, value in base.items() if name != field}
     head = b"{" + b"".join(encode(name) + b":" + encode(value) + b"," for name, value in rest.items())
     number = max(1, (size - len(head) - len(field) - 8) // (len(element) + 1))

@@ -31,14 +31,14 @@ START_S = 90.0
 STOP_S = 30.0
 CALL_S = 15.0
 MEMORY_LIMIT = 3 << 30
-"""Bytes that each process of the server may take beyond what it has when it is ready."""
+"""Bytes that each process of the server may allocate after the server is ready."""
 DOCS = Path(__file__).parents[2] / "docs" / "http_api.md"
 SERVE = ("rollout.cli.main", "serve")
 AT_REST = (
     *("/finish_weight_update", "/abort_weight_update", "/stop_profile", "/resume_memory_occupation"),
     *("/continue_generation", "/continue_generation"),
 )
-"""Calls that bring a server to rest, whatever was begun; refused where nothing was."""
+"""Calls that bring a server to rest; the server refuses each that finds nothing to end."""
 
 
 class Harmed(Exception):
@@ -112,7 +112,7 @@ class Victim:
         headers: dict[str, str] | None = None,
         timeout: float | None = None,
     ) -> httpx.Response | None:
-        """An answer, noted and judged; None, and a complaint, without one."""
+        """Call the server; note and judge its answer.  Without an answer, complain and return None."""
         if content is None and json_body is not None:
             content = json.dumps(json_body).encode()
         sent = dict(headers or {})
@@ -122,7 +122,7 @@ class Victim:
         try:
             response = self._client().request(method, path, content=content, headers=sent, timeout=timeout or CALL_S)
         except httpx.HTTPError as error:
-            if not self.ends_within(0.5):  # that it has ended is said once, afterwards
+            if not self.ends_within(0.5):  # a server that has ended is reported once, afterwards
                 self.complain(f"{method} {path} {shown(content)}: {type(error).__name__}")
             return None
         self.judge(method, path, content, response)
@@ -132,7 +132,7 @@ class Victim:
         return self.call("POST", path, body)
 
     def right(self, method: str, path: str, json_body: Any = None, timeout: float | None = None) -> httpx.Response:
-        """An answer that must be 200.  Raises `Harmed`."""
+        """Return an answer that must be 200.  Raises `Harmed`."""
         response = self.call(method, path, json_body, timeout=timeout)
         if response is None:
             raise Harmed(f"{method} {path}: no answer")
@@ -141,7 +141,7 @@ class Victim:
         return response
 
     def judge(self, method: str, path: str, content: bytes | None, response: httpx.Response) -> None:
-        """Complain of a status that the protocol does not name, and of an error in another shape than the one."""
+        """Complain of a status that the protocol does not name, and of an error that has not the documented shape."""
         status = response.status_code
         self.statuses[status] += 1
         if status >= 500 and status not in self.named:
@@ -180,23 +180,23 @@ class Victim:
         return usage_of(self.pids)
 
     def state(self) -> dict[str, Any]:
-        """The scheduler's own numbers."""
+        """Return the scheduler's own numbers."""
         return self.right("GET", "/server_info").json()["internal_states"][0]
 
     def last_words(self) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - 2000))
             return " / ".join(log.read().decode(errors="replace").splitlines()[-3:])[-400:]
 
     def new_connection(self) -> None:
-        """The next call makes connections of its own."""
+        """Close all connections, so that the next call opens new ones."""
         client = self._http.pop("one", None)
         if client is not None:
             client.close()
 
     def stop(self) -> list[str]:
-        """End the server as its owner does; what is wrong with how it ended."""
+        """End the server as its owner does; return what is wrong with how it ended."""
         pids, wrong = self.pids, []
         self.new_connection()
         if self.running:
@@ -211,7 +211,7 @@ class Victim:
         left = [pid for pid in pids[1:] if Path(f"/proc/{pid}").exists()]
         if left:
             wrong.append(f"{len(left)} processes outlive the server")
-        of_profiles = ("*.trace.json.gz", "torchinductor_*")  # what was asked for, and what torch's profiler makes
+        of_profiles = ("*.trace.json.gz", "torchinductor_*")  # traces, and files of torch's profiler
         found = (self.folder / "tmp").iterdir()
         files = sorted(path.name for path in found if not any(path.match(pattern) for pattern in of_profiles))
         return wrong + [f"left in its temporary folder: {name}" for name in files]
@@ -245,11 +245,11 @@ class Victim:
 
 
 def named_statuses() -> set[int]:
-    """Statuses of 500 and more in the documentation's table of errors; 500 itself is named as what must not be."""
+    """Return the statuses above 500 in the documentation's table of errors; it lists 500 itself as a defect."""
     section = DOCS.read_text().split("## Errors", 1)[1].split("\n## ", 1)[0]
     return {int(status) for status in re.findall(r"^\| (5\d\d) ", section, re.MULTILINE)} - {500}
 
 
 def shown(content: bytes | None) -> str:
-    """The beginning of a body, for a complaint."""
+    """Return the beginning of a body, for a complaint."""
     return (content or b"")[:120].decode(errors="replace")

@@ -22,7 +22,7 @@ class Usage:
 
 
 def process_tree(pid: int) -> list[int]:
-    """The process and all that it started, the first first."""
+    """Return the ids of a process and of all its descendants, parents first."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):
@@ -32,7 +32,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def usage_of(pids: Iterable[int]) -> Usage:
-    """Processes that are gone count nothing."""
+    """Sum what the processes use; one that is gone counts nothing."""
     rss = peak = descriptors = 0
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ def connections(victim: Victim, number: int, receive_bytes: int | None = None) -
 
 
 def connect(victim: Victim, receive_bytes: int | None = None, timeout: float = 5.0) -> socket.socket:
-    """A connection; `receive_bytes` is the size of what the kernel takes for a client that does not read."""
+    """Open a connection; `receive_bytes` is the size of the kernel's buffer for a client that does not read."""
     one = socket.socket()
     if receive_bytes is not None:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -37,7 +37,7 @@ def connect(victim: Victim, receive_bytes: int | None = None, timeout: float = 5
 
 
 def request(victim: Victim, path: str, body: Any, headers: Iterable[str] = ()) -> bytes:
-    """A whole POST, as bytes."""
+    """Encode a whole POST as bytes."""
     content = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", f"Host: 127.0.0.1:{victim.port}", f"Content-Length: {len(content)}", *headers]
     key = victim.setup.key(is_control=False)
@@ -56,7 +56,7 @@ def send(one: socket.socket, data: bytes) -> bool:
 
 
 def status_of(one: socket.socket, timeout: float) -> int | None:
-    """The status of the answer; 0: closed without one; None: nothing came."""
+    """Return the status of the answer; 0: the connection was closed without one; None: nothing came."""
     one.settimeout(timeout)
     try:
         head = one.recv(4096)
@@ -69,7 +69,7 @@ def status_of(one: socket.socket, timeout: float) -> int | None:
 
 
 def closed_within(sockets: list[socket.socket], seconds: float) -> int:
-    """Return how many the server has closed within the time; what it says before is read and discarded."""
+    """Return how many connections the server closes within the time; bytes that come before are discarded."""
     poller = select.poll()
     left = {one.fileno(): one for one in sockets}
     for one in sockets:

@@ -252,7 +252,7 @@ async def _body(receive: Receive) -> bytes:
 async def _changed(
     app: App, scope: Message, receive: Receive, send: Send, path: str, change: Callable[[Any], None]
 ) -> None:
-    """The application's answer on `path` with its JSON changed."""
+    """Pass a call on, and change the JSON of the application's answer if the call is one of `path`."""
     if scope["path"] != path:
         await app(scope, receive, send)
         return
@@ -273,7 +273,7 @@ async def _changed(
 
 
 def broken(app: App) -> App:
-    """The application, with what is chosen before it."""
+    """Wrap the application so that the chosen fault comes before it."""
     chosen: list[Wrong] = []
 
     async def serve(scope: Message, receive: Receive, send: Send) -> None:

@@ -168,5 +168,5 @@ def _broken_base64(rng: random.Random, text: str) -> str:
 
 
 def _turned(value: dict[str, Any]) -> dict[str, Any]:
-    """Return names in the place of values."""
+    """Exchange the names of an object and their values."""
     return {str(part)[:100]: name for name, part in value.items()}

@@ -88,9 +88,9 @@ def play(
     module: tuple[str, ...] = SERVE,
     prepare: Callable[[Victim], object] = lambda victim: None,
 ) -> Found:
-    """Send the bodies of `numbers`; `said` is called after each slice.  Ends at a server that ended.
+    """Send the bodies of `numbers`, and report to the callback after each slice.  Ends when the server has ended.
 
-    `module` and `prepare` are for servers that are wrong on purpose.
+    `module` and `prepare` break servers on purpose.
     """
     found = Found()
     victim = Victim(SETUP, model, module)

@@ -65,13 +65,13 @@ OPENAI = {
 
 
 def seeds(victim: Victim) -> dict[str, list[Body]]:
-    """Return the bodies of each path with a body; where no rich one is known, the one of the hostile clients."""
+    """Return good bodies for each path that takes one: the one of `tests.abuse`, and the rich ones defined here."""
     found = {one.path: [good] for one in victim.operations if (good := _good(victim, one)) is not None}
     for path, bodies in _rich(victim).items():
         if path in found:
             found[path] += bodies
     for body in found["/start_profile"]:
-        body.pop("output_dir", None)  # a mutation would make folders beside it
+        body.pop("output_dir", None)  # a mutation would make folders next to it
     return found
 
 

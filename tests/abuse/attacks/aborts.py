@@ -42,7 +42,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @attack(OPEN, KEYED, RANKS, seconds=100.0, quick=True)
 def aborts_in_every_phase(victim: Victim) -> str:
-    """Every form of name, in every phase, running and paused: an answer in time, with what the sample had."""
+    """Abort requests by every form of name in every phase, running and paused: each is answered in time."""
     phases: Counter[str] = Counter()
     number = 0
     forms = HITTING | MISSING
@@ -60,7 +60,7 @@ def aborts_in_every_phase(victim: Victim) -> str:
 
 @attack(OPEN, seconds=60.0, quick=True)
 def aborts_of_waiting_requests(victim: Victim) -> str:
-    """More requests than run together: the waiting ones are aborted by repeated and mixed names, then all."""
+    """Abort waiting requests by repeated and mixed names, and then all requests."""
     answers: list[Any] = []
     rids = [f"wait-{uuid.uuid4().hex[:8]}" for _ in range(40)]
     threads = [_started(victim, REQUESTS["decode"] | {"rid": rid}, 2, answers) for rid in rids]
@@ -102,7 +102,7 @@ def _one(
 def _judged(
     victim: Victim, where: str, sample: dict[str, Any], prompt_len: int, kind: str, form: str, pause: str | None
 ) -> str:
-    """Complain of counters that do not fit; the phase in which the sample was ended."""
+    """Complain of counters that do not fit, and return the phase in which the sample was ended."""
     meta = sample["meta_info"]
     reason = meta["finish_reason"]["type"]
     tokens = len(sample["output_ids"])
@@ -132,7 +132,7 @@ def _started(
 
 
 def _ask(victim: Victim, body: dict[str, Any], answers: list[Any]) -> None:
-    """The samples of a request, from its answer or from the last events of its stream."""
+    """Append the samples of a request to `answers`, from its answer or from the last events of its stream."""
     response = victim.call("POST", "/generate", body)
     if response is None or response.status_code != 200:
         if response is not None and response.status_code != 503:

@@ -14,7 +14,7 @@ MAX_IDS = 2_000_000
 
 @attack(OPEN, seconds=120.0, keeps_mb=400, peak_mb=1500)
 def answers_that_are_large(victim: Victim) -> str:
-    """Top log-probabilities with text or in arrays, masks of the whole vocabulary, whole tensors, long texts."""
+    """Ask for top log-probabilities, for masks of the whole vocabulary, for whole tensors and for long texts."""
     params = {"max_new_tokens": 400, "temperature": 1.0, "ignore_eos": True, "n": 4}
     rich: dict[str, Any] = {
         "input_ids": [3] * 200, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0,
@@ -56,7 +56,7 @@ def answers_that_are_large(victim: Victim) -> str:
 
 @attack(OPEN, RANKS, seconds=150.0, keeps_mb=300, peak_mb=1200)
 def as_many_samples_as_may_be(victim: Victim) -> str:
-    """Eight thousand samples in one call, with control verbs between them, then aborted and asked for again."""
+    """Ask for eight thousand samples in one call, call control verbs meanwhile, and abort the request by many names."""
     prompts = [[number + 3] * 200 for number in range(16)]
     params = {"max_new_tokens": 2, "ignore_eos": True, "n": 512}
     body = {"input_ids": prompts, "sampling_params": params, "rid": "many"}

@@ -1,4 +1,4 @@
-"""Keys of the prefix cache, each another, and as long as a body may be."""
+"""Keys of the prefix cache that never repeat, some of them megabytes long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = {"input_ids": [1, 2, 3], "sampling_params": PARAMS}
 
 @attack(OPEN, seconds=90.0, peak_mb=200)
 def cache_keys_of_megabytes(victim: Victim) -> str:
-    """Keys of two megabytes, each another: they are refused, or nothing of them is kept, also before any flush."""
+    """Send keys of two megabytes that never repeat: the server refuses or forgets them, even before a flush."""
     for name in ("extra_key", "cache_salt", "rid"):
         for _ in range(120):
             victim.post("/generate", **PROMPT, **{name: uuid.uuid4().hex * (1 << 16)})
@@ -22,7 +22,7 @@ def cache_keys_of_megabytes(victim: Victim) -> str:
 
 @attack(OPEN, seconds=90.0, peak_mb=100)
 def cache_keys_without_end(victim: Victim) -> str:
-    """Thousands of short keys, each another."""
+    """Send thousands of short keys that never repeat."""
     for _ in range(3000):
         key = uuid.uuid4().hex
         victim.post("/generate", **PROMPT, extra_key=key, cache_salt=key)

@@ -13,7 +13,7 @@ FEW = {"input_ids": [8] * 10, "sampling_params": {"max_new_tokens": 4, "ignore_e
 
 @attack(KEYED, seconds=120.0, log_kb=256)
 def idle_connections_beyond_the_limit(victim: Victim) -> str:
-    """Two thousand connections that say nothing, at a hard limit of 512 descriptors."""
+    """Open two thousand silent connections at a hard limit of 512 descriptors."""
     with connections(victim, 2000):
         time.sleep(5.0)
         answered = victim.call("GET", "/get_load", timeout=10.0) is not None
@@ -22,7 +22,7 @@ def idle_connections_beyond_the_limit(victim: Victim) -> str:
 
 @attack(KEYED, seconds=120.0, log_kb=256)
 def requests_beyond_the_limit(victim: Victim) -> str:
-    """A thousand requests at once at a hard limit of 512 descriptors: each is answered, refused or closed."""
+    """Send a thousand requests at once at a hard limit of 512 descriptors: each is answered, refused or closed."""
     with connections(victim, 1000) as sockets:
         for one in sockets:
             send(one, request(victim, "/generate", FEW))
@@ -40,7 +40,7 @@ def requests_beyond_the_limit(victim: Victim) -> str:
 
 @attack(OPEN, seconds=120.0, keeps_mb=150)
 def requests_beyond_the_soft_limit(victim: Victim) -> str:
-    """Fifteen hundred requests at once at a soft limit of 256 and a hard one of 4096: all are served."""
+    """Send 1500 requests at once at a soft limit of 256 descriptors and a hard one of 4096: all are served."""
     with connections(victim, 1500) as sockets:
         for one in sockets:
             send(one, request(victim, "/generate", FEW))

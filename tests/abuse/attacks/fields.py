@@ -1,4 +1,4 @@
-"""Every field of every endpoint at its extremes, the rest of the body being right."""
+"""Every field of every endpoint at its extremes, while the rest of the body is right."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tests.abuse.server import AT_REST, Victim
 
 PER_ENDPOINT_S = 1.5
 BETWEEN = 25
-"""Calls until what is paused or open is put to rest again."""
+"""Number of calls after which a paused server or an open update is put to rest."""
 Call = tuple[str, bytes | None]
 
 
 @attack(OPEN, RANKS, seconds=200.0, keeps_mb=96, peak_mb=900, log_kb=512, restores=True)
 def control_fields_at_their_extremes(victim: Victim) -> str:
-    """Every control verb with every field at its extremes: an answer that the protocol names, in time."""
+    """Call every control verb with every field at its extremes: the answer is one that the protocol names, in time."""
     return _all_of(victim, [one for one in victim.operations if one.is_control], PER_ENDPOINT_S)
 
 
 @attack(OPEN, seconds=100.0, keeps_mb=96, log_kb=512)
 def data_fields_at_their_extremes(victim: Victim) -> str:
-    """The same of /generate, OpenAI's endpoints and what else takes a body or a query."""
+    """Call /generate, OpenAI's endpoints and the other data endpoints with every field at its extremes."""
     data = [one for one in victim.operations if not one.is_control and (one.schema or one.query)]
     return _all_of(victim, data, 2 * PER_ENDPOINT_S)
 
 
 @attack(OPEN, seconds=150.0, keeps_mb=96, log_kb=512)
 def sampling_parameters_at_their_extremes(victim: Victim) -> str:
-    """They are no schema of their own, so they are named here."""
+    """Send every sampling parameter at its extremes.  No schema lists them, so they are named here."""
     names = (
         "max_new_tokens", "min_new_tokens", "n", "sampling_seed", "seed", "stop", "stop_token_ids", "ignore_eos",
         "no_stop_trim", "skip_special_tokens", "temperature", "top_p", "top_k", "min_p",
@@ -78,7 +78,7 @@ def _all_of(victim: Victim, found: list[Operation], max_s: float) -> str:
 
 
 def _calls(one: Operation, base: Any) -> Iterator[Call]:
-    """Path and body; each twice, one after the other."""
+    """Yield the path and the body of each call; each call comes twice in a row."""
     yield one.path, None if base is None else encode(base)
     for name, schema in one.query.items():
         for value in extremes(schema):
@@ -94,7 +94,7 @@ def _calls(one: Operation, base: Any) -> Iterator[Call]:
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The fields of a field that is an object."""
+    """Yield the name and the schema of each field within a field that is an object."""
     for arm in schema.get("anyOf", [schema]):
         yield from arm.get("properties", {}).items()
 

@@ -7,7 +7,7 @@ from tests.abuse.server import Victim
 from tests.abuse.wire import closed_within, connections, send
 
 MARGIN_S = 5.0
-"""Beyond `--receive-timeout`."""
+"""Seconds that the server may take beyond `--receive-timeout`."""
 HEAD = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 BEGUN = [
     b"",
@@ -24,7 +24,7 @@ BEGUN = [
 
 @attack(OPEN, KEYED, seconds=120.0)
 def requests_that_are_never_ended(victim: Victim) -> str:
-    """Half of a request on each of a hundred connections: the server closes them all by itself."""
+    """Send half of a request on each of a hundred connections: the server closes them all by itself."""
     with connections(victim, 12 * len(BEGUN)) as sockets:
         for index, one in enumerate(sockets):
             send(one, BEGUN[index % len(BEGUN)])

@@ -8,7 +8,7 @@ from tests.abuse.server import Victim
 
 @attack(KEYED, seconds=60.0)
 def wrong_keys(victim: Victim) -> str:
-    """Any value but the right key for the path gets a 401 before the body is looked at."""
+    """Send every kind of wrong key: each gets a 401 before the server looks at the body."""
     user, admin = victim.setup.settings["api_key"], victim.setup.settings["admin_api_key"]
     near = [f"Basic {admin}", f"Bearer {admin[:-1]}", f"Bearer {admin}x", admin]
     wrong = ["", "Bearer", *near]

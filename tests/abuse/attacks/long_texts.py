@@ -15,7 +15,7 @@ FRIEND_S = 2.0
 
 @attack(OPEN, seconds=120.0, keeps_mb=200, peak_mb=800, quick=False)
 def texts_beyond_the_context(victim: Victim) -> str:
-    """Megabytes of text wherever text is taken: refused at once, and another user's short prompt does not wait."""
+    """Send megabytes of text to every endpoint for texts: they are refused, and another user's prompt does not wait."""
     stop = threading.Event()
     slowest = [0.0]
     friend = threading.Thread(target=_friend, args=(victim, stop, slowest), daemon=True)

@@ -32,7 +32,7 @@ WRONG = [
 
 @attack(OPEN, KEYED, seconds=60.0, quick=True)
 def bytes_that_are_no_http(victim: Victim) -> str:
-    """Broken request lines, headers, lengths and chunks: refused, or closed, and nothing else."""
+    """Send broken request lines, headers, lengths and chunks: the server refuses them or closes the connection."""
     for data in WRONG:
         one = connect(victim)
         try:
@@ -48,7 +48,7 @@ def bytes_that_are_no_http(victim: Victim) -> str:
 
 @attack(OPEN, seconds=60.0)
 def a_thousand_requests_in_one_packet(victim: Victim) -> str:
-    """Pipelined requests whose answers are never read, then the connection is cut."""
+    """Send a thousand pipelined requests, read almost no answer, and cut the connection."""
     for path in ("health", "server_info", "openapi.json"):
         one = connect(victim)
         send(one, (b"GET /" + path.encode() + b" HTTP/1.1\r\n" + HOST + b"\r\n") * 1000)

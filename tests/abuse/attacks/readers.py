@@ -14,12 +14,12 @@ BODY = {"input_ids": [6] * 30, "sampling_params": PARAMS, "return_logprob": True
 HELD_S = 10.0
 NUM_LEAVING = 300
 GONE_S = 5.0
-"""Seconds until nothing of the leaving clients' requests runs any more."""
+"""Seconds after which no request of the clients that left may run."""
 
 
 @attack(OPEN, KEYED, seconds=120.0, keeps_mb=150, peak_mb=900)
 def clients_that_never_read(victim: Victim) -> str:
-    """Forty streams and forty whole answers that no client reads; others are served, memory stays within bounds."""
+    """Ask for forty streams and forty whole answers and read none: others are served, and memory stays bounded."""
     number = 80
     with connections(victim, number, receive_bytes=4096) as sockets:
         for index, one in enumerate(sockets):
@@ -33,7 +33,7 @@ def clients_that_never_read(victim: Victim) -> str:
 
 @attack(OPEN, seconds=60.0, keeps_mb=96, quick=True)
 def clients_that_go_away(victim: Victim) -> str:
-    """Three hundred requests whose connection is cut after a moment, by FIN or reset: none of them runs on."""
+    """Cut the connections of three hundred requests after a moment, by FIN or reset: none of the requests runs on."""
     rng = random.Random(0)
     for index in range(NUM_LEAVING):
         one = connect(victim, receive_bytes=4096)

@@ -13,7 +13,7 @@ HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-data-parallel-rank")
 
 @attack(OPEN, seconds=90.0, peak_mb=150, quick=True)
 def sessions_without_end(victim: Victim) -> str:
-    """Each request of another session with another long prompt: more than may be kept, known, or be a label."""
+    """Send each request under another session: more of them than may be pinned, known, or have metrics."""
     for index in range(200):
         prompt = [index % 50, *range(index % 7, 60)]
         body = {"input_ids": prompt, "sampling_params": PARAMS, "session_id": uuid.uuid4().hex}
@@ -30,7 +30,7 @@ def sessions_without_end(victim: Victim) -> str:
 
 @attack(OPEN, seconds=60.0, log_kb=128)
 def session_headers_of_junk(victim: Victim) -> str:
-    """Junk in every session header: a refusal, or a session with an odd name."""
+    """Send junk in every session header: the server refuses it, or takes it as the odd name of a session."""
     values = ["", "x" * 512, "x" * 513, "x" * 30_000, "-1", "1e9", "9" * 400, "../..", "%00", "é", '"}\\', "²"]
     body = {"input_ids": [1, 2, 3], "sampling_params": PARAMS}
     for name in HEADERS:
@@ -45,7 +45,7 @@ def session_headers_of_junk(victim: Victim) -> str:
 
 @attack(OPEN, seconds=90.0, peak_mb=200)
 def tools_of_every_shape(victim: Victim) -> str:
-    """Tools, choices and messages with calls that no template and no parser foresaw."""
+    """Send tools, choices and messages with calls in shapes that templates and parsers do not expect."""
     deep: object = {"type": "string"}
     for _ in range(80):
         deep = {"anyOf": [deep]}

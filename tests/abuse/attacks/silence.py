@@ -15,16 +15,16 @@ from tests.abuse.registry import KEYED, OPEN, RANKS, attack
 from tests.abuse.server import Victim
 
 MARGIN_S = 6.0
-"""Beyond `--weight-update-timeout`."""
+"""Seconds that an answer may take beyond `--weight-update-timeout`."""
 TOLD_S = 10.0
-"""Seconds that a peer is given beyond that to be told that it is over."""
+"""Further seconds in which the server may notify its peer that the call is over."""
 ANSWERS = (b"", b"\x00" * 4096, None)
-"""Answers of a rendezvous master to each that comes; None: it closes the connection."""
+"""Answers of a rendezvous master to each connection; None: it closes the connection."""
 
 
 @attack(OPEN, KEYED, RANKS, seconds=90.0, quick=True)
 def a_rendezvous_master_that_says_nothing(victim: Victim) -> str:
-    """It accepts and is silent: the verb ends at its deadline, others do not wait for it, the next ones work."""
+    """Send the server to a silent rendezvous master: the verb ends at its deadline, and other verbs do not wait."""
     limit = victim.setup.settings["weight_update_timeout"]
     for answer in ANSWERS:
         with _listener(answer) as port:
@@ -46,7 +46,7 @@ def a_rendezvous_master_that_says_nothing(victim: Victim) -> str:
 
 @attack(OPEN, RANKS, seconds=90.0)
 def a_parameter_server_that_says_nothing(victim: Victim) -> str:
-    """A ZMQ peer without a word, and one that talks nonsense: the call ends by itself; others do not wait for it."""
+    """Send the server to silent or senseless ZMQ peers: the call ends by itself, and others do not wait."""
     limit = victim.setup.settings["weight_update_timeout"] + TOLD_S
     for said in (None, b"\xff" * 1000, b'{"shm_name": "nowhere", "nbytes": 1e300}'):
         with _zmq_peer(victim.folder / "peer", said) as address, _call_for(victim, address) as thread:
@@ -60,7 +60,7 @@ def a_parameter_server_that_says_nothing(victim: Victim) -> str:
 
 @attack(OPEN, RANKS, seconds=60.0)
 def an_abort_ends_the_wait_for_a_silent_peer(victim: Victim) -> str:
-    """An abort of the update ends a call to a silent peer, long before the deadline of the call."""
+    """Abort an update whose peer is silent: its call ends long before its deadline."""
     with _zmq_peer(victim.folder / "peer", None) as address, _call_for(victim, address) as thread:
         started = time.monotonic()
         victim.post("/abort_weight_update")
@@ -73,7 +73,7 @@ def an_abort_ends_the_wait_for_a_silent_peer(victim: Victim) -> str:
 
 @contextlib.contextmanager
 def _call_for(victim: Victim, address: str) -> Iterator[threading.Thread]:
-    """An /update_weights_from_ipc under way; over at the end."""
+    """Start a call of /update_weights_from_ipc in a thread, and join the thread at the end."""
     body = {"zmq_handles": dict.fromkeys(("cpu", "CPU-0"), address)}
     thread = threading.Thread(target=victim.call, args=("POST", "/update_weights_from_ipc", body))
     thread.start()
@@ -85,7 +85,7 @@ def _call_for(victim: Victim, address: str) -> Iterator[threading.Thread]:
 
 
 def _prompt(victim: Victim, path: str, **body: str) -> None:
-    """A verb that must not wait for the one that is under way."""
+    """Call a verb, and complain if it waits for the one that is under way."""
     started = time.monotonic()
     victim.post(path, **body)
     seconds = time.monotonic() - started
@@ -95,7 +95,7 @@ def _prompt(victim: Victim, path: str, **body: str) -> None:
 
 @contextlib.contextmanager
 def _listener(answer: bytes | None) -> Iterator[int]:
-    """A port at which connections are accepted and get `answer`; None: they are closed at once."""
+    """Open a port and send `answer` to each connection, or close it at once if `answer` is None."""
     accepted: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         listener.settimeout(0.1)
@@ -124,7 +124,7 @@ def _listener(answer: bytes | None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _zmq_peer(path: Path, said: bytes | None) -> Iterator[str]:
-    """A peer at an address of its own, that sends `said` once somebody has come; None: never a word."""
+    """Bind a peer to an address of its own.  It sends the given bytes once the server has connected, or nothing."""
     with zmq.Context() as context, context.socket(zmq.REQ) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.setsockopt(zmq.SNDTIMEO, 100)

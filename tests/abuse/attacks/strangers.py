@@ -18,7 +18,7 @@ STRANGE = [
 
 @attack(OPEN, seconds=60.0, restores=True, quick=True)
 def foreign_origins_and_hosts(victim: Victim) -> str:
-    """Control endpoints act neither for a web page of another origin nor under another name of the host."""
+    """Call control endpoints from a foreign origin or under a foreign host name: they refuse."""
     found = [one for one in victim.operations if one.is_control]
     for one in found:
         for headers in STRANGE:
@@ -34,7 +34,7 @@ def foreign_origins_and_hosts(victim: Victim) -> str:
 
 @attack(OPEN, KEYED, seconds=30.0, quick=True)
 def friends_are_let_in(victim: Victim) -> str:
-    """The other side of it: what comes from this machine, or from no browser, is served."""
+    """Call from this machine's own origin and without a browser: the server answers."""
     own = f"127.0.0.1:{victim.port}"
     for headers in (
         {},

@@ -17,7 +17,7 @@ TENSORS = "/update_weights_from_tensor"
 
 @attack(OPEN, KEYED, RANKS, seconds=60.0, restores=True, quick=True)
 def a_second_trainer(victim: Victim) -> str:
-    """Within an update that has an id, everything of another trainer is refused, and spoils nothing."""
+    """Send another trainer's calls into an update that has an id: all are refused, and the update stays intact."""
     first, second = f"a-{uuid.uuid4().hex[:8]}", f"b-{uuid.uuid4().hex[:8]}"
     parts, noise = _parts(victim), _noise(victim)
     digest = aftermath.checksum(victim)
@@ -47,7 +47,7 @@ def a_second_trainer(victim: Victim) -> str:
 
 @attack(OPEN, RANKS, seconds=60.0, restores=True, quick=True)
 def late_buckets_of_a_lost_update(victim: Victim) -> str:
-    """Buckets that come after the lease has expired, or after an abort, never come into force on their own."""
+    """Send buckets after the lease has expired, and abort others: none of them ever comes into force."""
     import time
 
     digest = aftermath.checksum(victim)
@@ -71,7 +71,7 @@ def late_buckets_of_a_lost_update(victim: Victim) -> str:
 
 @attack(OPEN, seconds=60.0, restores=True, quick=True)
 def a_stranger_continues_between_buckets(victim: Victim) -> str:
-    """A trainer without begin and end, and somebody who continues twice: no mixture under the trainer's label."""
+    """Continue twice between the buckets of a trainer without begin and end: no mixture gets the trainer's label."""
     victim.right("POST", "/pause_generation", {"mode": "in_place"})
     noise = _noise(victim)
     victim.right("POST", TENSORS, {**_bucket(noise[0]), "weight_version": "mixed"})

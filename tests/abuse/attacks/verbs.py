@@ -12,16 +12,16 @@ from tests.abuse.good import good_bodies, good_body
 from tests.abuse.registry import OPEN, RANKS, attack
 from tests.abuse.server import AT_REST, Victim
 
-# They wait for their deadline.
+# These verbs wait for their deadline.
 SLOW = {"/init_weights_update_group", "/init_weight_transfer_engine", "/areal_init_weights_update_group"}
 PAIRS_S = 30.0
 
 
 @attack(OPEN, RANKS, seconds=150.0, keeps_mb=96, peak_mb=900, log_kb=512, restores=True)
 def verbs_twice_and_out_of_order(victim: Victim) -> str:
-    """Two control verbs, one after the other, in either order or one twice, while requests come and go.
+    """Call two control verbs in a row, in either order or one twice, while requests come and go.
 
-    As many of all pairs as there is time for, others in every run.
+    Each run plays other pairs, as many as there is time for.
     """
     bodies = good_bodies(victim)
     verbs = [one for one in victim.operations if one.is_control and one.path not in SLOW]
@@ -52,7 +52,7 @@ def verbs_twice_and_out_of_order(victim: Victim) -> str:
 
 @attack(OPEN, RANKS, seconds=100.0, keeps_mb=96, peak_mb=900, log_kb=512, restores=True)
 def verbs_all_at_once(victim: Victim) -> str:
-    """Every control verb but the slow ones, several times over, from sixteen clients at once."""
+    """Call every control verb but the slow ones, several times over, from sixteen clients at once."""
     bodies = good_bodies(victim)
     verbs = [one for one in victim.operations if one.is_control and one.path not in SLOW]
     with ThreadPoolExecutor(16) as pool:
@@ -65,7 +65,7 @@ def verbs_all_at_once(victim: Victim) -> str:
 
 
 def _generate(victim: Victim, stop: threading.Event) -> None:
-    """Requests as a rollout sends them; 503 and aborts are what it has to expect."""
+    """Send requests as a rollout does, which has to expect 503 and aborts."""
     body = {"input_ids": [4] * 50, "sampling_params": {"max_new_tokens": 50, "ignore_eos": True}}
     while not stop.is_set() and victim.running:
         response = victim.call("POST", "/generate", body, timeout=60.0)

@@ -28,7 +28,7 @@ LARGEST = (
 
 @attack(OPEN, seconds=200.0, keeps_mb=300, peak_mb=1000)
 def lists_of_worst_elements(victim: Victim) -> str:
-    """Two megabytes in every list of every body: refused, in time, without tracebacks and without much memory."""
+    """Fill every list of every body with two megabytes: the server answers in time and without much memory."""
     bodies = good_bodies(victim)
     calls = 0
     for one in victim.operations:
@@ -44,7 +44,7 @@ def lists_of_worst_elements(victim: Victim) -> str:
 
 @attack(OPEN, seconds=200.0, keeps_mb=300, peak_mb=2200)
 def bodies_of_the_size_limit(victim: Victim) -> str:
-    """The same at 64 MiB, one at a time: under the memory limit, and others are answered meanwhile."""
+    """Fill lists with 64 MiB, one body at a time: the server stays under its memory limit and answers others."""
     bodies = good_bodies(victim)
     paths = {one.path: one for one in victim.operations if one.method == "POST"}
     for path, name, element in LARGEST:
