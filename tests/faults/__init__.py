@@ -2,17 +2,17 @@
 
 Shared with the histories (`tests.history`):
 
-contents     versions of small models, and what an engine that was started with one of them answers
+contents     versions of small models, and the answers of engines that were started with them
 harness      a real scheduler whose weight updates a test delivers
-transports   the transports, and what can happen to the bytes on them
-pulls        versions that are published, and what can happen to them
-changes      what can be wrong with the tensors that are sent
-injections   what goes wrong inside the engine
+transports   the transports, and damage to the bytes on them
+pulls        versions that are published, and damage to them
+changes      faults in the tensors that are sent
+injections   faults inside the engine
 wrong_engines  engines and ranks that break one rule each, and which suite must notice each
 
-The matrix, every fault at every point of a refresh, and what the engine serves afterwards:
+The matrix plays every fault at every point of a refresh and judges what the engine serves afterwards:
 
-engines      the engine under test; what it serves, and which version that is
+engines      the engine under test, and the version that it serves
 trainers     a refresh as a trainer does it, with a fault in it
 cells        the faults, and where each can occur
 matrix       runs cells

@@ -32,7 +32,7 @@ def run(
     chosen: Callable[[str], bool],
     progress: Callable[[str], None],
 ) -> dict[str, list[Played]]:
-    """The outcome of every cell, by the title of its table; `chosen` decides by the name of a fault."""
+    """Play all cells whose fault's name passes `chosen`; return their outcomes by the title of a table."""
     played: dict[str, list[Played]] = {
         "One rank": [],
         "Trainers that are processes": [],

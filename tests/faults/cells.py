@@ -1,12 +1,12 @@
 """The faults, where each can occur, and what may serve after it.
 
-A cell is a fault at a point of a refresh over a transport into an engine of a staging mode.  What may come of it:
+A cell is a fault at a point of a refresh over a transport into an engine of a staging mode.  Each fault has a verdict:
 
     KEPT      the old version serves, bit for bit; in mode in_place the engine may report that it is poisoned
-    TAKEN     the refresh is not to be disturbed: the new version serves
+    TAKEN     the fault must not disturb the refresh: the new version serves
     EITHER    one of the two
     TORN      the old content cannot be put back: the engine must report it
-    ENDS      whether other ranks have the new version cannot be known: the engine must end with the reason
+    ENDS      no rank can know whether the others have the new version: the engine must end with the reason
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ ENDS: tuple[Point, ...] = ("verify", "commit")
 class Fault:
     """`late`: the verdict at the point "between", when everything has been verified.
 
-    `on_pull`: what differs where one call brings a whole version; None: it cannot occur there.
+    `on_pull`: the fault where one call brings a whole version; None: it cannot occur there.
+    `aborts`: the fault may abort requests.
     """
 
     title: str
@@ -57,7 +58,7 @@ class Fault:
     transports: tuple[str, ...] = TRANSPORTS
     stagings: tuple[StagingMode, ...] = STAGINGS
     on_pull: Fault | None = None
-    aborts: bool = False  # requests, which is what it is for
+    aborts: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _other_aborts(trainer: Trainer) -> None:
 
 
 def _other_pulls(engine: Engine, point: str) -> AbstractContextManager[None]:
-    """Another process holds the local checkpoint for longer than the engine waits."""
+    """Hold the lock of the local checkpoint, as another process would, for longer than the engine waits."""
     return locked(engine.scratch / "local" / SYNC_FOLDER / LOCK_FILE, shared=False, timeout_s=0.0)
 
 

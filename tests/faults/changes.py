@@ -1,4 +1,4 @@
-"""Faults in the tensors of a bucket before a transport takes them: in the first one, unless noted."""
+"""Faults in the tensors of a bucket before a transport takes them: in the first tensor, unless noted."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def reshaped(named: Named) -> Named:
 
 
 def retyped(named: Named) -> Named:
-    """The first one as whole numbers, and last."""
+    """Convert the first tensor to int32, and move it to the end."""
     (name, tensor), *rest = named
     return [*rest, (name, tensor.to(torch.int32))]
 
 
 def halved(named: Named) -> Named:
-    """The first one as float16, and last."""
+    """Convert the first tensor to float16, and move it to the end."""
     (name, tensor), *rest = named
     return [*rest, (name, tensor.half())]
 
@@ -39,7 +39,7 @@ def missing(named: Named) -> Named:
 
 
 def with_value(value: float) -> Change:
-    """One element has this value."""
+    """Return a change that gives the last element of the first tensor this value."""
 
     def change(named: Named) -> Named:
         (name, tensor), *rest = named
@@ -54,7 +54,7 @@ with_nan = with_value(torch.nan)
 
 
 def exchanged(named: Named) -> Named:
-    """Two tensors of one shape under each other's name, as when a list and its tensors are in different orders."""
+    """Exchange the names of two tensors of one shape, as when a list and its tensors are in different orders."""
     first: dict[tuple[int, ...], int] = {}
     for at, (name, tensor) in enumerate(named):
         other = first.setdefault(tuple(tensor.shape), at)

@@ -1,4 +1,4 @@
-"""Versions of small models, and what an engine that was started with one of them answers to a fixed request."""
+"""Versions of small models, and the answers to a fixed request of engines that were started with them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Contents:
 
 
 class Zoo(Contents):
-    """The matrix's.  `answers[i]`: of an engine that was started with content i and never refreshed."""
+    """The contents of the matrix.  `answers[i]` is the answer of an engine that was started with content i."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, MATRIX_SHAPE, DTYPE, NUM_CONTENTS)
@@ -75,7 +75,7 @@ def harness_settings() -> dict[str, Any]:
 
 
 def ask(harness: Harness, namespace: str) -> Answer:
-    """The fixed request, of which nothing is cached under `namespace`."""
+    """Send the fixed request under the cache key `namespace`, and return its answer."""
     (result,) = harness.generate(
         [PROMPT], {"max_new_tokens": NEW_TOKENS}, extra_key=namespace, logprob_start_len=0, return_routed_experts=False
     )

@@ -1,7 +1,7 @@
 """An engine under test, and the version that it serves.
 
-Serving means three things at once: what it answers to a fixed request, under which label, and which bits lie in
-memory.  They must all be of one version, or the engine must report that it is poisoned, in all three places.
+Serving has three parts: the answer to a fixed request, its label, and the bits in memory.  All three must be of one
+version, or the engine must report that it is poisoned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weight_sync.tensor_meta import parts_of
 
 Outcome = Literal["old", "new", "POISONED", "ENDED"]
 
-DEADLINE_S = 20.0  # of any call, whatever its fault; far beyond the engine's own deadlines
+DEADLINE_S = 20.0  # for any call and any fault; far beyond the engine's own deadlines
 WEIGHT_UPDATE_TIMEOUT_S = 2.0
 
 
@@ -50,13 +50,13 @@ class Engine(RefreshHarness):
         self.updater.groups._timeout_s = DEADLINE_S  # torch may take seconds to look up a host's name
 
     def next_version(self, offset: int) -> Version:
-        """A new label for the content `offset` further than the one in force."""
+        """Return a new label for the content that is `offset` places after the one in force."""
         return Version(f"v{self.number()}", (self.in_force.content + offset) % len(self.zoo.contents))
 
     # --- verbs ----------------------------------------------------------------------------------------------------
 
     def call(self, verb: type[ControlReqInput], **fields: Any) -> ControlReqOutput:
-        """The engine's answer.  Raises `Wrong` when there is none within the deadline."""
+        """Send a verb and return the engine's answer.  Raises `Wrong` when there is none within the deadline."""
         return self.answer_to(self.post(verb, **fields), verb.__name__)
 
     def answer_to(self, request_id: str, what: str) -> ControlReqOutput:
@@ -74,14 +74,14 @@ class Engine(RefreshHarness):
                 time.sleep(0.0002)
 
     def require_closed(self) -> None:
-        """Raises `Wrong` while an update is open."""
+        """Require that no update is open.  Raises `Wrong`."""
         if self.call(GetStateReqInput).data["weight_update"]["open"]:
             raise Wrong("the weight update of a trainer that died is still open after its lease")
 
     # --- requests -------------------------------------------------------------------------------------------------
 
     def start_request(self, new_tokens: int) -> Result:
-        """The fixed request, of which nothing is cached."""
+        """Start the fixed request under a new cache key."""
         rid = self.submit(
             PROMPT, params={"max_new_tokens": new_tokens}, extra_key=f"n{self.number()}", logprob_start_len=0
         )
@@ -124,7 +124,7 @@ class Engine(RefreshHarness):
         return outcome  # type: ignore[return-value]
 
     def require_answer(self, probe: Result, version: Version) -> None:
-        """Raises `Wrong` unless it is what a fresh engine of this version answers, under this label."""
+        """Require the answer of a fresh engine of this version, under its label.  Raises `Wrong`."""
         record = probe.finished
         assert record is not None
         if record.reason.type != "length" or record.prompt_logprobs is None:

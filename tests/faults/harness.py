@@ -15,9 +15,9 @@ from weight_sync.waiting import DEFAULT_LEASE_S
 
 
 class RefreshHarness(Harness):
-    """`now`: the clock that leases go by.  `failed`: what `injections` made fail since it was last asked.
+    """`now` is the clock of the leases.  `failed` names the step that `injections` made fail since it was last asked.
 
-    `sender_timeout_ms`: how long the sender's end of a conversation waits for the engine.
+    The sender's end of a conversation waits `sender_timeout_ms` for the engine.
     """
 
     sender_timeout_ms = 5000
@@ -35,11 +35,11 @@ class RefreshHarness(Harness):
         self._exit = ExitStack()
 
     def number(self) -> int:
-        """One that was not given before."""
+        """Return a number that was not given before."""
         return next(self._numbers)
 
     def at_clean_up(self, call: Callable[[], Any]) -> None:
-        """Last registered, first called."""
+        """Call something at the clean-up; calls run in reverse order."""
         self._exit.callback(call)
 
     def clean_up(self) -> None:
@@ -47,7 +47,7 @@ class RefreshHarness(Harness):
         self._exit.close()
 
     def lapse(self) -> None:
-        """More time than a lease passes without a call."""
+        """Let more time than a lease pass without a call."""
         self.now += 2 * DEFAULT_LEASE_S
         self.tick()
 

@@ -1,7 +1,7 @@
 """Faults inside the engine while it carries out a call: writes that fail, votes that are lost, full disks.
 
-Each is a context, after which the engine is as it was.  The matrix puts each at one point of a refresh; histories
-(`FAILURES`) put it around a whole one, in which it happens once and is noted in `RefreshHarness.failed`.
+Each is a context, after which the engine is as it was.  The matrix puts each at one point of a refresh.
+Histories (`FAILURES`) put it around a whole refresh.  There it happens once and is noted in `RefreshHarness.failed`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weight_sync.updater import WeightUpdater
 
 _STAGINGS = {"host": ShadowStaging, "device": ShadowStaging, "journal": JournalStaging, "in_place": InPlaceStaging}
 BUCKETS = ("first", "middle", "last")
-# On what came, and on what was written.
+# The votes on received buckets and on written weights.
 _VOTES = {"verify": "_vote", "commit": "_commit_vote"}
 
 
@@ -39,7 +39,7 @@ class Injected(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """A method that carries out a step of a refresh.  From its `call`-th call on something has been done already."""
+    """A method that carries out a step of a refresh.  At its `call`-th call, part of the step is done."""
 
     owner: Any
     name: str
@@ -47,7 +47,7 @@ class Place:
 
 
 def place_of(step: str, staging: StagingMode) -> Place:
-    """`step`: a bucket, "verify" or "commit"."""
+    """Return the method that carries out a step in this mode; the step is a bucket, "verify" or "commit"."""
     of_mode = _STAGINGS[staging]
     if step in BUCKETS:
         return Place(of_mode, "write", 2)
@@ -59,7 +59,7 @@ def place_of(step: str, staging: StagingMode) -> Place:
 def hook(
     owner: Any, name: str, before: Callable[[int], Any] = lambda _: None, after: Callable[[], Any] = lambda: None
 ) -> Any:
-    """A patch of a method; `before` is given the number of the call, from 1."""
+    """Wrap a method in calls of `before` and `after`; `before` gets the number of the call, from 1."""
     original = getattr(owner, name)
     numbers = itertools.count(1)
 
@@ -85,7 +85,7 @@ def derived_raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
 
 
 def restore_raising(engine: Engine, point: str) -> Any:
-    """Half-way through the commit, and again when the old content is put back."""
+    """Raise half-way through the commit, and again when the old content is put back."""
 
     @contextmanager
     def injected() -> Iterator[None]:
@@ -99,7 +99,7 @@ def restore_raising(engine: Engine, point: str) -> Any:
 
 
 def vote_lost(engine: RefreshHarness, point: str) -> AbstractContextManager[Any]:
-    """Another rank is not well, once."""
+    """Lose the first vote in favour, as if another rank had failed."""
     name = _VOTES[point]
     vote = getattr(engine.updater, name)
     is_lost = False
@@ -115,7 +115,7 @@ def vote_lost(engine: RefreshHarness, point: str) -> AbstractContextManager[Any]
 
 
 def vote_raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
-    """Another rank does not answer."""
+    """Raise in the vote, as if another rank did not answer."""
 
     def vote(mine: bool) -> bool:
         raise TimeoutError("a rank did not vote")
@@ -125,8 +125,10 @@ def vote_raising(engine: Engine, point: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def second_write_raising(engine: RefreshHarness, *, restoring_too: bool) -> Iterator[None]:
-    """The second write into the model, or exchange with it.  `restoring_too`: until the verb is answered nothing that
-    was written can be put back either."""
+    """Raise at the second write into the model, or exchange with it.
+
+    `restoring_too`: until the verb is answered, restoring fails as well.
+    """
     name = "restore" if restoring_too else "write"
     numbers = itertools.count(1)
 
@@ -183,7 +185,7 @@ def disk_full(engine: Engine, point: str) -> AbstractContextManager[Any]:
 
 
 def files_vanish(engine: Engine, point: str) -> AbstractContextManager[Any]:
-    """The folder of tensors that is being read."""
+    """Remove the files of a folder of tensors while it is read."""
     return mock.patch.object(DiskSource, "receive", _vanishing(DiskSource.receive, lambda disk: disk._path))
 
 
@@ -198,7 +200,7 @@ def _vanishing(receive: Callable[..., Any], folder_of: Callable[[Any], Path]) ->
 
 
 def _nth_write(engine: Engine, point: str) -> int:
-    """The second of a bucket; where the call brings everything at once, the first, a middle or the last of all."""
+    """Return the number of the write that fails: the second of a bucket, or one of all where one call brings them."""
     if engine.updater.is_open:
         return 2
     count = len(engine.weights.metas())
@@ -206,7 +208,7 @@ def _nth_write(engine: Engine, point: str) -> int:
 
 
 def _raises_at(place: Place) -> AbstractContextManager[Any]:
-    """The `call`-th call of the method raises, instead of doing anything."""
+    """Raise instead of making the `call`-th call of the method."""
 
     def before(number: int) -> None:
         if number == place.call:

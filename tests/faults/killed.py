@@ -1,7 +1,7 @@
 """Trainers that are processes of their own, over real groups and sockets, and are killed in the middle of a bucket.
 
-The engine is this process's, the control calls too; the process killed is the one that the tensors come from.  A good
-refresh afterwards is that of a new process.
+This process has the engine and makes the control calls; the tensors come from another process, which is killed.  A new
+process makes the good refresh afterwards.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def cells(staging: StagingMode, transport: str) -> Iterator[Cell]:
 
 
 def forkserver() -> ForkServerContext:
-    """Processes that start with everything imported."""
+    """Return a context whose processes start with everything imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
 
 
 class ProcessTrainer(Trainer):
-    """The tensors of each bucket come from a process, which is started when there is none."""
+    """A trainer whose tensors come from a process, which is started when there is none."""
 
     def __init__(self, engine: Engine, transport: str) -> None:
         super().__init__(engine, transport)
@@ -61,7 +61,7 @@ class ProcessTrainer(Trainer):
 
     def refresh(self, target: Version) -> None:
         super().refresh(target)
-        self._kill()  # the next one is another trainer's
+        self._kill()  # another trainer makes the next refresh
 
     def fail(self, target: Version, sabotage: Sabotage) -> list[ControlReqOutput]:
         answers = super().fail(target, sabotage)
@@ -92,7 +92,7 @@ class ProcessTrainer(Trainer):
 class Sender:
     """A process that has tensors to send; `start` makes it send some and returns the verb that brings them.
 
-    `stops`: it stands still in the middle of them.
+    `stops`: the process stands still in the middle of them.
     """
 
     def __init__(self, target: Any, *arguments: Any) -> None:
@@ -113,7 +113,7 @@ class Sender:
         self.receive()
 
     def receive(self) -> Any:
-        """A message of the process.  Raises `Wrong` when none comes."""
+        """Return the next message of the process.  Raises `Wrong` when none comes."""
         if not self._pipe.poll(_TIMEOUT_S):
             raise Wrong("the sender's process is silent")
         return self._pipe.recv()
@@ -177,7 +177,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _broadcast(pipe: Connection, port: int, group_name: str) -> None:
-    """Broadcasts the lists of messages that it is given."""
+    """Broadcast each list of messages that comes through the pipe."""
     torch.set_num_threads(1)
     group = init_process_group("127.0.0.1", port, 0, 2, group_name, "gloo", _TIMEOUT_S)
     while True:
@@ -189,7 +189,7 @@ def _broadcast(pipe: Connection, port: int, group_name: str) -> None:
 
 
 def _converse(pipe: Connection) -> None:
-    """Sends the lists of tensors that it is given, one conversation each."""
+    """Send each list of tensors that comes through the pipe, in a conversation of its own."""
     torch.set_num_threads(1)
     while True:
         stops, described = pipe.recv()

@@ -49,7 +49,7 @@ HOWS: tuple[How, ...] = ("stops for a moment", "stops for long", "dies")
 DEADLINE_S = 4.0
 """The deadline of every collective; 120 s in a server."""
 _MOMENT_S, _LONG_S = 0.5, DEADLINE_S + 1.5
-LIMIT_S = 60.0  # of anything; the machine may be busy
+LIMIT_S = 60.0  # for any wait; the machine may be busy
 LAYOUTS: dict[str, dict[str, Any]] = {
     "2 ranks": {"tp_size": 2},
     "3 replicas": {"dp_size": 3},
@@ -66,7 +66,7 @@ class Ended(Exception):
 
 
 class LiveRanks:
-    """The ranks of one server.  `in_force` is what the caller has last found to serve."""
+    """The ranks of one server.  `in_force` is the version that the caller last found to serve."""
 
     def __init__(self, zoo: Zoo, layout: str, wrong: str | None = None) -> None:
         self.zoo, self.in_force = zoo, Version("v0", 0)
@@ -103,7 +103,7 @@ class LiveRanks:
         self._folder.cleanup()
 
     def arm(self, victim: int, point: str, how: How) -> None:
-        """Set what the rank does at the point, once."""
+        """Make the rank stop or die at its next arrival at the point."""
         self._armed[victim].value = f"{point}|{how}".encode()
 
     def go_on_when_stopped(self, victim: int, how: How) -> None:
@@ -119,7 +119,7 @@ class LiveRanks:
         return request_id
 
     def answer(self, request_id: str) -> ControlReqOutput:
-        """Raises `Ended`, and `Wrong` where neither comes."""
+        """Wait for the answer to a verb.  Raises `Ended`, or `Wrong` after `LIMIT_S`."""
         self.wait(lambda: request_id in self._answers)
         return self._answers[request_id]
 
@@ -132,7 +132,7 @@ class LiveRanks:
             raise Wrong(f"a good {verb.__name__} is refused: {answer.message}")
 
     def ask(self) -> list[tuple[str, tuple[int, ...], tuple[float, ...]]]:
-        """The answer of every data-parallel rank to the fixed request: its label, tokens and log-probabilities."""
+        """Send the fixed request to every data-parallel rank; return each label, tokens and log-probabilities."""
         rids = [f"r{next(self._numbers)}" for _ in range(self._num_answers)]
         for dp_rank, rid in enumerate(rids):
             params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
@@ -150,7 +150,7 @@ class LiveRanks:
         return [self._answer_of(rid) for rid in rids]
 
     def wait(self, is_there: Callable[[], bool]) -> None:
-        """Take messages until it is.  Raises `Ended`, `Wrong` after `LIMIT_S`."""
+        """Take messages until the condition holds.  Raises `Ended`, or `Wrong` after `LIMIT_S`."""
         until = time.monotonic() + LIMIT_S
         while not is_there():
             while self._pull.poll(20):
@@ -161,7 +161,7 @@ class LiveRanks:
                 raise Wrong(f"{LIMIT_S:g} s went by with neither an answer nor an end")
 
     def _end(self) -> None:
-        """One rank has ended.  Raises `Ended` with the reason."""
+        """Raise `Ended` with the reason after a rank has ended, or `Wrong` without a reason."""
         time.sleep(0.3)
         while self._pull.poll(100):
             self._take(decode_output(self._pull.recv()))
@@ -229,7 +229,7 @@ class LiveRanks:
 
 def _rank_main(config: str, armed: Any, wrong: str | None) -> None:
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its reason comes as a message
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the reason of its end comes as a message
     kept = ExitStack()  # for the life of the process
     if wrong is not None:
         kept.enter_context(wrong_engines("stopped")[wrong]())

@@ -1,6 +1,6 @@
 """Plays cells and judges the outcome of each.
 
-fault -> a dead trainer's lease expires -> what serves?  -> a good refresh over the same transport -> what serves?
+fault -> the lease of a dead trainer expires -> which version serves?  -> a good refresh -> which version serves?
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Played:
 def play_all(
     zoo: Zoo, scratch: Path, cells: Iterable[Cell], trainer_class: type[Trainer] = Trainer
 ) -> Iterator[Played]:
-    """Cells of one transport and staging mode, on one engine; after a wrong one on a new engine."""
+    """Play cells of one transport and staging mode on one engine, and on a new one after a cell that is wrong."""
     engine: Engine | None = None
     trainer: Trainer | None = None
     for cell in cells:
@@ -69,7 +69,7 @@ def play_all(
 
 
 def play(engine: Engine, trainer: Trainer, cell: Cell) -> Outcome:
-    """One cell.  Raises `Wrong`."""
+    """Play one cell, and return its outcome.  Raises `Wrong`."""
     old, new = engine.in_force, engine.next_version(1)
     trainer.fail(new, cell.sabotage)
     if trainer.is_dead:
@@ -100,7 +100,7 @@ def good_refresh(engine: Engine, trainer: Trainer, offset: int = 1) -> None:
 
 
 def _check_request(engine: Engine, cell: Cell, request: Result, old: Version, new: Version, outcome: Outcome) -> None:
-    """The request that was running: of one version, or aborted by what aborts requests, or refused as poisoned."""
+    """Check that the request that ran during the fault is of one version, or was rightly aborted or refused."""
     record = request.finished
     assert record is not None
     if record.reason.status_code == 503 and outcome == "POISONED":

@@ -1,4 +1,4 @@
-"""`/pull_weights`: versions published one on top of the other, and what can happen to them."""
+"""`/pull_weights`: versions published one on top of the other, and damage to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weight_sync.delta.version_dir import version_path
 
 Encoding = Literal["xor", "overwrite", "ulp-gap"]
 ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite", "ulp-gap")
-_FRAME_BYTES = 16 << 10  # of small models several frames, so several files
+_FRAME_BYTES = 16 << 10  # so that a version of a small model has several frames and files
 
 
 class Publisher:
@@ -34,10 +34,10 @@ class Publisher:
         self.last = 0
         self.tensors = self._before = tensors
         self._frame_bytes = frame_bytes
-        self._whole: dict[Path, dict[str, bytes]] = {}  # of versions that were damaged: their files
+        self._whole: dict[Path, dict[str, bytes]] = {}  # the files of damaged versions, before the damage
 
     def publish(self, tensors: Mapping[str, torch.Tensor], encoding: Encoding | None = None) -> Path:
-        """One more version, in an encoding by turns.  A tensor that the last one does not have changes from zeros."""
+        """Publish one more version; encodings take turns.  A tensor that the last version lacks changes from zeros."""
         number = self.last + 1
         old = {name: self.tensors.get(name, torch.zeros_like(tensor)) for name, tensor in tensors.items()}
         encoding = encoding or ENCODINGS[number % len(ENCODINGS)]
@@ -57,7 +57,7 @@ class Publisher:
         self.last, self.tensors = self.last - 1, self._before
 
     def repair(self) -> None:
-        """Publish again what was damaged."""
+        """Publish the damaged versions again."""
         for folder, files in self._whole.items():
             folder.mkdir(exist_ok=True)
             for name, content in files.items():
@@ -68,7 +68,7 @@ class Publisher:
         """Damage a published version at `part` (0..1) of its content."""
         self._whole[folder] = {file.name: file.read_bytes() for file in folder.iterdir()}
         if damage == "killed":
-            folder.rename(folder.with_name(f".{folder.name}.1"))  # what a publisher has made before it publishes
+            folder.rename(folder.with_name(f".{folder.name}.1"))  # a publisher died before it published
             return
         files = sorted(folder.glob("*.safetensors"))
         file = files[min(int(part * len(files)), len(files) - 1)]
@@ -97,7 +97,7 @@ class Publisher:
 
 
 def _exchange(files: Sequence[Path], part: float) -> None:
-    """Two files take each other's names; in a single file, two tensors each other's content."""
+    """Exchange the names of two files, or the contents of two tensors in a single file."""
     if len(files) > 1:
         at = min(int(part * len(files)), len(files) - 2)
         other = files[at].with_suffix(".other")

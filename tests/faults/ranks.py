@@ -1,9 +1,9 @@
 """Engines of one and two ranks that are processes of their own: a rank raises, or is killed, at each step of a refresh.
 
-Each rank is a `WeightUpdater` over the small fake model; the ranks vote over gloo, with a deadline, and receive the
-tensors over a group with the trainer, which is this process.  What a rank holds is found in the bits of its memory.  A
-rank that was killed takes its engine with it: the survivor must be at one version until then, and the new engine,
-started with the old version, must take a refresh.
+Each rank is a `WeightUpdater` over the small fake model.  The ranks vote over gloo, with a deadline, and receive the
+tensors over a group with the trainer, which is this process.  The bits of its memory show a rank's version.  A
+rank that was killed ends its engine.  Until then the survivor must be at one version.  The new engine, started with the
+old version, must take a refresh.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class RankedEngine:
         return [rank for rank, pipe in enumerate(self._pipes) if pipe is not None]
 
     def refresh(self, seed: int) -> list[str]:
-        """The refusals.  After a bucket that is refused the others are left out, but the end comes all the same."""
+        """Refresh all ranks; return the refusals.  No bucket follows a refused one, but the end comes all the same."""
         named = sorted(version(seed).items(), key=lambda item: -item[1].element_size())
         refused = self.ask_all("begin", weight_version=str(seed))
         if refused:
@@ -149,7 +149,7 @@ class RankedEngine:
         return refused + self.ask_all("commit")
 
     def outcome(self) -> Outcome | None:
-        """Return what the living ranks hold; None where there are none.  Raises `Wrong` unless they all agree."""
+        """Return the version that the living ranks hold, None if there are none.  Raises `Wrong` if they disagree."""
         found = {
             "POISONED" if torn is not None else {_OLD: "old", _NEW: "new"}.get(seed, "a mixture")  # type: ignore[arg-type]
             for seed, label, torn in self.contents()
@@ -163,12 +163,12 @@ class RankedEngine:
         return [self.ask(rank, "content") for rank in self.alive]
 
     def ask(self, rank: int, verb: str, **arguments: Any) -> Any:
-        """Raises `_Refused`, `_Gone`, and `Wrong` for no answer at all."""
+        """Ask a rank and return its answer.  Raises `_Refused`, `_Gone`, or `Wrong` for no answer at all."""
         self._tell(rank, verb, arguments)
         return self._hear(rank, verb)
 
     def ask_all(self, verb: str, meanwhile: Callable[[], None] | None = None, **arguments: Any) -> list[str]:
-        """Ask all ranks at once; who refused, and why."""
+        """Ask all ranks at once; return the refusals with their reasons."""
         refused = []
         asked = self.alive
         for rank in asked:
@@ -212,7 +212,7 @@ class RankedEngine:
     def _tell(self, rank: int, verb: str, arguments: dict[str, Any]) -> None:
         pipe = self._pipes[rank]
         assert pipe is not None
-        with suppress(BrokenPipeError):  # found out by `_hear`
+        with suppress(BrokenPipeError):  # `_hear` finds out
             pipe.send((verb, arguments))
 
     def _hear(self, rank: int, verb: str) -> Any:

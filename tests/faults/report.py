@@ -1,4 +1,4 @@
-"""The table: a row for each fault and point, a column for each transport, in it what served afterwards."""
+"""The table: a row for each fault and point, a column for each transport, and in each field the version that served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 150
 
 
 def table(played: Sequence[Played], title: str) -> Table:
-    """Points of one fault with the same outcomes share a row."""
+    """Build the table of some cells; points of one fault with the same outcomes share a row."""
     columns = list(dict.fromkeys(cell.transport for cell in played))
     grid = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for header in ("fault", "at", *columns):
@@ -31,7 +31,7 @@ def table(played: Sequence[Played], title: str) -> Table:
 
 
 def print_report(tables: Iterable[Table], played: Sequence[Played], seconds: float, console: Console) -> int:
-    """The tables, what is wrong, and the sum; returns how many cells are wrong."""
+    """Print the tables, the wrong cells and the sum; return how many cells are wrong."""
     for grid in tables:
         console.print(grid)
     wrong = [cell for cell in played if cell.wrong is not None]
@@ -56,7 +56,7 @@ def _rows(played: Sequence[Played], columns: Sequence[str]) -> list[tuple[list[s
 
 
 def _text(played: Sequence[Played]) -> str:
-    """One word where all staging modes agree (P: poisoned); `old/P` where in_place alone is poisoned."""
+    """Return one word if all staging modes agree (P: poisoned), or `old/P` if in_place alone is poisoned."""
     found = {cell.staging: "WRONG" if cell.outcome is None else _WORDS[cell.outcome] for cell in played}
     if not found:
         return "-"

@@ -1,9 +1,10 @@
 """Ranks that stop and go on (SIGSTOP, SIGCONT) and ranks that die (SIGKILL), at each point of each weight verb.
 
-Each rank is the worker process of a server, with its deadlines shortened; this process is the main process of it.  A
-rank stops itself at the point for which it is armed, and goes on before the deadline of the others or after it, or it
-kills itself.  Then there are two ways to be right: all ranks serve one version, in force by the answer to the verb, and
-take a good refresh; or the engine has ended with a reason.  Nothing takes longer than `live_ranks.LIMIT_S`.
+Each rank is a worker process of a server, with shortened deadlines; this process is the server's main process.  At
+the point for which it is armed, a rank stops itself or kills itself.  A stopped rank goes on before the deadline of the
+others or after it.  Then there are two right outcomes.  Either all ranks serve one version, which agrees with the
+answer to the verb, and take a good refresh.  Or the engine has ended with a reason.  Nothing takes longer than
+`live_ranks.LIMIT_S`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _POINTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class StopCell:
-    """The rank `victim`, counted from the first, `how`, at a point of a verb."""
+    """The rank `victim`, counted from 0, stops or dies at a point of a verb."""
 
     layout: str
     verb: str
@@ -130,7 +131,7 @@ class Player:
         return outcome
 
     def _fault(self, ranks: LiveRanks, cell: StopCell, new: Version) -> ControlReqOutput:
-        """The verb, with what must come before it."""
+        """Prepare and post the verb, let the victim stop or die in it, and return the answer."""
         verb, fields = self._lead_up(ranks, cell.verb, new)
         ranks.arm(cell.victim, cell.point, cell.how)
         request_id = ranks.post(verb, **fields)
@@ -179,7 +180,7 @@ class Player:
 
 
 def play_all(zoo: Zoo, layout: str, chosen: Callable[[StopCell], bool], wrong: str | None = None) -> Iterator[Played]:
-    """The chosen cells of a layout.  `wrong`: with ranks that break this rule."""
+    """Play the chosen cells of a layout.  `wrong` names the rule that its ranks break, if any."""
     player = Player(zoo, layout, wrong)
     try:
         yield from (player.play(cell) for cell in cells(layout) if chosen(cell))

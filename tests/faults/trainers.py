@@ -30,7 +30,7 @@ from tests.faults.transports import SENDS, Call, Damage, Named
 from tests.scheduler_harness import Result
 
 Point = Literal["first", "middle", "last", "between", "verify", "commit"]
-"""A bucket, the gap between the two halves of end, or one of the two."""
+"""A bucket, the gap between the two halves of end, or one of these halves."""
 BUCKETS: tuple[Point, ...] = ("first", "middle", "last")
 
 PULL = "pull_weights"
@@ -41,9 +41,9 @@ TRANSPORTS = (*SENDS, PULL)
 class Sabotage:
     """The fault at `point`.
 
-    `change`: the tensors that are sent; `announced`: the manifest has them too.  `damage`: their bytes.  `twice`: the
-    bucket comes once more.  `inject`: in the engine, while it carries out the call.  `event`: after the call, or, for a
-    pull, in the middle of it.  `dies`: the trainer sends nothing more.
+    `change` alters the tensors that are sent, and with `announced` the manifest as well.  `damage` alters their bytes.
+    `twice`: the bucket comes once more.  `inject` makes the engine fail during the call.  `event` happens after the
+    call, or in the middle of a pull.  `dies`: the trainer sends nothing more.
     """
 
     point: Point
@@ -63,7 +63,7 @@ class Sabotage:
 class Trainer:
     """One trainer of one engine over one transport, for as long as the engine lives.
 
-    `request`: one that is running when the fault comes.  `is_dead`: the trainer sends nothing more.
+    `request` runs while the fault comes.  `is_dead`: the trainer sends nothing more.
     """
 
     def __init__(self, engine: Engine, transport: str) -> None:
@@ -149,7 +149,7 @@ class Trainer:
     def send(
         self, named: Named, label: str, damage: Damage | None = None, update_id: str | None = None
     ) -> list[ControlReqOutput]:
-        """One bucket; no answer when the sender died before it could call."""
+        """Send one bucket, and return its answer; no answer when the sender died before it could call."""
         sent = SENDS[self.transport](self.engine, Call(self.engine.number(), named, self._base, damage))
         if sent is None:
             return []
@@ -163,7 +163,7 @@ class Trainer:
 
     @contextmanager
     def _at(self, point: Point, sabotage: Sabotage | None) -> Iterator[Sabotage | None]:
-        """The fault, if it is at this point: what is injected lasts meanwhile, the event comes after it."""
+        """Apply the fault if it is at this point: its injection lasts meanwhile, and its event follows."""
         if sabotage is None or sabotage.point != point or self.is_dead:
             yield None
             return

@@ -1,7 +1,7 @@
-"""The transports by which a bucket reaches the engine, and what can happen to its bytes on the way.
+"""The transports by which a bucket reaches the engine, and damage to its bytes on the way.
 
-A transport turns a call's tensors into a weight verb and gives the engine's side of it something to find.  The sender's
-end is played in this process; trainers that are processes of their own are in `killed`.
+A transport turns a call's tensors into a weight verb and plays the sender's end in this process.  Trainers that are
+processes of their own are in `killed`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _IPC_BUCKET_BYTES = 1 << 16
 class Call:
     """Tensors that one verb is to bring.
 
-    `number`: of the call; what is sent by turns goes by it.  `base`: what the engine holds, for deltas.  `seam` is
-    called in the middle of the transfer, where the transport has one.
+    `number` counts calls; variants of a transport take turns by it.  `base`: the engine's tensors, for deltas.
+    `seam` is called in the middle of the transfer, where the transport has a middle.
     """
 
     number: int
@@ -89,15 +89,15 @@ class PlayedGroup(GroupHandle):
                 raise TransportError(f"broadcast in group {self.name!r} failed: the peer is gone")
             message = _damaged(message, self._call.damage)
         self._count += 1
-        tensor[: message.numel()].copy_(message)  # gloo does not say how long a message was
+        tensor[: message.numel()].copy_(message)  # gloo does not report how long a message was
         return None
 
     def finish(self, work: Any, deadline: float) -> None:
-        """The message was there at once."""
+        """Return at once: the message is there."""
 
 
 def distributed(engine: RefreshHarness, call: Call) -> Verb:
-    """A broadcast per tensor."""
+    """Send one broadcast per tensor."""
     return _broadcast(engine, call, call.named, [pack([item]) for item in call.named], None)
 
 
@@ -106,7 +106,7 @@ def flattened(engine: RefreshHarness, call: Call) -> Verb:
 
 
 def delta(engine: RefreshHarness, call: Call) -> Verb:
-    """A frame over `base`.  What that lacks, or has in another form, is a delta over zeros."""
+    """Send a frame of deltas over `base`.  A tensor that it lacks or has in another form is a delta over zeros."""
     base = [
         (name, call.base[name] if _is_alike(call.base.get(name), tensor) else torch.zeros_like(tensor))
         for name, tensor in call.named
@@ -136,14 +136,14 @@ def tensor_pickle(engine: RefreshHarness, call: Call) -> Verb | None:
 
 
 def tensor_flattened(engine: RefreshHarness, call: Call) -> Verb | None:
-    """SGLang's flattened bucket, pickled."""
+    """Send SGLang's flattened bucket, pickled."""
     with sglang_payloads.classes_in(sglang_payloads.BUCKET_MODULES[0]):
         content = pickle.dumps(sglang_payloads.flattened(call.named))
     return _payload(call, content, load_format=FLATTENED_BUCKET)
 
 
 def tensor_inline(engine: RefreshHarness, call: Call) -> Verb | None:
-    """Safetensors in the call."""
+    """Send safetensors within the call."""
     return _payload(call, save(dict(call.named)), format="safetensors")
 
 
@@ -176,7 +176,7 @@ def tensor_safetensors(engine: RefreshHarness, call: Call) -> Verb:
 
 
 def ipc(engine: RefreshHarness, call: Call) -> Verb:
-    """A parameter server that speaks in a thread of its own, by turns with and without pickles."""
+    """Start a parameter server in a thread of its own; it sends JSON and pickles by turns."""
     server = ParameterServerStandIn(_IPC_BUCKET_BYTES, "json" if call.number % 2 else "pickle")
     server.socket.rcvtimeo = server.socket.sndtimeo = engine.sender_timeout_ms
     if call.damage is not None:
@@ -217,7 +217,7 @@ def _speak(server: ParameterServerStandIn, named: Named) -> None:
 
 
 def disk(engine: RefreshHarness, call: Call) -> Verb | None:
-    """A folder of two files.  A sender that is killed leaves one of them, half-written, and does not call."""
+    """Write a folder of two files.  A sender that is killed leaves the second one half-written, and does not call."""
     folder = engine.scratch / f"call{call.number}"
     folder.mkdir()
     middle = len(call.named) // 2
@@ -233,7 +233,7 @@ def disk(engine: RefreshHarness, call: Call) -> Verb | None:
 
 
 def remove_files(folder: Path) -> None:
-    """Every file of a folder, as when it is cleaned up too early."""
+    """Remove every file of a folder, as when it is cleaned up too early."""
     for path in folder.iterdir():
         path.unlink()
 
@@ -242,7 +242,7 @@ def remove_files(folder: Path) -> None:
 
 
 def _damaged(content: torch.Tensor, damage: Damage | None) -> torch.Tensor:
-    """uint8 [bytes] with the lowest bit of a 16-bit word flipped in the last quarter, or its last half cut off."""
+    """Damage uint8 [bytes]: flip the lowest bit of a 16-bit word in the last quarter, or cut off the last half."""
     if damage == "truncated":
         return content[: content.numel() // 2]
     if damage == "flipped":
@@ -256,7 +256,7 @@ def _damaged_bytes(content: bytes, damage: Damage | None) -> bytes:
     return _damaged(torch.frombuffer(bytearray(content), dtype=torch.uint8), damage).numpy().tobytes()
 
 
-# Of the matrix's table.
+# The transports in the table of the matrix.
 SENDS: dict[str, Send] = {
     "distributed": distributed,
     "flattened": flattened,

@@ -49,12 +49,12 @@ Suite = Literal["matrix", "histories", "stopped"]
 Context = AbstractContextManager[Any]
 Wrong = Callable[[], Context]
 Replacement = tuple[Any, str, Any]
-"""Owner, name, and what stands there instead."""
+"""Owner, name, and the object that replaces the attribute."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """`noticed_by`: all of them must notice it."""
+    """A wrong engine; each suite in `noticed_by` must notice it."""
 
     wrong: Wrong
     noticed_by: tuple[Suite, ...]
@@ -64,7 +64,7 @@ WRONG_ENGINES: dict[str, Entry] = {}
 
 
 def noticed_by(*suites: Suite) -> Callable[[Wrong], Wrong]:
-    """Enters what it decorates in the list."""
+    """Enter the decorated engine in the list."""
 
     def enter(wrong: Wrong) -> Wrong:
         WRONG_ENGINES[wrong.__name__] = Entry(wrong, suites)
@@ -88,7 +88,7 @@ def _replaced(*replacements: Replacement) -> Iterator[None]:
 
 @noticed_by("matrix", "histories")
 def publishes_before_the_vote() -> Context:
-    """The new label is in force before all ranks have written."""
+    """Put the new label in force before all ranks have written."""
     commit = WeightCommit.run
 
     def wrong(self: WeightCommit, **how: Any) -> Any:
@@ -117,7 +117,7 @@ def first_bucket_bumps_the_version() -> Context:
 
 @noticed_by("matrix", "histories")
 def forgives_a_bad_bucket() -> Context:
-    """A bucket that was refused is forgotten, and what came by the end is committed."""
+    """Forget that a bucket was refused, and commit the buckets that came by the end."""
 
     def verify(self: WeightTransaction) -> None:
         self._staging.prepare()
@@ -133,7 +133,7 @@ def compares_no_fingerprints() -> Context:
 
 @noticed_by("matrix", "histories")
 def writes_buckets_in_place() -> Context:
-    """Serve what came at once, under the old label, as engines without a transaction do."""
+    """Write each bucket into the served weights at once, under the old label, as engines without a transaction do."""
     receive = WeightTransaction.receive
 
     def wrong(self: WeightTransaction, named_tensors: Any, cast: bool = False) -> None:
@@ -147,14 +147,14 @@ def writes_buckets_in_place() -> Context:
 
 @noticed_by("matrix")
 def ignores_the_last_vote() -> Context:
-    """Put in force here what another rank could not write."""
+    """Put an update in force on this rank that another rank could not write."""
     commit = WeightTransaction.commit
     return _replaced((WeightTransaction, "commit", lambda self, vote: commit(self, lambda mine: mine)))
 
 
 @noticed_by("matrix", "histories")
 def believes_that_restoring_worked() -> Context:
-    """A commit that failed without a way back does not stop generation."""
+    """Go on generating after a commit that failed without a way back."""
     take_back = WeightTransaction._roll_back
 
     def wrong(self: WeightTransaction, reason: str) -> None:
@@ -166,13 +166,13 @@ def believes_that_restoring_worked() -> Context:
 
 @noticed_by("matrix")
 def has_no_leases() -> Context:
-    """A trainer that died blocks the next one."""
+    """Let a trainer that died block the next one."""
     return _replaced((WeightUpdater, "expire", lambda self: False))
 
 
 @noticed_by("matrix")
 def lets_a_flush_decide() -> Context:
-    """Flushing the cache drops the update that is open."""
+    """Drop the open update when the cache is flushed."""
     flush = Control._flush_cache
 
     def wrong(self: Control, verb: Any) -> Any:
@@ -185,7 +185,7 @@ def lets_a_flush_decide() -> Context:
 
 @noticed_by("matrix", "histories")
 def takes_every_call() -> Context:
-    """Every bucket, end and abort is taken as one of the update that is open."""
+    """Take every bucket, end and abort for one of the open update."""
     return _replaced((WeightUpdater, "foreign", lambda *_: None))
 
 
@@ -223,7 +223,7 @@ class _OneNamespace(CacheManager):
 
 @noticed_by("histories")
 def shares_kv_across_versions() -> Context:
-    """The prefix cache knows tokens only, and is not emptied by a refresh."""
+    """Share cached prefixes across versions by their tokens, and keep them at a refresh."""
     return _replaced((build, "CacheManager", _OneNamespace), (RadixCache, "retire", lambda self, epoch: None))
 
 
@@ -263,7 +263,7 @@ def commits_in_the_middle_of_a_step() -> Context:
 
 @noticed_by("histories")
 def shifts_spans_by_one() -> Context:
-    """The token sampled first under new weights is labelled with the old ones."""
+    """Give the first token under new weights the label of the old ones."""
     note = VersionMarks.note
 
     def wrong(self: VersionMarks, epoch: ServingEpoch, length: int) -> None:
@@ -274,7 +274,7 @@ def shifts_spans_by_one() -> Context:
 
 @noticed_by("histories")
 def kv_claims_to_be_new() -> Context:
-    """Label all KV with the version in force."""
+    """Give all KV the label of the version in force."""
     return _replaced((ModelState, "version_of", lambda self, epoch: self.epoch.weight_version))
 
 
