@@ -1,6 +1,6 @@
 """The actions of a history.
 
-An action is plain data without references to engine objects: numbers pick among what there is at that moment.  So any
+An action is plain data without references to engine objects: its numbers pick among the objects of that moment.  So any
 list of actions can be played, a failing one shrinks well, and its JSON can be played again.
 """
 
@@ -17,14 +17,14 @@ from weight_sync.staging import StagingMode
 Dtype = Literal["float64", "float32"]
 PauseMode = Literal["abort", "retract", "in_place"]
 
-# What a sender or a rank can do wrong in one refresh.
+# The faults of a sender or a rank in one refresh.
 Fault = Literal[
     "nan",  # one value is not a number
-    "flipped",  # one value is not the one that the manifest has the fingerprint of
+    "flipped",  # one value does not fit the fingerprint in the manifest
     "renamed",  # a tensor under a name that the model does not have
     "reshaped",
     "retyped",
-    "halved",  # as float16, which is widened: no fault, but where a fingerprint was stated
+    "halved",  # as float16, which is widened: a fault only where a fingerprint was stated
     "repeated",  # a tensor that came before
     "missing",  # a tensor never comes
     "died",  # the transport fails before the content
@@ -34,14 +34,14 @@ Fault = Literal[
     "vote_verify",  # another rank cannot verify
     "vote_commit",  # another rank cannot write
     "write",  # writing fails half-way; the old content can be put back
-    "restore",  # writing fails half-way, and so does putting back
+    "restore",  # writing fails half-way, and putting back fails, too
 ]
 DTYPES: tuple[Dtype, ...] = Dtype.__args__  # type: ignore[attr-defined]
 FAULTS: tuple[Fault, ...] = Fault.__args__  # type: ignore[attr-defined]
 
 
 class Action(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Base.  As JSON an action is `["Name", ...]`."""
+    """Base class.  As JSON an action is `["Name", ...]`."""
 
 
 class Submit(Action, frozen=True):
@@ -66,13 +66,13 @@ class Pause(Action, frozen=True):
 
 
 class Continue(Action, frozen=True):
-    """`below`: abort what began before one of the labels so far; -1: nothing."""
+    """`below`: abort requests that began before one of the labels so far; -1: none."""
 
     below: int = -1
 
 
 class Abort(Action, frozen=True):
-    """One request; -1: all."""
+    """Abort one request; -1: all."""
 
     index: int
 
@@ -132,7 +132,7 @@ AnyAction = Small | Lapse | Refresh
 
 
 class History(msgspec.Struct, frozen=True):
-    """Settings of the engine and what happens to it.
+    """Settings of the engine and the actions that it meets.
 
     float64 runs on plain torch and leaves no room for doubt; float32 on the compiled operators, whose weights are
     packed, where there is a compiler.
@@ -159,7 +159,7 @@ def encode(history: History) -> str:
 
 
 def decode(text: str) -> History:
-    """Raises `msgspec.DecodeError`."""
+    """Decode a history from its JSON.  Raises `msgspec.DecodeError`."""
     return msgspec.json.decode(text, type=History)
 
 
@@ -167,7 +167,7 @@ def decode(text: str) -> History:
 
 
 def _prompts() -> st.SearchStrategy[list[int]]:
-    """A few families that share prefixes."""
+    """Draw prompts from a few families that share prefixes."""
     return st.builds(
         lambda family, length, tail: [random.Random(family * 100 + i).randrange(256) for i in range(length)] + tail,
         st.integers(0, 2),
@@ -229,7 +229,7 @@ def refreshes(transports: tuple[str, ...]) -> st.SearchStrategy[Refresh]:
 
 
 def histories(transports: tuple[str, ...], max_actions: int = 20) -> st.SearchStrategy[History]:
-    """Random histories that begin with a request, as nothing can go wrong before one."""
+    """Draw random histories that begin with a request, as nothing can go wrong before one."""
     often = [refreshes(transports)] * 6 + [submits()] * 4
     action = st.one_of(*often, *_common(), st.just(Lapse()))
     return st.builds(

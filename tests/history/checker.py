@@ -1,11 +1,11 @@
-"""Every number that an engine returned about a request, against the reference.
+"""Compares every number that an engine returned about a request with the reference.
 
-A `Trace` follows one request from step to step: in which step each of its tokens was sampled, and which version was
-in force when each position's KV was computed.  It sees of the engine how many positions and tokens there are and how
-often the request was retracted; which version was in force comes from `Expected`.  So a version that the engine
+A `Trace` follows one request from step to step.  It records the step that sampled each token, and the version that was
+in force when each position's KV was computed.  From the engine it takes only the numbers of positions, tokens
+and retractions; `Expected` states which version was in force.  So a version that the engine
 names, and every number that it returns, is a claim to be checked.
 
-KV given up in a retraction begins a new *life* of the request; the record keeps the rows of the first life that
+A retraction gives up KV and begins a new *life* of the request.  The record keeps the rows of the first life that
 computed a position.
 """
 
@@ -26,13 +26,13 @@ from tests.scheduler_harness import Result
 
 # Two computations of one thing differ by the order of their sums; versions differ in the first digit.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
-# Where two experts are closer than this, float32 may take the other one, and everything after it is another token's.
+# Where two experts are closer than this, float32 may take the other one, and all later numbers differ.
 CLOSEST = {"float64": 1e-13, "float32": 1e-5}
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The origin of a token: in which life, under which version and label it was sampled."""
+    """The origin of a token: the life, the version and the label under which it was sampled."""
 
     life: int
     version: int
@@ -46,7 +46,7 @@ class Trace:
     submit: Submit
     lives: list[list[int]] = field(default_factory=lambda: [[]])
     tokens: list[Sampled] = field(default_factory=list)
-    is_over: bool = False  # it had to be aborted
+    is_over: bool = False  # the request had to be aborted
     streamed: list[tuple[int, str]] = field(default_factory=list)  # tokens so far, label of the last
 
     def advance(self, expected: Expected, retractions: int, computed: int, tokens: int) -> None:
@@ -76,7 +76,7 @@ class Trace:
         self.is_over |= min(used, default=version) < version
 
     def end(self, expected: Expected, result: Result) -> None:
-        """The request has finished: take in its last step."""
+        """Take in the last step of a finished request."""
         record = result.finished
         assert record is not None
         computed = len(self.lives[-1]) if record.num_retractions < len(self.lives) else 0
@@ -92,7 +92,7 @@ class Tally:
     histories: int = 0
     tokens: int = 0
     on_mixed_kv: int = 0  # tokens sampled on KV of more than one version
-    rows: int = 0  # of routes
+    rows: int = 0  # rows of routes
     retractions: int = 0
     commits: int = 0
     refusals: int = 0  # weight verbs that had to be refused
@@ -120,7 +120,7 @@ class Checker:
         record = result.finished
         assert record is not None
         if record.reason.status_code is not None:
-            return  # refused or given up with an error: nothing is claimed
+            return  # refused or given up with an error: there is nothing to check
         sequence = result.prompt_ids + result.token_ids
         lives = [self._forward(sequence, versions) for versions in trace.lives]
         try:
@@ -230,12 +230,12 @@ class Checker:
 
 
 def trace_life(trace: Trace, position: int) -> int:
-    """The first life that computed a position: the one whose row the record keeps."""
+    """Return the first life that computed a position: the record keeps its row."""
     return next(index for index, life in enumerate(trace.lives) if len(life) > position)
 
 
 def _labels(spans: Sequence[VersionSpan], count: int) -> list[str]:
-    """One label a place; the spans must cover `0 .. count - 1` without gap or overlap."""
+    """Return the label of each place; the spans must cover `0 .. count - 1` without gap or overlap."""
     labels: list[str] = []
     for span in spans:
         if span.start != len(labels) or span.end <= span.start:
@@ -247,6 +247,6 @@ def _labels(spans: Sequence[VersionSpan], count: int) -> list[str]:
 
 
 def _runs(versions: Sequence[int]) -> str:
-    """`[0, 0, 0, 2]` -> `version 0 (3), version 2 (1)`."""
+    """Describe versions by their runs: `[0, 0, 0, 2]` becomes `version 0 (3), version 2 (1)`."""
     values, counts = torch.unique_consecutive(torch.tensor(versions, dtype=torch.int64), return_counts=True)
     return ", ".join(f"version {v} ({n})" for v, n in zip(values.tolist(), counts.tolist())) or "nothing"

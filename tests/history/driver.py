@@ -1,8 +1,7 @@
-"""A real engine of which the script decides everything that is left to chance elsewhere.
+"""A real engine whose script decides everything that is left to chance elsewhere.
 
-The scheduler's loop is turned by the caller.  What the engine does on its I/O thread runs in the caller's thread too,
-when the script says so; between the parts of a call the script may turn the loop.  So a history always runs the same
-way.
+The caller turns the scheduler's loop.  The calls of the engine's I/O thread run in the caller's thread, too, when the
+script starts them.  Between the parts of a call the script may turn the loop.  So a history always runs the same way.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class ScriptedExecutor:
         try:
             result = call()
         except AssertionError:
-            raise  # the checker's, or a broken invariant of the engine: never an answer to a verb
+            raise  # from the checker, or a broken invariant of the engine: never an answer to a verb
         except Exception as error:
             future.set_exception(error)
         else:
@@ -132,7 +131,7 @@ class Driver(RefreshHarness):
             self.traces[rid] = Trace(action)
 
     def tick(self) -> bool:
-        """One turn of the loop; then what it did is noted, and what it finished is checked."""
+        """Turn the loop once; note what it did, and check the requests that it finished."""
         ran = super().tick()
         for req in self.scheduler.queues.all():
             self.traces[req.rid].advance(self.expected, req.num_retractions, req.device_len, len(req.output_ids))
@@ -171,7 +170,7 @@ class Driver(RefreshHarness):
         raise Violation("a weight verb is never answered")
 
     def _take_up(self) -> None:
-        """The engine starts on the next weight verb."""
+        """Note that the engine starts on the next weight verb."""
         self._collect()
         request_id, sent = self._posted.popleft()
         self._taken[request_id] = sent

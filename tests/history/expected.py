@@ -1,6 +1,6 @@
-"""The contract of a refresh, in a page: what each weight verb must answer, and which version is in force.
+"""The contract of a refresh: the answer that each weight verb must give, and the version that is in force.
 
-It follows from what was really sent and what was made to fail; the engine is never asked.
+Both follow from the calls that were really sent and from the injected faults; the engine is never asked.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Violation(AssertionError):
 @dataclass(frozen=True)
 class SentBegin:
     label: str | None
-    names: frozenset[str] | None  # that must come; None: the set is what comes
+    names: frozenset[str] | None  # tensors that must come; None: any
     base: str | None = None  # the label that must be in force
-    update_id: str | None = None  # of which all its calls must be, then
-    stated: Tensors = field(default_factory=dict)  # content that the manifest has fingerprints of
+    update_id: str | None = None  # which all calls of the update must carry, then
+    stated: Tensors = field(default_factory=dict)  # content whose fingerprints are in the manifest
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class SentAbort:
 
 @dataclass(frozen=True)
 class SentContinue:
-    """`pauses`: how many came before it."""
+    """`pauses`: the number of pauses before it."""
 
     pauses: int
-    below: str | None = None  # label: what began before it is to be aborted
+    below: str | None = None  # a label: requests that began before it are to be aborted
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ Sent = SentBegin | SentTensors | SentEnd | SentAbort | SentContinue | SentRelabe
 
 @dataclass
 class Draft:
-    """An open transaction as it should be.  `update_id`: it takes only calls that carry it; `alone`: one call."""
+    """An open transaction as it should be.  Only calls with its `update_id` belong to it; `alone`: it has one call."""
 
     label: str | None
     names: frozenset[str] | None
@@ -87,7 +87,7 @@ class Draft:
     stated: Tensors = field(default_factory=dict)
     pause: int = 0  # the last pause before it was opened
     staged: dict[str, torch.Tensor] = field(default_factory=dict)
-    broken: str | None = None  # known since a call: it can never be committed
+    broken: str | None = None  # the reason, once a call has made a commit impossible
     verified: bool = False
 
     def fault(self) -> str | None:
@@ -102,7 +102,7 @@ class Expected:
     """`versions[i]`: the tensors of commit i, None where they cannot be known (written over poisoned weights).
 
     `labels`: every label that was ever in force, with its last version; `current`: the version in force.
-    `staging`: the engine's mode; "journal" and "in_place" write into the model as tensors come.
+    `staging`: the engine's mode; "journal" and "in_place" write tensors into the model as they come.
     """
 
     def __init__(self, content: Tensors, label: str, staging: StagingMode) -> None:
@@ -120,9 +120,9 @@ class Expected:
         self.draft: Draft | None = None
         self._all = frozenset(content)
         self._is_lost = False  # an update was dropped by no call of its sender, and no sender has started anew
-        self._unreported = False  # and no answer has reported it
-        self._part: tuple[str, int, frozenset[str]] = ("", -1, frozenset())  # label, version, what came by itself
-        self._started: tuple[Sent, bool, str | None, int] | None = None  # settles a transaction; refused; pauses
+        self._unreported = False  # no answer has reported the loss
+        self._part: tuple[str, int, frozenset[str]] = ("", -1, frozenset())  # label, version, tensors of lone calls
+        self._started: tuple[Sent, bool, str | None, int] | None = None  # verb, settles, refusal, pauses
 
     @property
     def is_torn(self) -> bool:
@@ -140,11 +140,11 @@ class Expected:
         self._is_lost = self._unreported = False
 
     def lapse(self) -> None:
-        """More time than a lease has passed without a verb."""
+        """Drop the draft: more time than a lease has passed without a verb."""
         self._drop(unreported=True)
 
     def start(self, sent: Sent, paused: bool) -> None:
-        """The engine takes up a verb; what it means depends on the state now."""
+        """Note that the engine takes up a verb; its meaning depends on the present state."""
         settles, refused = False, None
         if isinstance(sent, SentContinue):
             settles = self.draft is not None and self.draft.implicit
@@ -163,7 +163,7 @@ class Expected:
         return draft is not None and draft.implicit and draft.pause != self.num_pauses and not sent.is_refresh
 
     def _foreign(self, sent: SentTensors | SentEnd | SentAbort | SentRelabel) -> str | None:
-        """Return why a call is not of the draft, and changes nothing."""
+        """Return why a call does not belong to the draft and must change nothing, or None."""
         draft = self.draft
         if sent.update_id is not None:
             return None if draft is not None and draft.update_id == sent.update_id else "its refresh is not open"
@@ -176,7 +176,7 @@ class Expected:
         return None
 
     def _open_for(self, sent: SentTensors, paused: bool) -> tuple[bool, str | None]:
-        """Open a draft for a call that needs one of its own; whether the call also settles it, or why it must not."""
+        """Open a draft for a call that needs one; return whether the call settles it, and why it must be refused."""
         if self._is_stale(sent):
             self._drop(unreported=True)
         if self.draft is not None:
@@ -190,9 +190,9 @@ class Expected:
         return settles, None
 
     def finish(self, answer: ControlReqOutput, failed: str | None, poisoned: str | None) -> None:
-        """The engine's answer to the verb taken up last, and why it says that its weights are poisoned.
+        """Judge the answer to the verb taken up last, and the reason for which the engine calls its weights poisoned.
 
-        `failed`: what was made to fail while the verb was carried out.
+        `failed` names the step that was made to fail while the verb was carried out.
         """
         assert self._started is not None
         (sent, settles, refused, pauses), self._started = self._started, None
@@ -220,7 +220,7 @@ class Expected:
                 raise Violation(f"continue says paused={answer.data['paused']}")
 
     def _apply(self, sent: Sent, answer: ControlReqOutput, failed: str | None) -> str | None:
-        """The verb's effect short of settling what it opened itself; why it must be refused."""
+        """Apply a verb, without settling a draft that it opened; return why it must be refused, or None."""
         draft = self.draft
         if isinstance(sent, SentBegin):
             if draft is not None:
@@ -258,7 +258,7 @@ class Expected:
         if reason is None and None not in (draft.label, sent.label) and draft.label != sent.label:
             reason = f"it is of {sent.label}, the refresh of {draft.label}"
         if reason is None and settles and sent.is_refresh and self._all - sent.tensors.keys():
-            reason = "it is not complete"  # which is seen before a tensor is taken
+            reason = "it is not complete"  # the engine sees this before it takes a tensor
         if reason is None and draft.staged.keys() & sent.tensors.keys():
             reason = "a tensor came before"
         if reason is None and draft.names is not None and sent.tensors.keys() - draft.names:
@@ -268,10 +268,10 @@ class Expected:
         if sent.is_delta and self.poisoned and not answer.success:
             reason = reason or "its base is not in the model"
         if reason is None and failed in ("write", "restore"):
-            reason = "it could not be written"  # in the modes that write as tensors come
+            reason = "it could not be written"  # in the modes that write tensors as they come
             self.poisoned |= self._staging == "in_place" or failed == "restore"
         if reason is not None:
-            # Where tensors are written as they come, those before the wrong one are: only the engine can know.
+            # In place, the tensors before the wrong one may be written: only the engine can know.
             self.poisoned |= poisoned and self._staging == "in_place"
             self._break(draft, reason)
             return reason
@@ -280,13 +280,13 @@ class Expected:
         return None
 
     def _break(self, draft: Draft, reason: str) -> None:
-        """The draft can never be committed; where nothing was kept, the old content is lost."""
+        """Mark the draft as broken, so that it can never be committed; in mode in_place the old content is lost."""
         self.poisoned |= self._staging == "in_place" and bool(draft.staged)
         draft.broken = reason
         draft.staged.clear()
 
     def _drop(self, *, lost: bool = True, unreported: bool = False) -> None:
-        """`lost`: not by a call that is certainly its sender's."""
+        """Drop the draft; it is `lost` unless a call that certainly is its sender's ended it."""
         if self.draft is not None:
             self._break(self.draft, "dropped")
             if lost:
@@ -294,7 +294,7 @@ class Expected:
         self.draft = None
 
     def _verify(self, reason: str | None, failed: str | None, sent: Sent) -> str | None:
-        """Why the draft cannot be committed; it is dropped then."""
+        """Verify the draft, and return why it cannot be committed; it is dropped then."""
         draft = self.draft
         if draft is None:
             return "no refresh is open"

@@ -1,4 +1,4 @@
-"""Plays a history on a real engine and has everything checked.
+"""Plays a history on a real engine and checks everything.
 
 `play(history, zoo)` raises `HistoryFailed`, which shows the history and how to play it again.
 """
@@ -70,7 +70,7 @@ from weight_sync.waiting import DEFAULT_LEASE_S
 
 NUM_CONTENTS = 4
 _MAX_TICKS = 3000
-# What a version on disk, which is whole by nature, cannot have wrong with it.
+# Faults that a version on disk, which is whole by nature, cannot have.
 _NOT_IN_A_VERSION = ("renamed", "reshaped", "retyped", "halved", "repeated")
 _CHANGES: dict[Fault | None, changes.Change] = {
     "nan": changes.with_nan,  # found where content is checked
@@ -88,14 +88,14 @@ class HistoryFailed(AssertionError):
 
 
 class Zoo:
-    """The contents by dtype: `NUM_CONTENTS` of one shape."""
+    """The contents by dtype, `NUM_CONTENTS` each, of one shape."""
 
     def __init__(self, folder: Path) -> None:
         self.by_dtype = {dtype: Contents(folder / dtype, HISTORY_SHAPE, dtype, NUM_CONTENTS) for dtype in DTYPES}
 
 
 def play(history: History, zoo: Zoo) -> Tally:
-    """Play and check."""
+    """Play a history and check it.  Raises `HistoryFailed`."""
     try:
         zoo_of_dtype = zoo.by_dtype[history.dtype]
         contents = zoo_of_dtype.contents
@@ -106,7 +106,7 @@ def play(history: History, zoo: Zoo) -> Tally:
             machine.conclude()
             return driver.tally()
     except Exception as error:
-        # Not only what the checker finds: an engine that raises has failed the history as well.
+        # Any exception, not only of the checker: an engine that raises has failed the history as well.
         raise HistoryFailed(
             f"{type(error).__name__}: {error}\n{history.text()}\n"
             f"again: python -m tests.history replay '{encode(history)}'"
@@ -121,7 +121,7 @@ class Machine:
         self._contents = contents
         self._meanwhile: deque[AnyAction] = deque()
         self._num_labels = self._num_ids = 0
-        self._update_id: str | None = None  # that the sender of the refresh under way gives to its calls
+        self._update_id: str | None = None  # carried by the calls of the refresh under way
         self._num_calls = 0
 
     def play(self, action: AnyAction) -> None:
@@ -190,14 +190,14 @@ class Machine:
                 raise AssertionError(f"{action} is no weight verb")
 
     def _finish(self) -> None:
-        """Unless another verb is being finished further out, which will finish this one too."""
+        """Finish the weight verbs, unless an outer call is doing so, which will finish this one, too."""
         if not self.driver.executor.running and not self._in_seam:
             self.driver.finish_weights(self._seam)
 
     _in_seam = False
 
     def _seam(self) -> None:
-        """The engine waits for something outside: time for one of the other actions."""
+        """Play one of the other actions while the engine waits for something outside."""
         if self._meanwhile and not self._in_seam:
             self._in_seam = True
             try:
@@ -206,8 +206,10 @@ class Machine:
                 self._in_seam = False
 
     def _resume(self) -> None:
-        """Continue as a client that insists: the first call may be refused with what it should have settled, and a
-        pause may come amid any."""
+        """Continue again and again until generation goes on.
+
+        The engine may refuse the first call if it should have settled a refresh, and a pause may follow any call.
+        """
         for _ in range(2 + len(self._meanwhile)):
             if self.driver.expected.paused:
                 self.play(Continue())
@@ -249,7 +251,7 @@ class Machine:
             self.play(self._meanwhile.popleft())
 
     def _transfer(self, action: Refresh) -> bool:
-        """Begin, if the sender does, and the calls; False: the sender was refused and goes away."""
+        """Begin if the refresh has a bracket, and make the calls; return False if the sender gives up, refused."""
         names = sorted(self._contents[0])[action.order % action.part :: action.part]
         random.Random(action.order).shuffle(names)
         content = self._contents[action.content]
@@ -276,7 +278,7 @@ class Machine:
         first: tuple[str, torch.Tensor],
         label: str | None,
     ) -> None:
-        """One call.  `faulty`: the refresh whose fault hits this call; `first`: a tensor of the first call."""
+        """Send one call.  `faulty`: the refresh whose fault hits this call; `first`: a tensor of the first call."""
         driver = self.driver
         self._num_calls += 1
         is_left_out = faulty is not None and (
@@ -322,7 +324,7 @@ class Machine:
 
 
 def _with_fault(named: Named, fault: Fault | None, first: tuple[str, torch.Tensor]) -> tuple[Named, str | None]:
-    """The call as it is really sent, and why the engine must refuse it.
+    """Return the call as it is really sent, and why the engine must refuse it.
 
     `first`: a tensor of the first call.
     """

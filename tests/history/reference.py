@@ -1,8 +1,8 @@
 """One sequence in float64 in which every token has weights of its own: the judge of tokens sampled across a refresh.
 
-Token t is computed with the weights of the version that wrote its KV; its query meets the keys and values that the
-earlier tokens got under theirs.  With one version throughout this is the plain forward of `tests.reference`, to which
-it is held.  No cache, no batching, no fused weights, nothing of the engine but its record of the config.
+Token t is computed with the weights of the version that wrote its KV.  Its query meets the keys and values that the
+earlier tokens got under theirs.  With one version throughout it must equal the plain forward of `tests.reference`.
+It has no cache, no batching and no fused weights, and takes only the record of the config from the engine.
 
 Shapes: T tokens, D hidden, V vocabulary, L MoE layers, K top-k, E experts, H heads, hd head size, R rows of a version.
 """
@@ -23,8 +23,8 @@ Tensors = Mapping[str, torch.Tensor]
 class MixedOutput:
     """`logits[t]` predict token t + 1; `routes[t, l]` are the experts of token t, best first.
 
-    `margin`: the smallest difference between two probabilities on which the order or the set of experts depends, but
-    for the tokens whose experts were given.
+    `margin`: the smallest difference between two probabilities on which the order or the set of experts depends.
+    Tokens whose experts were given do not count.
     """
 
     logits: torch.Tensor  # [T, V] float64
@@ -34,7 +34,7 @@ class MixedOutput:
 
 @dataclass
 class Branches:
-    """Several continuations of one prompt, end to end behind it: where each token stands, and which tokens it sees."""
+    """Several continuations of one prompt, end to end behind it: positions of tokens, and the tokens they see."""
 
     position_T: torch.Tensor  # int64
     sees_TT: torch.Tensor  # bool
@@ -64,10 +64,10 @@ class MixedReference:
         tie: float = 0.0,
         branches: Branches | None = None,
     ) -> MixedOutput:
-        """The whole sequence at once; token t under version `version_T[t]`.
+        """Compute the whole sequence at once, token t under version `version_T[t]`.
 
-        `given_TLK`: experts that tokens take where each is as probable as the router's own choice, give or take `tie`;
-        rows of -1: the router's own.  `branches`: of a sequence that is several.
+        `given_TLK` has experts that a token takes if each is within `tie` of the router's own choice in probability.
+        In rows of -1 the router chooses.  `branches` describes several continuations in one sequence.
         """
         config = self._config
         self._margin, self._tie = torch.inf, tie
@@ -94,7 +94,7 @@ class MixedReference:
         return MixedOutput(logits, torch.stack(routes, dim=1), self._margin)
 
     def _by_version(self, versions: torch.Tensor) -> Iterator[tuple[Tensors, torch.Tensor]]:
-        """Each version's tensors, and the tokens [R] that it computes."""
+        """Yield each version's tensors, and the tokens [R] that it computes."""
         for version in versions.unique().tolist():
             if version not in self._widened:
                 self._widened[version] = {name: each.double() for name, each in self._contents[version].items()}
@@ -142,7 +142,7 @@ class MixedReference:
     def _feed_forward(
         self, layer: int, hidden: torch.Tensor, versions: torch.Tensor, given_TK: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The block's output [T, D] and, of a MoE layer, the chosen experts [T, K]."""
+        """Return the block's output [T, D] and, of a MoE layer, the chosen experts [T, K]."""
         config, prefix = self._config, f"model.layers.{layer}"
         sparse = layer in config.moe_layer_ids
         output = torch.empty_like(hidden)

@@ -18,7 +18,7 @@ Make = Callable[[Driver, Call], Verb | None]
 class Transport:
     """`make` returns the verb that brings a call's tensors, without `weight_version`.
 
-    `died`: what befalls the bytes when the transport fails before the content.
+    `died`: the damage to the bytes when the transport fails before the content.
     """
 
     make: Make
@@ -50,12 +50,12 @@ def _delta(driver: Driver, call: Call) -> Verb | None:
 
 def _tensor(driver: Driver, call: Call) -> Verb | None:
     if call.damage == "killed":
-        return transports.tensor_safetensors(driver, call)  # of memory that does not exist any more
+        return transports.tensor_safetensors(driver, call)  # names memory that does not exist any more
     return (_any_form if _is_plain(call) else transports.tensor_pickle)(driver, call)
 
 
 def _pull(driver: Driver, call: Call) -> Verb:
-    """One more published version, in each encoding by turns; what was damaged before is published again."""
+    """Publish one more version, with each encoding by turns, and damaged versions again; return the verb."""
     publisher = driver.publisher
     publisher.repair()
     tensors = {**publisher.tensors, **dict(call.named)}

@@ -1,8 +1,8 @@
-"""Each finished request against itself alone: the same bits, whatever else happened.
+"""Compares each finished request with the same request alone: the bits must be the same.
 
-A request under one content must be what an engine of that content answers to it alone.  One that lived through a commit
-has whole spans and rows; for each token whose KV was all of one content, log-probability and routes are as this content
-gives them for the same tokens in one piece.
+A request under one content must get the answer of an idle engine of that content.  One that lived through a commit has
+whole spans and rows.  A token whose KV was all of one content must have the log-probability and routes that this
+content gives to the same tokens at once.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Checker:
         self._count(result, watch, record)
 
     def _is_refused(self, result: Result, watch: Watch, record: FinishedRecord) -> bool:
-        """Return whether the request never ran, as memory was released when it came."""
+        """Return whether the request was refused, as memory was released when it came."""
         if record.reason.status_code != 503:
             if watch.must_be_refused and not watch.may_end:
                 raise Violation("it ran, and memory was released when it came")
@@ -129,7 +129,7 @@ class Checker:
         _check_prompt(result, want)
 
     def _require_abort(self, watch: Watch, record: FinishedRecord) -> None:
-        """Require that some client wanted the early end of the request."""
+        """Require that an abort or `abort_below_weight_version` explains the early end of the request."""
         assert self.engine is not None
         message = record.reason.message or ""
         if watch.may_end or (message.startswith(_BEGAN) and self.engine.began_too_early(watch)):
@@ -164,7 +164,7 @@ class Checker:
         return self.engine.of_epoch
 
     def _check_beginning(self, result: Result, watch: Watch) -> None:
-        """Require that tokens before the first commit or retraction of the request are the same as it gets alone."""
+        """Require that tokens before the request's first commit or retraction equal the tokens that it gets alone."""
         life, first = watch.lives[0], len(watch.ask.prompt) - 1
         if not life:
             return
@@ -181,7 +181,7 @@ class Checker:
         _same("first masks", result.mask.counts[:count], want.mask.counts[:count])
 
     def _check_pure(self, result: Result, watch: Watch, content: int) -> None:
-        """Compare what was computed from KV of `content` alone with the same tokens in one piece."""
+        """Compare the values computed only from KV of `content` with the values of the same tokens in one piece."""
         record, ask, first = result.finished, watch.ask, len(watch.ask.prompt) - 1
         assert record is not None
         pure = [_pure_length(life, self._of_epoch, content) for life in watch.lives]
@@ -242,7 +242,7 @@ def _same_bits(what: str, got: Sequence[float | None], want: Sequence[float | No
 
 
 def _check_messages(result: Result, watch: Watch) -> None:
-    """A request that streams gets a message a token; another one message."""
+    """Require one message per token of a stream, and one message for any other request."""
     if not watch.ask.stream and result.num_messages != 1:
         raise Violation(f"{result.num_messages} messages without streaming")
     if watch.ask.stream and any(new > 1 for new, _, _ in watch.streamed):
@@ -253,7 +253,7 @@ def _check_messages(result: Result, watch: Watch) -> None:
 
 
 def _check_versions(result: Result, watch: Watch, record: FinishedRecord) -> None:
-    """Check which weights made which token, and the oldest KV."""
+    """Check the stated versions of tokens, of the prompt's KV and scores, and of the oldest KV."""
     claimed = _spread(record.weight_versions)
     seen = [(made.by.label, made.by.epoch) for made in watch.tokens]
     if claimed != seen:
@@ -276,7 +276,7 @@ def _check_versions(result: Result, watch: Watch, record: FinishedRecord) -> Non
 
 
 def _spread(spans: Sequence[VersionSpan], first: int = 0) -> list[tuple[str, int]]:
-    """Label and epoch of each place from `first` on; the spans must have no gap or overlap."""
+    """Return the label and epoch of each place from `first` on; the spans must have no gap or overlap."""
     found: list[tuple[str, int]] = []
     for span in spans:
         if span.start != first + len(found) or span.end <= span.start:
@@ -286,7 +286,7 @@ def _spread(spans: Sequence[VersionSpan], first: int = 0) -> list[tuple[str, int
 
 
 def _check_lengths(result: Result, ask: Ask) -> None:
-    """Require all that was asked for of each token, and nothing else."""
+    """Require the values that were asked for of each token, and no others."""
     count = len(result.token_ids)
     lengths = {
         "logprobs": (len(result.logprobs), ask.logprobs),
@@ -306,7 +306,7 @@ def _check_lengths(result: Result, ask: Ask) -> None:
 
 
 def _check_wanted(record: FinishedRecord, ask: Ask) -> None:
-    """Routes and scores of the prompt are there where they were asked for; of an aborted request as far as it came."""
+    """Require routes and prompt scores exactly where they were asked for; an aborted request may have fewer scores."""
     if (record.routed_experts is not None) != ask.routes:
         raise Violation("routes that were not asked for, or none")
     scores, num_wanted = record.prompt_logprobs, len(ask.prompt) - ask.scored
@@ -321,7 +321,7 @@ def _check_wanted(record: FinishedRecord, ask: Ask) -> None:
 
 
 def _end_of_masks(want: Result, ask: Ask, limit: int) -> tuple[int | None, int | None]:
-    """The first token whose mask is over the limit of one or, with those before it, of all; and the status."""
+    """Return the first token whose mask exceeds the limit of one mask or of all masks so far, and the status."""
     total = 0
     for index, count in enumerate(want.mask.counts):
         total += count
@@ -342,7 +342,7 @@ def _check_masks(result: Result, want: Result, count: int) -> None:
 
 
 def _check_prompt(result: Result, want: Result) -> None:
-    """Check log-probabilities of the prompt; for an aborted request, the ones that there are."""
+    """Check log-probabilities of the prompt; an aborted request may have fewer."""
     got, whole = result.finished.prompt_logprobs, want.finished.prompt_logprobs  # type: ignore[union-attr]
     if got is None or whole is None:
         _same("prompt log-probabilities", got, whole)
@@ -358,7 +358,7 @@ def _check_prompt(result: Result, want: Result) -> None:
 
 
 def _check_rows(result: Result, watch: Watch) -> None:
-    """A row for every token but the last, with the epoch that computed it; an abort may come before the forward."""
+    """Require a row for each token but the last, with its epoch; an abort may come before the forward."""
     record = result.finished
     assert record is not None and record.routed_experts is not None
     payload = record.routed_experts
@@ -379,7 +379,7 @@ def _pure_length(life: Sequence[int], of_epoch: Sequence[int], content: int) -> 
 
 
 def _owners(watch: Watch) -> list[int]:
-    """The life whose row of routes the record keeps, by position: the first one that computed it."""
+    """Return, for each position, the life whose row of routes the record keeps: the first that computed it."""
     owners: list[int] = []
     for number, life in enumerate(watch.lives):
         owners += [number] * (len(life) - len(owners))

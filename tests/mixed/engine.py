@@ -1,6 +1,6 @@
-"""`Engine`: a real scheduler of which the script decides everything that is left to chance elsewhere.
+"""`Engine`: a real scheduler whose script decides everything that is left to chance elsewhere.
 
-The loop is turned by the caller, the clock stands still between turns, weight I/O runs in the caller's thread, and KV
+The caller turns the loop, and the clock stands still between turns.  Weight I/O runs in the caller's thread, and KV
 events are read as they are sent.  So a schedule always runs the same way.  After every turn each KV slot must be in one
 place, and each request is watched.
 """
@@ -56,7 +56,7 @@ class ScriptedChannel(LocalChannel):
 
 
 class Engine(Harness):
-    """`of_epoch[e]`: the content that was committed in weight epoch e; `labels`: all that were in force, in order.
+    """`of_epoch[e]`: the content that was committed in weight epoch e; `labels`: all labels so far, in order.
 
     `finished` is called with each request that has ended, once.
     """
@@ -69,9 +69,9 @@ class Engine(Harness):
         self.watches: dict[str, Watch] = {}
         self._finished = finished
         self._open: dict[str, None] = {}  # requests that have not ended, in the order in which they came
-        self._to_end: list[str] = []  # named by aborts that the next turn takes in
+        self._to_end: list[str] = []  # named by aborts that take effect in the next turn
         self._below: int | None = None
-        self._launched = InForce(0, "v0")  # what served at the end of the turn before
+        self._launched = InForce(0, "v0")  # served at the end of the turn before
         self.clock = ScriptedChannel()
         with in_turn(), tapped() as tap, _captured() if settings.loop == "captured" else nullcontext():
             super().__init__(model.folder, channel=self.clock, **_server_args(settings, model.shape.is_moe))
@@ -85,7 +85,7 @@ class Engine(Harness):
 
     @property
     def longest(self) -> int:
-        """Most tokens of a request, prompt and output."""
+        """The maximum number of tokens of a request, prompt and output."""
         return min(self.settings.pool, self.shape.context_length)
 
     def start(self, ask: Ask) -> None:
@@ -115,12 +115,12 @@ class Engine(Harness):
         self.channel.inbox.append(TokenizedGenerateReqInput.of_samples(samples))
 
     def abort(self, rids: list[str] | None) -> None:
-        """Send an abort of the named ones, or of all."""
+        """Send an abort of the named requests, or of all."""
         self.channel.inbox.append(AbortReqInput(rids=rids or [], abort_all=rids is None))
         self.name(self.open_rids if rids is None else [rid for rid in rids if rid in self._open])
 
     def name(self, rids: list[str]) -> None:
-        """These end with the next turn."""
+        """Note that these requests must end with the next turn."""
         for rid in rids:
             self.watches[rid].may_end = True
         self._to_end += rids
@@ -160,12 +160,12 @@ class Engine(Harness):
         return oldest is not None and oldest < limit
 
     def committing(self, content: int, label: str) -> None:
-        """The next verb that is answered commits `content`."""
+        """Expect that the next answered verb commits `content`."""
         self.of_epoch.append(content)
         self.labels.append(label)
 
     def found_before(self, result: Result) -> int:
-        """Most tokens that its prompt has in common with another request under the same key."""
+        """Return the longest prefix that the prompt shares with another request under the same key, in tokens."""
         key, prompt, most = self.watches[result.rid].key, np.array(result.prompt_ids), 0
         for rid, other in self.results.items():
             if rid != result.rid and self.watches[rid].key == key:
@@ -185,14 +185,14 @@ class Engine(Harness):
 
     def tick(self) -> bool:
         self.clock.clock += _TURN_S
-        with torch.inference_mode(), _nothing_is_only_logged():  # as a rank's process: forwards are played from tapes
+        with torch.inference_mode(), _nothing_is_only_logged():  # as in a rank: forwards are played from tapes
             ran = super().tick()
         self._watch()
         self._check_slots()
         return ran
 
     def check_events(self) -> None:
-        """The prefix tree is the one that KV events describe."""
+        """Check that KV events describe the prefix tree as it is."""
         if self._tap is not None:
             self._tap.compare(self.scheduler.cache.prefix_cache, self.scheduler.runner.state.epoch.weight_epoch)
 
@@ -259,14 +259,14 @@ def _server_args(settings: Settings, is_moe: bool) -> dict[str, Any]:
 
 @contextmanager
 def _captured() -> Iterator[None]:
-    """Engines that are built inside replay their decode steps, and say nothing about it."""
+    """Make engines that are built inside replay their decode steps, without a line in the log."""
     with captured_engines(), mock.patch.object(build_graphs, "say", lambda *_, **__: None):
         yield
 
 
 @contextmanager
 def _nothing_is_only_logged() -> Iterator[None]:
-    """An abort that fails is a line in the log; here it is a failure."""
+    """Raise `Violation` for a failed abort, which is only a line in the log elsewhere."""
 
     def fail(text: str, **_: Any) -> None:
         raise Violation(text)

@@ -1,4 +1,4 @@
-"""The KV events of an engine, read as a router reads them, against the prefix tree that they describe."""
+"""Compares the KV events of an engine, read as a router reads them, with the prefix tree that they describe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout.memory.radix_node import RadixNode
 from tests.kv_listener import Parent, PrefixTree
 from tests.mixed.violation import Violation
 
-_NO_EXTRA_KEY = "\x1f"  # what ends the namespace of a request with a salt alone
+_NO_EXTRA_KEY = "\x1f"  # the end of the namespace of a request with a salt alone
 
 
 class Tap:
@@ -29,7 +29,7 @@ class Tap:
     def compare(self, cache: RadixCache, weight_epoch: int) -> None:
         """Raise `Violation` unless the events describe exactly what requests can find.
 
-        With snapshots they find what lies before one, on any path.
+        With snapshots, requests find the tokens before a snapshot, on any path.
         """
         num_found = sum(self._find(cache, namespace) for namespace in cache._roots if namespace[1] == weight_epoch)
         if num_found != len(self.tree.blocks):
@@ -61,7 +61,7 @@ def _num_findable(cache: RadixCache, node: RadixNode) -> int:
 
 @contextmanager
 def tapped() -> Iterator[Tap]:
-    """The publisher of an engine that is built inside has no socket, and the tap gets what it sends."""
+    """Replace the publisher's socket of engines that are built inside by the tap."""
     tap = Tap()
 
     def open_nothing(*_: Any) -> Tap:

@@ -1,4 +1,4 @@
-"""Plays the schedules of many seeds, in one process or in several, with what has happened so far."""
+"""Plays the schedules of many seeds, in one process or in several, and shows the results so far."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ MAX_FAILURES = 10
 _REPORT_EVERY_S = 60.0
 _LOOK_EVERY_S = 5.0
 _MANY = 300
-"""The number of schedules of a process that say whether its memory grows: engines that stay are built before."""
+"""The number of schedules that a process must play for its memory to be judged; lasting engines are built before."""
 _WARM = 100
-"""The number of them after which the remembered answers do not become more."""
+"""The number of schedules after which no more answers are remembered."""
 _MEMORY_EVERY = 20
 _GROWTH = 0.06
-"""The share that allocators may keep; the soak grants servers as much."""
+"""The share by which memory may grow, for allocators; the soak grants servers as much."""
 
 
 @dataclass
 class Played:
-    """One seed: what was checked, or what failed; at some of them the resident memory of the process, MB."""
+    """One seed: the checks or the failure, and for some seeds the resident memory of the process, MB."""
 
     seed: int
     process: int
@@ -49,7 +49,7 @@ class Played:
 
 @dataclass
 class Report:
-    """The result of a run.  `memory`: by process, MB each time that it was looked at."""
+    """The result of a run.  `memory`: by process, each measurement in MB."""
 
     tally: Tally = field(default_factory=Tally)
     failures: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Report:
             self.tally.add(played.tally)
 
     def settled_memory(self) -> list[tuple[float, float]]:
-        """Resident memory of each process that played many: the mean over the first and over the last fifth, MB."""
+        """Return the mean memory of each long-lived process over the first and over the last fifth of its time, MB."""
         found = []
         for sizes in self.memory.values():
             if len(sizes) >= _MANY // _MEMORY_EVERY:
@@ -79,9 +79,9 @@ class Report:
 
 
 def run(zoo: Zoo, folder: Path, seeds: Sequence[int], num_processes: int, minutes: float = math.inf) -> bool:
-    """Play the schedules of `seeds`, in order and for so long; models are in `folder`.
+    """Play the schedules of `seeds` in order, for at most `minutes`; models are in `folder`.
 
-    False: something differed, or memory grows.
+    Returns False if something differed or memory grows.
     """
     report, console, started = Report(), Console(), time.monotonic()
     reported, until = started, started + 60 * minutes
@@ -116,7 +116,7 @@ def play_seed(seed: int, zoo: Zoo) -> Played:
 
 
 def _resident_mb() -> float:
-    """Return the memory that this process keeps: garbage of engines that are over is collected first."""
+    """Return the memory that this process keeps, in MB, after the garbage of engines was collected."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -130,7 +130,7 @@ def _until(until: float, seeds: Iterable[int]) -> Iterator[int]:
 
 
 def _played(zoo: Zoo, folder: Path, seeds: Iterator[int], count: int, num_processes: int) -> Iterator[Played]:
-    """`count`: of the seeds, at most."""
+    """Play the seeds, at most `count`, and yield each result."""
     builds_all = count >= _MANY * num_processes
     if num_processes == 1:
         yield from _play_all(zoo, seeds, builds_all)

@@ -1,4 +1,4 @@
-"""Plays a schedule on a real engine, and has everything checked.
+"""Plays a schedule on a real engine, and checks everything.
 
 `play` raises `MixedFailed`, which shows the schedule and how to play it again.
 """
@@ -64,7 +64,7 @@ class MixedFailed(AssertionError):
 
 
 def play(schedule: Schedule, zoo: Zoo) -> Tally:
-    """Play and check."""
+    """Play a schedule and check it.  Raises `MixedFailed`."""
     num_played = 0
     try:
         player = Player(zoo.model(schedule.settings.family, schedule.settings.dtype), schedule)
@@ -76,7 +76,7 @@ def play(schedule: Schedule, zoo: Zoo) -> Tally:
         finally:
             player.engine.close()
     except Exception as error:
-        # Not only what the checker finds: an engine that raises has failed the schedule as well.
+        # Any exception, not only of the checker: an engine that raises has failed the schedule as well.
         raise MixedFailed(schedule, num_played, error) from error
 
 
@@ -95,7 +95,7 @@ class Player:
         self.engine.check_events()
 
     def conclude(self) -> Tally:
-        """Require that after any schedule the engine has its memory, goes on, answers everything, and holds nothing."""
+        """Require that the engine takes its memory back, goes on, answers everything, and holds nothing at the end."""
         engine, tally = self.engine, self.checker.tally
         engine.ask_for(ResumeMemoryOccupationReqInput)
         if engine.scheduler.serving.withheld is not None:
@@ -146,7 +146,7 @@ class Player:
                 engine.ask_for(GetSessionsReqInput)
 
     def _ask(self, action: Submit) -> Ask:
-        """Return what is asked, now that the request which it continues is known."""
+        """Return the ask, with the history of the request that it continues."""
         ask, results = action.ask, self.engine.results
         ended = [result for rid, result in results.items() if rid not in self.engine.open_rids and result.token_ids]
         if action.after < 0 or not ended:
@@ -181,7 +181,7 @@ class Player:
             engine.labels.append(label)
 
     def _commit(self, action: Commit) -> None:
-        """Begin, one bucket, end.  Weights that have no content get all of theirs."""
+        """Commit a content by begin, one bucket and end.  Weights that have lost their content get every tensor."""
         engine, label, update_id = self.engine, self._new_label(), uuid.uuid4().hex
         is_whole = action.whole or engine.scheduler.serving.content_lost
         content = self.model.contents[action.content]

@@ -1,6 +1,6 @@
 """The actions of a schedule, and schedules drawn from a seed.
 
-An action is plain data without references to engine objects: numbers pick among what there is at that moment.  So any
+An action is plain data without references to engine objects: its numbers pick among the objects of that moment.  So any
 part of a schedule can be played, and a failing one can be made smaller.
 """
 
@@ -21,7 +21,7 @@ NO_MASK_LIMIT = 4096
 
 
 class Action(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Base.  As JSON an action is `["Name", ...]`."""
+    """Base class.  As JSON an action is `["Name", ...]`."""
 
 
 class Replay(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Samples of one prompt, one for each of `seeds`.  `params`: fields of `SamplingParams` beside the seed."""
+    """Samples of one prompt, one for each of `seeds`.  `params`: fields of `SamplingParams` other than the seed."""
 
     prompt: list[int]
     params: dict[str, Any]
@@ -50,7 +50,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     routes_start: int = 0
     replay: Replay | None = None
     mask: Literal["selected", "support"] | None = None
-    mask_ids: int | None = None  # most ids of all masks of a sample
+    mask_ids: int | None = None  # maximum number of ids in all masks of a sample
     lag: int | None = None
 
     @property
@@ -65,7 +65,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Submit(Action, frozen=True):
-    """`after`: which of the requests that have ended the prompt goes on from, prompt and output; -1: none."""
+    """`after`: the number of an ended request whose prompt and output the prompt continues; -1: none."""
 
     ask: Ask
     after: int = -1
@@ -76,30 +76,30 @@ class Steps(Action, frozen=True):
 
 
 class Abort(Action, frozen=True):
-    """The requests in flight that `picks` number, and one that does not exist; empty: all."""
+    """Abort the requests in flight that `picks` number, and one that does not exist; empty: all."""
 
     picks: list[int]
 
 
 class Pause(Action, frozen=True):
-    """`wait_s`: of the mode `wait`, whose answer is not waited for."""
+    """`wait_s`: the limit of the mode `wait`; the schedule goes on before its answer."""
 
     mode: PauseMode
     wait_s: float = 5.0
 
 
 class GiveUp(Action, frozen=True):
-    """The caller of the last pause that waits goes away."""
+    """Let the caller of the last pause that waits go away."""
 
 
 class Continue(Action, frozen=True):
-    """`below`: which of the labels so far is asked for at least; -1: any."""
+    """`below`: abort requests that began before one of the labels so far; -1: none."""
 
     below: int = -1
 
 
 class Commit(Action, frozen=True):
-    """Other weights.  `whole`: every tensor is sent; `steps`: the loop turns so often before each of its calls."""
+    """Other weights.  `whole`: every tensor is sent; `steps`: the number of turns before each of its calls."""
 
     content: int
     whole: bool = False
@@ -131,7 +131,7 @@ class Lapse(Action, frozen=True):
 
 
 class Look(Action, frozen=True):
-    """Reads the scheduler's state and its sessions."""
+    """Read the scheduler's state and its sessions."""
 
 
 AnyAction = (
@@ -156,8 +156,10 @@ Loop = Literal["sequential", "late", "captured"]
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The settings of the engine.  `loop`: late launches a step before the previous one is finished; so does captured,
-    which replays steps that only decode.
+    """The settings of the engine.
+
+    `loop`: "late" launches a step before the previous one is finished; so does "captured", which also replays steps
+    that only decode.
     """
 
     family: str
@@ -192,7 +194,7 @@ def encode(schedule: Schedule) -> str:
 
 
 def decode(text: str) -> Schedule:
-    """Raises `msgspec.DecodeError`."""
+    """Decode a schedule from its JSON.  Raises `msgspec.DecodeError`."""
     return msgspec.json.decode(text, type=Schedule)
 
 
@@ -200,7 +202,7 @@ def decode(text: str) -> Schedule:
 
 
 def schedule_of(seed: int, shapes: Sequence[Shape]) -> Schedule:
-    """The schedule of a seed, over one of the models `shapes`."""
+    """Draw the schedule of a seed, for one of the models `shapes`."""
     return _Drawn(seed, shapes).schedule()
 
 
@@ -255,7 +257,7 @@ class _Drawn:
         )
 
     def _kinds(self) -> list[tuple[Callable[[], list[AnyAction]], int]]:
-        """Ways to go on, with weights."""
+        """Return the kinds of next actions, with their weights."""
         rng, uses = self.rng, self.uses
         kinds: list[tuple[Callable[[], list[AnyAction]], int]] = [
             (lambda: [self._submit()], 20),
@@ -280,7 +282,7 @@ class _Drawn:
         return kinds
 
     def _pause(self) -> list[AnyAction]:
-        """A pause, what a trainer does in it, and most often its end."""
+        """Draw a pause, a trainer's actions in it, and most often its end."""
         rng = self.rng
         mode = rng.choice(_PAUSES)
         found: list[AnyAction] = [Pause(mode, rng.choice([0.01, 5.0]))]
@@ -300,7 +302,7 @@ class _Drawn:
         return found
 
     def _hand_over(self) -> list[AnyAction]:
-        """Memory that is given back and taken again."""
+        """Draw a release of memory, and most often its resumption."""
         rng = self.rng
         tags: list[MemoryTag] = rng.choice([[], ["kv_cache"], ["weights"], ["kv_cache", "weights"], ["cuda_graph"]])
         found: list[AnyAction] = [Release(tags)]
@@ -319,7 +321,7 @@ class _Drawn:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def _submit(self) -> Submit:
-        """Often the next turn of a conversation."""
+        """Draw a request, often the next turn of a conversation."""
         rng = self.rng
         return Submit(self._ask(), rng.randrange(64) if self.uses["turns"] and rng.random() < 0.4 else -1)
 
@@ -438,5 +440,5 @@ _ALL_PENALTIES = {"repetition_penalty": 0.8, "frequency_penalty": -0.5, "presenc
 
 
 def _filters(params: dict[str, Any]) -> bool:
-    """Return whether there can be a mask: a token is chosen from fewer than all."""
+    """Return whether tokens are chosen from fewer than all, so that there can be a mask."""
     return params["temperature"] == 0.0 or "top_p" in params or "top_k" in params or "min_p" in params

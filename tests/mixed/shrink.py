@@ -1,4 +1,4 @@
-"""A smaller schedule that fails all the same."""
+"""Makes a smaller schedule that fails all the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.mixed.zoo import Zoo
 
 
 def shrink(failure: MixedFailed, zoo: Zoo) -> MixedFailed:
-    """Leave out actions, then samples, as long as something fails; what fails may change on the way."""
+    """Leave out actions, then samples, as long as something fails; the failure may change on the way."""
     size = len(failure.schedule.actions)
     while size:
         smaller = _without_any(failure, size, zoo)

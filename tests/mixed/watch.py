@@ -1,9 +1,9 @@
 """`Watch`: one request from turn to turn, seen from outside.
 
-Of the engine it sees how many positions and tokens there are and how often the request was retracted.  Which weights
-and which label were in force comes from the script.  So what the engine says of versions is a claim to be checked.
+From the engine it takes only the numbers of positions, tokens and retractions.  The script states which weights and
+which label were in force.  So each version that the engine names is a claim to be checked.
 
-KV given up in a retraction begins a new life of the request.
+A retraction gives up KV and begins a new life of the request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.mixed.schedule import Ask
 from tests.scheduler_harness import Result
 
 OVER_MASK_LIMIT = (400, 413)
-"""Statuses of a request that ends at a token whose mask has too many ids, by itself and with all before it.
+"""Statuses of a request that ends at a token whose mask has too many ids, alone (400) or with earlier masks (413).
 
 The token was computed, and is not returned.
 """
@@ -23,7 +23,7 @@ The token was computed, and is not returned.
 
 @dataclass(frozen=True)
 class InForce:
-    """The weights that serve: their epoch, and its label."""
+    """The weights that serve: their epoch, and the epoch's label."""
 
     epoch: int
     label: str
@@ -31,9 +31,9 @@ class InForce:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the loop: what served at the launch of the step that it finished, and at that of the one it launched.
+    """A turn of the loop: the weights at the launch of the step that it finished, and at the launch that it made.
 
-    Late: the step that it finished was launched in the turn before.
+    `is_late`: the finished step was launched in the turn before.
     """
 
     is_late: bool
@@ -43,7 +43,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Made:
-    """A token: in which life, and what served when its step was launched."""
+    """A token: the life that sampled it, and the weights that served when its step was launched."""
 
     life: int
     by: InForce
@@ -53,7 +53,7 @@ class Made:
 class Watch:
     """`lives[i][p]`: the weight epoch in which life i computed position p, or found it in the prefix cache.
 
-    `key`: what it shares prefixes under; `may_end`: it was named by an abort, or an abort named all.
+    `key`: the key under which it shares prefixes; `may_end`: an abort named it, or all requests.
     """
 
     ask: Ask
@@ -80,7 +80,7 @@ class Watch:
             self.tokens.append(Made(len(self.lives) - 1, by))
 
     def end(self, result: Result, turn: Turn) -> None:
-        """It has finished: take in its last turn."""
+        """Take in the last turn of a request that has finished."""
         record = result.finished
         assert record is not None
         computed = 0
@@ -91,11 +91,11 @@ class Watch:
         self.advance(record.num_retractions, computed, len(result.token_ids), turn)
 
     def oldest(self) -> int | None:
-        """The oldest weight epoch of its tokens and KV."""
+        """Return the oldest weight epoch of the request's tokens and KV."""
         used = [token.by.epoch for token in self.tokens] + [epoch for life in self.lives for epoch in life]
         return min(used, default=None)
 
     def contents(self, of_epoch: Sequence[int]) -> set[int]:
-        """Contents that it has anything of."""
+        """Return the contents that made any token or KV of the request."""
         epochs = {token.by.epoch for token in self.tokens}.union(*map(set, self.lives))
         return {of_epoch[epoch] for epoch in epochs}

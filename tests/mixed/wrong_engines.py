@@ -1,7 +1,7 @@
 """Engines that break one rule each, which the fuzz must notice.
 
-Each is a context in which the engine's own code is replaced; nothing else of the engine or of the fuzz changes.  What a
-request gets alone is computed before, by the right engine.
+Each is a context in which the engine's own code is replaced; nothing else of the engine or of the fuzz changes.  The
+right engine computes before what each request gets alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PREFIXES: dict[str, Prefixes] = {}
 
 
 def _enter(wrong: Wrong) -> Wrong:
-    """Enters what it decorates in the list."""
+    """Enter the decorated engine in the list."""
     WRONG_ENGINES[wrong.__name__] = wrong
     return wrong
 
@@ -65,7 +65,7 @@ def _with(prefixes: Prefixes) -> Callable[[Wrong], Wrong]:
 
 @contextmanager
 def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
-    """Owner, name, and what stands there instead."""
+    """Replace attributes for a while; each replacement is an owner, a name and a value."""
     with ExitStack() as stack:
         for owner, name, replacement in replacements:
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -73,7 +73,7 @@ def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def schedules_until_noticed(name: str, zoo: Zoo, most: int) -> tuple[int, str | None]:
-    """Return how many schedules it takes, and what is noticed; None: nothing, in the first `most`."""
+    """Return how many schedules it takes to notice an engine, and the failure; None: no failure in the first `most`."""
     wrong, prefixes = WRONG_ENGINES[name], _PREFIXES.get(name)
     shapes = [shape for shape in zoo.shapes if prefixes in (None, shape.prefixes)]
     for seed in range(most):
@@ -179,14 +179,14 @@ def finds_prefixes_of_older_weights() -> Context:
 
 @_with("snapshots")
 def goes_on_from_another_state() -> Context:
-    """A prefix hit of a model with recurrent layers begins without their state."""
+    """Begin a prefix hit of a model with recurrent layers without their state."""
     begin = StateRows.begin
     return _replaced((StateRows, "begin", lambda self, req, _: begin(self, req, -1)))
 
 
 @_with("pages")
 def goes_on_without_the_page() -> Context:
-    """A prefix hit of a model with windows begins without the KV in them."""
+    """Begin a prefix hit of a model with windows without the KV in them."""
     begin = WindowPages.begin
     return _replaced((WindowPages, "begin", lambda self, req, _: begin(self, req, -1)))
 
@@ -196,7 +196,7 @@ def goes_on_without_the_page() -> Context:
 
 @_enter
 def drops_a_row_of_routes() -> Context:
-    """The last one of each step with several."""
+    """Drop the last row of routes of each step with several."""
     write = RouteSlotStore.write
 
     def wrong(self: RouteSlotStore, slots: torch.Tensor, rows_TLK: torch.Tensor) -> None:
@@ -244,7 +244,7 @@ def goes_on_after_the_end() -> Context:
 
 @_enter
 def labels_tokens_when_they_are_finished() -> Context:
-    """Label tokens when their step is finished, not by the weights that it was launched with."""
+    """Take the label of tokens when their step is finished, not when it was launched."""
     finish = StepRunner.finish
 
     def wrong(self: StepRunner, step: Any, phase: Any) -> Any:
@@ -255,7 +255,7 @@ def labels_tokens_when_they_are_finished() -> Context:
 
 @_enter
 def forgets_new_names_of_weights() -> Context:
-    """Tokens keep the label that their weights were committed under."""
+    """Keep the label under which the weights were committed, even after a rename."""
     note = VersionMarks.note
 
     def wrong(self: VersionMarks, epoch: Any, length: int) -> None:
@@ -267,7 +267,7 @@ def forgets_new_names_of_weights() -> Context:
 
 @_enter
 def sends_tokens_twice() -> Context:
-    """The newest token of a stream, with the next one."""
+    """Send the newest token of a stream again, with the next one."""
     output = RecordReader.output
 
     def wrong(self: RecordReader, req: Req) -> Any:
@@ -281,7 +281,7 @@ def sends_tokens_twice() -> Context:
 
 @_enter
 def scores_prompt_tokens_twice() -> Context:
-    """The last one of a chunk, with the next chunk."""
+    """Score the last prompt token of a chunk again, with the next chunk."""
     score = StepRunner._score_prompts
 
     def wrong(self: StepRunner, extends: Any, hidden_TD: torch.Tensor) -> Any:
@@ -324,7 +324,7 @@ def samples_with_the_bias_of_another_row() -> Context:
 
 @_enter
 def draws_by_the_place_in_the_batch() -> Context:
-    """Each row of a step by the seed of the first."""
+    """Draw each row of a step by the seed of the first."""
     table_of = batch_info._table_of
 
     def wrong(settings: Any) -> Any:
@@ -338,7 +338,7 @@ def draws_by_the_place_in_the_batch() -> Context:
 
 @_enter
 def counts_from_the_retraction() -> Context:
-    """The place of a token, by which it is drawn, begins anew when a request comes back."""
+    """Restart the count of places, by which tokens are drawn, when a request comes back from a retraction."""
     sample_first = StepRunner._sample_first
 
     def wrong(self: StepRunner, *arguments: Any) -> torch.Tensor:
@@ -408,7 +408,7 @@ def runs_a_step_in_a_pause() -> Context:
 
 @_enter
 def forgets_a_retracted_request() -> Context:
-    """One of several that come back at once."""
+    """Forget one of several retracted requests that come back at once."""
     retract = Scheduler.retract
 
     def wrong(self: Scheduler, reqs: Any) -> None:
@@ -427,7 +427,7 @@ def lets_kv_grow_one_commit_too_old() -> Context:
 
 @_enter
 def continues_what_began_too_early() -> Context:
-    """`abort_below_weight_version` counts one commit less."""
+    """Continue requests that are one commit too old for `abort_below_weight_version`."""
     epoch_of, abort = ModelState.epoch_of, kv_age.abort_below
 
     def wrong(scheduler: Scheduler, weight_version: str | None) -> int:

@@ -1,4 +1,4 @@
-"""A small model of every family in each dtype, other contents for it, and what it answers to one request at a time."""
+"""A small model of every family in each dtype, other contents for it, and its answers to one request at a time."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 NUM_CONTENTS = 3
 DTYPES = ("float32", "bfloat16")
 _MODEL_SEED = 3
-_MAX_ANSWERS = 512  # kept of all models; a schedule asks for fewer of its own
-_ROOM = 1024  # KV slots where a request is alone
+_MAX_ANSWERS = 512  # kept for all models together; one schedule asks for fewer
+_ROOM = 1024  # KV slots of an engine for one request alone
 _CHANGES: dict[str, dict[str, Any]] = {  # so that requests go beyond two pages of windows
     "gpt_oss": {"max_position_embeddings": 640},
     "gpt_oss, long window": {"max_position_embeddings": 640},
@@ -42,7 +42,7 @@ _CHANGES: dict[str, dict[str, Any]] = {  # so that requests go beyond two pages 
 
 
 Prefixes = Literal["tokens", "snapshots", "pages"]
-"""The prefixes that are found: any, prefixes up to a snapshot, or whole pages."""
+"""The prefixes that an engine finds: any, prefixes up to a snapshot, or whole pages."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Shape:
 
 
 def all_shapes() -> list[Shape]:
-    """Return the shapes of every family in each dtype, but for families that see: their text is another family's."""
+    """Return the shapes of every family in each dtype, but not of vision families: their text is another family's."""
     families = [family for family in FAMILIES if family not in SEEING]
     return [_shape(family, dtype) for family in families for dtype in DTYPES] + [
         _tiny_shape(kind, dtype) for kind in KINDS for dtype in DTYPES
@@ -136,7 +136,7 @@ class Zoo:
             self.model(shape.family, shape.dtype)
 
     def build_all(self) -> None:
-        """Build every engine that computes requests alone: what it takes is not memory that schedules keep."""
+        """Build every engine that computes requests alone, so that its memory does not count as growth by schedules."""
         for shape in self.shapes:
             self.model(shape.family, shape.dtype).build_all()
 
@@ -175,7 +175,7 @@ class Model:
             self._engine(content)
 
     def alone(self, ask: Ask, seed: int, content: int, most: int | None = None) -> Result:
-        """Return what a sample of `ask` gets from an engine of this content that has nothing else to do.
+        """Return the result of a sample of `ask` on an engine of this content that has nothing else to do.
 
         Its prompt is computed in one piece, without a prefix; no mask has too many ids.  `most`: tokens to compare.
         """
@@ -186,7 +186,7 @@ class Model:
         return self._answer(ask.prompt, params, fields, content)
 
     def scored(self, ask: Ask, token_ids: list[int], content: int) -> Result:
-        """The prompt of `ask` and `token_ids`, as a prompt whose log-probabilities are wanted."""
+        """Score the prompt of `ask` and `token_ids` together as one prompt."""
         fields = request_fields(ask, self.shape) | {
             "return_logprob": True,
             "logprob_start_len": 0,
@@ -221,14 +221,14 @@ class Model:
                 assert refresh(engine, changed, f"content {content}", coverage="partial").success
             state = engine.control(GetStateReqInput).data
             assert state is not None and state["batch_invariant"], state
-            engine.scheduler.runner.recorded = None  # each forward by the model's own code
+            engine.scheduler.runner.recorded = None  # the model's own code runs each forward
             self._alone[content] = engine
         engine.results.clear()
         return engine
 
 
 def request_fields(ask: Ask, shape: Shape) -> dict[str, Any]:
-    """Return the fields that decide the result of a request, beside its prompt and `sampling_params`."""
+    """Return the fields that decide the result of a request, apart from its prompt and `sampling_params`."""
     return {
         "return_logprob": ask.logprobs,
         "logprob_start_len": ask.scored,
@@ -257,7 +257,7 @@ def _write(folder: Path, shape: Shape) -> None:
 
 @contextmanager
 def in_turn() -> Iterator[None]:
-    """Engines that are built inside do weight I/O in the thread of their loop, and leave no time between its parts."""
+    """Make engines that are built inside do weight I/O in the thread of their loop, without pauses between parts."""
     with (
         mock.patch.object(weight_queue, "ThreadPoolExecutor", InTurn),
         mock.patch.object(build_control, "pause_between_parts", lambda _: lambda _: None),
@@ -266,7 +266,7 @@ def in_turn() -> Iterator[None]:
 
 
 def _changes(name: str) -> bool:
-    """Few of the tensors, so that a commit is quick, and such that everything after the first layer differs."""
+    """Tell whether contents differ in this tensor: few do, in layer 0, so that a commit is quick and shows."""
     return "experts" not in name and ".0." in name
 
 
