@@ -1,5 +1,5 @@
-"""The soak: real servers under everything at once for as long as one likes, and every sample explained.
+"""The soak: real servers under all kinds of load at once, for as long as one likes, and every sample explained.
 
-A trainer refreshes by every transport, strangers pause and abort, clients come, go and come again.  What comes back is
-held to the tensors that were sent: by content, in float64.  `make soak MINUTES=60`.
+A trainer refreshes by every transport, strangers pause and abort, clients come, go and come again.  Each answer is
+compared with the tensors that were sent: by content, in float64.  `make soak MINUTES=60`.
 """

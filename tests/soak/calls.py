@@ -15,15 +15,15 @@ MAX_COMPLAINTS = 20
 
 
 class Ended(Exception):
-    """The connection broke, or no answer came in time: noted already."""
+    """The connection broke, or no answer came in time; the complaint is noted."""
 
 
 RECEIVE_FAILED = (502,)
-"""Statuses of a rendezvous or receive whose sender is gone, or for which an abort did not wait, by the protocol."""
+"""Statuses that the protocol names for a rendezvous or a receive whose sender is gone, or that an abort ended."""
 
 
 class Calls:
-    """Safe from any thread."""
+    """Calls to a server, with a record of its answers.  Safe from any thread."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -35,15 +35,15 @@ class Calls:
         self.client = self._new_client()
 
     def post(self, path: str, body: Any = None, may: Collection[int] = ()) -> httpx.Response:
-        """An answer.  `may`: statuses of 500 and more that are right here.  Raises `Ended`."""
+        """Send a POST and return its answer.  `may`: statuses of 500 and more that are right here.  Raises `Ended`."""
         return self._request("POST", path, {} if body is None else body, may)
 
     def get(self, path: str, **query: Any) -> httpx.Response:
-        """An answer.  Raises `Ended`."""
+        """Send a GET and return its answer.  Raises `Ended`."""
         return self._request("GET", path, None, (), query)
 
     def new_connections(self) -> None:
-        """Close the ones there are; no call may be under way."""
+        """Close all connections, so that calls open new ones; no call may be under way."""
         self.client.close()
         self.client = self._new_client()
 

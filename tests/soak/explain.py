@@ -20,7 +20,7 @@ MAX_TOGETHER = 512  # tokens behind a prompt: attention is computed whole
 
 
 class Explainer:
-    """Holds samples to the contents of `known`."""
+    """Explains samples by the contents of `known`."""
 
     def __init__(self, config: ModelConfig, known: Known) -> None:
         self._known = known
@@ -44,13 +44,13 @@ class Explainer:
         return found
 
     def explain_as(self, sample: Sample, epoch: Epoch) -> Explanation:
-        """Explain the sample as if all of it were of one epoch, whatever it says.  Raises `Violation`."""
+        """Explain the sample as if all of it were of one epoch, against its own claims.  Raises `Violation`."""
         return Reading(self._reference, self._known, sample, [epoch] * len(sample.rows), says_whose=False).explain()
 
     def _epochs(self, sample: Sample) -> Iterator[list[Epoch]]:
-        """Yield the epochs of positions with a row, as the spans of rows say; they must agree with the spans of tokens.
+        """Yield the epochs of positions with a row, by the spans of rows; they must agree with the spans of tokens.
 
-        More than one reading where a label was given to several contents.  Raises `Violation`.
+        A label that was given to several contents gives several readings.  Raises `Violation`.
         """
         tokens = self._token_epochs(sample)
         num_prompt, num_rows = len(sample.prompt_ids), len(sample.rows)
@@ -68,7 +68,7 @@ class Explainer:
             yield [of_span[span] for span in rows[:num_prompt]] + tokens[1:]
 
     def _token_epochs(self, sample: Sample) -> list[Epoch]:
-        """Return the epoch of each token: the newest, where a label was given to several and the answer names none."""
+        """Return the epoch of each token: the newest of its label if the answer names no epoch."""
         spans = places(sample.token_spans, len(sample.output_ids), "tokens")
         epochs = [self._known.epochs_of(span, "tokens")[-1] for span in spans]
         if epochs != sorted(epochs):
@@ -82,7 +82,7 @@ def _first_right(readings: Sequence[Reading], output: MixedOutput) -> Explanatio
         try:
             return reading.explain(output if number == 0 else None)
         except Violation as violation:
-            last = violation  # of the newest content of a label
+            last = violation  # the last reading has the newest content of a label
     assert last is not None
     return last
 
@@ -103,7 +103,7 @@ def _packs(readings: Sequence[Reading]) -> Iterator[list[Reading]]:
 
 
 def _compute_together(reference: MixedReference, pack: Sequence[Reading]) -> Iterator[MixedOutput]:
-    """The forwards of each of them, as if nothing had been retracted."""
+    """Yield the forwards of each reading, computed together as if nothing had been retracted."""
     shared = len(pack[0].ids) - pack[0].num_own
     ids, epochs, rows = list(pack[0].ids[:shared]), list(pack[0].epochs[:shared]), [pack[0].rows[:shared]]
     for each in pack:

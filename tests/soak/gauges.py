@@ -1,7 +1,7 @@
 """The usage of the server's processes over time: memory, descriptors, log, step time; and whether it grew.
 
-Curves are for the picture.  Judged are the moments of rest between rounds, when no request, connection, group or update
-is left: what is taken then is kept for good.
+Curves are for the picture.  The verdict takes the moments of rest between rounds, when no request, connection, group or
+update is left.  Memory that is used then is kept for good.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from typing import Any
 from tests.abuse.usage import MB, Usage, process_tree, usage_of
 
 SPARE_MEMORY = 0.06
-"""Share by which memory at rest may grow from the second round on: allocators keep what was once in use at a time."""
+"""Share by which memory at rest may grow from the second round on: allocators keep their peak."""
 SPARE_BYTES = 24 * MB
 SPARE_DESCRIPTORS = 2
 DESCRIPTORS_OF_GROUP = 5
-"""Descriptors of each rank: a process group that failed lives until Python's garbage collection comes by."""
+"""Further descriptors of each rank: a process group that failed lives until Python collects garbage."""
 
 
 @dataclass
 class Curves:
-    """`at`: seconds since the start; `step_ms`: mean of the steps since the point before, None without any; `rest`: the
-    moments of rest."""
+    """`at`: seconds since the start; `step_ms`: mean of the steps since the point before, None without any.
+
+    `rest`: the moments of rest.
+    """
 
     at: list[float] = field(default_factory=list)
     usage: list[Usage] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Gauges:
     def __init__(self, pid: int, state: Callable[[], dict[str, Any] | None], every_s: float) -> None:
         self._pid, self._state, self._every_s = pid, state, every_s
         self._start = time.monotonic()
-        self._steps = (0.0, 0.0)  # how many so far, and their milliseconds
+        self._steps = (0.0, 0.0)  # the number of steps so far, and their milliseconds
         self.curves = Curves()
         self._over = threading.Event()
         self._looking = threading.Lock()
@@ -55,7 +57,7 @@ class Gauges:
         return self._start
 
     def quiet(self) -> threading.Lock:
-        """Within it nothing is asked of the server."""
+        """Return a lock under which the gauges ask the server for nothing."""
         return self._looking
 
     def rest(self) -> Usage:
@@ -110,7 +112,7 @@ def descriptor_growth(rest: Sequence[Usage], ranks: int) -> Growth:
 
 
 def _early_and_late(values: Sequence[float]) -> tuple[float, float]:
-    """Medians of the first and the last third of the moments after the first, which is before caches are filled."""
+    """Return medians of the first and the last third of the moments, without the first: it is before caches fill."""
     known = values[1:] if len(values) > 2 else values
     part = max(1, len(known) // 3)
     return statistics.median(known[:part]), statistics.median(known[-part:])

@@ -1,7 +1,7 @@
-"""The content in force: the tensors of every epoch, as they were sent, and as the engine proves that it holds them.
+"""The content in force: the tensors of every epoch, as they were sent and as they lie in the engine's memory.
 
-Nothing is believed of a label: after every commit each tensor's fingerprint is read from the engine's memory, and all
-of them together must be one of the contents that can have been committed.
+No label is believed.  After every commit each tensor's fingerprint is read from the engine's memory.  All of them
+together must be one of the contents that can have been committed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def exactly(tensors: Tensors, label: str) -> Possible:
 
 
 class InForce:
-    """`tell` is told of epochs and labels; `looked(when)`: all epochs in force before `when` are known now."""
+    """`tell` gets epochs and labels; `looked(when)` is called when all epochs in force before `when` are known."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class InForce:
         return changed
 
     def renamed(self) -> None:
-        """The weights in force may have another name now."""
+        """Read the name of the weights in force, which may be another one now."""
         state = self._state()
         if state["weight_epoch"] == self.epoch:
             self.label = state["weight_version"]
             self._tell("label", self.epoch, self.label)
 
     def check(self) -> None:
-        """Read all tensors: they are what they must be.  Raises `Violation`."""
+        """Check the fingerprints of all tensors in memory.  Raises `Violation`."""
         self._check_content()
 
     def forget(self) -> None:

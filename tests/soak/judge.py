@@ -1,7 +1,7 @@
-"""The judge: takes answers and what was in force, explains every sample, and keeps the score.
+"""The judge: takes answers and the contents that were in force, explains every sample, and keeps the score.
 
-Repeated requests are held to one another bit by bit, and a part of the samples is also offered weights that it does not
-name, which must not explain it.  Runs in a process of its own, beside the servers and the clients: `JudgeProcess`.
+Answers to repeated requests are compared bit by bit.  Some samples are also offered weights that they do not name,
+which must not explain them.  `JudgeProcess` runs the judge in a process apart from the servers and the clients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.soak.samples import Epoch, Sample, Violation, samples_of
 MAX_COMPLAINTS = 20
 MAX_BEHIND = 32  # answers
 SAY_EVERY_S = 2.0
-OTHERS_EVERY = 16  # samples from one to the next that is offered other weights
+OTHERS_EVERY = 16  # one sample in this many is offered other weights
 OTHERS_TOKENS = 4  # fewer may fit by chance
 
 
@@ -39,12 +39,12 @@ class Tally:
     tokens: int = 0
     rows: int = 0
     mixed: int = 0  # samples that used more than one epoch
-    lives: int = 0  # of samples that were retracted: how often KV was seen to be computed again under other weights
+    lives: int = 0  # recomputations of KV under other weights, seen in retracted samples
     retracted: int = 0
     aborted: int = 0
     cached: int = 0  # samples that began in the prefix cache
     scored: int = 0  # prompt log-probabilities
-    repeated: int = 0  # samples held to an earlier one, bit by bit
+    repeated: int = 0  # samples compared with an earlier one, bit by bit
     undecided: int = 0
     offered: int = 0  # samples offered weights that they do not name
     deceived: int = 0  # and explained by them
@@ -58,7 +58,7 @@ class Tally:
 
 
 class Judge:
-    """The judge of answers: `content`, `label` and `forget` tell it what is in force; `answer` judges.
+    """The judge of answers: it learns of weights in force by `content`, `label` and `forget`; `answer` judges.
 
     `keep`: a folder for samples found wrong: question, answer, and the weights that the answer names.
     """
@@ -72,13 +72,13 @@ class Judge:
         self.tally = Tally()
 
     def content(self, epoch: Epoch, label: str, path: Path) -> None:
-        """`path`: a safetensors file with what is in force as `epoch`; it is taken away."""
+        """Take the content in force as `epoch` from a safetensors file, and remove the file."""
         self.known.contents[epoch] = load_file(path)
         path.unlink()
         self.known.labels[epoch] = {label}
 
     def label(self, epoch: Epoch, label: str) -> None:
-        """One more name of an epoch."""
+        """Add one more name of an epoch."""
         self.known.labels[epoch].add(label)
 
     def forget(self, before: Epoch) -> None:
@@ -89,7 +89,7 @@ class Judge:
         self._explainer = Explainer(self._config, self.known)
 
     def answer(self, body: dict[str, Any], answer: bytes, may_abort: Collection[str] | None) -> None:
-        """An answer of /generate.  `may_abort`: samples that somebody aborted by name; None: somebody aborted all."""
+        """Judge an answer of /generate.  `may_abort`: samples that were aborted by name; None: all were aborted."""
         try:
             samples = samples_of(body, answer)
         except Violation as violation:
@@ -107,7 +107,7 @@ class Judge:
                 self.tally.complain(f"request {sample.rid}: {violation}{self._kept(sample, body, answer)}")
 
     def _kept(self, sample: Sample, body: dict[str, Any], answer: bytes) -> str:
-        """Keep everything with which the sample can be judged again, and say where; of the first few only."""
+        """Keep the files for another judgement of the first few wrong samples; return a note of the folder."""
         if self._keep is None or self.tally.wrong >= MAX_COMPLAINTS:
             return ""
         folder = self._keep / sample.rid
@@ -131,7 +131,7 @@ class Judge:
         tally.scored += len(sample.prompt_logprobs)
 
     def _take(self, sample: Sample, explanation: Explanation) -> None:
-        """Raises `Violation`."""
+        """Count an explanation, compare the sample with an earlier one, offer it other weights.  Raises `Violation`."""
         tally = self.tally
         tally.mixed += len(explanation.epochs) > 1
         tally.lives += explanation.lives - 1
@@ -178,7 +178,7 @@ def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class JudgeProcess:
-    """A `Judge` elsewhere, which may be a little behind.  `tally`: its score as far as it is known."""
+    """A `Judge` in another process, which may be a little behind.  `tally`: its last known score."""
 
     def __init__(self, model: Path, keep: Path | None = None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -190,11 +190,11 @@ class JudgeProcess:
 
     @property
     def behind(self) -> bool:
-        """True while so much waits to be judged that clients had better pause."""
+        """True while too many answers wait for the judge, so that clients should pause."""
         return self._tasks.qsize() > MAX_BEHIND
 
     def tell(self, what: str, *args: Any) -> None:
-        """Have the judge's method of this name called."""
+        """Call the judge's method of this name, in its process."""
         self._tasks.put((what, args))
 
     def look(self) -> Tally:
@@ -204,7 +204,7 @@ class JudgeProcess:
         return self.tally
 
     def finish(self, timeout_s: float) -> Tally:
-        """The score of everything.  Raises `RuntimeError` if the judge is gone or slow."""
+        """Wait until all is judged, and return the score.  Raises `RuntimeError` if the judge is gone or slow."""
         self._tasks.put(("", ()))
         deadline = time.monotonic() + timeout_s
         is_all = False
@@ -219,7 +219,7 @@ class JudgeProcess:
     def close(self) -> None:
         self._process.kill()
         self._process.join(10)
-        self._tasks.cancel_join_thread()  # unread tasks are not waited for
+        self._tasks.cancel_join_thread()  # closes without waiting for unread tasks
 
 
 def _judge_all(model: Path, keep: Path | None, tasks: Any, tallies: Any) -> None:

@@ -10,14 +10,14 @@ from tests.soak.samples import Epoch, Span, Violation
 
 
 class Known:
-    """`contents[e]`: the tensors that were in force as epoch e; `labels[e]`: the names that it had."""
+    """`contents[e]`: the tensors that were in force as epoch e; `labels[e]`: the names of that epoch."""
 
     def __init__(self) -> None:
         self.contents: dict[Epoch, Mapping[str, torch.Tensor]] = {}
         self.labels: dict[Epoch, set[str]] = {}
 
     def epochs_of(self, span: Span, what: str) -> list[Epoch]:
-        """The epochs that a span can mean, ascending: one, unless a label was given twice.  Raises `Violation`."""
+        """Return the epochs that a span can mean, ascending: several if its label is reused.  Raises `Violation`."""
         found = [epoch for epoch, labels in self.labels.items() if span.label in labels]
         if span.epoch is not None:
             found = [epoch for epoch in found if epoch == span.epoch]

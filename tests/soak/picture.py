@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from tests.abuse.usage import MB
 from tests.soak.play import Played
 
-FAMILIES = {  # of transports: many points need few colours
+FAMILIES = {  # groups of transports: many points need few colours
     "broadcast": ("broadcast", "our sender", "trainer killed"),
     "in the body or shared memory": ("pickle", "safetensors", "parameter server"),
     "folders": ("disk", "xor", "overwrite", "ulp-gap"),
@@ -21,7 +21,7 @@ GREY = "#888888"
 
 
 def draw(soaked: Sequence[Played], path: Path) -> None:
-    """Write a PNG."""
+    """Write the picture as a PNG file."""
     figure = Figure(figsize=(6.5 * len(soaked), 11), layout="constrained", dpi=110)
     grid = figure.subplots(4, len(soaked), sharex="col", squeeze=False)
     for column, played in zip(grid.T, soaked):

@@ -26,7 +26,7 @@ from tests.soak.trainer import Refresh, Trainer
 MODEL: dict[str, Any] = {"kind": "moe_dense_first", "seed": 5, "context_length": 1024, "dtype": "float32"}
 SETTINGS: dict[str, Any] = {
     "enable_return_routed_experts": True,
-    "max_total_tokens": 3000,  # a few of the larger groups want ten times as much
+    "max_total_tokens": 3000,  # a few of the larger groups need ten times as many
     "chunked_prefill_size": 96,
     "num_threads": 1,
     "weight_update_timeout": 15,
@@ -59,7 +59,7 @@ LAYOUTS = {
 
 @dataclass
 class Played:
-    """The result of one layout.  `wrong`: everything that is not the judge's, nor of a call."""
+    """The result of one layout.  `wrong`: failures that neither the judge nor the calls have noted."""
 
     layout: Layout
     seconds: float = 0.0
@@ -80,7 +80,7 @@ class Played:
 
 
 class Soak:
-    """The people around one server, and their rounds."""
+    """The clients, strangers, trainer and judge around one server, and their rounds."""
 
     def __init__(
         self, server: ServerProcess, layout: Layout, model: Path, scratch: Path, seed: int, judge: JudgeProcess
@@ -113,7 +113,7 @@ class Soak:
         self.gauges = Gauges(server.process.pid, self.state, every_s=1.0)
 
     def round(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Work, then rest.  Raises `Violation`, or `Ended` when the server is gone."""
+        """Run one round of work and rest.  Raises `Violation`, or `Ended` when the server is gone."""
         until = time.monotonic() + seconds
         self.traffic.go()
         self.strangers.go()
@@ -137,7 +137,7 @@ class Soak:
             one.stop()
 
     def _release(self, before: float) -> None:
-        """Release the answers that came before this time to the judge: what is known now explains them."""
+        """Send the answers that came before this time to the judge, as all weights that explain them are known now."""
         while self._waiting and self._waiting[0].came < before:
             delivery = self._waiting.popleft()
             self.judge.tell("answer", delivery.body, delivery.answer, self.traffic.may_abort(delivery))
@@ -146,7 +146,7 @@ class Soak:
         """Require that nothing is in use.  Raises `Violation`."""
         if self._waiting:
             raise Violation(f"{len(self._waiting)} answers use weights of which nothing is known")
-        deadline = time.monotonic() + 10.0  # clients that went away are noticed a little later
+        deadline = time.monotonic() + 10.0  # the server notices clients that went away a little later
         while True:
             flushed = self.calls.post("/flush_cache")
             loads = self.calls.get("/v1/loads").json()["loads"]
@@ -178,7 +178,7 @@ def play(
     new_judge: Callable[[Path], JudgeProcess] = JudgeProcess,
     first: Callable[[Soak], None] = lambda _: None,
 ) -> Played:
-    """Soak one layout for some time.  `first`: what is done before any other client does anything."""
+    """Play one layout for some time.  `first` is called before any other client starts."""
     played = Played(layout, started=time.monotonic())
     with tempfile.TemporaryDirectory(prefix="soak-") as folder, (Path(folder) / "log").open("w+") as log:
         with _server(model, layout, log) as server:

@@ -1,7 +1,7 @@
-"""One sample under one reading of its spans: every token, log-probability and row of experts against the reference.
+"""Compares one sample, under one reading of its spans, with the reference: tokens, log-probabilities and experts.
 
-KV that a retraction gave up was computed again by the weights of then, and the answer does not say before which token
-that was: it is looked for, as often as the answer counts retractions.  The positions from one retraction to the next
+KV that a retraction gave up was computed again by the weights of that time.  The answer counts retractions, but does
+not state before which token each came: the reading searches for it.  The positions from one retraction to the next
 are a *life*.  Position p holds token p; its forward gives row p and samples token p + 1.
 
 Shapes: T positions with rows, V vocabulary, L MoE layers, K top-k.
@@ -28,20 +28,23 @@ from tests.soak.samples import Epoch, Sample, Span, Violation, places
 
 TOLERANCE = 2e-4
 """Nats: the engine computes in float32, the reference in float64.  Of 1,100,000 tokens 700 are further off than 1e-5
-and one than 3e-5; another version's are off by tenths, one key too few or too many by thousandths."""
+and one than 3e-5.  Another version's tokens are off by tenths, and one key too few or too many by thousandths."""
 TIE = 1e-4
 """The distance of two experts' probabilities below which the engine may have taken either."""
 LIKELY_TIE = 1e-5
-"""The distance below which the engine may well have taken either without saying so."""
-ROUNDING = 1e-5  # of the cumulative distribution
+"""The distance below which the engine may well have taken either in a life whose rows it does not return."""
+ROUNDING = 1e-5  # tolerance in the cumulative distribution
 MAX_TRIED = 6
 MAX_FORWARDS = 1500  # in search of lives
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """`epochs`: all that the sample used; `lives`: how often its KV was computed; `decided`: false where two experts
-    were so close that it cannot be told which of them the engine took in a life whose rows it does not return."""
+    """`epochs`: all that the sample used; `lives`: the number of times that its KV was computed.
+
+    `decided` is false if two experts were so close that the engine's choice is unknown, as it does not return the rows
+    of that life.
+    """
 
     epochs: frozenset[Epoch]
     lives: int
@@ -49,7 +52,7 @@ class Explanation:
 
 
 class Reading:
-    """`epochs[p]`: of the first forward over position p.  `says_whose`: also check what is said of the age of KV."""
+    """`epochs[p]`: the epoch of the first forward over position p.  `says_whose`: also check the stated age of KV."""
 
     def __init__(
         self,
@@ -76,11 +79,11 @@ class Reading:
 
     @property
     def prompt_facts(self) -> object:
-        """Equal for samples whose prompts were computed alike."""
+        """A value that is equal for samples whose prompts were computed alike."""
         return tuple(self.epochs[: self._num_prompt]), self.rows[: self._num_prompt].numpy().tobytes()
 
     def explain(self, first: MixedOutput | None = None) -> Explanation:
-        """`first`: the forwards under `epochs`, where they are known.  Raises `Violation`."""
+        """Explain the sample.  `first`: the forwards under `epochs`, where they are known.  Raises `Violation`."""
         used = self._lives(0, iter([self.epochs]), self._sample.retractions, first) if self.ids else []
         if used is None and self._tied:
             return Explanation(frozenset(self.epochs), 1 + self._sample.retractions, decided=False)
@@ -96,10 +99,10 @@ class Reading:
     def _lives(
         self, start: int, lives: Iterator[list[Epoch]], retractions: int, first: MixedOutput | None = None
     ) -> list[list[Epoch]] | None:
-        """Return the lives from position `start` to the end, each up to where the next begins: one of `lives`, and what
-        may follow it with at most `retractions` retractions.
+        """Return the lives from position `start` to the end, each up to the beginning of the next.
 
-        A life may fit some positions by chance, so others are tried where nothing follows it.  None: nothing fits.
+        The first is one of `lives`; at most `retractions` others follow.  A life may fit some positions by chance, so
+        others are tried where nothing follows it.  None: nothing fits.
         """
         for life in lives:
             if self._num_forwards == MAX_FORWARDS:
@@ -118,9 +121,12 @@ class Reading:
         return None
 
     def _lives_from(self, start: int) -> Iterator[list[Epoch]]:
-        """Yield the ways KV may have been computed again before position `start`: all of it by the weights of its own
-        forward; the prompt by the weights that the answer names, and some tokens by the last of them; a first part by
-        others that were in force on the way there."""
+        """Yield the ways in which KV may have been computed again before position `start`.
+
+        First, the weights of the position's own forward computed all of it.  Second, the weights that the answer names
+        computed the prompt, and the last of them some tokens.  Third, other weights that were in force on the way
+        computed a first part.
+        """
         mine, before, rest = self.epochs[start], self.epochs[start - 1], self.epochs[start:]
         yield [mine] * start + rest
         prompt = [self._known.epochs_of(span, "the prompt's KV")[-1] for span in self._prompt_places()]
@@ -138,7 +144,7 @@ class Reading:
         return self._reference.forward(self.ids, life, given, TIE)
 
     def _first_wrong(self, output: MixedOutput, start: int, life: Sequence[Epoch]) -> tuple[int, str]:
-        """The first position from `start` on that these forwards do not explain, and why; the end, if there is none.
+        """Return the first position from `start` on that these forwards do not explain, and why; or the end.
 
         No token may be on KV further behind than the request allows.
         """
@@ -156,7 +162,7 @@ class Reading:
         return len(self.ids), ""
 
     def _wrong_tokens(self, logits_TV: torch.Tensor, start: int) -> dict[int, str]:
-        """Return, by position, the fault of the token after it: its log-probability, or that it was chosen at all."""
+        """Return, by position, the fault of the token after it: a wrong log-probability, or a wrong choice."""
         sample, found = self._sample, dict[int, str]()
         first = max(start, 0 if sample.prompt_logprobs else self._num_prompt - 1)
         temperature = sample.params.get("temperature", 1.0)
@@ -202,14 +208,14 @@ class Reading:
                 raise Violation(f"prompt log-probabilities are said to be of {span}")
 
     def _check_kv(self, used: Sequence[Sequence[Epoch]]) -> None:
-        """Check what the answer says of the age of KV."""
+        """Check the ages of KV that the answer states."""
         sample, epochs = self._sample, [epoch for life in used for epoch in life]
         if sample.oldest is not None:
             named = self._known.epochs_of(sample.oldest, "the oldest KV")
             if epochs and (min(named) > min(epochs) or (not sample.retractions and min(epochs) not in named)):
                 raise Violation(f"the oldest KV is said to be of {sample.oldest}; it is of epoch {min(epochs)}")
         if sample.retractions:
-            return  # then the prompt's spans are of KV that was computed since
+            return  # then the prompt's spans are of KV that was computed later
         for position, span in enumerate(self._prompt_places()[: len(self.epochs)]):
             if self.epochs[position] not in self._known.epochs_of(span, "the prompt's KV"):
                 raise Violation(f"KV of position {position} is said to be of {span}, not {self.epochs[position]}")
@@ -230,7 +236,7 @@ class Reading:
 
 
 def _drawable(scaled_V: np.ndarray, params: object, noise: float) -> set[int]:
-    """Tokens that this noise can draw of what top-k and top-p leave."""
+    """Return the tokens within top-k and top-p that this noise can draw."""
     top_k, top_p = params.get("top_k", -1), params.get("top_p", 1.0)  # type: ignore[attr-defined]
     ranked = np.sort(scaled_V)[::-1]
     tied = 0 < top_k < len(ranked) and ranked[top_k - 1] - ranked[top_k] < TIE

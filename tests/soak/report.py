@@ -1,4 +1,4 @@
-"""The table of a soak: what was played, what came of it, and what is wrong."""
+"""The table of a soak: its load, the results, and everything that is wrong."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_DECEIVED = 0.01
 LOG_BYTES_A_CALL = 100
 DEADLINE_S = SETTINGS["weight_update_timeout"] + WEIGHT_MARGIN_S
 FULL_S = 240.0
-"""A layout that is soaked for so long plays everything at least once."""
+"""Seconds after which a layout has played everything at least once."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """`ok` None: it is shown, and has no bound."""
+    """A row of the table; `ok` is None for a fact without a bound."""
 
     name: str
     value: str
@@ -151,13 +151,13 @@ def _median_and_most(values: Sequence[float], digits: int) -> str:
 
 
 def complaints(played: Played) -> list[str]:
-    """The first few of everything that is wrong, in words."""
+    """Return the first few complaints of each kind, in words."""
     calls = played.calls.complaints if played.calls is not None else []
     return [f"{played.layout.name}: {each}" for each in [*played.wrong, *played.tally.complaints, *calls]]
 
 
 def print_report(soaked: Sequence[Played], console: Console) -> bool:
-    """The table and what is wrong; returns whether all is as it must be."""
+    """Print the table and all complaints; return whether all is as it must be."""
     columns = [list(facts(played)) for played in soaked]
     table = Table(title=f"Soak: samples explained in float64 to {TOLERANCE:g} nats")
     table.add_column("fact", overflow="fold")
@@ -176,7 +176,7 @@ def print_report(soaked: Sequence[Played], console: Console) -> bool:
 
 
 def markdown(soaked: Sequence[Played]) -> str:
-    """The same table, for the docs."""
+    """Return the same table in Markdown, for the docs."""
     columns = [list(facts(played)) for played in soaked]
     lines = ["| " + " | ".join(["fact", *[f"{each.layout.name} | bound" for each in soaked]]) + " |"]
     lines.append("|---" * (1 + 2 * len(soaked)) + "|")

@@ -1,6 +1,6 @@
 """The claims of one sample: its tokens, their log-probabilities, their experts, and the weights behind each of them.
 
-Read out of an answer of /generate, checked for its form by the client's own reader.
+The client's own reader parses an answer of /generate and checks its form.
 
 Shapes: T tokens, L MoE layers, K top-k.
 """
@@ -27,7 +27,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Span:
-    """Places `start .. end - 1` are said to be of this label, and of this epoch where the answer names one."""
+    """The answer claims this label for the places `start .. end - 1`, and this epoch if it names one."""
 
     label: str
     epoch: Epoch | None
@@ -37,8 +37,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Sample:
-    """`rows` [T, L, K] are the experts of the first tokens.  Whose tokens, KV of the prompt, rows and prompt
-    log-probabilities are is said by the spans; `params` as they were sent."""
+    """`rows` [T, L, K] are the experts of the first tokens; `params` are as they were sent.
+
+    The spans name the weights of the tokens, the prompt's KV, the rows and the prompt's log-probabilities.
+    """
 
     rid: str
     prompt_ids: list[int]
@@ -64,13 +66,13 @@ class Sample:
         return self.prompt_ids + self.output_ids
 
     def question(self) -> bytes:
-        """Equal for samples that must be equal under the same weights, as far as both of them came."""
+        """Return a key that is equal for samples whose common part must be equal under the same weights."""
         facts = {name: value for name, value in self.params.items() if name not in ("n", "max_new_tokens", "seed")}
         return hashlib.sha256(msgspec.json.encode([self.prompt_ids, self.seed, sorted(facts.items())])).digest()
 
 
 def samples_of(body: Mapping[str, Any], answer: bytes) -> list[Sample]:
-    """Every sample of an answer of /generate to a body of one prompt.  Raises `Violation`."""
+    """Return every sample of an answer of /generate to a body of one prompt.  Raises `Violation`."""
     try:
         outputs = generation.parse_answer(msgspec.json.decode(answer), body, None)
     except Exception as error:
@@ -113,7 +115,7 @@ def _spans(said: Sequence[Mapping[str, Any]]) -> tuple[Span, ...]:
 
 
 def places(spans: Sequence[Span], count: int, what: str) -> list[Span]:
-    """The span of each place; the spans must cover `0 .. count - 1` without gap or overlap.  Raises `Violation`."""
+    """Return the span of each place; they must cover `0 .. count - 1` without gap or overlap.  Raises `Violation`."""
     found: list[Span] = []
     for span in spans:
         if span.start != len(found) or span.end <= span.start:

@@ -1,7 +1,7 @@
 """Strangers: other clients that reach the server, and pause, continue, flush, begin, end and abort as they like.
 
-Everything that they do is right by the protocol, and nothing of it may change what is in force but through the answer
-that the trainer gets.
+All their calls are right by the protocol.  They may change the weights in force only in ways that the trainer learns
+from the answers to its own calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_CONTINUES = 20
 
 
 class Strangers:
-    """A thread that meddles every `every_s` seconds or so, until `stop`; `meddled` since a time?"""
+    """A thread that meddles about every `every_s` seconds, until `stop`."""
 
     def __init__(self, calls: Calls, traffic: Traffic, every_s: float, seed: int) -> None:
         self._calls = calls
@@ -39,7 +39,7 @@ class Strangers:
         self._go.set()
 
     def hold(self) -> None:
-        """Returns when nothing that a stranger paused or began is left."""
+        """Stop meddling, and wait until nothing that a stranger paused or began is left."""
         self._go.clear()
         with self._busy:
             pass
@@ -50,7 +50,7 @@ class Strangers:
         self._thread.join(60)
 
     def meddled(self, since: float) -> bool:
-        """Return whether one of them did something since then (`time.monotonic()`), or is at it."""
+        """Return whether a stranger did something since then (`time.monotonic()`), or is about to."""
         return self._last >= since or self._busy.locked()
 
     def _meddle(self) -> None:
@@ -103,7 +103,7 @@ class Strangers:
             self._calls.post("/abort_weight_update", {"update_id": name})
 
     def _bucket(self) -> None:
-        """Send a bucket of an update that was never begun: refused, whatever is open."""
+        """Send a bucket of an update that was never begun: the server must refuse it, even if an update is open."""
         body = {
             "update_id": f"never-{self._rng.random()}",
             "format": "safetensors",
@@ -118,7 +118,7 @@ class Strangers:
 
 
 def resume(calls: Calls) -> None:
-    """End a pause of any client.  A refusal says that something was lost, once, or that it comes too early."""
+    """End a pause of any client.  The server may refuse once to report a loss, or because it is too early."""
     for _ in range(MAX_CONTINUES):
         if calls.post("/continue_generation").status_code == 200:
             return

@@ -1,7 +1,7 @@
 """Clients: groups of samples, conversations, repeated questions, streams, requests that are given up or aborted.
 
-What each client does next is drawn from its own generator.  Answers go to `deliver`, unread but for what the next
-request needs.  Knows requests; does not know weights.
+What each client does next is drawn from its own generator.  Answers go to `deliver`; a client reads
+only the part that its next request needs.  This module knows requests, and does not know weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ABORT_FORMS = ("the group", "samples", "group and sample", "twice", "among unkno
 
 @dataclass
 class Delivery:
-    """An answer; `may_abort`: the samples that were aborted by name, `asked` and `came`: when."""
+    """An answer; `may_abort`: the samples that were aborted by name; `asked`, `came`: times of request and answer."""
 
     body: dict[str, Any]
     answer: bytes
@@ -39,9 +39,9 @@ class Delivery:
 
 
 class Traffic:
-    """`num_clients` threads that ask until `stop`, one request after the other unless that is `too_fast`.
+    """`num_clients` threads that ask until `stop`, one request after the other; they wait while it is `too_fast`.
 
-    `hold` keeps them from asking, and returns when all are answered.
+    `hold` keeps them from asking, and returns when all requests are answered.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Traffic:
 
     @contextmanager
     def aborting_all(self) -> Iterator[None]:
-        """Every sample that is under way meanwhile may end as aborted."""
+        """Let every sample that is under way meanwhile end as aborted."""
         interval = [time.monotonic(), float("inf")]
         self._all_aborted.append(interval)
         try:
@@ -101,7 +101,7 @@ class Traffic:
             interval[1] = time.monotonic()
 
     def may_abort(self, delivery: Delivery) -> set[str] | None:
-        """Samples that may have been aborted; None: all."""
+        """Return the samples that may have been aborted; None: all."""
         everything = any(start <= delivery.came and delivery.asked <= end for start, end in self._all_aborted.copy())
         return None if everything else delivery.may_abort
 
@@ -135,7 +135,7 @@ class Traffic:
                         play(rng)
                         self.counts[name] += 1
                 except Ended:
-                    time.sleep(0.5)  # noted; not so fast again
+                    time.sleep(0.5)  # the complaint is noted; wait before the next request
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -152,13 +152,13 @@ class Traffic:
         self.ask(self._body(rng, rng.choice(self._groups)))
 
     def _long(self, rng: random.Random) -> None:
-        """Samples that outlive refreshes."""
+        """Ask for samples so long that they outlive refreshes."""
         body = self._body(rng, rng.choice((1, 4, 8)))
         body["sampling_params"]["max_new_tokens"] = rng.randint(150, 400)
         self.ask(body)
 
     def _conversation(self, rng: random.Random) -> None:
-        """Each turn goes on from the answer before: prefixes that are in the cache, or were under older weights."""
+        """Ask in turns that continue the answer before, with prefixes in the cache or computed under older weights."""
         body = self._body(rng, 1)
         for _ in range(rng.randint(2, 5)):
             answer = self.ask(body)
@@ -169,7 +169,7 @@ class Traffic:
             body = self._body(rng, 1) | {"input_ids": prompt[: CONTEXT - 100]}
 
     def _repeat(self, rng: random.Random) -> None:
-        """Ask what some client asked before, some times in a row."""
+        """Ask a question that a client asked before, some times in a row."""
         if self._repeatable:
             body = rng.choice(self._repeatable)
             for _ in range(rng.randint(1, 4)):
@@ -191,7 +191,7 @@ class Traffic:
             self._deliver(Delivery(body, last, asked, time.monotonic()))
 
     def _give_up(self, rng: random.Random) -> None:
-        """A client that goes away: in the middle of a stream, or before its answer."""
+        """Go away as a client: in the middle of a stream, or before the answer."""
         if rng.random() < 0.5:
             events = self._events(self._body(rng, 1, max_new=200) | {"stream": True})
             for _ in range(rng.randint(0, 5)):
@@ -229,10 +229,10 @@ class Traffic:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def _name(self) -> str:
-        return f"r{next(self._names)}-s"  # no beginning of a name is another one
+        return f"r{next(self._names)}-s"  # no name is a prefix of another one
 
     def _body(self, rng: random.Random, samples: int, max_new: int = 64) -> dict[str, Any]:
-        """A prompt of one of a few families, so that prefixes are shared, with settings of all kinds."""
+        """Make a request with settings of all kinds.  Its prompt is of one of a few families that share prefixes."""
         family = random.Random(rng.randrange(12))
         prompt = _tokens(family, 300)[: rng.choice((3, 17, 40, 40, 90, 200, 300))] + _tokens(rng, rng.randint(0, 6))
         params: dict[str, Any] = {
@@ -262,7 +262,7 @@ class Traffic:
         return body
 
     def ask(self, body: dict[str, Any], may_abort: set[str] | None = None) -> bytes | None:
-        """The answer, delivered; None where it was refused."""
+        """Ask, deliver the answer and return it; None if the request was refused."""
         asked = time.monotonic()
         response = self._calls.post("/generate", body)
         if response.status_code != 200:
@@ -273,7 +273,7 @@ class Traffic:
         return response.content
 
     def _events(self, body: dict[str, Any]) -> Iterator[bytes]:
-        """The events of a stream.  Closing the iterator breaks the connection."""
+        """Yield the events of a stream.  Closing the iterator breaks the connection."""
         decoder = SseDecoder()
         try:
             with self._calls.client.stream("POST", "/generate", json=body) as response:
@@ -296,7 +296,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def _abort_ids(form: str, rid: str, samples: int, rng: random.Random) -> tuple[str | list[str], set[str]]:
-    """Return what an abort names, and which samples it may hit."""
+    """Return the ids that an abort names, and the samples that it may hit."""
     everyone = [f"{rid}_{number}" for number in range(samples)] if samples > 1 else [rid]
     some = rng.sample(everyone, (len(everyone) + 1) // 2)
     unknown = [f"{rid}x", "", "r", f"{rid}_{samples}", f"{rid}_0_0"]

@@ -1,8 +1,8 @@
-"""The trainer: refreshes the server by every transport and in every form, also wrongly, and knows what must come of it.
+"""The trainer: refreshes the server by every transport and in every form, rightly and wrongly, and checks the outcome.
 
 Every refresh brings other values in every tensor, so that a token of one version is not explained by another.  After
-each of its calls the trainer looks what is in force: what it had, or what it sent.  A refresh that is right must come
-into force, unless it has no id and a stranger was at it; one that is wrong never.
+each of its calls the trainer looks at the content in force: it must be the old one or one that the trainer sent.  A
+right refresh must come into force, unless it has no id and a stranger interfered.  A wrong one never may.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NOISE = 0.15
 SENDER_TIMEOUT_S = 20.0
 LEASE_S = 0.2
 QUIET_SHARE, QUIET_S = 0.1, 2.0
-"""The share and the length of the times one version is left in force: repeated requests meet it then."""
+"""The share of episodes after which one version stays in force, and the seconds of it: requests are repeated then."""
 OUTCOMES = ("committed", "aborted", "lost")
 FAULTS = ("not a number", "a tensor missing", "wrong fingerprint", "lease runs out", "given up", "wrong base")
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """One that was tried.  `right`: whether it may come into force; `came`: whether it did; `when`: monotonic."""
+    """A refresh that was tried.  `right`: it may come into force; `came`: it did; `when`: monotonic time."""
 
     when: float
     seconds: float
@@ -60,7 +60,7 @@ class Refresh:
 
 
 class Trainer:
-    """Plays one episode at a time, each of which leaves nothing open.  `refreshes`: what became of them."""
+    """Plays one episode at a time, each of which leaves nothing open.  `refreshes`: their results."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Trainer:
         self.refreshes: list[Refresh] = []
 
     def episode(self) -> None:
-        """The next one: all by turns, in another order each time.  Raises `Violation`."""
+        """Play the next episode: all by turns, in another order each time.  Raises `Violation`."""
         if not self._due:
             self._due = self._rng.sample(list(self._episodes), len(self._episodes))
         name = self._due.pop()
@@ -96,14 +96,14 @@ class Trainer:
             if self._rng.random() < QUIET_SHARE:
                 time.sleep(QUIET_S)
         except Ended:
-            time.sleep(0.5)  # noted
+            time.sleep(0.5)  # the complaint is noted
         except TransportError as error:
             self._calls.complain(f"{name}: {error}")
         except Violation as violation:
             raise Violation(f"{name}: {violation}") from violation
 
     def rest(self) -> None:
-        """Require that with no other client a good refresh comes into force, and that nothing else is left of it.
+        """Require that with no other client a good refresh comes into force, with the right tensors in memory.
 
         Raises `Violation`.
         """
@@ -112,7 +112,7 @@ class Trainer:
         self._in_force.look()
         self._in_force.check()
 
-    # --- what there is to play ---------------------------------------------------------------------------------------
+    # --- the list of episodes ----------------------------------------------------------------------------------------
 
     def _all_episodes(self) -> Iterator[tuple[str, Callable[[], None]]]:
         for name in self._transports.sends:
@@ -139,7 +139,7 @@ class Trainer:
     # --- episodes ----------------------------------------------------------------------------------------------------
 
     def _begun(self, transport: str, fault: str | None = None, part: bool = False, label: str | None = None) -> None:
-        """Play begin, calls, end.  With an id no other client can meddle once it is begun; without one, one may."""
+        """Play begin, calls, end.  Without an id, another client can meddle with the update once it is begun."""
         rng, label = self._rng, label or self._label()
         new = self._new_content(part)
         bound = fault is not None or part or rng.random() < 0.6
@@ -174,7 +174,7 @@ class Trainer:
             self._ask_after(identity, label, came=fault is None)
 
     def _paused(self, transport: str, missing: bool = False) -> None:
-        """pause, calls, continue: of a trainer that knows neither begin nor ids."""
+        """Play pause, calls, continue, as a trainer that knows neither begin nor ids."""
         label, new = self._label(), self._new_content()
         sent = _damaged(new, "a tensor missing" if missing else None, self._rng)
         mode = self._rng.choice(PAUSE_MODES)
@@ -184,9 +184,9 @@ class Trainer:
                 self._in_force.look(attempt.possible(bucket))
 
     def not_paused(self, transport: str, calls: int) -> None:
-        """Each call an update of its own."""
+        """Play calls outside a pause: each is an update of its own."""
         label, new = self._label(), self._new_content()
-        self._calls.post("/abort_weight_update")  # so that what was lost before is known to be lost
+        self._calls.post("/abort_weight_update")  # so that the loss of an earlier update is reported
         with self._refresh(transport, "not paused", label, new, right=True) as attempt:
             for bucket in self._split(new, calls):
                 attempt.note(self._transports.sends[transport](bucket, {"weight_version": label}))
@@ -228,7 +228,7 @@ class Trainer:
             self._in_force.look(attempt.possible())
 
     def _killed(self) -> None:
-        """A trainer whose process ends in the middle of a broadcast."""
+        """Play a trainer whose process ends in the middle of a broadcast."""
         label, new = self._label(), self._new_content()
         first, second = self._split(new, 2)
         identity = self._identity()
@@ -254,7 +254,7 @@ class Trainer:
             trainer.close()
 
     def _rename(self) -> None:
-        """Give the weights in force a new name, and end all that is older."""
+        """Give the weights in force a new name, and abort all requests that began before them."""
         label = self._label()
         body = {"new_version": label, "abort_all_requests": False}
         self._in_force.look()
@@ -265,10 +265,10 @@ class Trainer:
             self._calls.post("/continue_generation", {"abort_below_weight_version": self._in_force.label})
         resume(self._calls)
 
-    # --- what they have in common ------------------------------------------------------------------------------------
+    # --- parts of episodes -------------------------------------------------------------------------------------------
 
     def _ask_after(self, identity: dict[str, Any], label: str, came: bool) -> None:
-        """Ask for the outcome of an update by its id.  Raises `Violation` for another word than the truth."""
+        """Ask for the outcome of an update by its id.  Raises `Violation` if the answer is not the truth."""
         said = self._calls.get("/weight_update", **identity).json()
         right = (said["outcome"] == "committed") == came and said["outcome"] in OUTCOMES
         if not right or (came and said["weight_version"] != label):
@@ -278,7 +278,7 @@ class Trainer:
 
     @contextmanager
     def _refresh(self, transport: str, form: str, label: str, new: Content, *, right: bool) -> Iterator[_Attempt]:
-        """One refresh: whether it came into force, and had to.  Raises `Violation`."""
+        """Record one refresh; if it is right it must come into force.  Raises `Violation`."""
         began = time.monotonic()
         attempt = _Attempt(self._in_force, label, new, right)
         yield attempt
@@ -319,7 +319,7 @@ class Trainer:
         return self._rng.choice(list(self._transports.sends))
 
     def _new_content(self, part: bool = False) -> Content:
-        """Other values; `part`: of every third tensor."""
+        """Return new values for all tensors, or with `part` for a third of them."""
         new = {}
         for name, tensor in self._first.items():
             noise = torch.randn(tensor.shape, generator=self._generator)
@@ -332,7 +332,7 @@ class Trainer:
 
 
 class _Attempt:
-    """An attempt at a refresh.  `safe`: once begun no other client can end it; `refusals`: what the server said."""
+    """An attempt at a refresh.  `safe`: no other client can end it any more; `refusals`: the server's refusals."""
 
     def __init__(self, in_force: InForce, label: str, new: Content, right: bool) -> None:
         self._in_force = in_force
@@ -349,7 +349,7 @@ class _Attempt:
         return answer.status_code == 200
 
     def possible(self, bucket: Named = ()) -> list[Possible]:
-        """Return what may be in force now: all of it, or what a call brought that may have been taken on its own."""
+        """Return the contents that may be in force now: the whole, or one bucket that may count on its own."""
         found = [exactly(self.new, self._label)] if self._right else []
         if bucket:
             label = re.escape(self._label) + r"~\d+of\d+"
@@ -369,7 +369,7 @@ def _damaged(content: Content, fault: str | None, rng: random.Random) -> Content
 
 
 def _manifest(content: Content, wrong: bool) -> list[dict[str, Any]]:
-    """`wrong`: one fingerprint is not that of its tensor."""
+    """Return the manifest of a content; with `wrong`, one fingerprint does not fit its tensor."""
     entries = manifest_of(content.items())
     if wrong:
         entries[0]["fingerprint"] = fingerprint_hex(fingerprint(next(iter(content.values()))) ^ 1)

@@ -1,4 +1,4 @@
-"""The ways by which tensors reach the server: over HTTP, and what lies beside it.
+"""The ways by which tensors reach the server: over HTTP, or next to it over groups, shared memory, sockets and files.
 
 A `Send` takes one bucket and the fields that every bucket carries, and returns the server's answer.
 """
@@ -53,7 +53,7 @@ class Group:
         self._pool = ThreadPoolExecutor(1)
 
     def send(self, messages: Sequence[torch.Tensor], named: Named, load_format: str | None, fields: Fields) -> Any:
-        """The answer to a bucket that is announced as `named` and broadcast as `messages`."""
+        """Send a bucket, announced as `named` and broadcast as `messages`; return the answer."""
         handle = self._joined()
         body = bucket_fields(named, handle.name, load_format) | dict(fields)
         answer = self._pool.submit(self._calls.post, "/update_weights_from_distributed", body, RECEIVE_FAILED)
@@ -65,7 +65,7 @@ class Group:
                 return answer.result()
         except TransportError as error:
             self._calls.complain(f"a bucket was taken, and its broadcast failed: {error}")
-        self.leave()  # one that is refused may not have been received
+        self.leave()  # the engine may not have received a refused bucket
         return answer.result()
 
     def leave(self) -> None:
@@ -83,7 +83,7 @@ class Group:
         return self._handle
 
     def _join(self) -> GroupHandle | None:
-        """Join a group with the engine; None if it did not come: another client's abort may have kept it from that."""
+        """Join a group with the engine; return None if the engine did not join, as after another client's abort."""
         port, name, world_size = free_port(), f"soak-{next(_NUMBERS)}", 1 + self._ranks
         body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world_size}
         body |= {"group_name": name, "backend": "gloo"}
@@ -100,7 +100,7 @@ class Group:
 
 
 class Transports:
-    """`sends`: the ways of a bucket by name.  `base`: tells what is in force, for deltas."""
+    """`sends`: the ways of a bucket by name.  `base` returns the tensors in force, for deltas."""
 
     def __init__(self, calls: Calls, ranks: int, base: Callable[[], Tensors]) -> None:
         self._calls = calls
@@ -178,7 +178,7 @@ class Transports:
 
 
 class Folders:
-    """Checkpoint folders and published versions on this machine, of which a server can refresh itself."""
+    """Checkpoint folders and published versions on this machine, from which a server can refresh itself."""
 
     def __init__(self, calls: Calls, model: Path, scratch: Path, tensors: Tensors) -> None:
         self._calls = calls
@@ -191,7 +191,7 @@ class Folders:
         return self._publisher.tensors
 
     def load(self, tensors: Tensors, label: str, *, damaged: bool = False) -> httpx.Response:
-        """update_weights_from_disk.  `damaged`: of a file that was not written to its end."""
+        """Call update_weights_from_disk for a new folder.  `damaged`: its file was not written to its end."""
         folder = self._scratch / f"checkpoint-{next(_NUMBERS)}"
         folder.mkdir()
         try:
@@ -208,7 +208,7 @@ class Folders:
             shutil.rmtree(folder)
 
     def pull(self, tensors: Tensors, label: str, encoding: Encoding, *, damaged: bool = False) -> httpx.Response:
-        """pull_weights of one more published version.  `damaged`: its file is cut, and it is withdrawn afterwards."""
+        """Publish one more version and call pull_weights.  `damaged`: its file is cut; it is withdrawn afterwards."""
         folder = self._publisher.publish(tensors, encoding)
         if damaged:
             self._publisher.damage(folder, "truncated", part=0.5)
@@ -219,7 +219,7 @@ class Folders:
 
 
 def _speak(server: ParameterServerStandIn, named: Named) -> None:
-    with contextlib.suppress(RuntimeError, zmq.ZMQError):  # refused, or hung up: the answer over HTTP is what counts
+    with contextlib.suppress(RuntimeError, zmq.ZMQError):  # refused, or hung up: only the answer over HTTP counts
         server.update(named)
 
 

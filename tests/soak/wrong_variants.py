@@ -1,6 +1,6 @@
 """Answers, and records of the weights in force, that are wrong in one way each.  The judge must catch every one.
 
-A variant takes a right sample and what is known, and returns them with its fault, or None where it does not apply.
+A variant takes a right sample and the known contents, and returns both with its fault, or None if it does not apply.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ENOUGH = 6  # tokens: fewer may look right by chance
 
 
 def other_weights(sample: Sample, known: Known) -> Faulty:
-    """The reference has another version's tensors."""
+    """Replace the tensors of the reference by another version's."""
     mine, other = _two_epochs(sample, known)
     return None if other is None else (sample, _with(known, mine, dict(known.contents[other])))
 
 
 def a_mixture(sample: Sample, known: Known) -> Faulty:
-    """Every second tensor is another version's."""
+    """Replace every second tensor of the reference by another version's."""
     mine, other = _two_epochs(sample, known)
     if other is None:
         return None
@@ -50,7 +50,7 @@ def an_unknown_version(sample: Sample, known: Known) -> Faulty:
 
 
 def shifted_spans(sample: Sample, known: Known) -> Faulty:
-    """The first token of the second version is said to be of the first one."""
+    """Shift the spans, so that they claim the first token of the second version for the first one."""
     spans, rows = sample.token_spans, sample.row_spans
     if len(spans) != 2 or spans[1].end - spans[1].start < 2 or len(rows) < 2 or _contents_equal(spans, known):
         return None
@@ -63,7 +63,7 @@ def shifted_spans(sample: Sample, known: Known) -> Faulty:
 
 
 def new_kv(sample: Sample, known: Known) -> Faulty:
-    """The prompt's KV is said to be as new as the last token."""
+    """Make the spans state that the prompt's KV is as new as the last token."""
     last = sample.token_spans[-1]
     if sample.retractions or sample.prompt_spans[0].epoch == last.epoch:
         return None
@@ -71,7 +71,7 @@ def new_kv(sample: Sample, known: Known) -> Faulty:
 
 
 def young_kv(sample: Sample, known: Known) -> Faulty:
-    """The oldest KV is said to be as new as the last token."""
+    """Make the answer state that the oldest KV is as new as the last token."""
     last = sample.token_spans[-1]
     if sample.retractions or sample.oldest is None or sample.oldest.epoch == last.epoch:
         return None
@@ -79,14 +79,14 @@ def young_kv(sample: Sample, known: Known) -> Faulty:
 
 
 def too_old_kv(sample: Sample, known: Known) -> Faulty:
-    """The request allowed no older KV than its tokens'."""
+    """Change the request so that it allows no KV older than its tokens."""
     last = sample.token_spans[-1]
     kept = not sample.retractions and sample.prompt_spans[-1].epoch != last.epoch
     return (replace(sample, lag=0), known) if kept else None
 
 
 def an_untold_retraction(sample: Sample, known: Known) -> Faulty:
-    """KV was computed again under other weights, and the answer says that nothing was retracted."""
+    """Hide that KV was computed again under other weights: the answer states no retraction."""
     first, last = sample.row_spans[0], sample.token_spans[-1]
     again = sample.retractions and last.label != first.label and sample.prompt_spans[0].label != first.label
     if not again or last.start > len(sample.output_ids) - ENOUGH:
@@ -103,7 +103,7 @@ def a_dropped_row(sample: Sample, known: Known) -> Faulty:
 
 def a_row_of_zeros(sample: Sample, known: Known) -> Faulty:
     rows = sample.rows.copy()
-    rows[len(rows) // 2] = np.arange(rows.shape[-1])  # ids that a row may have: zeros would be seen by the reader
+    rows[len(rows) // 2] = np.arange(rows.shape[-1])  # ids that a row may have: the reader would refuse zeros
     return None if np.array_equal(rows, sample.rows) else (replace(sample, rows=rows), known)
 
 
@@ -120,7 +120,7 @@ def another_token(sample: Sample, known: Known) -> Faulty:
 
 
 def another_draw(sample: Sample, known: Known) -> Faulty:
-    """The seed is not the one that was asked for."""
+    """Change the seed that was asked for."""
     return None if sample.params["temperature"] == 0 else (replace(sample, seed=sample.seed + 1), known)
 
 
@@ -163,7 +163,7 @@ WRONG_VARIANTS: dict[str, Variant] = {
 
 
 def _two_epochs(sample: Sample, known: Known) -> tuple[Epoch, Epoch | None]:
-    """The epoch of the last token, and one of other content."""
+    """Return the epoch of the last token, and one of other content."""
     mine = known.epochs_of(sample.token_spans[-1], "tokens")[-1]
     others = [epoch for epoch in known.contents if not _equal(known, epoch, mine)]
     return mine, others[0] if others else None
@@ -179,7 +179,7 @@ def _equal(known: Known, one: Epoch, other: Epoch) -> bool:
 
 
 def _relabelled(spans: tuple[Span, ...], label: str, epoch: Epoch | None) -> tuple[Span, ...]:
-    """Row spans name no epochs."""
+    """Change the label of spans, and their epoch if they name one: row spans do not."""
     return tuple(replace(span, label=label, epoch=None if span.epoch is None else epoch) for span in spans)
 
 
