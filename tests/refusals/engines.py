@@ -51,12 +51,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 IN_THE_GATE = "dp2 all-to-all"
 QWEN3 = "moe_dense_first"
 EXPERT = "experts.5.down_proj.weight"
-"""A tensor of which only some ranks have a part."""
+"""A tensor that only some ranks hold a part of."""
 
 
 @cache
 def checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
-    """Return old and new weights of a family, made once."""
+    """Return checkpoints with old and new weights of a family, made once."""
     make = family_checkpoint if name in FAMILIES else lambda path, name, seed: tiny_checkpoint(path, name, seed=seed)
     old, new = (make(folder / f"{name} {seed}", name, seed) for seed in (5, 6))
     return old, new
@@ -157,7 +157,7 @@ CLIENT_FAULTS: dict[str, Callable[[Tensors, str], Tensors]] = {
 
 
 def client(plays: Callable[[EngineTarget, Tensors], Iterator[Any]], change: Callable[[Tensors, str], Tensors]) -> Fault:
-    """A framework's calls, all of them whatever the answers are; afterwards the pause ends."""
+    """Return a fault that plays all calls of a framework with changed tensors, and then ends the pause."""
 
     def fault(target: EngineTarget, _: Path) -> Refusal:
         target.start_requests()

@@ -21,7 +21,7 @@ Start = Callable[[Path], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """`start` makes what is refreshed, `fault` a refresh of it that must be refused with `kind` and `reason`."""
+    """`start` makes the target; `fault` refreshes it, and must be refused with `kind` and `reason`."""
 
     id: str
     start: Start

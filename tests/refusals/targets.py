@@ -1,4 +1,4 @@
-"""One refresh that must be refused, at two layers: what serves before it, and what serves after it.
+"""One refresh that must be refused, at two layers: the state served before it must be served after it.
 
 UpdaterTarget    an updater, and weights in memory
 EngineTarget     a scheduler of one rank or of several, with requests under way and a prefix in the cache
@@ -86,9 +86,8 @@ def require_unchanged(
 
 
 class UpdaterTarget:
-    """Weights, and an updater of one rank.  `now`: its clock.  `votes`: answers of another rank, then agreement.
-
-    `voted`: its own votes.
+    """Weights, and an updater of one rank.  `now`: its clock.  `votes`: answers of another rank, which agrees
+    when they are used up.  `voted`: its own votes.
     """
 
     def __init__(self, weights: Any, good: Tensors, staging: StagingMode = "host", **settings: Any) -> None:
@@ -120,7 +119,7 @@ class UpdaterTarget:
         return places, derived, whole, tuple(self.labels), updater.is_open, updater.is_dirty, updater.torn, left
 
     def attempt(self, sources: Iterable[BucketSource], version: str = "v2", **begin: Any) -> Refusal:
-        """Refresh as a trainer that looks at no answer: begin, every bucket, verify, commit.
+        """Refresh as a trainer that ignores answers: begin, every bucket, verify, commit.
 
         Returns the first refusal.  Raises `AssertionError` if there was none.
         """
@@ -161,7 +160,7 @@ class EngineTarget:
     """A scheduler of one rank or of several, whose tensors come in bodies, or as if a group had broadcast them."""
 
     def __init__(self, engine: Harness, good: Tensors, *, flushes: bool = False) -> None:
-        """`flushes`: the refresh itself empties the cache."""
+        """Prepare an engine, and cache the probe.  `flushes`: the refresh itself empties the cache."""
         self.engine, self.good, self._flushes = engine, good, flushes
         self._ranks = getattr(engine, "num_dp_ranks", None)
         self._underway: list[str] = []
@@ -233,7 +232,7 @@ class EngineTarget:
             )
 
     def attempt(self, buckets: Sequence[Tensors], *, aborts: bool = False, in_body: bool = False) -> Refusal:
-        """Refresh as a trainer that looks at no answer: begin, every bucket, end.  `aborts`: an abort before the end.
+        """Refresh as a trainer that ignores answers: begin, every bucket, end.  `aborts`: an abort before the end.
 
         Returns the first refusal.  Raises `AssertionError` if there was none.
         """
@@ -251,12 +250,12 @@ class EngineTarget:
         assert all(answer.success for answer in answers), answers
 
     def go_on(self) -> None:
-        """End a pause, as a trainer does that was told why its refresh failed."""
+        """End a pause, as a trainer does after the reason of its failure was returned."""
         assert self.control(ContinueGenerationReqInput).data["paused"] is False
 
 
 def first_refusal(answers: Iterable[ControlReqOutput]) -> Refusal:
-    """Return the first answer that is one.  Raises `AssertionError` if there is none."""
+    """Return the first refusal among the answers.  Raises `AssertionError` if there is none."""
     refused = next((answer for answer in answers if not answer.success), None)
     assert refused is not None, "nothing was refused"
     return Refusal(refused.status_code, refused.message)
@@ -267,7 +266,7 @@ def _hash(tensor: torch.Tensor) -> str:
 
 
 def _answer(result: Result) -> object:
-    """Return everything of an answer that must be the same again."""
+    """Return the parts of an answer that must be the same again."""
     end = result.finished
     assert end is not None
     kv = end.prefill_weight_versions, end.kv_weight_version_oldest, end.cached_tokens

@@ -56,7 +56,7 @@ from weight_sync.unnamed_file import UnnamedFile
 
 
 def updater(staging: StagingMode = "host", odd: bool = False, **settings: Any) -> Start:
-    """Weights in memory of version 1.  `odd`: one of their values is no number, which must come back, too."""
+    """Start with weights of version 1 in memory.  `odd`: one value is NaN, which must come back, too."""
 
     @contextmanager
     def start(scratch: Path) -> Iterator[UpdaterTarget]:
@@ -73,7 +73,7 @@ def two_buckets(named: Sequence[tuple[str, torch.Tensor]]) -> list[BucketSource]
 
 
 def sends(change: Callable[[Tensors], Any] = dict, **begin: Any) -> Fault:
-    """The tensors of version 2 in two buckets, after a change."""
+    """Send the tensors of version 2 in two buckets, after a change."""
     return lambda target, _: target.attempt(two_buckets(list(change(version(2)).items())), **begin)
 
 
@@ -82,7 +82,7 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]
 
 
 def with_last(name: str, value: float) -> Callable[[Tensors], Tensors]:
-    """The last element of a tensor has this value."""
+    """Return a change that gives the last element of a tensor this value."""
 
     def change(tensors: Tensors) -> Tensors:
         changed = tensors[name].clone()
@@ -108,7 +108,7 @@ def repeated(target: UpdaterTarget, _: Path) -> Refusal:
 
 
 def votes(*answers: bool | Exception) -> Fault:
-    """Another rank votes so, after all tensors came."""
+    """Make another rank vote like this after all tensors came."""
 
     def fault(target: UpdaterTarget, _: Path) -> Refusal:
         target.votes[:] = answers
@@ -118,7 +118,7 @@ def votes(*answers: bool | Exception) -> Fault:
 
 
 def exchange_fails(at: int) -> Fault:
-    """The exchange of one storage raises; the fourth storage is followed by the derived tensor."""
+    """Raise in the exchange of one of four storages, or in the derived tensor, which comes after them."""
 
     def fault(target: UpdaterTarget, _: Path) -> Refusal:
         exchange, calls, derived = ShadowStaging.exchange, iter(range(1000)), iter([at == 4])
@@ -142,7 +142,7 @@ def exchange_fails(at: int) -> Fault:
 
 
 def write_fails(at: int) -> Fault:
-    """A write into the model stops half way."""
+    """Raise half-way through one of the writes into the model."""
 
     def fault(target: UpdaterTarget, _: Path) -> Refusal:
         writes = iter(range(1000))
@@ -160,7 +160,7 @@ def write_fails(at: int) -> Fault:
 
 
 def transfer_fails(failure: Exception, **begin: Any) -> Fault:
-    """The second of three buckets does not come."""
+    """Fail the transfer of the second of three buckets."""
 
     def fault(target: UpdaterTarget, _: Path) -> Refusal:
         named = list(version(2).items())
@@ -182,7 +182,7 @@ def lease_runs_out(target: UpdaterTarget, _: Path) -> Refusal:
 
 
 def disk_is_full(target: UpdaterTarget, _: Path) -> Refusal:
-    """The journal takes its first tensor, and no byte more."""
+    """Fill the disk, so that the journal takes its first tensor and no byte more."""
     append, calls = UnnamedFile.append, iter(range(1000))
 
     def full(file: UnnamedFile, content: Any) -> Any:
@@ -195,7 +195,7 @@ def disk_is_full(target: UpdaterTarget, _: Path) -> Refusal:
 
 
 def no_file(target: UpdaterTarget, _: Path) -> Refusal:
-    """The journal's folder takes no file."""
+    """Fill the disk, so that the journal's folder takes no file."""
     with mock.patch("tempfile.TemporaryFile", side_effect=OSError(28, "No space left on device")):
         return target.attempt(two_buckets(list(version(2).items())))
 
@@ -310,7 +310,7 @@ def pipe(path: Path) -> None:
 
 
 def shrinks(target: UpdaterTarget, scratch: Path) -> Refusal:
-    """The file ends early after its first tensors were read: an error, and not a signal."""
+    """Cut the file after its first tensors were read: the read must raise an error, not end in a signal."""
     folder = folder_of(scratch, version(2))
     source = disk(target, folder)
     receive = source.receive
@@ -365,7 +365,7 @@ DISK: dict[str, tuple[Fault, type[WeightSyncError], str]] = {
 
 
 def delta(base: Callable[[Tensors], Tensors] = dict, new: Callable[[Tensors], Tensors] = nudged) -> Fault:
-    """A delta over what `base` makes of the version in force, to what `new` makes of that."""
+    """Send a delta that starts from `base` of the version in force, and leads to `new` of that base."""
 
     def fault(target: UpdaterTarget, _: Path) -> Refusal:
         old = base(version(1))
@@ -405,7 +405,7 @@ DELTA: dict[str, tuple[Fault, type[WeightSyncError], str]] = {
 
 
 def conversation(form: Form, message: Any) -> Fault:
-    """One bucket is announced by this message; the sender is told why it is refused."""
+    """Announce one bucket by this message; the sender must get the reason of the refusal."""
 
     def fault(target: UpdaterTarget, _: Path) -> Refusal:
         named = list(without(NORM)(version(2)).items())

@@ -19,12 +19,12 @@ Context = AbstractContextManager[Any]
 
 
 def skips_the_way_back() -> Context:
-    """Leave what was written where it is."""
+    """Leave written tensors in the model after a failed commit."""
     return mock.patch.object(WeightTransaction, "_roll_back", lambda self, reason: None)
 
 
 def forgets_what_is_derived() -> Context:
-    """Put tensors back, and compute nothing of them again."""
+    """Put tensors back, but do not recompute derived tensors."""
 
     def undo_alone(self: WeightTransaction, reason: str) -> None:
         self._staging.undo()
@@ -33,12 +33,12 @@ def forgets_what_is_derived() -> Context:
 
 
 def keeps_what_was_staged() -> Context:
-    """Drop a refused update, and not the copies that were staged for it."""
+    """Drop a refused update, but keep the copies that were staged for it."""
     return mock.patch.object(shadow.ShadowStaging, "undo", lambda self: None)
 
 
 def leaves_the_update_open() -> Context:
-    """An update that was refused stays open."""
+    """Keep an update open that was refused."""
     return mock.patch.object(WeightUpdater, "abort", lambda self, *_: None)
 
 
@@ -57,12 +57,12 @@ def one_rank_commits() -> Context:
 
 
 def counts_nothing() -> Context:
-    """Publish what came, though tensors are missing."""
+    """Publish an update although tensors are missing."""
     return mock.patch.object(WeightLedger, "settle", lambda self: None)
 
 
 def takes_any_value() -> Context:
-    """Take values that are not finite, and content of other fingerprints."""
+    """Take values that are not finite, and content that does not fit its fingerprints."""
 
     def unchecked(named: Any, stated: Any) -> dict[str, int]:
         return {name: fingerprint(tensor) for name, tensor in named}
