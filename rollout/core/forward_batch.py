@@ -46,8 +46,8 @@ class WindowOperands(NamedTuple):
 class DecodeRows(NamedTuple):
     """The B requests that decode, int64: their rows of `req_to_token` and their lengths, this step's token included.
 
-    The same numbers on the model's device and on the CPU, where they let a plan be made without waiting for the device.
-    Those on the CPU may be live arrays, which advance in place once the step is launched: who keeps one copies it.
+    The same numbers are on the model's device and on the CPU, so that a plan is made without waiting for the device.
+    The tensors on the CPU may be live arrays, which advance in place once the step is launched: keep only copies.
     """
 
     req_pool_indices: torch.Tensor
@@ -58,8 +58,10 @@ class DecodeRows(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step, and valid for that step only.  All tensors are int64 on the model's device, except the tensors of
-    `decode` for the host."""
+    """The input of one step, valid for that step only.
+
+    All tensors are int64 on the model's device, except the tensors of `decode` for the host.
+    """
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T] absolute position of each token in its sequence
@@ -75,16 +77,15 @@ class ForwardBatch:
     logits_rows: torch.Tensor  # [N] rows of T whose logits are wanted, ascending
 
     forced_routes: torch.Tensor | None = None
-    """[L, T, K] logical expert ids that replace the routers' choices, but for rows that are -1; None: no row is
-    forced."""
+    """[L, T, K] logical expert ids that replace the routers' choices, except in rows of -1; None: no row is forced."""
 
     states: StateOperands | None = None  # None: the model has no recurrent layers
-    window: WindowOperands | None = None  # None: layers with a window keep KV where the others do
+    window: WindowOperands | None = None  # None: window layers use the main KV pool
 
     global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
 
     def kv_slots(self, window: int | None) -> torch.Tensor:
-        """Return the slots that the step's tokens write in a layer with this window, or without one."""
+        """Return the slots that the step's tokens write in a layer with this window; None: a layer without a window."""
         return self.out_cache_loc if window is None or self.window is None else self.window.slots
 
     @property

@@ -12,7 +12,7 @@ KEPT_BYTES = 256 * _MIB
 
 # Each layer of a step asks for the same few buffers.  By default glibc gives them back to the system and asks for them
 # again: at a prefill of 2048 tokens hundreds of thousands of page faults, a fifth of its time (docs/benchmarks.md).
-# Buffers of 32 MB, the most that glibc takes, still get a mapping of their own where nothing large enough lies free.
+# Buffers of 32 MB, glibc's maximum, still get a mapping of their own if no free block is large enough.
 _KEEP = {
     "MALLOC_MMAP_THRESHOLD_": (-3, 32 * _MIB),
     "MALLOC_TRIM_THRESHOLD_": (-1, KEPT_BYTES),
@@ -31,7 +31,7 @@ _SHARE = {
 def keep_freed_memory() -> None:
     """Let this process keep up to `KEPT_BYTES` of freed memory for the next step, where its allocator is glibc's.
 
-    What is free now, as after loading, goes back.  The pages go back when a server releases its memory.
+    Memory that is free now, as after loading, goes back at once.  The rest goes back when a server releases its memory.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -48,7 +48,7 @@ def share_freed_memory() -> None:
 
 
 def _set(parameters: dict[str, tuple[int, int]]) -> None:
-    """A parameter that the environment sets stays as it is."""
+    """Set these parameters of the allocator, except parameters that the environment sets."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for name, (number, value) in parameters.items():
         if mallopt is not None and name not in os.environ:

@@ -1,6 +1,6 @@
-"""The memory that is really there, and the size of the KV pool that it allows.
+"""Measure the available memory, and compute the size of the KV pool that it allows.
 
-Reads /proc and cgroup files; allocates nothing.
+This module reads /proc and cgroup files, and allocates nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ _LEAST_TOKENS = 16
 
 
 def available_memory_bytes(device: torch.device | str = "cpu", root: Path = Path("/")) -> int:
-    """Bytes that this process can still take: free device memory, or on the CPU the smaller of what the machine
-    and the cgroup leave.  `root` is for tests.
+    """Return the bytes that this process can still allocate on the device.
+
+    On the CPU the limit is the smaller of the machine's free memory and the cgroup's.  `root` is for tests.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -28,11 +29,11 @@ def available_memory_bytes(device: torch.device | str = "cpu", root: Path = Path
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that are kept beside the slots of the KV pool.
+    """Bytes that stay reserved in addition to the slots of the KV pool.
 
-    `staging`: for the next weights; `activations`: what the largest step takes at its peak; `graphs`: a reserve for
-    captured steps, which are captured when the pool is there; `tables`: slots of requests; `states`: recurrent states
-    and pages of windows.
+    `staging`: for the next weights; `activations`: the peak of the largest step; `graphs`: a reserve for captured
+    steps, as these are captured after the pool was made; `tables`: the slot table of requests; `states`: recurrent
+    states and pages of windows.
     """
 
     staging: int = 0
@@ -57,11 +58,12 @@ def kv_pool_tokens(
     max_running_requests: int,
     wanted: int | None = None,
 ) -> int:
-    """KV slots that fit: `(available * mem_fraction - kept) / bytes_per_token`, at most what `max_running_requests`
-    requests of `context_length` could use; or as many as are `wanted`.
+    """Return the number of KV slots that fit, or `wanted` if it is given.
 
-    `available_bytes`: with the weights there, which have `weight_bytes`.  Raises `StartupError` with all numbers when
-    not even one request of 16 tokens fits, or not as many as are wanted.
+    `(available * mem_fraction - kept) / bytes_per_token` slots fit.  The result is at most the number that
+    `max_running_requests` requests of `context_length` can use.  `available_bytes` were measured after the weights were
+    loaded, which take `weight_bytes`.  Raises `StartupError` with all numbers if one request of 16 tokens, or the
+    wanted number, does not fit.
     """
     usable = int(available_bytes * mem_fraction)
     fitting = (usable - kept.total) // bytes_per_token
@@ -96,7 +98,10 @@ def _machine_available(root: Path) -> int:
 
 
 def _cgroup_available(root: Path) -> int:
-    """cgroup v2 (`memory.max`), then v1 (`memory.limit_in_bytes`); files that are absent set no limit."""
+    """Return the bytes that the cgroup leaves, by v2 (`memory.max`), then v1 (`memory.limit_in_bytes`).
+
+    Absent files set no limit.
+    """
     base = root / "sys/fs/cgroup"
     pairs = [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")]
     for limit_name, usage_name in pairs:

@@ -1,7 +1,7 @@
 """`CacheManager`: allocates KV slots and rows to requests, and frees them.  All of it is arithmetic on the host.
 
-The only place where slots move between the free list, the prefix cache and requests.  It reports whether something
-fits; which request must make room is the policy's decision.
+Only this module moves slots between the free list, the prefix cache and requests.  It reports whether something fits;
+the policy decides which request must make room.
 
     position   0            cached_len        device_len
                |-- cache's ----|---- private ----|-- ahead, or none --
@@ -33,9 +33,9 @@ MAX_STEPS_AHEAD = 16
 
 
 class SequenceMemory(Protocol):
-    """The memory of a sequence beside KV of every token: `StateRows` and `WindowPages`.
+    """The memory of a sequence in addition to the KV of all its tokens: `StateRows` and `WindowPages`.
 
-    `rows` are its snapshots: the part of it that a sequence needs to go on from a prefix.
+    `rows` are its snapshots.  A snapshot is the part that a sequence needs to go on from a prefix.
     """
 
     rows: SnapshotRows
@@ -56,7 +56,7 @@ class SequenceMemory(Protocol):
         """Return the longest prefix of `length` tokens that can have a snapshot."""
 
     def begin(self, sequence: CachedSequence, row: int) -> None:
-        """Let `sequence` go on from the snapshot in `row`, or from nothing: -1.  It has its row in the slot table."""
+        """Let `sequence`, which has a row in the slot table, go on from the snapshot in `row`; -1: from the start."""
 
     def prepare(
         self, batch: ForwardBatch, extends: Sequence[CachedSequence], decodes: Sequence[CachedSequence]
@@ -67,7 +67,10 @@ class SequenceMemory(Protocol):
         """
 
     def hand_over(self, sequence: CachedSequence, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
-        """Give `node` the snapshots of `sequence`'s first `num_tokens`, which are in `cache` now and end at `node`."""
+        """Give `node` the snapshots within the first `num_tokens` of `sequence`.
+
+        These tokens are in `cache` now, and end at `node`.
+        """
 
     def end(self, sequence: CachedSequence) -> None:
         """Take back all that `sequence` has."""
@@ -96,12 +99,12 @@ class CacheManager:
         self.allocator = SlotAllocator(num_slots)
         kind = NoPrefixCache if disable_radix_cache else RadixCache
         self.prefix_cache: RadixCache = kind(self.allocator, events, None if states is None else states.rows)
-        self.states = states  # None: a sequence's KV is all that layers keep
+        self.states = states  # None: layers keep nothing but KV
         self.pins = SessionPins(self.prefix_cache, max_pinned_tokens, pin_timeout, clock)
         self.pool = ReqToTokenPool(max_requests, max_context + MAX_STEPS_AHEAD, num_slots, device)
         self.num_private = 0  # slots held by requests and not by the cache
-        self._ahead: list[torch.Tensor] = []  # [B] each, the next step's last
-        self._ahead_generation = -1  # of the decode batch that they are for
+        self._ahead: list[torch.Tensor] = []  # [B] each; the last one is for the next step
+        self._ahead_generation = -1  # of the decode batch that uses them
         self._num_ahead = 0
         self._steps_ahead = 1
 
@@ -112,7 +115,7 @@ class CacheManager:
 
     @property
     def granularity(self) -> int:
-        """The length of a prefix from which a request goes on is a multiple of it."""
+        """The divisor of all lengths of a prefix from which a request can go on."""
         return 1 if self.states is None else self.states.granularity
 
     def attach(self, sequence: CachedSequence, namespace: Namespace) -> None:
@@ -166,9 +169,9 @@ class CacheManager:
     def share_prompt(self, sequence: CachedSequence, weight_epoch: int) -> None:
         """Insert the computed prompt of `sequence` into the prefix cache while it runs.
 
-        Skipped when the cache meanwhile got more of this prompt from another one: the slots that `sequence` computed
-        stay its own, so that its rows come from its own forwards.  With snapshots it takes over the cache's slots
-        instead: it began at a snapshot, which may be before the end of what the cache had.
+        If the cache meanwhile got more of this prompt from another request, nothing is inserted: `sequence` keeps the
+        slots that it computed, so that its rows come from its own forwards.  With snapshots it takes over the cache's
+        slots instead: it began at a snapshot, perhaps before the end of the cached tokens.
         """
         namespace = sequence.namespace
         if not self.prefix_cache.keeps_prefixes or namespace is None or namespace[1] != weight_epoch:
@@ -189,10 +192,9 @@ class CacheManager:
         sequence.cached_len = sequence.device_len
 
     def detach(self, sequence: CachedSequence, weight_epoch: int, session_to_pin: str | None = None) -> None:
-        """Free the row and all slots of `sequence`; what was computed under the current weights goes into the prefix
-        cache.
+        """Free the row and all slots of `sequence`, and cache the KV that was computed under the current weights.
 
-        There it is pinned for the session `session_to_pin`.  Raises `InvariantError` where a slot would be in two
+        That prefix is pinned for the session `session_to_pin`.  Raises `InvariantError` if a slot would be in two
         places afterwards.
         """
         if sequence.pool_index == -1:
@@ -238,7 +240,7 @@ class CacheManager:
     def require_accounted(self) -> None:
         """Compare the counts of the free list, the prefix cache and the requests: cheap enough to stay on.
 
-        Raises `InvariantError`: what runs afterwards might read KV of others.
+        Raises `InvariantError`: later steps might read KV of other requests.
         """
         allocator, held, cached = self.allocator, self.num_private + self._num_ahead, self.prefix_cache.num_cached
         if allocator.num_held != held or allocator.num_cached != cached:
@@ -268,7 +270,10 @@ class CacheManager:
         return self.allocator.alloc(count)
 
     def _enter_ahead(self, generation: int, pool_indices: torch.Tensor, positions: torch.Tensor) -> None:
-        """Take slots for the next steps: one of a new batch, then twice as many each time while free ones suffice."""
+        """Take slots for the next steps: for one step of a new batch, then for twice as many each time.
+
+        Slots for more than one step must be free; for one step the cache may be evicted.
+        """
         self._free_ahead()
         count = pool_indices.shape[0]
         steps = 1 if generation != self._ahead_generation else min(2 * self._steps_ahead, MAX_STEPS_AHEAD)
@@ -290,7 +295,7 @@ class CacheManager:
         self._ahead, self._num_ahead = [], 0
 
     def _take_over(self, sequence: CachedSequence, slots: torch.Tensor) -> None:
-        """Use the cache's `slots` of the next tokens in place of own ones, which have the same content."""
+        """Replace the sequence's own slots of the next tokens with the cache's `slots`, which have the same content."""
         start, end = sequence.cached_len, sequence.cached_len + slots.shape[0]
         own = self.slots(sequence, start, end).clone()
         self.pool.enter_span(sequence.pool_index, start, slots)

@@ -3,11 +3,11 @@
 Tensors that are made inside `pool` lie in areas of the driver's virtual memory (`kernels/csrc_driver/device_pages.cpp`,
 compiled at first use), which torch's allocator cuts up as it does its own segments:
 
-    area   |  weight  |  weight  |gap|      gap: what else lies in a pool, such as tables computed from settings
+    area   |  weight  |  weight  |gap|      gap: other content of a pool, such as tables computed from settings
 
 An area goes back as a whole.  So gaps are copied to the host and put back: a few MB, as areas are made for tensors.
 
-Run on an H100 by `tests/gpu`, with small models; elsewhere against `tests/cuda_driver_stand_in.cpp`.
+`tests/gpu` runs this module on an H100 with small models; other tests use `tests/cuda_driver_stand_in.cpp`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rollout.memory.host_pages import HostPages, MemoryPages, MemoryTakenError, 
 
 SOURCES = Path(__file__).parents[1] / "kernels" / "csrc_driver"
 DRIVER = "libcuda.so.1"
-_PART_BYTES = 64 << 20  # of the buffer through which kept copies go
+_PART_BYTES = 64 << 20  # size of the buffer for kept copies
 _ALLOC, _FREE = "lockstep_pages_alloc", "lockstep_pages_free"
 
 
 def select_pages(device: torch.device) -> MemoryPages:
-    """The pages of a device.  Raises `StartupError`."""
+    """Return the memory pages of a device.  Raises `StartupError`."""
     if device.type != "cuda":
         return HostPages()
     library = open_library(DRIVER)
@@ -39,7 +39,7 @@ def select_pages(device: torch.device) -> MemoryPages:
 
 
 def open_library(driver: str) -> ctypes.CDLL:
-    """The compiled allocator, over the CUDA driver's library `driver`.  Raises `StartupError`."""
+    """Load the compiled allocator, which calls the CUDA driver's library `driver`.  Raises `StartupError`."""
     try:
         library = ctypes.CDLL(str(build_kernels(sources=SOURCES)))
     except KernelBuildError as error:
@@ -58,7 +58,10 @@ def open_library(driver: str) -> ctypes.CDLL:
 
 
 class DevicePages:
-    """`wait()`: until nothing is under way on the device.  `trim()`: give back what torch's allocator caches."""
+    """The memory pages of a CUDA device.
+
+    `wait()` blocks until the device has no work left.  `trim()` gives back the memory that torch's allocator caches.
+    """
 
     def __init__(self, library: ctypes.CDLL, *, wait: Callable[[], object], trim: Callable[[], object]) -> None:
         self._library = library
@@ -66,7 +69,7 @@ class DevicePages:
         self._pools: dict[str, tuple[torch.cuda.memory.CUDAPluggableAllocator, torch.cuda.MemPool]] = {}
         """The allocator must live as long as its pool."""
         self._gaps: dict[int, list[tuple[int, bytes]]] = {}
-        """Gaps by the first address of an area without memory: where bytes of others lay, and which."""
+        """The address and content of each gap, by the first address of an area without memory."""
 
     def pool(self, tag: str) -> AbstractContextManager[object]:
         if tag not in self._pools:
@@ -124,7 +127,7 @@ class DevicePages:
         self._wait()
 
     def _parts(self, span: Span) -> Iterator[tuple[int, torch.Tensor]]:
-        """Addresses, and as many bytes of one buffer on the host."""
+        """Yield the address of each part of the span, with a buffer of the part's size on the host."""
         buffer = torch.empty(min(span.nbytes, _PART_BYTES), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         for start in range(0, span.nbytes, _PART_BYTES):
             yield span.address + start, buffer[: min(_PART_BYTES, span.nbytes - start)]
@@ -150,7 +153,7 @@ class DevicePages:
         return content.raw
 
     def _require(self, status: int, done: str) -> None:
-        """A driver that refuses what it must do has lost the device: nothing can go on."""
+        """Raise `RuntimeError` if the driver refused a call: the device is lost then."""
         if status != 0:
             raise RuntimeError(f"device memory could not be {done}: {_reason(self._library)}")
 

@@ -21,7 +21,7 @@ from rollout.core.errors import LockstepError, StartupError
 
 
 class MemoryTakenError(LockstepError):
-    """Memory that was given back is not to be had again: others hold it.  Nothing changed."""
+    """Memory that was given back cannot be taken again: others hold it.  Nothing changed."""
 
     status_code = 503
 
@@ -35,35 +35,38 @@ class Span:
 
 
 class MemoryPages(Protocol):
-    """The memory pages of one device.  Spans are of storages that `check` let pass."""
+    """The memory pages of one device.  Every span is the span of a storage that `check` accepted."""
 
     def pool(self, tag: str) -> AbstractContextManager[object]:
-        """Inside, this thread's tensors on the device are made of pages that can go back, apart from other tags'."""
+        """Make this thread's tensors on the device, within the block, of pages that can go back.
+
+        They do not share pages with tensors of other tags.
+        """
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises `StartupError` for tensors whose pages cannot go back."""
+        """Raise `StartupError` if the pages of a tensor cannot go back."""
 
     def discard(self, spans: Sequence[Span]) -> None:
-        """Give back the pages of these bytes, which must be unused.  Bytes beside them keep their content."""
+        """Give back the pages of these bytes, which must be unused.  Bytes next to them keep their content."""
 
     def provide(self, spans: Sequence[Span]) -> None:
-        """Have pages for these bytes, zeros where there were none.  Raises `MemoryTakenError`."""
+        """Allocate pages for these bytes; new pages hold zeros.  Raises `MemoryTakenError`."""
 
     def is_provided(self, spans: Sequence[Span]) -> bool:
         """Return whether these bytes may be read and written."""
 
     def read(self, span: Span) -> Iterator[memoryview]:
-        """The bytes, in parts; each is valid until the next."""
+        """Yield the bytes in parts.  Each part is valid until the next one is taken."""
 
     def fill(self, span: Span) -> Iterator[memoryview]:
-        """Parts, as `read` cuts them, to be filled by the caller before it asks for the next."""
+        """Yield parts of the same sizes as `read`.  The caller fills each part before it asks for the next."""
 
 
 class HostPages:
-    """Private anonymous memory, as torch allocates it on a CPU, by Linux' meaning of `MADV_DONTNEED`."""
+    """Private anonymous memory, as torch allocates it on a CPU, with Linux' meaning of `MADV_DONTNEED`."""
 
     def __init__(self) -> None:
-        """Raises `StartupError` on another system."""
+        """Open the C library.  Raises `StartupError` on other systems than Linux."""
         if sys.platform != "linux":
             raise StartupError(f"--enable-memory-saver works on Linux only, this is {sys.platform}")
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -79,12 +82,12 @@ class HostPages:
     def discard(self, spans: Sequence[Span]) -> None:
         for span in spans:
             self._discard(span)
-        trim = getattr(self._libc, "malloc_trim", None)  # glibc's: what was freed meanwhile goes back as well
+        trim = getattr(self._libc, "malloc_trim", None)  # glibc's: memory freed meanwhile goes back as well
         if trim is not None:
             trim(0)
 
     def provide(self, spans: Sequence[Span]) -> None:
-        """Pages come when they are written."""
+        """Do nothing: the system allocates a page when it is written."""
 
     def is_provided(self, spans: Sequence[Span]) -> bool:
         return True

@@ -1,16 +1,16 @@
-"""Events of the prefix cache over ZMQ, for routers that send a request where its prefix is.
+"""Events of the prefix cache over ZMQ, for routers that send a request to the engine that has its prefix.
 
 Names of blocks and form of batches follow SGLang and vLLM.
 
     topic | sequence number, 8 bytes | msgpack [time, events, data-parallel rank]
 
 A block is one token.  Its name depends on all tokens before it, on the request's salt and on the version of the weights
-that computed it: the one that they were committed under, as renaming a version later changes no block.  A commit makes
+that computed it.  This is the version at their commit, as renaming a version later changes no block.  A commit makes
 all blocks useless, so it is an `AllBlocksCleared`; KV of older weights that running requests still hold has no further
 events.
 
-With recurrent layers or windows a request goes on from a snapshot, so blocks are stored up to the last one
-of a path, and blocks after it are removed when it is dropped.
+With recurrent layers or windows a request goes on from a snapshot.  So blocks are stored up to the last snapshot of a
+path; when that snapshot is dropped, the blocks after the one before it are removed.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _NO_MORE = (-1).to_bytes(8, "big", signed=True)
 
 
 class _Event(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
-    """A map with its class name as `type`.  Fields with a default are left out where they have it."""
+    """A map with its class name as `type`.  A field that has its default value is left out."""
 
 
 class BlockStored(_Event):
     """Blocks in a row, the first below `parent_block_hash`, or at the root of its salt (None).
 
-    `extra_keys`, vLLM's form of the salt, has an entry a block; only the first below a root has one.
+    `extra_keys`, vLLM's form of the salt, has one entry for each block; all are None but the first below a root.
     """
 
     block_hashes: list[int]
@@ -72,14 +72,14 @@ class BlockRemoved(_Event):
 
 
 class AllBlocksCleared(_Event):
-    """The end of all blocks, by a commit or a flush; the version and the epoch belong to the blocks to come."""
+    """The end of all blocks, by a commit or a flush.  The version and the epoch apply to later blocks."""
 
     weight_version: str | None = None
     weight_epoch: int | None = None
 
 
 class _Asked(msgspec.Struct):
-    """A request for the batches from `number` on, those before it sent already, up to `end`, not included."""
+    """A request for the batches from `number` up to `end`, not included.  Earlier ones were sent already."""
 
     identity: bytes
     number: int
@@ -87,10 +87,10 @@ class _Asked(msgspec.Struct):
 
 
 class KVEvents:
-    """Collects what happens in the prefix cache, and publishes it once a turn of the scheduler's loop.
+    """Collects the events of the prefix cache, and publishes them once a turn of the scheduler's loop.
 
-    The cache notifies it of every change of what a request can go on from.  That is every prefix.  With snapshots it is
-    the part before one: the last of a path ends what is stored of it.
+    The cache notifies it whenever the prefixes change from which a request can go on.  Without snapshots these are all
+    prefixes.  With snapshots they are the prefixes up to the last snapshot of each path.
     """
 
     def __init__(self, config: KVEventsConfig, dp_rank: int, serving: Callable[[], tuple[str, int]]) -> None:
@@ -99,7 +99,7 @@ class KVEvents:
         self._config = config
         self._dp_rank = dp_rank
         self._serving = serving
-        self._committed = serving()  # as it was when its epoch began
+        self._committed = serving()  # version and epoch at the last commit
         self._topic = config.topic.encode()
         self._events: list[_Event] = []
         self._encoder = msgspec.msgpack.Encoder()
@@ -112,7 +112,7 @@ class KVEvents:
         replay = config.replay_endpoint_of(dp_rank)
         if replay is not None:
             self._replay = self._open(zmq.ROUTER, replay, True, _REPLAY_HWM)
-            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what does not fit is refused, not lost
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message that does not fit is refused, not lost
         self.cleared()
 
     def _open(self, kind: int, endpoint: str, bind: bool, hwm: int) -> zmq.Socket[bytes]:
@@ -129,7 +129,7 @@ class KVEvents:
     # --- from the prefix cache -----------------------------------------------------------------------------------
 
     def stored(self, node: RadixNode, namespace: Namespace, end: int) -> None:
-        """Add that a request can go on from the first `end` tokens of `node`, more than before; name their blocks."""
+        """Add the event that requests can go on from more of `node`: its first `end` tokens.  Name their blocks."""
         parent, start = node.parent, len(node.block_hashes)
         assert parent is not None
         tokens = node.tokens[start:end]
@@ -198,7 +198,10 @@ class KVEvents:
             self._sent_bytes -= len(self._sent.popleft()[1])
 
     def _take_request(self, socket: zmq.Socket[bytes]) -> None:
-        """Take a request [identity, empty, first sequence number]; it waits in the socket while many are answered."""
+        """Take a request [identity, empty, first sequence number].
+
+        It stays in the socket while the maximum number of requests is being answered.
+        """
         if len(self._asked) == _MAX_ASKED or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -207,7 +210,7 @@ class KVEvents:
             self._asked.append(_Asked(frames[0], first, self.num_batches))
 
     def _answer_all(self, socket: zmq.Socket[bytes]) -> None:
-        """Answer each as far as there is room; two requests of one peer are answered in order."""
+        """Answer each request as far as there is room; requests of one peer are answered in order."""
         left: dict[bytes, list[_Asked]] = {}
         for asked in self._asked:
             if asked.identity in left or not self._answer(socket, asked):
@@ -215,9 +218,9 @@ class KVEvents:
         self._asked = [asked for waiting in left.values() for asked in waiting]
 
     def _answer(self, socket: zmq.Socket[bytes], asked: _Asked) -> bool:
-        """Send one message a batch, and -1 at the end; what has no room follows later.
+        """Send one message for each batch, and -1 at the end; messages without room follow later.
 
-        True once all is sent, or the peer has disconnected.
+        Returns True once all is sent, or the peer has disconnected.
         """
         skipped = asked.number - self._sent[0][0] if self._sent else 0
         try:
@@ -241,9 +244,9 @@ class KVEvents:
 def block_names(above: int, depth: int, tokens: np.ndarray) -> np.ndarray:
     """Return the names int64 [n] of the blocks of `tokens` [n], of which the first has `depth` tokens before it.
 
-    `above` is the name of the block before, or of the root.  A name is the root's plus a hash (splitmix64) of each
-    (position, token) up to it, modulo 2^63: the same wherever an edge of the tree begins.  Not collision-resistant:
-    a client that chooses prompts can find two with one name.
+    `above` is the name of the block before, or of the root.  A name is the root's name plus a hash (splitmix64) of each
+    (position, token) up to it, modulo 2^63.  So it does not depend on where the tree's edges begin.  Names are not
+    collision-resistant: a client that chooses prompts can find two with one name.
     """
     mixed = np.arange(depth, depth + len(tokens))
     mixed <<= _POSITION_SHIFT

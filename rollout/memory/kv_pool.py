@@ -21,9 +21,9 @@ from rollout.core.specs.layer_specs import KVKind, WindowKV
 class KVPool:
     """`k[layer]`: [S + 1, H_kv, key size], `v[layer]`: [S + 1, H_kv, value size].  They keep their addresses.
 
-    Values may be a part of the keys, in the same memory.  A layer that keeps nothing of a token has empty ones.  With
+    Values may be a part of the keys, in the same memory.  A layer that keeps no KV has empty tensors.  With
     `num_window_slots`, layers with a window have that many slots of their own instead.  The last slot, `padding_slot`
-    or `window_padding_slot`, belongs to no request: rows that fill up a captured step write there.
+    or `window_padding_slot`, belongs to no request: padding rows of a captured step write there.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class KVPool:
         self._epoch[slots.numpy()] = weight_epoch
 
     def epochs(self, slots: np.ndarray) -> np.ndarray:
-        """The weight epochs int32 that wrote `slots`."""
+        """Return the weight epochs int32 that wrote `slots`."""
         epochs: np.ndarray = self._epoch[slots]
         return epochs
 
@@ -69,7 +69,7 @@ def _empty(
 
 
 def kv_bytes_per_token(layers: Sequence[KVKind | None], dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token over all `layers`."""
+    """Return the bytes of keys and values of one token over all `layers`."""
     return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 
@@ -80,7 +80,8 @@ class SlotAllocator:
     """A stack of free slot numbers, preallocated.  Slots are handed out, kept and returned on the host.
 
     Every slot is at any time in exactly one place: here, in the prefix cache, or private to one request.  Each change
-    of place is checked, at the cost of a pass over the slots that change it: KV in two places is wrong in silence.
+    of place is checked, as KV in two places makes wrong tokens without an error.  The check is one pass over the moved
+    slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -96,11 +97,11 @@ class SlotAllocator:
 
     @property
     def num_held(self) -> int:
-        """Slots of requests."""
+        """The number of slots that requests hold."""
         return self.num_slots - self._num_free - self.num_cached
 
     def alloc(self, count: int) -> torch.Tensor:
-        """`count` slots [count] int64.  The caller has checked `count <= num_free`."""
+        """Take `count` free slots [count] int64.  The caller has checked `count <= num_free`."""
         assert 0 <= count <= self._num_free, (count, self._num_free)
         slots = self._stack[self._num_free - count : self._num_free].copy()
         self._move(slots, _FREE, _HELD)
@@ -108,7 +109,7 @@ class SlotAllocator:
         return torch.from_numpy(slots)
 
     def keep(self, slots: torch.Tensor) -> None:
-        """The prefix cache takes `slots` [n] int64 from a request.  Raises `InvariantError`."""
+        """Move `slots` [n] int64 from a request to the prefix cache.  Raises `InvariantError`."""
         self._move(slots.numpy(), _HELD, _CACHED)
         self.num_cached += slots.shape[0]
 
@@ -124,7 +125,7 @@ class SlotAllocator:
         self._push(slots)
 
     def free_slots(self) -> torch.Tensor:
-        """Copy of the free slots, for integrity checks."""
+        """Copy the free slots, for integrity checks."""
         return torch.from_numpy(self._stack[: self._num_free].copy())
 
     def _push(self, slots: torch.Tensor) -> None:
@@ -145,8 +146,8 @@ class SlotAllocator:
 class NewestTokens:
     """The token that was sampled last for each request row, which the next step reads without a copy to the host.
 
-    What was put last is written to the table when other rows are put or read, so that while the same requests decode,
-    one step's tokens are the next one's input as they are.
+    The tokens that were put last are written to the table only when other rows are put or read.  So while the same
+    requests decode, the tokens of one step are the input of the next one, without a copy.
     """
 
     def __init__(self, max_requests: int, device: torch.device | str = "cpu") -> None:
@@ -156,13 +157,13 @@ class NewestTokens:
         self._tokens = self._rows
 
     def put(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Distinct rows [n] and a token for each; neither is changed later."""
+        """Enter a token for each of the distinct rows [n].  The caller changes neither tensor later."""
         if rows is not self._rows:
             self._table.index_copy_(0, self._rows, self._tokens)
         self._rows, self._tokens = rows, token_ids
 
     def get(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of `rows` [n]; not to be changed."""
+        """Return the tokens of `rows` [n], which the caller must not change."""
         if rows is self._rows:
             return self._tokens
         self._table.index_copy_(0, self._rows, self._tokens)
@@ -170,11 +171,11 @@ class NewestTokens:
 
 
 class ReqToTokenPool:
-    """A row belongs to one request while it holds KV.
+    """The slot table: each row belongs to one request while it holds KV.
 
     `table` [max_requests + 1, max_context] int64: the KV slot of each position, as a step on the device reads it.
-    `host_table` is the same for the host, which never reads the device's; on a CPU it is the very tensor.  The last
-    row, `padding_row`, belongs to no request: its one token has the KV slot `padding_slot`.
+    `host_table` is a copy for the host, which never reads the device's; on a CPU both are one tensor.  The last row,
+    `padding_row`, belongs to no request: its one token has the KV slot `padding_slot`.
     """
 
     def __init__(
@@ -200,13 +201,13 @@ class ReqToTokenPool:
         return len(self._free_rows)
 
     def alloc(self) -> int:
-        """A free row.  The caller has checked `num_free`."""
+        """Take a free row.  The caller has checked `num_free`."""
         row = self._free_rows.pop()
         self._is_free[row] = False
         return row
 
     def enter_padding(self) -> None:
-        """Set the slot of the padding row: at first, and after the table's memory was released."""
+        """Set the slot of the padding row.  Called at first, and after the table's memory was released."""
         self.enter_span(self.padding_row, 0, torch.tensor([self._padding_slot]))
 
     def enter_span(self, row: int, start: int, slots: torch.Tensor) -> None:
@@ -217,14 +218,14 @@ class ReqToTokenPool:
             self.table[row, start:end] = to_device(slots, self.device)
 
     def enter_ahead(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Set the slots of positions in rows, all int64 and of shapes that broadcast to that of `slots`.
+        """Set the slots of later steps on the host; each step copies its own slots to the device.
 
-        For steps to come: each brings its own to the device.
+        All tensors are int64, and the shapes of `rows` and `positions` broadcast to the shape of `slots`.
         """
         self.host_table.index_put_((rows, positions), slots)
 
     def free(self, row: int) -> None:
-        """Raises `InvariantError` for a row that is free."""
+        """Free a row.  Raises `InvariantError` if it is free already."""
         if self._is_free[row]:
             raise InvariantError(f"row {row} of the slot table was freed twice")
         self._is_free[row] = True

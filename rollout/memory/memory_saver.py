@@ -1,7 +1,7 @@
 """`MemorySaver`: gives the memory of whole groups of tensors back to the system, and keeps their addresses.
 
-So kernels, views, loaders and captured graphs that hold an address go on as before.  How pages go back and come again
-is in `host_pages` (a CPU) and `device_pages` (CUDA).
+So kernels, views, loaders and captured graphs that hold an address stay valid.  `host_pages` (a CPU) and
+`device_pages` (CUDA) give pages back and take them again.
 
     release(tag)    content -> [kept copy in an unnamed file] -> pages returned
     resume(tag)     pages, zeros -> [kept copy -> content, checked]
@@ -23,14 +23,14 @@ TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 
 
 class KeptCopyError(LockstepError):
-    """A copy of released content could not be written, or is not what was written."""
+    """A copy of released content could not be written, or has changed since."""
 
 
 class KeptCopy:
     """The bytes of some storages in an unnamed file of the temporary folder ($TMPDIR), deleted when closed."""
 
     def __init__(self, pages: MemoryPages, spans: Sequence[Span]) -> None:
-        """Raises `KeptCopyError` where they cannot be written."""
+        """Write the copy.  Raises `KeptCopyError` if it cannot be written."""
         self._pages, self._spans = pages, spans
         self._file: UnnamedFile | None = None
         try:
@@ -41,7 +41,7 @@ class KeptCopy:
             raise KeptCopyError(f"no copy of the weights could be kept: {error}") from error
 
     def restore(self) -> None:
-        """Write the bytes back to where they were.  Raises `KeptCopyError`; their contents are undefined then."""
+        """Write the bytes back to their storages.  Raises `KeptCopyError`; the contents are undefined then."""
         assert self._file is not None
         parts = (part for span in self._spans for part in self._pages.fill(span))
         try:
@@ -56,9 +56,10 @@ class KeptCopy:
 
 
 class MemorySaver:
-    """`tensors[tag]` is what a tag stands for; a tag without tensors holds no memory here.  `pages`: of their device.
+    """Releases and provides the memory of the tensors of each tag.
 
-    Raises `StartupError` for tensors whose pages cannot go back.
+    `tensors[tag]` are the tensors of a tag; a tag without tensors holds no memory here.  `pages` belong to the tensors'
+    device.  Raises `StartupError` if the pages of a tensor cannot go back.
     """
 
     def __init__(self, tensors: Mapping[MemoryTag, Sequence[torch.Tensor]], pages: MemoryPages | None = None) -> None:
@@ -70,7 +71,7 @@ class MemorySaver:
         self._copies: dict[MemoryTag, KeptCopy] = {}
 
     def nbytes(self, tag: MemoryTag) -> int:
-        """Bytes of the storages of `tag`."""
+        """Return the bytes of the storages of `tag`."""
         return sum(span.nbytes for span in self._spans.get(tag, ()))
 
     def keep_copy(self, tag: MemoryTag) -> None:
@@ -98,11 +99,14 @@ class MemorySaver:
             raise
 
     def discard(self, tag: MemoryTag) -> None:
-        """The content of `tag` is lost, and whole pages go back to the system."""
+        """Give the pages of `tag` back to the system.  Its content is lost."""
         self._pages.discard(self._spans.get(tag, ()))
 
     def provide(self, tags: Sequence[MemoryTag]) -> None:
-        """Have memory for these tags, all or none: zeros where it was given back.  Raises `MemoryTakenError`."""
+        """Take memory for all these tags or for none; memory that was given back holds zeros.
+
+        Raises `MemoryTakenError`.
+        """
         self._pages.provide([span for tag in tags for span in self._spans.get(tag, ())])
 
     def is_provided(self, tag: MemoryTag) -> bool:

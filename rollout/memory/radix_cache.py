@@ -3,7 +3,7 @@
 A namespace is `(extra_key, weight_epoch)`: prefixes written under other weights can never match.
 
     match()   longest cached prefix -> (node to lock, its slots)
-    match_state()   the same of a model with recurrent layers: as far as there is a snapshot of their states
+    match_state()   match() for a model with recurrent layers: the prefix up to the last snapshot of their states
     insert()  give the tree a finished prefix; it keeps the part it lacks
     lock()    everything from a node up to its root stays until unlock()
     pin()     the same, counted separately: kept although no request uses it
@@ -58,18 +58,18 @@ class RadixCache:
         self.num_cached = 0
         self.num_locked = 0
         self.num_pinned = 0
-        self.num_inserts = 0  # that added something: while it stays, no match gets longer
+        self.num_inserts = 0  # inserts that added something: while it stays, no match gets longer
 
     @property
     def num_evictable(self) -> int:
         return self.num_cached - self.num_locked
 
     def match(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
-        """The node where the longest cached prefix of `tokens` [n] ends, and the prefix's slots [m <= n]."""
+        """Return the node where the longest cached prefix of `tokens` [n] ends, and the prefix's slots [m <= n]."""
         return self.match_below(self._root(namespace), tokens)
 
     def match_below(self, node: RadixNode, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor]:
-        """Match the tokens after the prefix that ends at `node`, as `match` does; that prefix itself costs nothing."""
+        """Match the tokens after the prefix that ends at `node`, as `match` does.  That prefix is not matched again."""
         slots: list[torch.Tensor] = []
         now = next(self._clock)
         for above in self.path(node):
@@ -89,7 +89,10 @@ class RadixCache:
         return node, torch.cat(slots) if slots else NO_SLOTS
 
     def match_state(self, namespace: Namespace, tokens: np.ndarray) -> tuple[RadixNode, torch.Tensor, int]:
-        """Match the longest prefix with a recurrent state, as `match` does; return its row too, -1 without a prefix."""
+        """Match the longest prefix with a recurrent state, as `match` does, and also return the state's row.
+
+        Without such a prefix the row is -1.
+        """
         assert self._snapshots is not None
         node, slots = self.match(namespace, tokens)
         length = slots.shape[0]
@@ -104,10 +107,10 @@ class RadixCache:
         return self._root(namespace), NO_SLOTS, -1
 
     def keep_states(self, node: RadixNode, rows: Mapping[int, int]) -> set[int]:
-        """Keep `rows` of snapshots by length of the prefix whose state they are; `node` ends no shorter prefix.
+        """Keep snapshots in the tree: `rows` maps the length of a prefix to the row of the state after it.
 
-        They belong to the tree from now on, except the rows of the lengths that are returned: it has those lengths
-        already.
+        The prefix that ends at `node` is at least as long as each of them.  Returns the lengths that the tree has
+        already: their rows stay the caller's, the others belong to the tree from now on.
         """
         assert self._snapshots is not None
         superfluous = set()
@@ -179,7 +182,7 @@ class RadixCache:
 
     @staticmethod
     def path(node: RadixNode) -> list[RadixNode]:
-        """The nodes of the prefix that ends at `node`, last first."""
+        """Return the nodes of the prefix that ends at `node`, last first."""
         nodes = []
         while node.parent is not None:
             nodes.append(node)
@@ -199,9 +202,9 @@ class RadixCache:
         return freed
 
     def retire(self, current_epoch: int) -> None:
-        """Drop all namespaces of weight epochs before `current_epoch`; what is locked is evicted once it is unlocked.
+        """Drop all namespaces of weight epochs before `current_epoch`.  Locked nodes are evicted once unlocked.
 
-        With the epoch of the last call, everything stays, and no event says otherwise.
+        A call with the epoch of the last call changes nothing and sends no event.
         """
         if current_epoch == self._retired_below:
             return
@@ -211,7 +214,7 @@ class RadixCache:
         self.drop_retired()
 
     def drop_retired(self) -> None:
-        """Drop what is left of namespaces that are never used again, as far as it is not locked."""
+        """Drop all unlocked nodes of namespaces that are never used again."""
         for root in [root for (_, epoch), root in self._roots.items() if epoch < self._retired_below]:
             for node in list(postorder(root)):
                 node.block_hashes, node.num_named = NO_IDS, 0
@@ -347,7 +350,7 @@ class RadixCache:
 
 
 class NoPrefixCache(RadixCache):
-    """The same interface with prefix reuse off: nothing ever matches, what is inserted is freed at once."""
+    """The same interface without prefix reuse: nothing matches, and inserted slots are freed at once."""
 
     keeps_prefixes = False
 

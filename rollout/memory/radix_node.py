@@ -15,10 +15,10 @@ NO_IDS = np.empty(0, dtype=np.int64)
 class RadixNode:
     """`tokens` [n] and `slots` [n] of one edge.
 
-    `states`: rows of the state pool, by the number of its tokens after which they are the sequence's recurrent state.
+    `states` maps a number of its tokens to the row of the state pool that holds the recurrent state after them.
 
     `lock_count` counts the users of this node or of one below it, `pin_count` the pins among them.  `block_hashes` are
-    the names of its first tokens that were published; `num_named` counts its children that have some, too.
+    the published names of its first tokens; `num_named` counts its children that have published names, too.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def postorder(root: RadixNode) -> Iterator[RadixNode]:
-    """Children before parents, without recursion (chains can be long)."""
+    """Yield all nodes, children before parents, without recursion (chains can be long)."""
     stack = [root]
     order = []
     while stack:

@@ -1,6 +1,6 @@
-"""`CachedSequence`: the tokens of a request, and what the memory has of them.
+"""`CachedSequence`: the tokens of a request, and the lengths that the memory holds.
 
-Three lengths say how far it has come, over its tokens `prompt + output`:
+Three lengths state its progress over its tokens `prompt + output`:
 
     0 <= cached_len <= recorded_len <= device_len <= num_tokens
 
@@ -88,9 +88,9 @@ class CachedSequence:
     def recorded_len(self) -> int:
         """The tokens of `device_len` that the host knows.
 
-        The KV of the newest output token, and of those after it, only a step in flight computes.  An exception are
-        tokens that the prefix cache has: it takes none but known ones.  A sequence that was retracted comes back with
-        all its tokens computed and shared, and may end without another one.
+        Only a step in flight computes the KV of the newest output token and of later ones.  Tokens in the prefix cache
+        are an exception: the cache takes only known tokens.  A sequence that was retracted comes back with all its
+        tokens computed and shared, and may end without another one.
         """
         return max(self.cached_len, min(self.device_len, self.num_tokens - bool(self.output_ids)))
 
@@ -100,7 +100,7 @@ class CachedSequence:
         return self.num_tokens - 1
 
     def token_array(self, start: int, end: int) -> np.ndarray:
-        """Return the known token ids of positions `start .. end - 1`, int64; not to be changed."""
+        """Return the known token ids of positions `start .. end - 1`, int64, which the caller must not change."""
         prompt = self.prompt.array
         if end <= len(prompt):
             return prompt[start:end]

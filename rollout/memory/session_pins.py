@@ -27,9 +27,10 @@ class _Pin:
 
 
 class SessionPins:
-    """`max_tokens`: tokens of all pinned prefixes together, each counted once; 0 pins nothing.  `clock`: monotonic.
+    """The pinned prefixes of all sessions.
 
-    `on_first()` is called with the first pin, after there was none.
+    `max_tokens`: tokens of all pinned prefixes together, each counted once; 0 pins nothing.  `clock` is monotonic.
+    `on_first()` is called when the first pin is set after there was none.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class SessionPins:
         self._cache.drop_retired()
 
     def drop_oldest(self) -> bool:
-        """Drop the least recently used session.  False: there is none."""
+        """Drop the least recently used session.  Returns False if there is none."""
         return bool(self._pins) and self.drop(next(iter(self._pins)))
 
     def drop(self, session_id: str) -> bool:
-        """False: the session has no pin."""
+        """Drop the pins of a session.  Returns False if it has none."""
         pin = self._pins.pop(session_id, None)
         for node in pin.nodes if pin is not None else ():
             self._cache.unpin(node)
@@ -99,6 +100,6 @@ class SessionPins:
         return {session_id: list(pin.nodes) for session_id, pin in self._pins.items()}
 
     def expires_in(self, session_id: str) -> float | None:
-        """Seconds; None: the session has no pin."""
+        """Return the seconds until the session's pins expire; None if it has no pin."""
         pin = self._pins.get(session_id)
         return None if pin is None else pin.expires_at - self._clock()

@@ -22,7 +22,8 @@ from rollout.core.specs.layer_specs import RecurrentState
 class StatePool:
     """By hidden layer, `conv[layer]` [R, w - 1, C] in the model's dtype, and `state[layer]` [R, H, dk, dv] in float32.
 
-    In float64 for a float64 model; empty of a layer that keeps none.  They keep their addresses.
+    States are float64 for a float64 model.  A layer without a recurrent state has empty tensors.  All tensors keep
+    their addresses.
     """
 
     def __init__(
@@ -48,14 +49,14 @@ class StatePool:
 
 
 def state_bytes_per_row(layers: Sequence[RecurrentState | None], dtype: torch.dtype) -> int:
-    """Bytes of the state of one sequence over all layers; 0: no layer has one."""
+    """Return the bytes of the state of one sequence over all layers; 0 if no layer has one."""
     return sum(layer.bytes(dtype) for layer in layers if layer is not None)
 
 
 def num_state_rows(wanted: int | None, max_running_requests: int, row_bytes: int, available_bytes: int) -> int:
-    """`wanted`, or a row of each request that may run and as many snapshots.
+    """Return the number of state rows: `wanted`, or one for each request that may run and as many for snapshots.
 
-    Raises `StartupError` for fewer than requests may run, or more than there is memory for.
+    Raises `StartupError` for fewer rows than requests may run, or more than fit into memory.
     """
     rows = 2 * max_running_requests if wanted is None else wanted
     if rows < max_running_requests:
@@ -72,23 +73,23 @@ def num_state_rows(wanted: int | None, max_running_requests: int, row_bytes: int
 
 
 class Keeper(Protocol):
-    """A node of the prefix tree: `states` are rows by the number of its tokens after which they are the state."""
+    """A node of the prefix tree: `states` maps a number of its tokens to the row of the state after them."""
 
     states: dict[int, int]
     pin_count: int
 
 
 class SnapshotRows:
-    """Owner of the rows `first .. first + count - 1` that no request and no node has.
+    """Owner of the free rows among `first .. first + count - 1`, which neither a request nor a node has.
 
-    `on_drop(keeper)`: called when `take` has dropped a snapshot of it.
+    `on_drop(keeper)` is called when `take` has dropped a snapshot of `keeper`.
     """
 
     def __init__(self, first: int, count: int) -> None:
         self.on_drop: Callable[[Any], None] | None = None
         self.first, self.num_rows = first, count
         self._free = list(range(first + count - 1, first - 1, -1))
-        self._is_free = bytearray(b"\1") * (first + count)  # by row: a state in two places is wrong in silence
+        self._is_free = bytearray(b"\1") * (first + count)  # by row: a state in two places shows no other error
         self._kept: OrderedDict[int, Keeper] = OrderedDict()  # the least recently used first
 
     @property
@@ -102,8 +103,8 @@ class SnapshotRows:
     def take(self, *, drops: bool, but: Collection[int] = (), even_pinned: bool = False) -> int | None:
         """Return a row, or None if there is none.
 
-        `drops`: the least recently used row of the tree may go, except `but` and the rows that a session pins, unless
-        `even_pinned`.
+        With `drops`, the least recently used row of the tree may be dropped, but no row in `but`.  Rows that a session
+        pins may be dropped only with `even_pinned`.
         """
         if self._free:
             row = self._free.pop()
@@ -119,9 +120,10 @@ class SnapshotRows:
         return None
 
     def keep(self, row: int, keeper: Keeper, offset: int) -> bool:
-        """Give a taken row to `keeper`; False: that has a state there already, and `row` stays the caller's.
+        """Give a taken row to `keeper` and return True.
 
-        Raises `InvariantError` for a row that was not taken, or that a node has.
+        If `keeper` has a state at `offset` already, returns False, and `row` stays the caller's.  Raises
+        `InvariantError` for a row that was not taken, or that a node has.
         """
         if self._is_free[row] or row in self._kept:
             raise InvariantError(f"row {row} of states goes to the prefix cache but belongs to no request")
@@ -132,11 +134,11 @@ class SnapshotRows:
         return True
 
     def keeps(self, row: int) -> bool:
-        """Return whether a node has it."""
+        """Return whether a node has `row`."""
         return row in self._kept
 
     def move(self, keeper: Keeper, other: Keeper, offsets: dict[int, int]) -> None:
-        """`other` has what `keeper` had, at the offsets that `offsets` maps to."""
+        """Move states from `keeper` to `other`: `offsets` maps the old offset of each state to its new one."""
         for offset, new in offsets.items():
             row = keeper.states.pop(offset)
             other.states[new] = row
@@ -147,7 +149,7 @@ class SnapshotRows:
         self._kept.move_to_end(row)
 
     def free(self, row: int) -> None:
-        """Raises `InvariantError` for a row that is free."""
+        """Free a row.  Raises `InvariantError` if it is free already."""
         if self._is_free[row]:
             raise InvariantError(f"row {row} of states was freed twice")
         self._kept.pop(row, None)

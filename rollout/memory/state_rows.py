@@ -3,7 +3,7 @@
     prefill of 3 .. 150, interval 64     ----------64----------128------>   copies after 64 and after 128 tokens
     decode                               ---192--->                        a copy when a multiple is reached
 
-Snapshots lie at multiples of the interval, counted from the sequence's begin, so that they do not depend on how it was
+Snapshots lie at multiples of the interval, counted from the start of the sequence.  So they do not depend on how it was
 cut into steps.  They are a request's own until its tokens go into the prefix tree.
 """
 
@@ -26,17 +26,18 @@ _NONE = torch.empty((0, 3), dtype=torch.int64)
 
 @dataclass(slots=True)
 class _Held:
-    """The rows of a request beside its own: `source`, where its next step begins, and snapshots by length."""
+    """The rows of a request in addition to its own: `source`, where its next step begins, and snapshots by length."""
 
     source: int
     snapshots: dict[int, int] = field(default_factory=dict)
 
 
 class StateRows:
-    """`rows` has the snapshots' rows, `rows.first` requests have one each; nothing is copied without `keeps_prefixes`.
+    """The rows of all requests: `rows` has the rows for snapshots, and each of `rows.first` requests has a row.
 
-    The last multiple of a chunk is worth dropping the least recently used snapshot of the tree; those before it are
-    taken while rows are free.  Of what a request decodes, the newest is kept.
+    Without `keeps_prefixes` no snapshot is taken.  The snapshot at the last multiple of a chunk may replace the least
+    recently used snapshot of the tree; the earlier ones are taken only while rows are free.  While a request decodes,
+    only its newest snapshot is kept.
     """
 
     def __init__(self, rows: SnapshotRows, interval: int, *, keeps_prefixes: bool) -> None:
@@ -69,7 +70,7 @@ class StateRows:
     def prepare(
         self, batch: ForwardBatch, extends: Sequence[CachedSequence], decodes: Sequence[CachedSequence]
     ) -> None:
-        """Say where the states of the step's sequences lie.  Called once a step, before it is launched."""
+        """Enter the rows of the states of the step's sequences.  Called once a step, before it is launched."""
         decoding = batch.decode.req_pool_indices_host
         if self._ones_B.shape != decoding.shape:
             self._ones_B = torch.ones_like(decoding)
@@ -86,7 +87,10 @@ class StateRows:
         batch.states = StateOperands(lens, rows, sources, snapshots)
 
     def hand_over(self, sequence: CachedSequence, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
-        """Give `node` the snapshots of `sequence`'s first `num_tokens`, which are in `cache` now and end at `node`."""
+        """Give `node` the snapshots within the first `num_tokens` of `sequence`.
+
+        These tokens are in `cache` now, and end at `node`.
+        """
         snapshots = self._of[sequence].snapshots
         covered = {length: snapshots.pop(length) for length in list(snapshots) if length <= num_tokens}
         for length in cache.keep_states(node, covered):
@@ -108,7 +112,7 @@ class StateRows:
         decodes: Sequence[CachedSequence],
         sources: Collection[int],
     ) -> list[tuple[int, int, int]]:
-        """Return the snapshots to copy; rows in `sources`, where sequences begin, are neither dropped nor written."""
+        """Return the snapshots to copy.  Rows in `sources`, from which sequences begin, are not dropped or written."""
         copies = []
         for number, sequence in enumerate(extends):
             start = batch.extend_prefix_lens[number]
@@ -125,10 +129,12 @@ class StateRows:
         return copies
 
     def _taken(self, sequence: CachedSequence, start: int, end: int, sources: Collection[int]) -> Iterable[int]:
-        """Return the multiples in a chunk of positions `start .. end - 1` for which there is a row, ascending.
+        """Take rows for the multiples in a chunk of positions `start .. end - 1`; return the ones that got a row.
 
-        A prompt that ends at one is not found by itself again, as its last token is always computed: the one before is
-        worth as much.
+        The result is ascending.
+
+        A prompt that ends at a multiple cannot use the snapshot there, as its last token is always computed.  So the
+        snapshot before is worth as much.
         """
         positions = range(self.shareable(end), start, -self.interval)
         worth = 2 if self.shareable(end) == end else 1

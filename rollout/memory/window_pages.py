@@ -1,11 +1,11 @@
-"""`WindowPages`: where layers with a window keep the KV of running requests, and which of it stays for prefix hits.
+"""`WindowPages`: the KV slots of layers with a window, for running requests and for prefix hits.
 
     page            0          1          2         3          of as many tokens as the window has, rounded up
     prefill    |----------|----------|-----|                   all are written in one step; the last two are kept
     decode                           |-----|----|---->         a page is given up when the next but one begins
 
-A token sees its own page and the one before.  So a full page is all that is needed to go on from the prefix that it
-ends: it is the snapshot of that prefix.  A request begins from one that the prefix tree has, and reads it where it is.
+A token sees its own page and the one before.  So a request needs only the last full page of a prefix to go on from it:
+this page is the snapshot of that prefix.  A request begins from a page of the prefix tree, and reads it in place.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rollout.memory.sequence import CachedSequence
 from rollout.memory.state_pool import SnapshotRows
 
 _GRAIN = 128  # attention reads whole blocks of this many positions
-_PAGES_PER_REQUEST = 3  # beside the pages of tokens that a step computes: one before, and parts at both ends
+_PAGES_PER_REQUEST = 3  # in addition to the pages of a step's prompt tokens: one before, and parts at both ends
 
 
 @dataclass(frozen=True)
 class WindowSizes:
-    """`num_pages` of `page_size` tokens; `max_needed`: what requests can need in one step."""
+    """`num_pages` of `page_size` tokens; `max_needed`: the most pages that requests can need in one step."""
 
     page_size: int
     num_pages: int
@@ -44,9 +44,9 @@ class WindowSizes:
 def window_sizes(
     layers: Sequence[KVKind | None], *, context_length: int, step_tokens: int, max_running_requests: int
 ) -> WindowSizes | None:
-    """Return the sizes for requests that run, and as many pages for the prefix tree as there may be requests.
+    """Return the sizes for the running requests, with one more page for the prefix tree for each request.
 
-    `step_tokens`: most prompt tokens of one step.  None: no window of `layers` is shorter than a context.
+    `step_tokens`: the most prompt tokens of one step.  None: no window of `layers` is shorter than a context.
     """
     longest = max((layer.window for layer in layers if isinstance(layer, WindowKV)), default=0)
     page_size = -(-longest // _GRAIN) * _GRAIN
@@ -69,8 +69,8 @@ def check_window_bytes(wanted: int, available: int) -> None:
 class _Held:
     """Rows by the page's number in the sequence.
 
-    `own`: what it writes and reads; `shared`: of the prefix tree, what it reads; `spare`: full, and not read any more;
-    `offered`: the number of tokens offered to the tree so far.
+    `own`: pages that it writes and reads; `shared`: pages of the prefix tree that it reads; `spare`: full pages that it
+    does not read any more; `offered`: the number of tokens offered to the tree so far.
     """
 
     own: dict[int, int] = field(default_factory=dict)
@@ -80,9 +80,10 @@ class _Held:
 
 
 class WindowPages:
-    """`table` [max requests + 1, positions] int64: as the slot table, of layers with a window; the last row is padding.
+    """The pages of all requests, and the slot table of layers with a window.
 
-    `sizes` are such that a page which a request needs is always there: the tree's pages are dropped, pinned ones last.
+    `table` [max requests + 1, positions] int64 is that slot table; its last row is padding.  With these `sizes`, a
+    request always gets the pages that it needs: the tree's pages are dropped, pinned ones last.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class WindowPages:
         self._offsets = torch.arange(sizes.page_size, device=device)
         self._keeps_prefixes = keeps_prefixes
         self._of: dict[CachedSequence, _Held] = {}
-        self._readers: Counter[int] = Counter()  # requests by row of the tree that they read
+        self._readers: Counter[int] = Counter()  # number of requests that read each row of the tree
         self._max_spare = sizes.num_pages - sizes.max_needed
         self._num_spare = 0
         self._extended: list[tuple[CachedSequence, _Held, int]] = []  # in the last step, and up to where
@@ -124,7 +125,7 @@ class WindowPages:
         return length // self.page_size * self.page_size
 
     def begin(self, sequence: CachedSequence, row: int) -> None:
-        """Let `sequence` go on from the page in `row`, or from nothing: -1.  It has its row in the slot table."""
+        """Let `sequence`, which has a row in the slot table, go on from the page in `row`; -1: from the start."""
         held = self._of[sequence] = _Held()
         if row >= 0:
             self._read(sequence, held, sequence.cached_len // self.page_size - 1, row)
@@ -153,8 +154,9 @@ class WindowPages:
         batch.window = WindowOperands(torch.cat(slots) if extends else slots[0], self.table)
 
     def hand_over(self, sequence: CachedSequence, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
-        """Give `node` the full pages it lacks of `sequence`'s first `num_tokens`, which are in `cache` now and end at
-        `node`.
+        """Give `node` the full pages that it lacks of the first `num_tokens` of `sequence`.
+
+        These tokens are in `cache` now, and end at `node`.
         """
         held, size = self._of[sequence], self.page_size
         full = {(n + 1) * size: row for n, row in {**held.spare, **held.own}.items() if (n + 1) * size <= num_tokens}
@@ -206,8 +208,9 @@ class WindowPages:
         self.table[sequence.pool_index, number * size : (number + 1) * size] = self._offsets + row * size
 
     def _give_up(self, sequence: CachedSequence, held: _Held, first: int) -> None:
-        """Give up the pages before number `first`; full ones of the prompt stay for the tree, as far as there may be
-        such.
+        """Give up the pages before number `first`.
+
+        Full pages of the prompt stay for the tree, up to the maximum number of spare pages.
         """
         for number in [number for number in held.shared if number < first]:
             self._unread(held.shared.pop(number))
