@@ -5,10 +5,10 @@
     integers, votes, bytes
 
 Sums run in rank order, in float32 or better, for every message size: all ranks get the same bits, and a token's sum
-does not depend on what else is in the batch.  A group of one does nothing.  After a failure the group is over, as what
-the ranks hold no longer agrees: every later call raises at once, before anything is sent.
+does not depend on the rest of the batch.  A group of one does nothing.  After a failure the ranks' contents no longer
+agree, so the group is broken: every later call raises at once, before anything is sent.
 
-Not thread-safe, and one order of calls for all ranks: every thread that communicates has a communicator of its own.
+A communicator is not thread-safe, and all ranks make their calls in one order: each communicating thread has its own.
 
 Shapes: N ranks of the group.
 """
@@ -25,10 +25,10 @@ import torch
 from rollout.core.errors import FatalError
 from rollout.distributed.transport import Transport
 
-_GATHERED_SUM_BYTES = 64 << 10  # up to here one round of everything is quicker than two of a share each
+_GATHERED_SUM_BYTES = 64 << 10  # up to this size, one round of whole tensors is quicker than two rounds of shares
 
 
-_SPIN_S = 0.002  # how long a wait for the device asks without a pause
+_SPIN_S = 0.002  # a wait for the device polls without a pause for this long
 _PAUSE_S = 0.0002
 
 
@@ -59,7 +59,10 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 
 class Communicator:
-    """`host` is None for a group of one.  `device`: for tensors in device memory, where there are any."""
+    """The collectives of one group of ranks.
+
+    `host` is None for a group of one.  `device` is the transport for tensors in device memory, if there are any.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Communicator:
     # --- tensors ----------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        """`tensor` of rank `root`, in place; contiguous."""
+        """Replace the content of the contiguous `tensor` with rank `root`'s on every rank, and return it."""
         if self.size == 1:
             return tensor
         sent = tensor.nbytes * (self.size - 1) if self.rank == root else 0
@@ -89,7 +92,7 @@ class Communicator:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, of one shape and dtype: [N, ...]."""
+        """Return the tensors of all ranks, which have one shape and dtype: [N, ...]."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         if tensor.numel() == 0:
@@ -101,7 +104,10 @@ class Communicator:
         return out.view(tensor.dtype).view(self.size, *tensor.shape)
 
     def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """The rows of all ranks one after the other [sum of counts, ...]; this rank's are `counts[rank]` many."""
+        """Return the rows of all ranks, one rank after the other: [sum of counts, ...].
+
+        `tensor` has `counts[rank]` rows.
+        """
         if self.size == 1:
             return tensor
         assert tensor.shape[0] == counts[self.rank]
@@ -116,7 +122,7 @@ class Communicator:
         return torch.cat([rows[:count] for rows, count in zip(gathered, counts)])
 
     def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
-        """`send_counts[r]` rows for each rank r, in rank order; the rows from each, in rank order."""
+        """Send the next `send_counts[r]` of `rows` to each rank r; return the rows from all ranks, in rank order."""
         if self.size == 1:
             return rows
         rows = rows.contiguous()
@@ -135,7 +141,10 @@ class Communicator:
         return out
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in their order: a new tensor."""
+        """Return the sum over all ranks, added in rank order, as a new tensor.
+
+        A group of one returns `tensor` itself.
+        """
         if self.size == 1:
             return tensor
         if tensor.nbytes <= _GATHERED_SUM_BYTES or tensor.shape[0] < self.size:
@@ -154,10 +163,10 @@ class Communicator:
     def send_receive(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
-        """Point-to-point: `sends` (tensor, to) and `receives` (tensor, from), pairs of two ranks in one order on both.
+        """Exchange tensors between pairs of ranks: `sends` (tensor, to) and `receives` (tensor, from).
 
-        The tensors are contiguous, all on the device or all on the host, and stay untouched by others until this
-        returns.
+        The tensors of two ranks are in one order on both.  They are contiguous, all on the device or all on the host,
+        and nothing else touches them until this returns.
         """
         assert self.size > 1 or not (sends or receives)
         given = [(_as_bytes(tensor), peer) for tensor, peer in sends if tensor.numel()]
@@ -176,13 +185,13 @@ class Communicator:
     # --- host values ------------------------------------------------------------------------------------------------
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """The same number of integers from every rank, by rank."""
+        """Return the integers of every rank, by rank.  All ranks send the same number of them."""
         if self.size == 1:
             return [list(values)]
         return self.all_gather(torch.tensor(values, dtype=torch.int64)).tolist()
 
     def all_agree(self, mine: bool) -> bool:
-        """Return whether all ranks say yes."""
+        """Return whether all ranks vote yes."""
         return mine if self.size == 1 else all(flag for (flag,) in self.gather_ints([int(mine)]))
 
     def any_of(self, mine: bool) -> bool:
@@ -190,7 +199,7 @@ class Communicator:
         return mine if self.size == 1 else any(flag for (flag,) in self.gather_ints([int(mine)]))
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """A message of every rank, by rank."""
+        """Return the message of every rank, by rank."""
         if self.size == 1:
             return [data]
         sizes = [size for (size,) in self.gather_ints([len(data)])]
@@ -205,9 +214,9 @@ class Communicator:
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def wait_for(self, event: DeviceEvent) -> None:
-        """Block the host until the device has passed `event`.
+        """Wait on the host until the device has passed `event`.
 
-        With others to wait for there, for `timeout_s` at most: raises `RankLostError`.
+        If the group has a device transport, raises `RankLostError` after `timeout_s`.
         """
         if self.device is None:
             event.synchronize()
@@ -222,7 +231,10 @@ class Communicator:
                 time.sleep(_PAUSE_S)
 
     def _run(self, verb: str, num_bytes: int, tensor: torch.Tensor, call: Callable[[Transport], None]) -> None:
-        """`call` with the transport on which tensors like `tensor` go."""
+        """Count the collective, and call `call` with the transport for tensors like `tensor`.
+
+        Raises `RankLostError` if it fails.
+        """
         self._require_whole(verb)
         count = self.counts.setdefault(verb, CollectiveCount())
         count.calls += 1
@@ -246,18 +258,18 @@ class Communicator:
 
 
 def share_sizes(total: int, parts: int) -> list[int]:
-    """`total` rows dealt out to `parts` ranks as evenly as it goes, the first ones getting one more."""
+    """Divide `total` rows among `parts` ranks as evenly as possible; the first ranks get one more."""
     least, more = divmod(total, parts)
     return [least + (part < more) for part in range(parts)]
 
 
 def pack_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors [T, n] of any dtypes side by side: uint8 [T, bytes of a row]."""
+    """Pack tensors [T, n] of any dtypes side by side into uint8 [T, bytes of a row]."""
     return torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors], dim=1)
 
 
 def unpack_rows(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that `pack_rows` put together, of any number of rows; `like` has the dtypes and widths."""
+    """Return the tensors that `pack_rows` packed, with any number of rows; `like` has the dtypes and widths."""
     widths = [tensor.shape[1] * tensor.dtype.itemsize for tensor in like]
     parts = packed.split(widths, dim=1)
     return [

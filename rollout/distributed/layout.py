@@ -1,7 +1,7 @@
-"""`ParallelLayout`: which rank does what, as arithmetic on rank numbers.
+"""`ParallelLayout`: the groups of each rank, as arithmetic on rank numbers.
 
 world     every worker process of the server: `num_replicas` engines of `tp_size` ranks each
-replica   one engine: its ranks step together and share the experts; more than one only without DP attention
+replica   one engine: its ranks step together and share the experts; several replicas exist only without DP attention
 attention within a replica, rank = attn_dp_rank * attn_tp_size + attn_tp_rank
 experts   within a replica, rank = ep_rank * moe_tp_size + moe_tp_rank
 
@@ -90,7 +90,7 @@ class RankPosition:
 
     @property
     def is_tp_leader(self) -> bool:
-        """Receives the main process's messages for its replica."""
+        """True for the rank that receives the main process's messages for its replica."""
         return self.tp_rank == 0
 
     @property
@@ -100,12 +100,12 @@ class RankPosition:
 
     @property
     def is_dp_leader(self) -> bool:
-        """Sends results to the main process: the first attention-TP rank of each DP rank."""
+        """True for the ranks that send results to the main process: the first attention-TP rank of each DP rank."""
         return self.attn_tp_rank == 0
 
 
 def layout_of(args: ServerArgs) -> ParallelLayout:
-    """The layout that the settings ask for.  Raises `StartupError` in one line."""
+    """Return the layout that the settings ask for.  Raises `StartupError` in one line."""
     layout = ParallelLayout(args.tp_size, args.dp_size, args.ep_size, args.enable_dp_attention)
     if layout.world_size % args.nnodes:
         raise StartupError(f"--nnodes {args.nnodes} does not divide the {layout.world_size} ranks")

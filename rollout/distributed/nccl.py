@@ -1,6 +1,6 @@
 """NCCL in addition to gloo: tensors on the devices go from device to device.
 
-Not run on several GPUs; tested against a stand-in of the backend with its traps (`tests/nccl_stand_in.py`).
+This module was not run on several GPUs.  Tests use a stand-in of the backend with its traps (`tests/nccl_stand_in.py`).
 
 How a lost rank is noticed, where no call on the host waits for the others:
 
@@ -33,10 +33,13 @@ _HANDLING, _HANDLING_THAT_GOES_ON = "TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0", "2"
 
 
 class NcclTransport(Transport):
-    """A transport over NCCL: no call blocks the host, and all of them may be captured by a CUDA graph."""
+    """A transport over NCCL: no call blocks the host, and a CUDA graph may capture any call."""
 
     def send_receive(self, sends: Sequence[Parcel], receives: Sequence[Parcel], timeout_s: float) -> None:
-        """One group of calls: a send on its own would wait for a receive that the other rank has not yet launched."""
+        """Exchange `sends` and `receives` as one group of calls.
+
+        A send on its own would wait for a receive that the other rank has not yet launched.
+        """
         if not (sends or receives):
             return
         self.backend._start_coalescing()
@@ -47,7 +50,7 @@ class NcclTransport(Transport):
         self._wait(self.backend._end_coalescing(), timeout_s)
 
     def _wait(self, work: dist.Work, timeout_s: float) -> None:
-        """The stream waits.  A timeout given here would make the host wait, millisecond by millisecond."""
+        """Let the stream wait for `work`.  With a timeout the host would wait, millisecond by millisecond."""
         work.wait()
 
 

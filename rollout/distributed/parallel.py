@@ -25,7 +25,7 @@ from rollout.distributed.transport import Transport, gloo_transport
 COLLECTIVE_TIMEOUT_S = 120.0
 _HAVE_TENSORS = ("tp", "attn_tp", "attn_dp")
 
-# Of a group, from a store of its own, this rank in it, its size, and the seconds that a call may take.
+# Makes the transport of a group from its store, this rank in it, its size, and the seconds that a call may take.
 MakeTransport = Callable[[dist.Store, int, int, float], Transport]
 
 
@@ -50,7 +50,7 @@ class Parallel:
         return self.tp, self.attn_tp, self.attn_dp, self.world, self.weight_io
 
     def wait_for(self, event: DeviceEvent) -> None:
-        """Block the host until the device has passed `event`.  Raises `RankLostError` when others keep it waiting."""
+        """Wait on the host until the device has passed `event`.  Raises `RankLostError` after a deadline."""
         self.tp.wait_for(event)
 
     def require_whole(self) -> None:
@@ -88,7 +88,7 @@ def join(
         "weight_io": world,
     }
     host_transport = partial(gloo_transport, loopback=loopback)
-    on_devices: dict[tuple[int, ...], Transport] = {}  # by its ranks: groups of the same ones share it
+    on_devices: dict[tuple[int, ...], Transport] = {}  # by ranks: groups of the same ranks share a transport
 
     def connected(kind: str, make: MakeTransport, ranks: list[int], seconds: float) -> Transport:
         name = f"{kind}/" + ".".join(map(str, ranks))

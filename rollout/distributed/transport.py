@@ -5,7 +5,7 @@
     a call returns when   the bytes are there         the current stream will wait for them; the host does not
     a lost rank           raises after the deadline   is noticed later, where the host waits for the device
 
-What `Communicator` sends is bytes: NCCL and gloo know different dtypes, and sums run in rank order here.
+`Communicator` sends bytes, as NCCL and gloo know different dtypes, and computes sums in rank order itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Parcel = tuple[torch.Tensor, int]  # uint8 [n], and the other rank
 
 
 class Transport(ABC):
-    """Tensors are contiguous uint8, and stay untouched by others until the call has returned.
+    """Tensors are contiguous uint8, and nothing else touches them until the call has returned.
 
     Every call raises `RuntimeError` where the backend can tell that a rank is lost.
     """
@@ -32,13 +32,13 @@ class Transport(ABC):
         self.backend = backend
 
     def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float) -> None:
-        """`tensor` of rank `root`, in place."""
+        """Replace the content of `tensor` with rank `root`'s, on every rank."""
         options = _in_stream_order(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = root, 0
         self._wait(self.backend.broadcast([tensor], options), timeout_s)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor, timeout_s: float) -> None:
-        """The tensors of all ranks, one after the other, into `out`."""
+        """Gather the tensors of all ranks into `out`, one after the other."""
         options = _in_stream_order(AllgatherOptions())
         self._wait(self.backend._allgather_base(out, mine, options), timeout_s)
 
@@ -50,18 +50,18 @@ class Transport(ABC):
         send_counts: Sequence[int],
         timeout_s: float,
     ) -> None:
-        """Rows [n, width] by rank: `send_counts[r]` rows of `mine` to rank r, `receive_counts[r]` of `out` from it."""
+        """Send `send_counts[r]` rows of `mine` [n, width] to each rank r; receive `receive_counts[r]` rows of `out`."""
         options = _in_stream_order(AllToAllOptions())
         work = self.backend.alltoall_base(out, mine, list(receive_counts), list(send_counts), options)
         self._wait(work, timeout_s)
 
     @abstractmethod
     def send_receive(self, sends: Sequence[Parcel], receives: Sequence[Parcel], timeout_s: float) -> None:
-        """Exchange all of `sends` and `receives` at once; the parcels of two ranks stand in one order on both."""
+        """Exchange all of `sends` and `receives` at once; the parcels of two ranks are in one order on both."""
 
     @abstractmethod
     def _wait(self, work: dist.Work, timeout_s: float) -> None:
-        """Until what follows may read what `work` writes."""
+        """Wait until later work may read the results of `work`."""
 
 
 class GlooTransport(Transport):
@@ -90,6 +90,6 @@ def gloo_transport(store: dist.Store, rank: int, size: int, timeout_s: float, *,
 
 
 def _in_stream_order(options: Any) -> Any:
-    """On the caller's stream rather than on another one, where the backend has streams."""
+    """Return `options`, changed so that a backend with streams runs the call on the caller's stream."""
     options.asyncOp = False
     return options

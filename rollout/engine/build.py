@@ -1,6 +1,6 @@
 """Builds a scheduler with everything it owns from the server's settings.
 
-The one place that knows all the parts; they do not know each other's constructors.
+Only this module knows all the parts; they do not know each other's constructors.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Limits:
     context_length: int
     num_slots: int
     num_state_rows: int  # 0: the model has no recurrent layers
-    window: WindowSizes | None  # None: layers with a window keep KV where the others do
+    window: WindowSizes | None  # None: window layers use the main KV pool
 
 
 def build_scheduler(
@@ -86,7 +86,7 @@ def build_scheduler(
 ) -> tuple[Scheduler, SchedulerReady]:
     """Load the model and wire the parts of one rank, by default the only one.
 
-    Raises `StartupError` with one line that says what to do.
+    Raises `StartupError` with one line that names the fault and a remedy.
     """
     args, parallel = with_device(args), parallel or Parallel()
     if parallel.layout != layout_of(args):
@@ -170,7 +170,7 @@ def build_scheduler(
 
 
 def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
-    """Ranks of one machine do not fight over its cores: each gets its share."""
+    """Set this rank's number of threads.  By default the ranks of a machine divide its cores evenly."""
     ranks_here = parallel.layout.world_size // args.nnodes
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
@@ -179,7 +179,7 @@ def _set_threads(args: ServerArgs, parallel: Parallel) -> None:
 
 
 def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:
-    """A step computes one chunk of prompts and a token of every running request."""
+    """Return the MoE backend, sized for a step of one chunk of prompts and a token of every running request."""
     tokens = _max_prompt_tokens(args, config.max_position_embeddings) + args.max_running_requests
     return MoeBackend(args.moe_a2a_backend, tokens, args.deepep_mode)
 
@@ -190,13 +190,16 @@ def _max_prompt_tokens(args: ServerArgs, context_length: int) -> int:
 
 
 def _bytes_of(model: DecoderForCausalLM) -> int:
-    """Return the bytes of this rank's share of the weights, every slot of an expert counted."""
+    """Return the bytes of this rank's share of the weights, with every copy of an expert."""
     weights = model.weights
     return sum(place.num_bytes for name in weights.metas() for place in weights.places(name))
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
-    """The device's kernels unless they are switched off, do not apply, or cannot be had; a line says which are used."""
+    """Load the device's compiled kernels unless a flag switches them off, and log a line about the result.
+
+    The status names the reason if they are not available.
+    """
     if args.disable_native_kernels:
         return KernelStatus(available=False, reason="--disable-native-kernels")
     if device.type == "cuda":
@@ -268,7 +271,10 @@ def _wire(
 
 
 def _kv_events(args: ServerArgs, state: ModelState, parallel: Parallel) -> KVEvents | None:
-    """One publisher for each prefix cache: ranks that share requests have the same."""
+    """Return the publisher of this rank's prefix cache, if events are wanted.
+
+    Ranks that share requests have equal caches, so only the first of them publishes.
+    """
     if args.kv_events is None or not parallel.position.is_dp_leader:
         return None
     return KVEvents(
@@ -288,15 +294,15 @@ def _limits(
     device: torch.device,
     largest_step: Callable[[StepSize], int],
 ) -> Limits:
-    """Return the same limits on all ranks; the ranks of one machine share its memory.
+    """Return the limits, the same on all ranks; the ranks of one machine share its memory.
 
-    `largest_step`: runs it, and returns the memory that it takes beside weights and KV.  Recurrent states and pages of
-    windows get their memory before the slots of all tokens do.
+    `largest_step` runs the largest step, and returns the memory that it takes in addition to weights and KV.  Recurrent
+    states and pages of windows get their memory before KV slots do.
     """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
     max_tokens = _max_prompt_tokens(args, context_length) + args.max_running_requests
     activations = largest_step(StepSize(max_tokens, args.max_running_requests, context_length))
-    # What is free is read after the first step: libraries take memory of their own at their first call.
+    # Free memory is read after the first step: libraries take memory of their own at their first call.
     memory = parallel.world.gather_ints([available_memory_bytes(device), activations])
     available, activations = min(left for left, _ in memory), max(taken for _, taken in memory)
     window = window_sizes(
@@ -358,7 +364,7 @@ def _sequence_memory(args: ServerArgs, limits: Limits, device: torch.device) -> 
 
 
 def _staging_bytes(args: ServerArgs, model_bytes: int) -> int:
-    """Memory beside the KV pool that a refresh needs on the device of the weights."""
+    """Return the bytes that a refresh needs on the device of the weights, in addition to the KV pool."""
     beside = args.weight_staging == "device" or (args.weight_staging == "host" and args.device == "cpu")
     return model_bytes if beside else 0
 
@@ -368,7 +374,10 @@ def _route_store(config: ModelConfig, num_slots: int) -> RouteSlotStore:
 
 
 def _tokenizer(args: ServerArgs) -> Tokenizer | None:
-    """The tokenizer by which stop strings are found, None where the folder has none: the server refuses that."""
+    """Return the tokenizer that finds stop strings.
+
+    Returns None if the folder has none: then the server refuses stop strings.
+    """
     folder = args.tokenizer_path or args.model_path
     return None if args.skip_tokenizer_init or not has_tokenizer(folder) else read_tokenizer(folder).backend
 
@@ -389,10 +398,10 @@ def _static_state(
 
 
 def batch_invariance(parts: Mapping[str, bool], reason: str, order_of_sums: str | None = None) -> dict[str, Any]:
-    """The fields `batch_invariant` and `batch_invariance_note` of /server_info.
+    """Return the fields `batch_invariant` and `batch_invariance_note` of /server_info.
 
-    `parts`: whether each part that computes numbers gives a token the same bits in every batch, chunking and number of
-    threads; `reason`: why one does not.  `order_of_sums`: why sums over ranks depend on the batch.
+    `parts` states of each part whether it gives a token the same bits in every batch, chunking and number of threads.
+    `reason`: why a part does not.  `order_of_sums`: why sums over ranks depend on the batch.
     """
     failing = [name for name, holds in parts.items() if not holds]
     notes = [f"{' and '.join(failing)} on plain torch: {reason}"] if failing else []

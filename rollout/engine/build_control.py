@@ -147,7 +147,7 @@ def _target(adoption: PlacementAdoption, saver: MemorySaver | None, coverage: Co
 def _memory_saver(scheduler: Scheduler, model: DecoderForCausalLM, pages: MemoryPages) -> MemorySaver:
     runner, table = scheduler.runner, scheduler.cache.pool.table
     states = [] if runner.state_pool is None else runner.state_pool.tensors
-    tables = [table] if table.is_cpu else []  # on a device small beside KV, and not made in its pool
+    tables = [table] if table.is_cpu else []  # on a device small next to KV, and not made in its pool
     tensors: dict[MemoryTag, list[torch.Tensor]] = {
         "weights": weight_tensors(model),
         "kv_cache": [*runner.kv_pool.tensors, *states, *tables],

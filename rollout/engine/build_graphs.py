@@ -1,4 +1,4 @@
-"""Captures the steps that only decode, where that is possible and wanted; says so, or why not."""
+"""Captures the steps that only decode, if that is possible and wanted, and logs the result or the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEFAULT_MAX_BS = 256
 
 
 def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, sampler: Sampler, ops: Ops) -> None:
-    """Give `runner` its graphs, all of them captured.  Called once weights, KV and observers of routes are there.
+    """Capture all graphs and give them to `runner`.  Called once weights, KV and observers of routes are there.
 
     Raises `StartupError` where a capture fails.
     """
@@ -53,7 +53,7 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
 
 
 def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -> str | None:
-    """Why no step of this engine can be captured; None where it can."""
+    """Return why no step of this engine can be captured; None if steps can be captured."""
     if not model.dispatcher.graph_safe:
         return f"{type(model.dispatcher).__name__} plans each step on the host"
     if model.parallel.layout.world_size > 1:
@@ -68,10 +68,10 @@ def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -
 
 
 def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
-    """About what `capture_all` will take of the device's memory, for who sizes the KV pool before; not measured so far.
+    """Estimate the device memory that `capture_all` will take, as the KV pool is sized before.  Not measured so far.
 
-    What a step of the largest size computes on the way, its logits in float32 several times, is held once for all
-    sizes; the driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.
+    The intermediate results of the largest step, with several copies of its logits in float32, are held once for all
+    sizes.  The driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.
     """
     if args.disable_cuda_graph or graph_pools(torch.device(args.device)) is None:
         return 0

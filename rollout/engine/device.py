@@ -27,10 +27,11 @@ def with_device(args: ServerArgs) -> ServerArgs:
 
 
 def claim_device(args: ServerArgs, world_rank: int) -> torch.device:
-    """The device of this process from now on, also of tensors made on "cuda" without an index by this thread.
+    """Make the rank's device current for this process and return it.
 
-    Called before anything else touches a device: CUDA sets up whichever one it is first asked for.  All ranks of a
-    machine come to the same `StartupError` if one of them has no device.
+    It is also the device of tensors that this thread makes on "cuda" without an index.  Called before anything else
+    touches a device, as CUDA sets up the first device that is used.  If one rank of a machine has no device, all its
+    ranks raise the same `StartupError`.
     """
     device = rank_device(args, world_rank)
     if device.type == "cuda":
@@ -39,7 +40,7 @@ def claim_device(args: ServerArgs, world_rank: int) -> torch.device:
 
 
 def rank_device(args: ServerArgs, world_rank: int) -> torch.device:
-    """Raises `StartupError` in one line."""
+    """Return the device of a rank.  Raises `StartupError` in one line."""
     try:
         asked = torch.device(args.device)
     except RuntimeError as error:

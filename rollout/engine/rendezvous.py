@@ -16,7 +16,7 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 
 JOIN_TIMEOUT_S = 300.0
-# What may differ from machine to machine: paths, addresses, logs, and what only rank 0 uses.
+# Settings that may differ from machine to machine: paths, addresses, logs, and settings that only rank 0 uses.
 _OWN_SETTINGS = frozenset(
     {
         "model_path",
@@ -38,7 +38,10 @@ _OWN_SETTINGS = frozenset(
 
 
 def open_store(rendezvous: str, rank: int, world_size: int) -> dist.Store:
-    """`rendezvous`: the path of a file, or `tcp://HOST:PORT`.  Raises `StartupError`."""
+    """Open the store over which ranks meet: `rendezvous` is the path of a file, or `tcp://HOST:PORT`.
+
+    Raises `StartupError`.
+    """
     timeout = datetime.timedelta(seconds=JOIN_TIMEOUT_S)
     if not rendezvous.startswith("tcp://"):
         store = dist.FileStore(rendezvous, world_size)
@@ -55,7 +58,7 @@ def open_store(rendezvous: str, rank: int, world_size: int) -> dist.Store:
 def check_in(store: dist.Store, args: ServerArgs, rank: int) -> None:
     """Wait for all machines of the engine; called by every rank before it joins a group.
 
-    Raises `StartupError`, on every machine, for settings that differ, and for a rank that has checked in already.
+    Raises `StartupError` for settings that differ, on every machine, and for a rank that has checked in already.
     """
     if args.nnodes == 1:
         return

@@ -1,9 +1,8 @@
-"""The largest step that a scheduler may launch, run once before the KV pool is made: what it takes beside that is not
-the pool's.
+"""Run the largest step once to measure activation memory before the KV pool is sized.
 
-One chunk of prompts behind the longest context, a token of every running request, logits and samples of each of them.
-Its KV is written to a small pool of its own; all positions before the chunk have the same slot, as what is computed
-does not matter.
+The step is one chunk of prompts behind the longest context, a token of every running request, and logits and samples
+for each of them.  Its KV is written to a small pool of its own.  All positions before the chunk share one slot, as the
+results do not matter.
 
 Shapes: T tokens of the step, N rows that are sampled, D hidden.
 """
@@ -29,7 +28,7 @@ from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
 @dataclass(frozen=True)
 class StepSize:
-    """`num_tokens`: of a chunk and of all requests that decode; `num_rows`: of them."""
+    """`num_tokens`: tokens of a chunk and of all requests that decode; `num_rows`: the number of these requests."""
 
     num_tokens: int
     num_rows: int
@@ -48,9 +47,10 @@ def activation_bytes(
     kernels_available: bool,
     wants_routes: bool,
 ) -> int:
-    """Return the peak memory of the largest step on a CUDA device, beside weights and KV; attention's own included.
+    """Return the peak memory of the largest step on a CUDA device, in addition to weights and KV.
 
-    All ranks call it together.  0 on another device: its memory is the system's.
+    Attention's own memory is included.  All ranks call this together.  On other devices the result is 0, as their
+    memory is the system's.
     """
     if device.type != "cuda":
         return 0
@@ -85,7 +85,7 @@ def run_largest_step(
     kernels_available: bool,
     wants_routes: bool,
 ) -> int:
-    """Run it.  Returns the bytes of the pools that it had for itself."""
+    """Run the largest step.  Returns the bytes of the pools that were made for it."""
     model = state.model
     kv_pool = KVPool(size.num_tokens, model.kv_layers, model.dtype, device)
     batch = _largest_batch(size, device, parallel)
@@ -109,7 +109,7 @@ def run_largest_step(
 
 
 def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> ForwardBatch:
-    """Sequences that reach to the longest context; as many as it takes."""
+    """Return a batch of `size.num_tokens` prompt tokens, in sequences that end at the longest context."""
     counts: list[int] = []
     while sum(counts) < size.num_tokens:
         counts.append(min(size.num_tokens - sum(counts), size.context_length))
@@ -130,7 +130,7 @@ def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> 
 
 
 def _states(batch: ForwardBatch, device: torch.device) -> StateOperands:
-    """Every sequence starts from no state."""
+    """Return the state operands of a step whose sequences all start without a state."""
     count = len(batch.extend_lens)
     return StateOperands(
         query_lens=torch.tensor(batch.extend_lens, dtype=torch.int64, device=device),

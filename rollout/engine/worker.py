@@ -1,7 +1,7 @@
 """Entry of the process of one rank: `python -m rollout.engine.worker --config JSON`.
 
-Reads its settings from the command line, joins the other ranks, and reports that it is ready or why it cannot be.  Ends
-at a shutdown, when its parent or another rank has ended, or with an error that it reports to the parent.
+It reads its settings from the command line, joins the other ranks, and reports that it is ready or why it cannot be.
+It ends at a shutdown, when its parent or another rank has ended, or with an error that it reports to the parent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Exit status 0 after an orderly shutdown, 1 after an error, 2 when the parent died."""
+    """Run the rank and return its exit status: 0 after an orderly shutdown, 1 after an error, 2 if the parent died."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
     config = json.loads(parser.parse_args().config)
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _report(config: dict[str, Any], error: LockstepError) -> None:
-    """To the main process if it is on this machine, else to stderr."""
+    """Report an error to the main process if it is on this machine, else to stderr."""
     if config["output_addr"] is None:
         say(f"rank {config['rank']}: {error}")
         return
@@ -97,7 +97,7 @@ def _die_with_parent(parent_pid: int) -> bool:
 
 
 class _LoadProgress:
-    """A line every few seconds while weights are read; none for a load that is done before."""
+    """Logs a line every few seconds while weights are read; a short load has none."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + PROGRESS_EVERY_S
@@ -109,7 +109,10 @@ class _LoadProgress:
 
 
 def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str | None]:
-    """The groups of this rank, where its messages go, and what proves that they are its.  Raises `StartupError`."""
+    """Join the other ranks.  Returns this rank's groups, the address for its messages, and the secret to send with them.
+
+    Raises `StartupError`.
+    """
     layout, rank = layout_of(args), config["rank"]
     device = claim_device(args, rank)
     if layout.world_size == 1:
@@ -140,7 +143,7 @@ def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Par
     scheduler, ready = build_scheduler(args, channel, progress, parallel)
     if parallel.position.is_dp_leader:
         channel.send(ready)
-    # Modules and the model stay to the end: no collection between two steps need visit them.
+    # Modules and the model live until the end: garbage collections between steps need not visit them.
     gc.collect()
     gc.freeze()
     with torch.inference_mode():
