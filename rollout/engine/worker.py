@@ -109,7 +109,7 @@ class _LoadProgress:
 
 
 def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str | None]:
-    """Join the other ranks.  Returns this rank's groups, the address for its messages, and the secret to send with them.
+    """Join the other ranks.  Returns this rank's groups, and the address and the secret for its messages.
 
     Raises `StartupError`.
     """

@@ -1,8 +1,8 @@
 """`CudaGraphPool`: recordings of CUDA kernels.
 
-What a capture must not do (CUDA programming guide, "CUDA Graphs"; torch.cuda.graphs): wait for the device, copy between
-host and device other than from pinned memory, or run on another stream.  torch gives what a capture allocates memory of
-the pool, which the next capture uses again; an address in a recording is for good.
+A capture must not wait for the device, copy between host and device other than from pinned memory, or run on another
+stream (CUDA programming guide, "CUDA Graphs"; torch.cuda.graphs).  A capture allocates its memory from the pool, and
+the next capture uses that memory again; addresses in a recording never change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CudaGraphPool:
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `GraphPool`.  Other threads may go on using the device meanwhile."""
+        """Capture `run`, as `GraphPool` describes.  Other threads may use the device meanwhile."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

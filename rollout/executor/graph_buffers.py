@@ -1,10 +1,10 @@
-"""`GraphBuffers`: what captured steps read and write, at addresses that stay.
+"""`GraphBuffers`: the inputs and outputs of captured steps, at fixed addresses.
 
     rows    0 .. n - 1     n .. size - 1      size .. B - 1
             the step's     padding            padding: a larger captured step would read it
 
 A padding row is a sequence of one token in the padding row of the slot table: it writes KV to the padding slot, and
-attends to nothing else.  What it computes is left where it is.
+attends to nothing else.  Nothing reads its results.
 
 Shapes: B rows of the largest captured step, n of a step, L MoE layers, K top-k, D hidden.
 """
@@ -32,9 +32,10 @@ class StepOutputs:
 
 
 class GraphBuffers:
-    """For steps of at most `most` requests that decode.  `window_table`: that of layers with a window, if there is one.
+    """Buffers for steps of at most `most` requests that decode.
 
-    `hidden_like` [D] and `routes_like` [L, K] say of which sizes, types and device the outputs are.
+    `window_table` is the slot table of layers with a window, if there is one.  `hidden_like` [D] and `routes_like`
+    [L, K] have the sizes, types and device of the outputs.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class GraphBuffers:
         )
 
     def batch(self, size: int) -> ForwardBatch:
-        """The step of the first `size` rows, as the model reads it whatever `fill` puts there."""
+        """Return the step of the first `size` rows, as views of the buffers that `fill` writes."""
         window = None
         if self._window_table is not None:
             window = WindowOperands(self._window_slots[:size], self._window_table)
@@ -97,7 +98,7 @@ class GraphBuffers:
         return PlainRows(seeds[:size], temperatures[:size], greedy[:size]), self._sample_positions[:size]
 
     def fill(self, batch: ForwardBatch) -> None:
-        """Fill the first rows with `batch`, a step that only decodes; the others are padding."""
+        """Fill the first rows with `batch`, a step that only decodes, and make the other rows padding."""
         count = batch.num_tokens
         assert batch.req_to_token is self._table, "another slot table than was captured"
         self._input_ids[:count].copy_(batch.input_ids)
@@ -122,11 +123,11 @@ class GraphBuffers:
         self._num_real = first
 
     def fill_plain(self, rows: PlainRows) -> None:
-        """Enter the sampling settings of the first rows; tokens that the others draw are not read."""
+        """Enter the sampling settings of the first rows.  Tokens that the other rows draw are not read."""
         for held, given in zip(self._plain, rows, strict=True):
             held[: len(given)].copy_(given)
 
     def fill_positions(self, positions_N: torch.Tensor) -> None:
-        """`positions_N` int64 on the host, which may change once this has returned."""
+        """Enter the positions of the sampled tokens: `positions_N` int64 on the host, which may change afterwards."""
         held = self._sample_positions[: len(positions_N)]
         held.copy_(to_device(positions_N, held.device))

@@ -2,16 +2,17 @@
 
     startup     capture for 256, .. 4, 2, 1 requests             the sizes share their memory, the largest comes first
     a step      fill the buffers | plan attention | replay       n requests take the next larger size, padded
-                copy out what they computed
+                copy the results out
 
-A replay reads what the plan of its step left in the buffers and in the attention's workspaces; without it, indices of
-another step or freed ones.  So each replay takes the `StepPlan` of its step, which allows it once.
+A replay reads the buffers and the attention's workspaces as the plan of its step left them.  Without a plan it would
+read indices of another step, or freed ones.  So each replay takes the `StepPlan` of its step, which allows it once.
 
-Two recordings a size: the forward, with the routers' choices written into a buffer, and output head and sampling, with
-the log-probabilities.  A step whose rows ask for more than a token and its log-probability replays the first alone.
+Each size has two recordings.  One is the forward, which writes the routers' choices into a buffer.  The other is output
+head and sampling, with the log-probabilities.  A step whose rows ask for more than a token and its log-probability
+replays only the first.
 
-A recording reads weights, KV and expert tables where they lay when it was captured.  They keep their addresses under
-a refresh, and tables change in place, so it holds for every version; where something did move it is captured anew.
+A recording reads weights, KV and expert tables at their addresses during the capture.  They keep their addresses under
+a refresh, and tables change in place, so it holds for every version.  If something did move, the step is captured anew.
 
 Shapes: n requests of a step, D hidden, L MoE layers, K top-k.
 """
@@ -44,17 +45,17 @@ class GraphPool(Protocol):
     """Recordings that share the memory of their intermediate results: one is played at a time."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        """Record the kernels that `run` launches.  What it returns launches them again, on the very same memory.
+        """Record the kernels that `run` launches.  The returned function launches them again, on the same memory.
 
         `run` is called several times.  It reads and writes tensors that outlive it, waits for nothing on the device,
-        and allocates nothing whose size depends on numbers there.  What it allocates must not be read after it.
+        and allocates nothing whose size depends on numbers there.  Memory that it allocates must not be read after it.
         """
 
 
 class StepPlan:
-    """A step of `count` requests that can be played now, as one of `size`: made by `GraphRunner` alone.
+    """A step of `count` requests that can be played now, padded to `size`.  Only `GraphRunner` makes it.
 
-    It allows each part of the step once, in their order, until the next step is planned.
+    It allows each part of the step once, in order, until the next step is planned.
     """
 
     def __init__(self, size: int, count: int) -> None:
@@ -68,7 +69,7 @@ PlannedReplay = Callable[[StepPlan], None]
 
 @dataclass(frozen=True)
 class _Captured:
-    """Steps of one size.  `sample` None: the sampler has no way that can be captured."""
+    """Steps of one size.  `sample` None: this sampling cannot be captured."""
 
     batch: ForwardBatch
     attention: AttentionBackend
@@ -99,23 +100,23 @@ class GraphRunner:
         self._pool = new_pool()
         self._captured: dict[int, _Captured] = {}
         self._weights = weight_tensors(state.model)
-        self._seen: tuple[ServingEpoch | None, int, bool] = (None, 0, False)  # under which `_holds_for` was found
-        self._holds_for: Hashable = None  # what the recordings were made under
+        self._seen: tuple[ServingEpoch | None, int, bool] = (None, 0, False)  # at the last check of `_holds_for`
+        self._holds_for: Hashable = None  # the conditions of the recordings
         self._plan: StepPlan | None = None  # of the step whose inputs are in the buffers
-        self._plain_of: SamplingBatchInfo | None = None  # whose rows are in the buffers
+        self._plain_of: SamplingBatchInfo | None = None  # its rows are in the buffers
         self._samples = sampler.plain_rows(_one_row(state), buffers.outputs.hidden.device) is not None
 
     def capture_all(self, with_routes: bool) -> None:
-        """Capture every size, the largest first, whose memory the others then share.  `with_routes`: see `forward`."""
+        """Capture every size.  The largest is first, as the others share its memory.  `with_routes`: see `forward`."""
         self._renew(with_routes)
         for size in reversed(self.sizes):
             self._capture(size, with_routes)
 
     def forward(self, batch: ForwardBatch, with_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Hidden states [n, D] of the step, and with routes the logical ids [n, L, K]: copies.
+        """Replay the step and return copies of its hidden states [n, D] and, `with_routes`, its logical ids [n, L, K].
 
-        None: the step is none that is captured.  It has prompts or routes to follow, or more requests than the largest
-        size.
+        Returns None for steps that are never captured: with prompts, forced routes or recurrent states, or with more
+        requests than the largest size.
         """
         plan = self.plan(batch, with_routes)
         if plan is None:
@@ -125,9 +126,9 @@ class GraphRunner:
         return _owned(outputs.hidden, plan.count), _owned(outputs.routes, plan.count) if with_routes else None
 
     def sample(self, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens | None:
-        """Sample as `Sampler.sample` does, for the step that `forward` was called for last.
+        """Sample the step of the last `forward` call, as `Sampler.sample` does.
 
-        None: that step was not replayed, or its rows ask for more than is captured.
+        Returns None if that step was not replayed, or if its rows ask for more than was captured.
         """
         plan = self._plan
         if plan is None:
@@ -142,7 +143,7 @@ class GraphRunner:
         return SampledTokens.plain(_owned(outputs.token_ids, plan.count), logprobs)
 
     def plan(self, batch: ForwardBatch, with_routes: bool) -> StepPlan | None:
-        """Fill the buffers with the step and plan its attention; None where `forward` gives None."""
+        """Fill the buffers with the step and plan its attention; None if `forward` returns None for it."""
         self._plan = None
         count = batch.num_tokens
         is_captured = 0 < count <= self.sizes[-1] and not batch.extend_lens
@@ -155,7 +156,7 @@ class GraphRunner:
         return self._planned(step, size, count)
 
     def plan_padding(self, size: int) -> StepPlan:
-        """The same for a step of a captured `size` without any request: all of its rows are padding."""
+        """Plan a step of a captured `size` without any request: all of its rows are padding."""
         self._buffers.clear()
         return self._planned(self._captured[size], size, 0)
 
@@ -165,9 +166,10 @@ class GraphRunner:
         return self._plan
 
     def _guarded(self, replay: Replay, size: int, part: str, after: list[str]) -> PlannedReplay:
-        """`replay`, for the plan of a step of `size` that is in the buffers and has played the parts `after`.
+        """Return `replay` behind a check of its plan.
 
-        Raises `FatalError` before anything is launched.
+        The plan must be for a step of `size`, whose inputs are in the buffers, and must have played the parts `after`.
+        Otherwise the function raises `FatalError` before anything is launched.
         """
 
         def play(plan: StepPlan) -> None:
@@ -179,7 +181,7 @@ class GraphRunner:
         return play
 
     def _takes(self, info: SamplingBatchInfo) -> bool:
-        """Return whether the rows of `info` are plain; they are in the buffers then."""
+        """Return whether the rows of `info` are plain; if so, enter them into the buffers."""
         if self._plain_of is not info:
             rows = self._sampler.plain_rows(info, self._buffers.outputs.hidden.device)
             if rows is None:
@@ -189,7 +191,7 @@ class GraphRunner:
         return True
 
     def _renew(self, with_routes: bool) -> None:
-        """Drop the recordings if they hold for something else than is there now.  Looked up once for each epoch."""
+        """Drop the recordings if their addresses or settings no longer hold.  Checked once for each epoch."""
         epoch, placement = self._state.epoch, self._state.placement
         if self._seen[0] is epoch and self._seen[1:] == (placement.epoch, with_routes):
             return
@@ -230,16 +232,16 @@ class GraphRunner:
 
 
 def graph_batch_sizes(most: int) -> list[int]:
-    """The numbers of requests for which a step is captured, ascending, up to `most` and with it.
+    """Return the numbers of requests for which a step is captured, ascending, up to and including `most`.
 
-    Close together where a padding row is a large share of a step.
+    Small sizes are close together, as a padding row is a large share of a small step.
     """
     sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most + 1, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
 def _owned(buffer: torch.Tensor, count: int) -> torch.Tensor:
-    """A copy of the first rows: the next replay overwrites the buffer, perhaps before this step is finished."""
+    """Copy the first rows, as the next replay overwrites the buffer, perhaps before this step is finished."""
     return buffer[:count].clone()
 
 

@@ -16,7 +16,7 @@ from rollout.memory.kv_pool import ReqToTokenPool
 
 @dataclass(frozen=True, slots=True)
 class ExtendInput:
-    """`token_ids` go to positions `prefix_len ..` of row `pool_index`.  `wants_logits`: of the last of them."""
+    """`token_ids` go to positions `prefix_len ..` of row `pool_index`.  `wants_logits`: for the last token."""
 
     token_ids: list[int]
     pool_index: int
@@ -28,8 +28,8 @@ class ExtendInput:
 class DecodeInput:
     """The newest token of each request, int64 on the host [B].
 
-    A batch that only decodes on the CPU holds these very tensors.  `on_device`: pool indices and rows there, since the
-    first step; they stay the same tensors, so that one step's tokens are the next one's input as they are.
+    A batch that only decodes on the CPU holds these same tensors.  `on_device`: pool indices and rows on the device,
+    made in the first step.  They stay the same tensors, so that one step's tokens are the next one's input uncopied.
     """
 
     pool_indices: torch.Tensor
@@ -45,7 +45,7 @@ def build_forward_batch(
     """Return the step's batch.
 
     `decode_slots` [B], on the host, are the slots of the decoding requests' tokens.  Slots of all tokens are entered in
-    `pool`, which also has the tokens that decode.  On a device, a step that only decodes costs one transfer.
+    `pool`, which also has the newest tokens.  On a device, a step that only decodes costs one transfer.
     """
     decode_batch = _decode_only(decode, decode_slots, pool)
     return _with_extends(extends, decode_batch) if extends else decode_batch
@@ -75,7 +75,7 @@ def _decode_only(decode: DecodeInput, decode_slots: torch.Tensor, pool: ReqToTok
 
 
 def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBatch:
-    """`decode` behind the tokens of `extends`."""
+    """Return the batch of the tokens of `extends`, followed by the tokens of `decode`."""
     table = decode.req_to_token
     device = table.device
     lens = [len(item.token_ids) for item in extends]

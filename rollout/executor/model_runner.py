@@ -1,6 +1,6 @@
-"""`ModelRunner`: one forward pass, and the rows that it leaves behind.
+"""`ModelRunner`: one forward pass, with its KV and routes.
 
-Owns the KV pool, the attention backend and the store of routes.  It gets a `ForwardBatch`, no requests, and gives back
+It owns the KV pool, the attention backend and the store of routes.  It gets a `ForwardBatch`, no requests, and returns
 hidden states, and routes that are still on the device.
 
 Shapes: T tokens of the step, D hidden, L MoE layers, K top-k, N rows, V vocabulary.
@@ -29,8 +29,8 @@ from rollout.sampling.batch_info import SamplingBatchInfo
 
 _SCORED_ROWS_AT_ONCE = 256
 
-# Called after every forward, in order, with what it computed and under which epoch: the logical ids [T, L, K] of this
-# rank's tokens, on the device.  Copies what it keeps; on several ranks, all have the same observers.
+# Called after every forward, in order, with the batch, its epoch and the logical ids [T, L, K] of this rank's tokens,
+# on the device.  An observer copies the rows that it keeps.  All ranks have the same observers.
 RouteObserver = Callable[[ForwardBatch, ServingEpoch, torch.Tensor], None]
 
 
@@ -44,8 +44,8 @@ class StepRoutes(NamedTuple):
 class ModelRunner:
     """Runs `state.model` over the KV pool.  Called in inference mode.
 
-    `route_store`: routes by KV slot, None where they are not captured.  `route_observers`: who else gets them; while
-    there is neither, routers are not asked.
+    `route_store`: routes by KV slot, None if they are not captured.  `route_observers` get the routes, too.  Without
+    store and observers, routes are not recorded.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class ModelRunner:
         return self.route_store is not None or bool(self.route_observers)
 
     def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, StepRoutes | None]:
-        """Hidden states [T, D] of the step, and its routes where they are recorded: for `keep_routes`, in order.
+        """Run the step.  Returns its hidden states [T, D], and its routes if they are recorded.
 
-        Reads nothing back from the device.  Ranks that share tokens all have all rows, also where each of them routed a
-        slice.
+        The caller passes the routes to `keep_routes`, step by step.  This call reads nothing back from the device.
+        Ranks that share tokens all get the routes of all rows, even if each of them routed a slice.
         """
         replayed = None if self.graphs is None else self.graphs.forward(batch, self.wants_routes)
         hidden_TD, ids_TLK = self._computed(batch) if replayed is None else replayed
@@ -93,7 +93,7 @@ class ModelRunner:
         return None if self.graphs is None else self.graphs.sample(info, positions_N)
 
     def _computed(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states [T, D] and, where they are recorded, the logical ids [T, L, K]."""
+        """Compute the hidden states [T, D] and, if they are recorded, the logical ids [T, L, K]."""
         model = self.state.model
         wants_routes = self.wants_routes
         written: tuple[torch.Tensor, ...] = ()
@@ -122,12 +122,12 @@ class ModelRunner:
         return hidden_TD, self._capturer.finish_step() if slices is None else slices.routes()
 
     def keep_routes(self, routes: StepRoutes) -> None:
-        """Enter the routes of a step, once they are on the host: its rows can be read by KV slot from now on."""
+        """Store the routes of a step, which are on the host now.  From now on they can be read by KV slot."""
         if self.route_store is not None:
             self.route_store.write(routes.slots, routes.rows_TLK)
 
     def _new_slice_routes(self) -> SliceRoutes | None:
-        """For one step; None: the capturer has routes of all tokens in the end."""
+        """Return the recorder of one step's routes by slices; None if the capturer gets the routes of all tokens."""
         return SliceRoutes(self._capturer)
 
     def _note_routes(self, batch: ForwardBatch, ids_TLK: torch.Tensor) -> StepRoutes:
@@ -136,10 +136,10 @@ class ModelRunner:
         return StepRoutes(batch.out_cache_loc, ids_TLK)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] of chosen rows."""
+        """Return the logits [N, V] of chosen rows."""
         return self.state.model.compute_logits(hidden_ND)
 
     def logits_in_chunks(self, hidden_ND: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Logits of many rows a few at a time, so that a long scored prompt does not need [N, V] at once."""
+        """Yield the logits of many rows, a few rows at a time: a long scored prompt does not need [N, V] at once."""
         for rows in hidden_ND.split(_SCORED_ROWS_AT_ONCE):
             yield self.state.model.compute_logits(rows)

@@ -3,9 +3,9 @@
     first steps     the model runs in Python, under a recorder     -> calls, with inputs and results by number
     later steps     the tape, on the step's own tensors            -> the same operators, without Python between them
 
-A recording holds for any number of tokens: it is used once a step of another size made the same calls with the same
-constants.  A model whose Python branches on the batch, or that counts its tokens, runs in Python for ever.
-The model's own code stays the only definition of a forward.  CUDA graphs record at the same seam (`graph_runner`).
+A recording holds for any number of tokens.  It is used after a step of another size made the same calls with the same
+constants.  A model whose Python branches on the batch, or that counts its tokens, always runs in Python.
+The model's own code stays the only definition of a forward.  CUDA graphs record the same calls (`graph_runner`).
 
 Shapes: T tokens, D hidden, L MoE layers, K top-k.
 """
@@ -49,7 +49,7 @@ class Recording:
     result: int
 
     def is_same(self, other: Recording) -> bool:
-        """Return whether both make the same calls: constants equal, tensors among them the very same."""
+        """Return whether both make the same calls, with equal constants and with identical tensors among them."""
         if self.result != other.result or len(self.calls) != len(other.calls):
             return False
         return all(
@@ -58,7 +58,7 @@ class Recording:
         )
 
     def tape(self, num_inputs: int) -> Any:
-        """The recording as the compiled player takes it."""
+        """Return the recording as a tape of the compiled player."""
         tape = torch.classes.lockstep.Tape(num_inputs)
         for call in self.calls:
             schema = call.operator._schema
@@ -86,13 +86,13 @@ class Tape:
         return result
 
     def play_clocked(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-        """The same, and the nanoseconds of each operator, from call to return."""
+        """Play the tape, and also return the nanoseconds of each operator, from call to return."""
         result: tuple[torch.Tensor, list[int]] = self.player.play_clocked(inputs)
         return result
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs every operator, and notes it, until there is one that a tape cannot hold."""
+    """Runs every operator, and notes its call until one comes that a tape cannot hold."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch would import its compiler in the first step, for seconds, to leave these calls out."""
+        """Return False: otherwise torch would import its compiler in the first step, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,9 +137,9 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedForward:
-    """The forward by tapes, called like the model.  One rank, with the compiled operators.
+    """The forward by tapes, called like the model.  It needs one rank and the compiled operators.
 
-    `play` plays a tape on inputs; a measurement may put another in its place.
+    `play` plays a tape on inputs; a measurement may replace it.
     """
 
     def __init__(self, model: DecoderForCausalLM) -> None:
@@ -147,15 +147,15 @@ class RecordedForward:
         self._model = model
         self._tapes: dict[Hashable, Tape] = {}
         self._recordings: dict[Hashable, tuple[int, Recording]] = {}
-        self._never: set[Hashable] = set()  # what was not the same forward for two sizes, or cannot be recorded
+        self._never: set[Hashable] = set()  # forwards that differ between two sizes, or cannot be recorded
 
     def __call__(
         self, batch: ForwardBatch, context: ForwardContext, key: Hashable, written: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, bool]:
-        """Final-normed hidden states [T, D], and whether they were played: no hook was called then.
+        """Return the final-normed hidden states [T, D], and whether a tape was played, which calls no hook.
 
-        `key`: what else the calls depend on, such as the placement in force; `written`: the step's tensors that its
-        hooks write.
+        `key`: further facts on which the calls depend, such as the placement in force; `written`: the step's tensors
+        that its hooks write.
         """
         operands = context.attention.operands
         if operands is None or batch.num_tokens == 0:
@@ -195,14 +195,14 @@ class RecordedForward:
 
 
 def _every_argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """In the order of the schema, defaults filled in."""
+    """Return all arguments in the order of the schema, defaults filled in."""
     declared = func._schema.arguments
     rest = [kwargs.get(item.name, item.default_value) for item in declared[len(args) :]]
     return [*args, *rest]
 
 
 def _is_number_for_tensor(declared: Any, value: Any) -> bool:
-    """Return whether a number stands for a tensor, as in `ids // 2`: a tape cannot hold what torch makes of it."""
+    """Return whether a number stands for a tensor, as in `ids // 2`: a tape cannot hold the tensor that torch makes."""
     return isinstance(value, int | float) and "Tensor" in str(declared.type)
 
 

@@ -14,7 +14,10 @@ _DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}  # tra
 
 
 def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
-    """Latent attention; dense layers first, then sigmoid routers with a correction bias, groups and shared experts."""
+    """Return the configuration of a DeepSeek-V3 model: latent attention, dense layers first, then experts.
+
+    Routers are sigmoid with a correction bias and groups; layers with experts have shared ones, too.
+    """
     refuse({f"moe_layer_freq {raw.get('moe_layer_freq')!r}": raw.get("moe_layer_freq", 1) != 1})
     num_dense = int(_given(raw, "first_k_dense_replace", 3))
     is_dense = [index < num_dense for index in range(int(raw["num_hidden_layers"]))]
@@ -23,9 +26,10 @@ def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
 
 
 def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_dense: list[bool]) -> ModelConfig:
-    """`is_dense`: of each layer, whether it has no experts.
+    """Return the configuration of a model with latent attention.
 
-    Layers behind the last hidden one predict several tokens at once: they are left out.
+    `is_dense` states for each layer whether it has no experts.  Layers behind the last hidden one are left out, as they predict
+    several tokens at once.
     """
     scoring, method = raw.get("scoring_func", "sigmoid"), raw.get("topk_method", "noaux_tc")
     refuse({f"scoring_func {scoring!r}": scoring != "sigmoid", f"topk_method {method!r}": method != "noaux_tc"})
@@ -51,7 +55,10 @@ def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_
 
 
 def attention_of(raw: Mapping[str, Any]) -> LatentAttentionSpec:
-    """Scores over the root of a query's size; YaRN with `mscale_all_dim` corrects them twice, for both factors."""
+    """Return the latent attention of all layers.  Scores are divided by the root of a query's size.
+
+    YaRN with `mscale_all_dim` scales them twice, once for queries and once for keys.
+    """
     rope_size, nope_size = _positive(raw, "qk_rope_head_dim"), _positive(raw, "qk_nope_head_dim")
     if rope_size % 2:
         raise StartupError(f"config.json: qk_rope_head_dim must be even, got {rope_size}")
@@ -102,6 +109,6 @@ def _positive(raw: Mapping[str, Any], key: str) -> int:
 
 
 def _given(raw: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The default also for null."""
+    """Return a setting, or the default if it is absent or null."""
     value = raw.get(key)
     return default if value is None else value

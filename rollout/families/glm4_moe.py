@@ -13,9 +13,10 @@ ROTARY = RotaryDefaults(partial=0.5)
 
 
 def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
-    """Dense layers first, then sigmoid routers with a correction bias and a shared expert.
+    """Return the configuration of a GLM-4 MoE model: dense layers first, then layers with experts.
 
-    Half of a head is rotated.  Layers behind the last hidden one predict several tokens at once: they are left out.
+    Routers are sigmoid with a correction bias, and a layer with experts has a shared one.  Half of a head is rotated.
+    Layers behind the last hidden one predict several tokens at once: they are left out.
     """
     refuse_windows(raw)
     attention = AttentionSpec(

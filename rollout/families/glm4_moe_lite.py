@@ -14,7 +14,10 @@ _DEFAULTS = {"routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}  # transformers
 
 
 def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
-    """DeepSeek-V3's layers; `mlp_layer_types` names the layers with experts, by default all but the first."""
+    """Return the configuration of a GLM-4.7-Flash model, which has DeepSeek-V3's layers.
+
+    `mlp_layer_types` names the layers with experts, by default all but the first.
+    """
     num_layers = int(raw["num_hidden_layers"])
     num_dense = int(raw.get("first_k_dense_replace", 1))
     default = ["dense" if index < num_dense else "sparse" for index in range(num_layers)]

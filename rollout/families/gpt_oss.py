@@ -10,7 +10,7 @@ from rollout.core.specs.config_json import RotaryDefaults, Settings
 from rollout.core.specs.layer_specs import AttentionSpec, ClampedSwiGLU, LayerSpec, MoESpec, RouterSpec
 from rollout.core.specs.model_config import ModelConfig, common_fields, heads_of, refuse
 
-# transformers' where the configuration has no `rope_parameters`.
+# transformers' scaling for a configuration without `rope_parameters`.
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -24,9 +24,9 @@ _KINDS = ("sliding_attention", "full_attention")
 
 
 def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
-    """Attention with sinks, over a window in every other layer, and experts with biases in every layer.
+    """Return the configuration of a GPT-OSS model: attention with sinks, and experts with biases, in every layer.
 
-    What the keys that published checkpoints lack stand for is transformers' default.
+    Every other layer attends over a window.  Keys that published checkpoints lack have transformers' defaults.
     """
     num_layers, bias = int(raw["num_hidden_layers"]), bool(raw.get("attention_bias", True))
     full = AttentionSpec(**heads_of(raw, default_head_dim=64), qkv_bias=bias, o_bias=bias, sinks=True)

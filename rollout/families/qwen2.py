@@ -10,7 +10,7 @@ from rollout.core.specs.model_config import ModelConfig, common_fields, heads_of
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """Queries, keys and values have biases, which the configuration does not mention."""
+    """Return the configuration of a Qwen2 model.  Queries, keys and values have biases, which no setting mentions."""
     refuse_windows(raw)
     attention = AttentionSpec(**heads_of(raw), qkv_bias=True)
     layer = LayerSpec(attention=attention, mlp=DenseSpec(inner=int(raw["intermediate_size"])))

@@ -12,7 +12,10 @@ from rollout.families.qwen3_next import experts_of
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """Attention of Qwen2, experts and a gated shared one of Qwen3-Next, in the layers that Qwen3-MoE would choose."""
+    """Return the configuration of a Qwen2-MoE model: attention as in Qwen2, experts as in Qwen3-Next.
+
+    The layers with experts are chosen as in Qwen3-MoE; the shared expert has a gate.
+    """
     refuse_windows(raw)
     attention = AttentionSpec(**heads_of(raw), qkv_bias=bool(raw.get("qkv_bias", True)))
     sparse = experts_of(raw, normalise=bool(raw.get("norm_topk_prob", False)))

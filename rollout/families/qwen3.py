@@ -10,7 +10,7 @@ from rollout.core.specs.model_config import ModelConfig, common_fields, heads_of
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """Attention with QK norm and without biases; the same layer throughout."""
+    """Return the configuration of a Qwen3 model: equal layers, whose attention has QK norm and no biases."""
     layer = LayerSpec(
         attention=attention_of(raw, default_head_dim=128), mlp=DenseSpec(inner=int(raw["intermediate_size"]))
     )
@@ -18,7 +18,7 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
 
 
 def attention_of(raw: Mapping[str, Any], default_head_dim: int | None = None) -> AttentionSpec:
-    """The same in every layer.  Raises `StartupError`."""
+    """Return the attention of every layer.  Raises `StartupError` for windows and biases."""
     refuse_windows(raw)
     refuse({"attention_bias": bool(raw.get("attention_bias"))})
     return AttentionSpec(**heads_of(raw, default_head_dim=default_head_dim), qk_norm=True)

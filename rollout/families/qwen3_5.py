@@ -2,7 +2,7 @@
 
 Numerics as in transformers `models/qwen3_5` and `models/qwen3_5_moe`.  `Qwen3_5ForConditionalGeneration` and
 `Qwen3_5MoeForConditionalGeneration` have the text model's configuration in `text_config` and its tensors under
-`model.language_model.`; both names of a tensor are taken from either kind, and nothing is kept of what sees.
+`model.language_model.`.  Both kinds of checkpoint may use both names of a tensor.  Vision tensors are ignored.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _IGNORED = ("mtp.", "model.visual.")
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """Qwen3-Next with the projections of gated delta layers apart; the same feed-forward block in every layer.
+    """Return the configuration of a Qwen3.5 model: Qwen3-Next with the same feed-forward block in every layer.
 
-    Text alone has one position a token, so that the sections of its rotation are one.
+    The projections of gated delta layers are separate tensors.  A token of text has one position, so the sections of
+    its rotation are one.
     """
     mlp: DenseSpec | MoESpec
     if "moe_intermediate_size" in raw:

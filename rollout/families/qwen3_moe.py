@@ -11,7 +11,7 @@ from rollout.families.qwen3 import attention_of
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """Qwen3 with experts in some layers, by `mlps_of`."""
+    """Return the configuration of a Qwen3-MoE model: Qwen3 with experts in the layers that `mlps_of` chooses."""
     router = RouterSpec(
         num_experts=int(raw["num_experts"]),
         top_k=int(raw["num_experts_per_tok"]),

@@ -22,7 +22,7 @@ ROTARY = RotaryDefaults(partial=0.25)
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """Mostly gated delta layers; which layers have experts is chosen as in Qwen3-MoE.
+    """Return the configuration of a Qwen3-Next model: mostly gated delta layers, experts chosen as in Qwen3-MoE.
 
     Tensors of the layers that predict several tokens at once are ignored.
     """
@@ -33,13 +33,13 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
 
 
 def hybrid_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The common ones; norms multiply by one plus their weight."""
+    """Return the common fields, with norms that multiply by one plus their weight."""
     fields = common_fields(raw, generation)
     return {**fields, "norm": replace(fields["norm"], weight_offset=1.0)}
 
 
 def experts_of(raw: Mapping[str, Any], *, normalise: bool) -> MoESpec:
-    """Softmax routers, and a shared expert behind a gate."""
+    """Return the MoE block: a softmax router, experts, and a shared expert behind a gate."""
     router = RouterSpec(
         num_experts=int(raw["num_experts"]),
         top_k=int(raw["num_experts_per_tok"]),
@@ -55,8 +55,10 @@ def experts_of(raw: Mapping[str, Any], *, normalise: bool) -> MoESpec:
 
 
 def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[AttentionKind]:
-    """Return the mixer of tokens of each layer: attention behind a gate in every `full_attention_interval`-th, or as
-    `layer_types` has it, the gated delta rule in the others."""
+    """Return the mixer of tokens of each layer: attention behind a gate, or the gated delta rule.
+
+    Attention is in every `full_attention_interval`-th layer, or in the layers that `layer_types` names.
+    """
     refuse({"attention_bias": bool(raw.get("attention_bias"))})
     heads = heads_of(raw, default_head_dim=256, partly_rotated=True)
     attention = AttentionSpec(**heads, qk_norm=True, output_gate=True)

@@ -45,7 +45,7 @@ def load_model_config(model_path: str | Path, overrides: Mapping[str, Any] | Non
     `overrides`: settings in the place of those in `config.json`; objects are merged.
 
     Raises `StartupError` when the folder or file is missing, is not JSON, or names an architecture or an option
-    that the engine does not implement, and for an override that no setting has.
+    that the engine does not implement, and for an override of an unknown setting.
     """
     folder = Path(model_path)
     if not folder.is_dir():
@@ -59,7 +59,10 @@ def load_model_config(model_path: str | Path, overrides: Mapping[str, Any] | Non
 def model_config_from_dict(
     raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """`raw` is the parsed `config.json`; `generation` the parsed `generation_config.json`.  Raises `StartupError`."""
+    """Return the model configuration of a parsed `config.json`, `raw`, and `generation_config.json`, `generation`.
+
+    Raises `StartupError`.
+    """
     overrides = overrides or {}
     architecture = (overrides.get("architectures") or raw.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:

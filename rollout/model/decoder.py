@@ -32,8 +32,8 @@ from rollout.model.weight_loading import WeightIndex
 class DecoderLayer(Layer):
     """Attention and feed-forward, each behind a norm and added to the residual stream.
 
-    The only definition of the order of operations, on every device and path.  `moe_layer`: its ordinal among the MoE
-    layers, where it is one.
+    This is the only definition of the order of operations, on every device and path.  `moe_layer`: the ordinal of the
+    layer among the MoE layers, if it is one.
     """
 
     def __init__(
@@ -67,13 +67,16 @@ class DecoderLayer(Layer):
         angles: torch.Tensor | None,
         context: ForwardContext,
     ) -> torch.Tensor | None:
-        """The block's output, not yet added to the residual stream, which is changed in place; None if it is added."""
+        """Return the block's output, which is not yet added to the residual stream; None if it is added.
+
+        The residual stream is changed in place.
+        """
         attended_TD = self._attention(residual_TD, hidden_TD, self.input_layernorm, angles, context)
         return self.mlp(residual_TD, attended_TD, self.post_attention_layernorm, context)
 
 
 class Decoder(Layer):
-    """Embedding, layers, final norm.  `dispatcher` is that of the MoE layers."""
+    """Embedding, layers, final norm.  The MoE layers use `dispatcher`."""
 
     def __init__(self, config: ModelConfig, placement: ExpertPlacement, dispatcher: Dispatcher, build: Build) -> None:
         self._layout, self._dispatcher = build.parallel.layout, dispatcher
@@ -110,8 +113,8 @@ class Decoder(Layer):
 class DecoderForCausalLM(Layer):
     """A model as the engine sees it.
 
-    `weights` is its side of loading and refresh; `moe_layer_ids` are the hidden layers whose routes hooks see, in the
-    order of their ordinals.  Run it without autograd.
+    `weights` finds its weights by name, for loading and refresh; `moe_layer_ids` are the hidden layers whose routes
+    hooks get, in the order of their ordinals.  Run it without autograd.
 
     On several ranks, all of an engine call it together, each with the tokens of its attention-DP rank, perhaps none;
     `compute_logits` is called together by the ranks that share tokens.  `parallel` is this rank's view, of an engine of
@@ -151,16 +154,16 @@ class DecoderForCausalLM(Layer):
         self.weights = WeightIndex(self, aliases, config.ignored_names, config.renamed_prefixes)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
-        """Final-normed hidden states [T, D] of the step's tokens."""
+        """Return the final-normed hidden states [T, D] of the step's tokens."""
         return self.model(batch, context)
 
     def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] in the model's dtype."""
+        """Return logits [N, V] in the model's dtype."""
         return self.lm_head(hidden_ND)
 
 
 def _dispatcher(config: ModelConfig, placement: ExpertPlacement, backend: MoeBackend, build: Build) -> Dispatcher:
-    """One for all MoE layers.  A dense model has no use for it."""
+    """Return the dispatcher of all MoE layers.  A dense model does not use it."""
     if not config.is_moe:
         return LocalDispatcher()
     return select_dispatcher(

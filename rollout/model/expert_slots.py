@@ -20,7 +20,7 @@ from weight_sync.fingerprint import fingerprint
 class ModelExpertSlots:
     """The expert slots of a model.  `layer` is the ordinal of a MoE layer, `slot` counts from this rank's first one.
 
-    Tensors are looked up at every call, so that storage that a layer has replaced is never written to.
+    Tensors are looked up at every call, so that no call writes to storage that a layer has replaced.
     """
 
     def __init__(self, model: Layer) -> None:
@@ -43,7 +43,7 @@ class ModelExpertSlots:
 
     @property
     def form(self) -> str:
-        """Operators, dtype and shapes: what decides how an expert's elements lie in its bytes."""
+        """Operators, dtype and shapes, which decide how an expert's elements lie in its bytes."""
         return self._describe(self._layers[0])
 
     def read(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
@@ -73,5 +73,5 @@ def bytes_fingerprint(content: torch.Tensor) -> int:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view.  A tensor that is not contiguous has none."""
+    """Return a view of the tensor's bytes.  Raises `RuntimeError` for a tensor that is not contiguous."""
     return tensor.view(-1).view(torch.uint8)

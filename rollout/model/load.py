@@ -1,6 +1,6 @@
 """Cold load: from a Hugging Face checkpoint folder to a model, through the same path as a live refresh.
 
-Every fault of the folder is found before any tensor is read, and is one line that names the file and says what to do.
+Every fault of the folder is found before any tensor is read.  Its error is one line with the file and a remedy.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: 
 
 
 def quantised_names(model_path: str | Path, weights: LogicalWeights) -> frozenset[str]:
-    """The logical tensors that a checkpoint stores quantised.  Raises `StartupError`, also where there are none."""
+    """Return the names of the logical tensors that a checkpoint stores quantised.
+
+    Raises `StartupError`, also if there are none.
+    """
     metas = [meta for shard in open_checkpoint(model_path) for meta in shard.metas]
     quantised = (meta for meta in metas if kind_of(weights, meta) == "weight")
     names = frozenset(piece.name for meta in quantised for piece in weights.split(meta))
@@ -106,7 +109,7 @@ def quantised_names(model_path: str | Path, weights: LogicalWeights) -> frozense
 
 
 def open_checkpoint(model_path: str | Path) -> tuple[SafetensorsFile, ...]:
-    """The files of a checkpoint folder, headers read.
+    """Open the files of a checkpoint folder and read their headers.
 
     Raises `StartupError` when there is no safetensors file, one that the index names is missing, one is truncated or
     lacks a tensor that the index puts there, or a tensor lies in two of them.
@@ -120,10 +123,10 @@ def open_checkpoint(model_path: str | Path) -> tuple[SafetensorsFile, ...]:
 
 
 def read_tensors(file: SafetensorsFile) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of one file, on the CPU, in the order of their content.  Raises `StartupError`.
+    """Yield the names and tensors of one file, on the CPU, in the order of their content.  Raises `StartupError`.
 
-    A tensor is a view of the mapped file.  The mapping is renewed now and then: what was read of it would otherwise
-    count as resident, beside the weights made from it, until the whole file is read.
+    A tensor is a view of the mapped file.  The mapping is renewed now and then.  Otherwise the part that was read would
+    count as resident until the whole file is read, in addition to the weights made from it.
     """
     try:
         for metas in runs_of(file.metas, MAPPED_BYTES):

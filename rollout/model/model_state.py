@@ -1,6 +1,6 @@
 """`ModelState`: sole owner of the model, the placement and the version.
 
-Everything that decides what a forward pass computes changes only inside `mutate`.
+Weights, version and placement, on which the results of a forward depend, change only inside `mutate`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _EPOCHS_REMEMBERED = 16
 class ServingEpoch:
     """The versions behind a sampled token: immutable, swapped whole at a step boundary.
 
-    `weight_version` is the trainer's label; `weight_epoch` counts commits and is never reused; `content_digest` is the
-    digest of all logical tensors as they were sent, `held_digest` as they are in memory, where they were computed; they
-    differ where weights were converted.
+    `weight_version` is the trainer's label; `weight_epoch` counts commits and is never reused.  `content_digest` is the
+    digest of all logical tensors as they were sent, `held_digest` as they are in memory; None if not computed.  The two
+    differ if weights were converted.
     """
 
     weight_version: str
@@ -37,7 +37,7 @@ class ServingEpoch:
 
     @cached_property
     def mark(self) -> int:
-        """64 bits that differ where anything of it does: what ranks compare."""
+        """A hash of all fields in 64 bits, which ranks compare."""
         return int.from_bytes(blake2b(repr(astuple(self)).encode(), digest_size=8).digest(), "little")
 
 
@@ -55,11 +55,11 @@ class ModelState:
         self._epoch_of_version = {weight_version: 0}
 
     def version_of(self, weight_epoch: int) -> str:
-        """The label of a weight epoch, present or past."""
+        """Return the label of a weight epoch, present or past."""
         return self._version_of_epoch[weight_epoch]
 
     def epoch_of(self, weight_version: str) -> int | None:
-        """The last weight epoch that had this label at some time; None for a label that was never in force."""
+        """Return the last weight epoch that ever had this label; None for a label that was never in force."""
         return self._epoch_of_version.get(weight_version)
 
     @property
@@ -69,7 +69,10 @@ class ModelState:
 
     @contextmanager
     def mutate(self, kind: str) -> Iterator[None]:
-        """The only place where weights, version or placement may change; one mutation at a time."""
+        """Let the block, and nothing else, change weights, version or placement.
+
+        Raises `Conflict` during another mutation.
+        """
         if self._mutation is not None:
             raise Conflict(f"{kind} cannot start while {self._mutation} is under way")
         self._mutation = kind
@@ -106,10 +109,10 @@ class ModelState:
     def drop_digests(self) -> None:
         """Forget the digests of the epoch in force, as memory no longer holds that content.
 
-        What served before keeps its digests among `recent_epochs`; the epoch in force has none.
+        Earlier contents keep their digests among `recent_epochs`; the epoch in force has none.
         """
         self.epoch = replace(self.epoch, content_digest=None, held_digest=None)
 
     def _amend(self, epoch: ServingEpoch) -> None:
-        """Same weights, updated metadata."""
+        """Replace the epoch in force with updated metadata of the same weights."""
         self.epoch = self._recent[-1] = epoch

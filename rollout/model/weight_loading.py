@@ -25,9 +25,9 @@ from weight_sync.tensor_meta import Piece, Place, TensorMeta
 class WeightIndex:
     """`weight_sync.tensor_meta.LogicalWeights` over the layers of `model`.
 
-    `aliases` maps names that are accepted to the canonical name of the same content (tied embeddings); `renamed` has
-    beginnings of names, each with its canonical form; tensors whose names begin with one of `ignored` may come, and
-    nothing is kept of them, nor of tensors that are derived from the configuration.
+    `aliases` maps accepted names to the canonical name of the same content (tied embeddings).  `renamed` has prefixes
+    of names, each with its canonical form.  Tensors whose names begin with one of `ignored` are accepted and dropped,
+    as are tensors that are derived from the configuration.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class WeightIndex:
         self._metas = {name: TensorMeta(name, entry.dtype, entry.shape) for name, entry in self._entries.items()}
 
     def metas(self) -> Mapping[str, TensorMeta]:
-        """Every logical tensor by canonical name, in the order of the model's layers."""
+        """Return every logical tensor by canonical name, in the order of the model's layers."""
         return MappingProxyType(self._metas)
 
     def split(self, wire: TensorMeta) -> list[Piece]:
-        """The logical tensors inside `wire`; none of one that the model ignores.
+        """Return the logical tensors inside `wire`; an empty list if the model ignores it.
 
         Raises `UnknownTensorError`, `ShapeMismatchError`.
         """
@@ -75,7 +75,7 @@ class WeightIndex:
         raise UnknownTensorError(f"the model has no tensor {shown(wire.name)}", wire.name)
 
     def nearest(self, name: str) -> str | None:
-        """The name that it accepts and that a wrong one was meant to be, if one is like it."""
+        """Return the accepted name that is most like the wrong `name`; None if no name is like it."""
         if self._nearest is None:
             self._nearest = NearestName({*self._entries, *self._fused, *self._aliases})
         return self._nearest.of(name)
@@ -95,26 +95,32 @@ class WeightIndex:
             place.write(source)
 
     def places(self, name: str) -> Sequence[Place]:
-        """Every place of the logical tensor on this rank under the current placement.  Raises `UnknownTensorError`."""
+        """Return all places of the logical tensor on this rank under the current placement.
+
+        Raises `UnknownTensorError`.
+        """
         return self._places(self._entry(name))
 
     def under_proposed_placement(self) -> WeightIndex:
-        """The same weights where they lie under the proposed placement: where a refresh that adopts it stages them."""
+        """Return an index whose places are the ones under the proposed placement.
+
+        A refresh that adopts the placement stages the weights there.
+        """
         other = copy(self)
         other._is_proposed = True
         return other
 
     def restore(self, name: str, content: torch.Tensor) -> None:
-        """Copy to every place of this rank what one of them held.  Raises `UnknownTensorError`."""
+        """Copy `content`, which one place of this rank held, to every place.  Raises `UnknownTensorError`."""
         for place in self.places(name):
             place.restore(content)
 
     def canonical_name(self, name: str) -> str:
-        """`name`, or what it is an alias of.  Raises `UnknownTensorError` for anything that `read` would not take."""
+        """Return the canonical name of `name`.  Raises `UnknownTensorError` for a name that the model does not have."""
         return self._entry(self._renamed_name(name)).name
 
     def recompute_derived(self) -> None:
-        """Nothing to do: these models hold nothing that is computed from weights."""
+        """Do nothing: these models hold no tensors that are computed from weights."""
 
     def _renamed_name(self, name: str) -> str:
         for prefix, canonical in self._renamed:
@@ -139,7 +145,7 @@ def _require_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...])
 
 
 def weight_tensors(model: Layer) -> list[torch.Tensor]:
-    """Every tensor that holds weights of `model`, each once; not what is computed from its settings."""
+    """Return every tensor that holds weights of `model`, each once, without tensors computed from its settings."""
     layers = [layer for _, layer in model.named_layers() if isinstance(layer, WeightLayer)]
     held = (value for layer in layers for value in vars(layer).values())
     return list({id(value): value for value in held if isinstance(value, torch.Tensor)}.values())

@@ -1,12 +1,12 @@
 """Engine numerics for a trainer: a Hugging Face model that computes with the engine's operators, bit for bit.
 
-assembly     the engine's matrices, of a trainer's tensors
+assembly     the engine's matrices, made of a trainer's tensors
 operators    operators under autograd: the engine's results, the gradients of plain forms
-attention    the same for attention
+attention    attention under autograd
 sequences    a trainer's batch as one step of the engine
 engine       the engine's model over a trainer's tensors
 logprobs     `engine_logprobs`, `with_gradient_of`
-checks       what is refused
+checks       refused models and arguments
 model        `use_engine_numerics`
 
 It imports `capture`, `eplb`, `weight_sync`, `rollout.attention`, `rollout.core`, `rollout.families`,

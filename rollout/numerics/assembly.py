@@ -1,8 +1,8 @@
-"""The engine's matrices put together from the tensors of a trainer's model, and gradients taken apart.
+"""Assemble the engine's matrices from the tensors of a trainer's model, and split their gradients by tensor.
 
-The engine keeps its matrices packed, which no gradient reads.  A template of the same model, row-major and
-without memory, says where each of the trainer's tensors would lie in each row-major matrix; by it a matrix is put
-together when a gradient needs it, and the gradient of a matrix taken apart.
+The engine keeps its matrices packed, which no gradient reads.  A template of the same model, row-major and without
+memory, shows where each of the trainer's tensors would lie in each row-major matrix.  By the template a matrix is
+assembled when a gradient needs it, and the gradient of a matrix is split.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Source:
-    """One tensor of the trainer in a matrix, by its parts; or where all of it starts, if it lies there as it is."""
+    """One tensor of the trainer in a matrix: its parts, or only its start if the tensor lies there in one run."""
 
     name: str
     shape: torch.Size
@@ -41,7 +41,10 @@ class _Source:
 
 
 class Assembly:
-    """A matrix of `shape`, row-major, of tensors of the trainer, which are `names` in the order of every sequence."""
+    """A row-major matrix of `shape`, made of the trainer's tensors `names`.
+
+    Every sequence of tensors is in the order of `names`.
+    """
 
     def __init__(self, shape: torch.Size, sources: Sequence[_Source]) -> None:
         self.shape = shape
@@ -49,7 +52,10 @@ class Assembly:
         self.names = tuple(source.name for source in sources)
 
     def matrix(self, tensors: Sequence[torch.Tensor], rounded_to: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix in `dtype`, of values that are `rounded_to` what the engine holds.  May share their memory."""
+        """Build the matrix in `dtype`, after its values were rounded to the engine's dtype, `rounded_to`.
+
+        The matrix may share the tensors' memory.
+        """
         values = [tensor.detach().to(rounded_to).to(dtype) for tensor in tensors]
         if len(values) == 1 and self._sources[0].start == 0 and values[0].numel() == self.shape.numel():
             return values[0].reshape(self.shape)
@@ -63,7 +69,7 @@ class Assembly:
         return matrix
 
     def gradients(self, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Return the gradient of each wanted tensor, taken from the matrix's, in its dtype."""
+        """Return the gradient of each wanted tensor, in the dtype of `gradient`, the matrix's own."""
         gradient = gradient.contiguous()
         pairs = zip(self._sources, wanted, strict=True)
         return [self._gradient(source, gradient) if is_wanted else None for source, is_wanted in pairs]
@@ -80,9 +86,10 @@ class Assembly:
 def assemblies_of(
     engine: DecoderForCausalLM, template: DecoderForCausalLM, shapes: Mapping[str, torch.Size]
 ) -> dict[int, Assembly]:
-    """By the id of each tensor of `engine` that holds weights, of a trainer's tensors of these names and `shapes`.
+    """Return the assembly of each tensor of `engine` that holds weights, by the tensor's id.
 
-    `template`: the same model, row-major, on the device "meta".  Raises `UnknownTensorError`, `ShapeMismatchError`.
+    `shapes` are the shapes of the trainer's tensors, by name.  `template` is the same model, row-major, on the device
+    "meta".  Raises `UnknownTensorError`, `ShapeMismatchError`.
     """
     weights = template.weights
     by_storage: dict[int, dict[str, list[_Part]]] = {}
@@ -115,7 +122,7 @@ def _numel(part: _Part) -> int:
 
 
 def _tensor_pairs(one: Layer, other: Layer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors that two models of the same layers hold under the same names."""
+    """Yield the pairs of tensors that two models of the same layers hold under the same names."""
     for (name, mine), (same, its) in zip(one.named_layers(), other.named_layers(), strict=True):
         assert name == same, (name, same)
         for attribute, value in vars(mine).items():

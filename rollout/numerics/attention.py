@@ -21,7 +21,7 @@ from rollout.numerics.operators import Differentiable
 class DifferentiableAttention(AttentionBackend):
     """`backend` over its `kv`, with the gradients of plain attention, for batches of sequences without cached prefixes.
 
-    `layers`: what each layer keeps of a token.
+    `layers`: the kind of KV that each layer keeps.
     """
 
     def __init__(self, backend: AttentionBackend, layers: Sequence[KVKind | None], tensors: Differentiable) -> None:
@@ -58,7 +58,7 @@ class DifferentiableAttention(AttentionBackend):
         return out
 
     def _formula(self, layer: int, scale: float | None, window: int | None) -> Callable[..., torch.Tensor]:
-        """Plain attention to keys and values of the batch, which are rows of a pool here, too."""
+        """Return plain attention to the keys and values of the batch, which are rows of a pool in this formula, too."""
         batch, kept = self._batch, self._layers[layer]
         assert batch is not None and kept is not None, "a step is planned, and this layer keeps its tokens"
 

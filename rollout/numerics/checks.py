@@ -26,9 +26,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def trained_tensors(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, each once.
+    """Return the parameters and persistent buffers by name, each once.
 
-    Raises `UnsupportedFeature` for one that is sharded, of another dtype than bfloat16 and float32, or elsewhere.
+    Raises `UnsupportedFeature` for one that is sharded, of another dtype than bfloat16 and float32, or on another
+    device.
     """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -43,7 +44,7 @@ def trained_tensors(model: nn.Module, device: torch.device) -> dict[str, torch.T
 
 
 def checked_engine(model: nn.Module, dtype: torch.dtype, device: torch.device, allow_inexact: bool) -> TrainedEngine:
-    """The engine for a trainer's model.  Raises `UnsupportedFeature` with the first reason why there is none."""
+    """Return the engine for a trainer's model.  Raises `UnsupportedFeature` with the first reason to refuse it."""
     if dtype not in DTYPES:
         raise UnsupportedFeature(f"engine numerics support bfloat16 and float32, got {dtype}")
     config = _config_of(model)
@@ -67,7 +68,7 @@ def checked_engine(model: nn.Module, dtype: torch.dtype, device: torch.device, a
 
 
 def check_call(model: nn.Module, input_ids: torch.Tensor | None, others: Mapping[str, Any]) -> None:
-    """Raise `BadRequest`, `UnsupportedFeature` for arguments of a forward that engine numerics have no answer to."""
+    """Raise `BadRequest` or `UnsupportedFeature` for arguments of a forward that engine numerics do not support."""
     if input_ids is None:
         raise BadRequest("engine numerics need input_ids")
     for name, value in others.items():
@@ -89,7 +90,7 @@ def _config_of(model: nn.Module) -> ModelConfig:
 
 
 def _without_dtype(settings: dict[str, Any]) -> dict[str, Any]:
-    """The parameters have their own dtypes; that of the whole and that of a part may differ."""
+    """Return the settings without dtypes: the parameters have their own, and the model's and a part's may differ."""
     return {
         name: _without_dtype(value) if isinstance(value, dict) else value
         for name, value in settings.items()

@@ -1,7 +1,7 @@
-"""The engine's model over the tensors of a trainer's: one prefill of whole sequences, under autograd.
+"""The engine's model over the tensors of a trainer's model: one prefill of whole sequences, under autograd.
 
-Nothing but the source of the weights and the gradients differs from serving: the decoder, its layers and operators are
-the engine's, so that a token's bits are, too.
+Only the source of the weights and the gradients differ from serving.  The decoder, its layers and operators are the
+engine's, so that a token gets the engine's bits.
 
 Shapes: T tokens, D hidden, V vocabulary, L MoE layers, K top-k.
 """
@@ -32,14 +32,14 @@ from weight_sync.loading import WeightLedger, load_weights
 from weight_sync.staging import DirectSink
 
 Named = Mapping[str, torch.Tensor]
-# Of a MoE layer's ordinal, its normed tokens [T, D] and their experts [T, K]: those to take instead, or None.
+# Takes a MoE layer's ordinal, its normed tokens [T, D] and their experts [T, K]; returns other experts, or None.
 RouteChoice = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 class TrainedEngine:
-    """`tensors`: the trainer's by name, of which only the shapes are taken; `padding_id`: of its embedding.
+    """The engine's model for a trainer's tensors.  It runs one forward at a time.
 
-    Runs one forward at a time.
+    `tensors` are the trainer's by name, of which only the shapes are read.  `padding_id` belongs to its embedding.
 
     Raises `StartupError`, and `UnknownTensorError` or `ShapeMismatchError` for tensors that are not the model's.
     """
@@ -82,7 +82,7 @@ class TrainedEngine:
         self._operators.named = tensors
 
     def forward(self, sequences: Sequences, choice: RouteChoice | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Final-normed hidden states [T, D] in float32, and the routes [T, L, K] of a model that has any."""
+        """Return the final-normed hidden states [T, D] in float32, and the routes [T, L, K] of a model with experts."""
         count, model = sequences.rows.shape[0], self._model
         attention = DifferentiableAttention(self._attention(count), model.kv_layers, self._operators)
         states = None
@@ -102,7 +102,7 @@ class TrainedEngine:
         return hidden_TD, torch.stack(list(routes.values()), dim=1) if routes else None
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, V] in float32, numbers of the engine's dtype."""
+        """Return logits [N, V] in float32 that hold numbers of the engine's dtype."""
         return self._model.compute_logits(hidden_ND)
 
     def _choose(self, arguments: Mapping[str, Any], outputs: Sequence[torch.Tensor]) -> torch.Tensor | None:

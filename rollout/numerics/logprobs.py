@@ -48,7 +48,7 @@ class _WithGradientOf(torch.autograd.Function):
 
 
 def with_gradient_of(logprobs: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`logprobs` float32 [...], bit for bit, whose gradient is that of `source` float32 [...].
+    """Return `logprobs` float32 [...], bit for bit, with the gradient of `source` float32 [...].
 
     For a trainer that wants the engine's log-probabilities and the gradients of its own forward in float32, free of the
     rounding of activations in bfloat16: a straight-through estimator (Bengio et al. 2013, arXiv:1308.3432).  Raises
@@ -66,11 +66,11 @@ def with_gradient_of(logprobs: torch.Tensor, source: torch.Tensor) -> torch.Tens
 
 
 def engine_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities float32 [...] of `token_ids` int64 [...] under `logits` [..., V], as the engine reports them.
+    """Return the log-probabilities float32 [...] of `token_ids` int64 [...] under `logits` [..., V].
 
-    The same bits as a sample's, for the logits that `use_engine_numerics` gives and the temperature that it was sampled
-    at; 1 for a greedy one.  The engine's are of logits after bias and penalties, where a request has any, which these
-    are not.  Differentiable in `logits`.  Raises `BadRequest`.
+    They have the bits that the engine reports for a sample, if the logits come from `use_engine_numerics` and the
+    temperature is the sample's: 1 for a greedy one.  A request's bias and penalties change the engine's logits, but not
+    these.  The result is differentiable in `logits`.  Raises `BadRequest`.
     """
     if logits.shape[:-1] != token_ids.shape or logits.dtype not in (torch.bfloat16, torch.float32):
         raise BadRequest(

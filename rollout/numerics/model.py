@@ -36,7 +36,7 @@ class EngineNumerics:
         self.routes: torch.Tensor | None = None
         self._model, self._dtype = model, dtype
         self._device = device_of(model)
-        with torch.inference_mode(False):  # what it holds is written outside of it, too
+        with torch.inference_mode(False):  # its tensors are written outside of inference mode, too
             self._engine = checked_engine(model, dtype, self._device, allow_inexact)
         self.batch_invariant = self._engine.batch_invariant
         self.config_digest = self._engine.config.digest
@@ -105,7 +105,7 @@ class EngineNumerics:
             router: Any = self._routers[layer]
             with torch.no_grad():
                 logits_TE = F.linear(normed_TD, router.weight.float(), _bias_of(router))
-                # padding gets experts like any, so that what is recorded can be forced
+                # padding gets experts like other tokens, so that recorded routes can be forced
                 experts = torch.arange(router.top_k, device=ids_TK.device)
                 logits, ids = sequences.spread(logits_TE, 0), sequences.spread(ids_TK, experts)
                 restore = _replace_forward(router, lambda *_: (logits, weights_of(router, logits, ids), ids))
@@ -143,7 +143,7 @@ def use_engine_numerics(
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Until the returned function is called."""
+    """Replace the module's `forward` until the returned function is called."""
     before = vars(module).get("forward")
     vars(module)["forward"] = forward
 

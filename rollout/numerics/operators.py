@@ -1,7 +1,7 @@
 """The engine's operators under autograd: results come from the operator, gradients from its plain form.
 
-    forward     tensors of the trainer -> operator on what the engine would hold -> its bits, in float32
-    backward    the plain form in float32 on the same inputs, put together again; autograd through it
+    forward     tensors of the trainer -> operator on the engine's matrices -> its bits, in float32
+    backward    the plain form in float32 on the same inputs, assembled again; autograd through it
 
 Between operators tensors are float32 and hold numbers of the engine's dtype, so that gradients are not rounded on their
 way.  Plain forms read the trainer's own tensors, rounded as the engine holds them: packed matrices have no gradient,
@@ -25,11 +25,11 @@ from rollout.numerics.assembly import Assembly
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator, whose gradient is that of `formula`.
+    """One call of an operator, with the gradient of `formula`.
 
-    `arguments`: in order, None in the place of `flows`, the names of given arguments that have gradients; `matrices`:
-    how arguments that hold weights are made of the trainer's tensors, which come one after the other; `dtype`: the
-    engine's; `padding_id`: the row of a looked up matrix that has no gradient, as in an `nn.Embedding`.
+    `arguments` are in order, with None in the place of `flows`, the names of given arguments that have gradients.
+    `matrices` assemble the arguments that hold weights from the trainer's tensors, which come one after the other.
+    `dtype` is the engine's.  `padding_id`: the row of a looked up matrix that has no gradient, as in an `nn.Embedding`.
     """
 
     operator: Callable[..., Any]
@@ -46,7 +46,7 @@ class Call:
         return self.rule.sums and len(self.flows) == 2
 
     def by_matrix(self, per_tensor: Sequence[Any]) -> Iterator[tuple[str, Assembly, Sequence[Any]]]:
-        """Each matrix with its share of what there is for each of the trainer's tensors."""
+        """Yield each matrix with its share of `per_tensor`, which has a value for each of the trainer's tensors."""
         start = 0
         for name, assembly in self.matrices.items():
             end = start + len(assembly.names)
@@ -54,7 +54,10 @@ class Call:
             start = end
 
     def recompute(self, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor | None) -> list[torch.Tensor]:
-        """The results of the formula for these flows and matrices, and the rows that it stores in pools of its own."""
+        """Return the results of the formula for these flows and matrices, and the rows that it stores.
+
+        It stores rows in pools of its own.
+        """
         work = next(iter(inputs.values())).dtype
         pools = {name: torch.zeros_like(self.arguments[name], dtype=work) for name in self.rule.pools}
         arguments = {**self.arguments, **inputs, **pools}
@@ -78,7 +81,7 @@ class Operation(torch.autograd.Function):
         whole = [value for value in results if not value.is_floating_point()]
         if call.rule.sums:
             stream, total = flows[0], held[call.flows[0]]
-            # the stream goes on changing, what the gradient needs must not
+            # later layers change the stream, but the gradient needs its value of now
             held = {call.flows[0]: total.clone() if total is stream else total}
             if call.sums:
                 stream.copy_(total)
@@ -150,11 +153,11 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 
 
 class Differentiable:
-    """The operators of an engine for a trainer's tensors.  `padding_id`: of its embedding.
+    """The operators of an engine for a trainer's tensors.  `padding_id` belongs to its embedding.
 
-    `named`: those tensors in the forward that is under way; `stored`: what its operators stored in each pool, by the
-    id of the pool; `choose`: asked with its arguments and outputs, what an operator that chose integers is to be forced
-    to instead, None to leave them.
+    `named`: the trainer's tensors in the current forward; `stored`: the rows that its operators stored in each pool, by
+    the id of the pool.  `choose` gets the arguments and outputs of an operator that chooses integers; it returns other
+    integers to force, or None.
     """
 
     def __init__(self, ops: Ops, dtype: torch.dtype, padding_id: int | None) -> None:
@@ -173,7 +176,7 @@ class Differentiable:
         rule: Gradient,
         arguments: Mapping[str, Any],
     ) -> tuple[torch.Tensor, ...]:
-        """The outputs of `Operation`; the operator's own, where nothing has a gradient by `rule`."""
+        """Return the outputs of `Operation`, or of the operator itself if nothing has a gradient by `rule`."""
         flows = tuple(name for name in rule.flows if arguments[name] is not None)
         held = {name: self.assemblies.get(id(arguments[name])) for name in rule.weights}
         matrices = {name: assembly for name, assembly in held.items() if assembly is not None}
@@ -198,7 +201,7 @@ class Differentiable:
             if rule.sums and arguments["hidden"] is not None:
                 outputs = outputs[1:]
             if rule.chosen is not None and (chosen := self.choose(arguments, outputs)) is not None:
-                # the sum has been made
+                # the first run has added the sum
                 forced = {**arguments, "hidden": None, rule.chosen: chosen}
                 outputs = self.run(operator, formula, rule, forced)
             if rule.stored:

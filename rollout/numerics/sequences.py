@@ -16,7 +16,7 @@ from rollout.core.forward_batch import DecodeRows, ForwardBatch, StateOperands
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """`input_ids` [B, S]; `rows` [T]: which of its B * S entries are tokens; `lengths`: of the sequences."""
+    """`input_ids` [B, S]; `rows` [T]: the entries among its B * S that are tokens; `lengths`: of the sequences."""
 
     input_ids: torch.Tensor
     rows: torch.Tensor
@@ -31,8 +31,8 @@ class Sequences:
     ) -> Sequences:
         """Return the sequences of a batch padded on either side, by its mask [B, S]; without one, nothing is padding.
 
-        Where `position_ids` [B, S], or [1, S] for all, begin again at zero, so does a sequence.  Raises `BadRequest`
-        for a mask with holes, positions that do not count up from zero, or a batch without tokens.
+        A sequence begins wherever `position_ids` [B, S], or [1, S] for all rows, are zero.  Raises `BadRequest` for a
+        mask with holes, positions that do not count up from zero, or a batch without tokens.
         """
         if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
             raise BadRequest(f"input_ids must be integers [B, S], got {input_ids.dtype} {list(input_ids.shape)}")
@@ -98,7 +98,7 @@ class Sequences:
         )
 
     def spread(self, values: torch.Tensor, fill: float | torch.Tensor) -> torch.Tensor:
-        """[T, ...] as [B * S, ...], `fill` where there is no token."""
+        """Spread `values` [T, ...] of tokens over all entries [B * S, ...]; entries of padding get `fill`."""
         if self.rows.shape[0] == self.input_ids.numel():
             return values
         whole = values.new_empty(self.input_ids.numel(), *values.shape[1:])
@@ -106,10 +106,9 @@ class Sequences:
         return whole.index_copy_(0, self.rows, values)
 
     def kept(self, logits_to_keep: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which token each position to keep is, -1 for padding [B, kept], and which of these, flat, are tokens.
+        """Return the token number of each kept position, -1 for padding [B, kept], and the flat places of its tokens.
 
-        `logits_to_keep`: that many last positions of every row of the batch, 0 for all, or the positions of these
-        numbers.
+        `logits_to_keep`: the number of last positions of every row to keep, 0 for all, or the positions themselves.
         """
         token_of = torch.full((self.input_ids.numel(),), -1, device=self.rows.device)
         token_of[self.rows] = torch.arange(self.rows.shape[0], device=self.rows.device)
@@ -127,7 +126,10 @@ def _expanded(position_ids: torch.Tensor, input_ids: torch.Tensor) -> torch.Tens
 
 
 def _check(is_token: torch.Tensor, counted: torch.Tensor, positions: torch.Tensor) -> None:
-    """Raise `BadRequest` unless tokens of a row are one run and their positions count up from zero, once or again."""
+    """Raise `BadRequest` unless the tokens of each row are one run whose positions count up from zero.
+
+    Positions may begin again at zero.
+    """
     both = is_token[:, 1:] & is_token[:, :-1]
     if bool((is_token[:, 1:] & ~is_token[:, :-1] & (counted[:, 1:] > 0)).any()):
         raise BadRequest("attention_mask has holes: the tokens of a row must lie together, padded on either side")
