@@ -24,7 +24,7 @@ from rollout.scheduler.scheduler import Scheduler, VerbHandler
 
 
 class Control:
-    """Handlers of the verbs above, and the drain at the end of the server's life."""
+    """Handlers of pause, flush, state and shutdown, and the drain at the end of the server's life."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Control:
         self._experts = experts
         self._eplb = eplb
         self._static_state = static_state
-        self._awaited: list[tuple[float, PauseGenerationReqInput]] = []  # pauses that wait, and until when
-        self._waited: set[str] = set()  # names of the pauses that made the one in force, if no other did
+        self._awaited: list[tuple[float, PauseGenerationReqInput]] = []  # deadlines of the pauses that wait
+        self._waited: set[str] = set()  # names of the waiting pauses that made the one in force, if no other did
         self._shutdown: ShutdownReqInput | None = None
         self._drain_until = 0.0
 
@@ -76,7 +76,10 @@ class Control:
         return self._paused(verb, aborted)
 
     def settle_waits(self) -> None:
-        """Pause once nothing that has begun is left, and answer the pauses that wait for it, well or not."""
+        """Pause once all requests that had begun have ended, and answer the pauses that wait for this.
+
+        A waiting pause fails if its time is over, or if another call has paused or continued generation.
+        """
         if not self._awaited:  # all were given up
             return
         scheduler, serving, waiting = self._scheduler, self._scheduler.serving, self._awaited
@@ -148,7 +151,7 @@ class Control:
 
     def _get_state(self, verb: GetStateReqInput) -> ControlReqOutput[SchedulerState]:
         scheduler = self._scheduler
-        scheduler.parallel.tp.all_agree(True)  # an answer says that all ranks are there
+        scheduler.parallel.tp.all_agree(True)  # an answer proves that all ranks are there
         queues, cache, stats = scheduler.queues, scheduler.cache, scheduler.stats
         serving, state = scheduler.serving, scheduler.runner.state
         total = cache.allocator.num_slots
@@ -209,7 +212,7 @@ class Control:
         self._scheduler.agenda.call(self.drain)
 
     def drain(self) -> None:
-        """End what is left of a server that shuts down, and answer once everything has ended."""
+        """End the remaining requests of a server that shuts down, and answer once everything has ended."""
         scheduler, shutdown = self._scheduler, self._shutdown
         assert shutdown is not None, "it is called from a shutdown on"
         is_late = scheduler.now >= self._drain_until

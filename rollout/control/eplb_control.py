@@ -1,12 +1,12 @@
 """`POST /eplb_rebalance`, and the evaluations that an engine starts by itself: from counts to experts that moved.
 
     asked, or N passes     counts of all ranks -> history
-    planning               a thread of rank 0, beside the steps; every turn asks whether it is done
+    planning               a thread of rank 0 during the steps; every turn asks whether it is done
     decided                the decision goes to all ranks
     moving                 a chunk of layers between two steps: move, put the map in force, agree that it is one map
 
-All of it in the same turn on all ranks.  A weight update goes first: while one is open nothing is moved, and what was
-not moved yet is dropped.
+All ranks do all of this in the same turn.  A weight update goes first: while one is open nothing is moved, and moves
+that were not made yet are dropped.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Planned(msgspec.Struct):
 class EplbControl:
     """Expert balancing of an engine whose experts are spread over ranks.
 
-    If the manager's history is not counted, a placement must be given.  `weight_update()`: the reason why weights and
-    slots must stay as they are, if this rank knows one.
+    If the manager's history is not counted, a placement must be given.  `weight_update()` returns the reason why
+    weights and slots must stay as they are, if this rank knows one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class EplbControl:
         self._scheduler, self._manager, self._transfer = scheduler, manager, transfer
         self._history, self._weight_update, self._wake = manager.history, weight_update, wake
         self._state, self._parallel = scheduler.runner.state, scheduler.parallel
-        self._verb: EplbRebalanceReqInput | None = None  # that asked for the rebalance under way; None: the engine
+        self._verb: EplbRebalanceReqInput | None = None  # it asked for the current rebalance; None: the engine did
         self._planning: Future[_Planned] | None = None  # on rank 0
         self._plans = scheduler.parallel.position.is_tp_leader
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="eplb-planner") if self._plans else None
@@ -100,7 +100,7 @@ class EplbControl:
     # --- an evaluation --------------------------------------------------------------------------------------------
 
     def _on_verb(self, verb: EplbRebalanceReqInput) -> None:
-        """Evaluate the balance; the answer comes when it was decided not to move, or when moving has ended."""
+        """Evaluate the balance.  The answer comes after a decision not to move, or when moving has ended."""
         if self._manager.stage is not Stage.IDLE:
             raise RebalanceRefused(f"another rebalance is running ({self._manager.stage.value}); one at a time")
         policy, given = self._wanted(verb)
@@ -113,7 +113,10 @@ class EplbControl:
         self._evaluate(verb, policy, given)
 
     def _wanted(self, verb: EplbRebalanceReqInput) -> tuple[RebalancePolicy, Plan | None]:
-        """Raises `EplbRequestError`, `MapError`."""
+        """Return the policy that the verb asks for, and its placement if it has one.
+
+        Raises `EplbRequestError`, `MapError`.
+        """
         policy = self._manager.policy
         asked: dict[str, Any] = {
             "algorithm": verb.algorithm,
@@ -133,7 +136,7 @@ class EplbControl:
         return policy, given_plan(location, split, self._manager.layout)
 
     def _evaluate(self, verb: EplbRebalanceReqInput | None, policy: RebalancePolicy, given: Plan | None) -> None:
-        """Start planning, on rank 0 beside the steps."""
+        """Start planning on a thread of rank 0, while steps go on."""
         self._history.gather()
         placement, epoch, manager = self._state.placement, self._state.epoch, self._manager
         in_force = placement.plan(manager.layout)
@@ -178,7 +181,7 @@ class EplbControl:
         self._scheduler.agenda.call(self.advance)
 
     def advance(self) -> None:
-        """Start what is due, take what was planned, move the next chunk."""
+        """Start an evaluation that is due, take a plan that is done, and move the next chunk."""
         manager = self._manager
         if manager.stage is Stage.IDLE:
             if not manager.is_due(self._history.num_passes):
@@ -213,7 +216,7 @@ class EplbControl:
         if verb is None and decision.rebalances and self._plans:
             if decision.num_experts_moved or decision.num_local_copies:
                 say(f"rebalance: {decision.reason}")
-            else:  # only the shares of an expert's copies: as often as loads change
+            else:  # only the shares of an expert's copies changed, as often as loads do
                 logger.debug("rebalance without a move: %s", decision.reason)
         return True
 
@@ -239,7 +242,7 @@ class EplbControl:
         manager.chunk_done(seconds, placement.epoch)
 
     def _publish_map(self, plan: Plan, layers: range) -> None:
-        """Adopt the map of what the slots hold now.  Raises `TornTransferError` where ranks route by different ones."""
+        """Adopt the map of the slots' content.  Raises `TornTransferError` if ranks would route by different maps."""
         placement = self._state.placement
         try:
             placement.adopt(plan.location(), torch.from_numpy(plan.split_LP), list(layers))
@@ -287,7 +290,7 @@ class EplbControl:
 
 
 class NoExpertsToMove:
-    """`POST /eplb_rebalance` where there is nothing to balance.  `reason`: one line."""
+    """`POST /eplb_rebalance` of an engine without experts to balance.  `reason`: one line."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

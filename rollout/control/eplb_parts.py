@@ -1,4 +1,4 @@
-"""The balancer's parts from the server's settings: where experts start, what counts, what decides, what moves."""
+"""The balancer's parts from the server's settings: initial placement, load history, policy and transfer."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def expert_layout(config: ModelConfig, placement: ExpertPlacement, num_nodes: in
 
 
 def fresh_plan(layout: ExpertLayout | None, placement: ExpertPlacement, counts_LE: np.ndarray) -> Plan:
-    """Return a placement for weights that are written everywhere anyway."""
+    """Return a new placement for an update that writes all weights anyway."""
     assert layout is not None, "there is nothing to place"
     current_LP = placement.metadata.physical_to_logical_map.numpy()
     return make_plan("auto", counts_LE, layout, current_LP, copies_are_free=True)

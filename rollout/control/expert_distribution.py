@@ -1,7 +1,7 @@
-"""The verbs of the load recorder and of the expert map: start, stop, dump, and which expert is where.
+"""The verbs of the load recorder and of the expert map: start, stop, dump, and the locations of experts.
 
-They are answered between two steps, without a turn in the weight verbs' queue, so that what they say belongs to one
-moment.  What is counted is in `eplb.load_recorder`.
+They are answered between two steps, without a turn in the weight verbs' queue, so that all facts of an answer belong to
+one moment.  `eplb.load_recorder` counts the loads.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ from rollout.scheduler.scheduler import Scheduler, VerbHandler
 
 
 def recorded_model(config: ModelConfig) -> RecordedModel:
-    """Return the facts that a dump records of a model, and that a placement from one is compared with."""
+    """Return the facts of a model that a dump records.  A placement from a dump is checked against them."""
     return RecordedModel(config.architecture, config.moe_layer_ids, config.num_experts, config.num_experts_per_tok)
 
 
 class ExpertDistribution:
-    """Holder of the recorder, which records while it observes the runner.  `default_mode`: of a start without one."""
+    """Holder of the recorder, which records while it observes the runner.
+
+    `default_mode` is the mode of a start that names none.
+    """
 
     def __init__(self, scheduler: Scheduler, default_mode: RecorderMode) -> None:
         self._scheduler = scheduler

@@ -1,6 +1,6 @@
 """The age that KV may reach under refreshes: `max_kv_version_lag`, and `abort_below_weight_version`.
 
-Age counts commits: KV that was written under weight epoch 3 is 2 behind in epoch 5, whatever the labels say.  KV in the
+Age counts commits, whatever the labels: KV that was written under weight epoch 3 is 2 behind in epoch 5.  KV in the
 prefix cache is never behind: its namespaces end with their epoch.
 """
 
@@ -15,10 +15,10 @@ NO_LIMIT = -1
 
 
 class KVAgeLimit:
-    """Between the commit and the next step, sends requests back whose KV is further behind than they allow.
+    """Between a commit and the next step, retracts the requests whose KV is further behind than they allow.
 
-    They are retracted like any other: their tokens, log-probabilities and routes stay, their KV is computed again
-    under the weights in force.  `default_lag`: for requests that name none; `NO_LIMIT`: any age.
+    As in every retraction, their tokens, log-probabilities and routes stay, and their KV is computed again under the
+    weights in force.  `default_lag` is the lag of requests that name none; `NO_LIMIT` allows any age.
     """
 
     def __init__(self, scheduler: Scheduler, default_lag: int) -> None:
@@ -26,7 +26,7 @@ class KVAgeLimit:
         self._default_lag = default_lag
 
     def advance(self) -> None:
-        """Retract what a commit made too old; between two commits nothing ages."""
+        """Retract the requests whose KV a commit made too old.  Nothing ages between two commits."""
         epoch = self._scheduler.runner.state.epoch.weight_epoch
         too_old = [req for req in self._scheduler.queues.holding_kv() if self._is_too_old(req, epoch)]
         if too_old:
@@ -41,7 +41,7 @@ class KVAgeLimit:
 
 
 def require_known_version(state: ModelState, weight_version: str | None, coming: str | None) -> None:
-    """Raises `BadRequest` unless the label was in force at some time, is, or is about to be (`coming`)."""
+    """Raise `BadRequest` unless the label was or is in force, or is about to be (`coming`)."""
     if weight_version is None or weight_version == coming or state.epoch_of(weight_version) is not None:
         return
     raise BadRequest(f"abort_below_weight_version: {weight_version!r} was never in force here")
@@ -50,7 +50,7 @@ def require_known_version(state: ModelState, weight_version: str | None, coming:
 def abort_below(scheduler: Scheduler, weight_version: str | None) -> int:
     """End the requests that have a token or KV of an older epoch than the last one labelled `weight_version`.
 
-    They keep what they have and say why; returns how many.
+    They keep their output, and their finish reason names the cause.  Returns the number of ended requests.
     """
     if weight_version is None:
         return 0

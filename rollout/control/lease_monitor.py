@@ -2,7 +2,7 @@
 
     its lease expired                -> the transaction is dropped
     a pause that no call continued   -> the transaction is dropped, the old version serves again (`--pause-timeout`)
-    tensors of it in the model       -> no step runs until it is over; requests wait
+    an update wrote into the model   -> no step runs until it is over; requests wait
     weights neither old nor new      -> poisoned: requests end with 503 and the reason
 
 Checked between steps before and after each weight verb, when generation is paused, and when a lease runs out.
@@ -15,7 +15,7 @@ Only its sender's calls renew a lease:
     of a trainer, carried out while no update is open        the lease of the pause
     any other                                                nothing
 
-A call of the open update that came in time is waited for: its turn may come after the lease.
+A call of the open update that came in time keeps the lease alive, as its turn may come after the lease's end.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class LeaseMonitor:
         self._pause: Lease | None = None
         self._is_checked = True  # no verb has run since the last check
         self._torn: str | None = None
-        self._open_before: str | None = None  # id of the update that was open when the verb under way began
-        self._is_own = False  # that verb is of it
+        self._open_before: str | None = None  # id of the update that was open when the current verb began
+        self._is_own = False  # whether the current verb is a call of that update
 
     @property
     def pause_left_s(self) -> float | None:
-        """Seconds until the pause ends by itself; None if it does not."""
+        """The seconds until the pause ends by itself; None if it does not."""
         return None if self._pause is None or not self._scheduler.serving.is_paused else self._pause.left_s
 
     def on_pause(self) -> None:
@@ -82,7 +82,7 @@ class LeaseMonitor:
         self._open_before, self._is_own = self._updater.open_id, self._is_of_update(verb)
 
     def on_verb(self, verb: ControlReqInput[Any], succeeded: bool) -> None:
-        """End the weight verb that began last: renew the leases that it renews."""
+        """Note the end of the weight verb that began last, and renew its leases."""
         self._is_checked = False
         if self._is_own:
             self._updater.renew_lease()
@@ -92,9 +92,10 @@ class LeaseMonitor:
             self._pause.renew()
 
     def check(self, waiting: Iterable[tuple[float, ControlReqInput[Any]]] = ()) -> float:
-        """Drop what has expired, report torn weights; return when the next lease runs out.
+        """Drop an update or a pause whose lease has expired, and report torn weights.
 
-        `waiting`: the verbs whose turn has not come, with the times at which they came.
+        Returns the time at which the next lease runs out.  `waiting`: the verbs whose turn has not come, with the times
+        at which they came.
         """
         self._await_own(waiting)
         expired, pause_ended = self._updater.expire(), self._end_pause()
@@ -106,7 +107,7 @@ class LeaseMonitor:
         return min(self._updater.lease_deadline, math.inf if self._pause is None else self._pause.deadline)
 
     def _await_own(self, waiting: Iterable[tuple[float, ControlReqInput[Any]]]) -> None:
-        """Renew the leases within which a call of the sender came that waits for its turn."""
+        """Renew the leases for the sender's calls that came in time and wait for their turn."""
         for came, verb in waiting:
             is_own = self._is_of_update(verb)
             if is_own:

@@ -1,4 +1,4 @@
-"""`release_memory_occupation`, `resume_memory_occupation`: who has which memory, and whether anything may be served.
+"""`release_memory_occupation`, `resume_memory_occupation`: the state of each memory tag, and whether to serve.
 
     in use --release--> released --resume--> in use                        (weights: only where a copy was kept)
                            |
@@ -7,9 +7,9 @@
 
 On CUDA released memory is not there, so a refresh comes after the resume of the weights.
 
-A verb checks everything before it changes anything.  While memory of a tag is released (one that holds none
-withholds nothing) or the weights have no content, no step runs and new requests are refused; requests that wait hold no
-KV, and go on afterwards.
+A verb checks everything before it changes anything.  While memory of a tag is released or the weights have no content,
+no step runs and new requests are refused.  A tag that holds no memory stops nothing.  Requests that wait hold no KV,
+and go on afterwards.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ GIVE_BACK_S = 60.0
 class MemoryControl:
     """Owner of the tags' state.  `saver` None: the server was started without `--enable-memory-saver`.
 
-    `held`: what updates keep for the next one goes with the weights.  `keeps_copy`: released weights go to a file from
-    which a resume restores them.
+    `held`: memory that updates keep for the next one, which is released with the weights.  `keeps_copy`: released
+    weights go to a file from which a resume restores them.
     """
 
     def __init__(
@@ -189,7 +189,10 @@ class MemoryControl:
     # --- serving --------------------------------------------------------------------------------------------------
 
     def notice_refresh(self) -> None:
-        """Notice a commit into weights without content: a complete one restored them, any one outdates the copy."""
+        """Notice a commit into weights without content.
+
+        A complete commit has restored them; any commit outdates the copy.
+        """
         if self._epoch_released is None:
             return
         state = self._scheduler.runner.state
@@ -203,7 +206,7 @@ class MemoryControl:
             self._withhold()
 
     def _withhold(self) -> str | None:
-        """Withhold service while memory or content is missing; the reason, None if nothing is."""
+        """Withhold service while memory or content is missing.  Returns the reason, None if nothing is missing."""
         reason = None
         without = [tag for tag in TAGS if tag in self._released and self._require_saver().nbytes(tag)]
         if without:
@@ -215,9 +218,9 @@ class MemoryControl:
 
 
 def _named(tags: list[MemoryTag] | None, all_tags: list[MemoryTag]) -> list[MemoryTag]:
-    """Return the tags that a verb means: those it names, without a list all that apply.
+    """Return the tags that a verb means: the tags that it names, or without a list all that apply.
 
-    Raises `BadRequest` for an empty list: who computed one meant to name nothing, or, as to SGLang, all.
+    Raises `BadRequest` for an empty list, as a computed one may mean nothing or, as in SGLang, all.
     """
     if tags is None:
         return all_tags

@@ -1,10 +1,10 @@
 """A full refresh can adopt a new expert placement for free: it writes every expert's weights anyway.
 
-    opened   on the scheduler's thread: the loads so far, where adopting is wanted
+    opened   on the scheduler's thread: note the loads so far, if adopting is wanted
     target   on the I/O thread: a fresh placement is planned for them and proposed; staging goes to its slots
     commit   the weights come into force, and with them the placement: no expert is moved
 
-Without loads, for partial updates and where staging writes into the model itself, the placement stays as it is.
+The placement stays as it is without loads, for partial updates, and if staging writes into the model itself.
 
 Shapes: L MoE layers, E logical experts, P physical experts (slots over all ranks).
 """
@@ -28,18 +28,19 @@ from weight_sync.tensor_meta import LogicalWeights
 
 
 class _SharedPlan(msgspec.Struct):
-    """A plan, or why there is none, from the rank that made it."""
+    """A plan from the rank that made it, or the reason why there is no plan."""
 
     reason: str
     plan: Plan | None = None
 
 
 class PlacementAdoption:
-    """`exchange(mine)`: what every rank brings, by world rank.
+    """Plans a placement for a full refresh, and adopts it with the commit.
 
-    `loads()`: logical counts [L, E] of all ranks, None where none were seen; the same on all ranks of the engine.
-    `fresh_plan(counts)`: a placement for them.  `is_possible`: experts are spread over ranks, staging is beside the
-    model.  `by_default`: for updates that do not say.
+    `exchange(mine)` returns every rank's bytes, by world rank.  `loads()` returns the logical counts [L, E] of all
+    ranks, None if no token was seen; it is the same on all ranks of the engine.  `fresh_plan(counts)` returns a
+    placement for them.  `is_possible`: experts are spread over ranks, and staging does not write into the model.
+    `by_default`: whether updates adopt that do not state it.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class PlacementAdoption:
     def opening(self, wanted: bool | None = None, epoch: int | None = None) -> None:
         """Prepare for an update that is about to be opened, on the scheduler's thread.
 
-        `epoch`: its sender goes by the placement of this epoch.  Raises `Conflict` if another one is in force,
-        `BadRequest` where nothing can be adopted.
+        `epoch`: the placement epoch by which its sender acts.  Raises `Conflict` if another one is in force, and
+        `BadRequest` if nothing can be adopted.
         """
         if epoch is not None:
             if epoch != self._placement.epoch:
@@ -91,7 +92,7 @@ class PlacementAdoption:
         self._outcome = "the placement stays: not asked to adopt one"
 
     def target(self, coverage: Coverage) -> LogicalWeights:
-        """Return the weights in which the update that opens now is staged; on the I/O thread, on all ranks."""
+        """Return the weights in which the update that opens now is staged.  Called on the I/O thread of all ranks."""
         self._placement.withdraw()
         if coverage != "full" or not self._wants:
             return self._weights
@@ -103,7 +104,7 @@ class PlacementAdoption:
         return self._weights.under_proposed_placement()
 
     def adopt(self) -> dict[str, object]:
-        """Adopt what was proposed for the update that was committed; facts for the reply."""
+        """Adopt the placement that was proposed for the committed update.  Returns facts for the reply."""
         adopted = self._placement.has_proposal
         if adopted:
             self._placement.adopt_proposed()

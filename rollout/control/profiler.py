@@ -1,15 +1,15 @@
 """`StepProfiler`: a trace of torch's profiler over some steps, one file for each rank.
 
-The trace is taken by `torch.autograd.profiler.profile`, which `torch.profiler.profile` stands on.  The latter imports
-torch's compiler when it starts: 140 MB that each rank would keep for good, and seconds in which no step runs.
+The trace is taken by `torch.autograd.profiler.profile`, on which `torch.profiler.profile` is built.  The latter imports
+torch's compiler when it starts: each rank would keep 140 MB for good, and no step would run for seconds.
 
     start_profile ... steps ... stop_profile, or the last of `num_steps` -> PREFIX-ID-rank-R.trace.json.gz
 
-A trace is held in memory until it is written, so it ends by itself after `MAX_PROFILED_STEPS`.  It is written beside
-the steps; a second one is refused until then.  Steps count when they are finished: where they overlap, the launch of
-one more is in it.
+A trace is held in memory until it is written, so it ends by itself after `MAX_PROFILED_STEPS`.  It is written while
+steps run; a second one is refused until then.  Steps count when they are finished.  So if they overlap, the trace has
+the launch of one more.
 
-The ranks of an engine begin, end and have written in the same turns: what one of them cannot do has failed on all.
+The ranks of an engine begin, end and finish writing in the same turns.  A fault of one rank fails the call on all.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Trace:
         self.recorder.__exit__(None, None, None)
 
     def write(self) -> None:
-        """Write the own file, in the format of Chrome and Perfetto.  Raises `OSError` where it cannot be written."""
+        """Write this rank's file, in the format of Chrome and Perfetto.  Raises `OSError` if it cannot be written."""
         folder, name = Path(self.own_file).parent, Path(self.own_file).name
         with tempfile.NamedTemporaryFile(dir=folder, prefix=name, suffix=".json") as plain:
             self.recorder.export_chrome_trace(plain.name)
@@ -74,9 +74,9 @@ class _Trace:
 
 
 class StepProfiler:
-    """At most one trace at a time.  What takes long is done beside the steps, on a thread.  `folders`: where it may be.
+    """Takes at most one trace at a time.  A thread writes it while steps run.  `folders`: where its files may be.
 
-    While there is none, nothing is asked of the other ranks.
+    Ranks communicate only while there is a trace.
     """
 
     def __init__(self, scheduler: Scheduler, folders: NamedFolders) -> None:
@@ -95,7 +95,7 @@ class StepProfiler:
         return {StartProfileReqInput: self._start, StopProfileReqInput: self._stop}
 
     def _start(self, verb: StartProfileReqInput) -> None:
-        """Start a trace; the answer comes when the next step will be recorded, on all ranks."""
+        """Start a trace.  The answer comes when the next step will be recorded on all ranks."""
         if self._trace is not None or self._file is not None:
             raise Conflict("another profile is running or being written")
         trace, error = _attempt(lambda: self._planned(verb))
@@ -177,7 +177,7 @@ class StepProfiler:
         return self._steps_left <= 0
 
     def _anywhere(self, mine: BaseException | None) -> Exception | None:
-        """Return the error of the first rank that has one; all ranks call this in one turn, and get the same."""
+        """Return the error of the first rank that has one.  All ranks call this in one turn, and get the same error."""
         tp, position = self._scheduler.parallel.tp, self._scheduler.parallel.position
         if tp.size == 1 and (mine is None or isinstance(mine, Exception)):
             return mine

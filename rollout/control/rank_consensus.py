@@ -3,12 +3,12 @@
     I/O thread of every rank     planned, io ... exchange* (a plan to share, the vote on a whole update) ... over
     scheduler's thread           step part: one vote on what was written
 
-Every exchange names the verb that it belongs to and what the rank serves.  A rank whose part is over, because it
-failed or because nothing is left to do, sends that in place of the exchange that the others are at, and then it is
-over for all of them: the calls of all ranks match in every case.  Between two exchanges there is no communication.
+Every exchange names its verb and the weights that the rank serves.  The part of a rank is over when it failed or has
+nothing left to do.  Then the rank sends this in place of the exchange in which the others are, and the verb is over for
+all of them.  So the calls of all ranks match in every case.  Between two exchanges there is no communication.
 
-An exchange that raises is in doubt: some ranks may have what others lack.  That ends the engine, as do ranks that are
-at different verbs or serve different versions.
+An exchange that raises is in doubt: some ranks may have data that others lack.  That ends the engine, as do ranks that
+are at different verbs or serve different versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class PeerRankError(LockstepError):
-    """Another rank could not do its part; the status is its own."""
+    """Another rank could not do its part.  The status is that rank's."""
 
     def __init__(self, message: str, status_code: int) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class VerbMark(msgspec.Struct, frozen=True):
 
 
 class _Report(msgspec.Struct):
-    """`payload` None: this rank's part is over, with `error` (empty: well) and its status."""
+    """`payload` None: this rank's part is over, with `error` and its status.  An empty `error` means success."""
 
     mark: VerbMark
     payload: bytes | None = None
@@ -57,14 +57,17 @@ class RankConsensus:
         self._weight_io = weight_io
         self._world = world
         self._mark: VerbMark | None = None
-        self._failure: PeerRankError | None = None  # how it ended for all of them, while one still wanted to exchange
+        self._failure: PeerRankError | None = None  # why it ended for all ranks, while one still exchanged
 
     @property
     def is_alone(self) -> bool:
         return self._weight_io.size == 1
 
     def exchange(self, mine: bytes) -> list[bytes]:
-        """Return every rank's payload, by rank; within `run`.  Raises `PeerRankError` if another's part is over."""
+        """Return every rank's payload, by rank.  Raises `PeerRankError` if another rank's part is over.
+
+        Called within `run`.
+        """
         if self.is_alone:
             return [mine]
         reports = self._share(_Report(self._current, mine))
@@ -74,7 +77,7 @@ class RankConsensus:
         return [report.payload or b"" for report in reports]
 
     def vote(self, mine: bool) -> bool:
-        """Return whether all ranks say yes, and no rank's part is over; within `run`."""
+        """Return whether all ranks vote yes, and no rank's part is over.  Called within `run`."""
         try:
             return all(vote == b"yes" for vote in self.exchange(b"yes" if mine else b"no"))
         except PeerRankError:
@@ -93,7 +96,7 @@ class RankConsensus:
     def run(self, mark: VerbMark, work: Callable[[], T], roll_back: Callable[[str], None] | None) -> T:
         """Run `work()` on every rank.  `roll_back(reason)` undoes it if another rank failed.
 
-        Raises this rank's error, else `PeerRankError` with that of the first rank that failed; `FatalError`.
+        Raises this rank's error, else `PeerRankError` with the error of the first rank that failed; `FatalError`.
         """
         if self.is_alone:
             return work()
@@ -105,7 +108,7 @@ class RankConsensus:
             raise
         except Exception as raised:
             error = raised
-        if self._failure is not None:  # learnt in an exchange; what went wrong here is its consequence
+        if self._failure is not None:  # learnt in an exchange; this rank's error is its consequence
             raise self._failure from error
         failure = _failure_of(self._share(_over(mark, error)))
         if error is not None:
@@ -138,7 +141,7 @@ def _over(mark: VerbMark, error: Exception | None) -> _Report:
 
 
 def _failure_of(reports: list[_Report]) -> PeerRankError | None:
-    """Return why the verb has failed, the same for all ranks; None if all go on, or all are over and well."""
+    """Return why the verb has failed, the same for all ranks; None if all go on, or all have succeeded."""
     for rank, report in enumerate(reports):
         if report.error:
             return PeerRankError(f"rank {rank}: {report.error}", report.status_code)

@@ -1,4 +1,4 @@
-"""Sessions as the scheduler sees them: what KV each keeps, and the end of its pin.
+"""Sessions as the scheduler sees them: the KV that each keeps, and the end of its pin.
 
 Which engine a session goes to, and when, is the router's decision.
 """

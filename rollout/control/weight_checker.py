@@ -1,6 +1,6 @@
-"""`/weights_checker`: fingerprints of the weights that serve, a snapshot of them, a comparison with it, and NaN in all.
+"""`/weights_checker`: fingerprint the weights that serve, take a snapshot, compare with it, or fill all with NaN.
 
-`/weight_checker`, of vLLM's trainers, keeps no snapshot: a comparison is with the fingerprints that the caller sends.
+`/weight_checker`, of vLLM's trainers, keeps no snapshot: it compares with the fingerprints that the caller sends.
 
 Reading takes its turn in the weight verbs' queue and runs on their I/O thread, so no commit runs meanwhile; filling
 with NaN happens between two steps and leaves the engine poisoned until a complete refresh.
@@ -156,7 +156,7 @@ class WeightChecker:
         return resettable(self._weights, skip)
 
     def _fill(self, names: list[str]) -> str:
-        """Fill the tensors with NaN, which ends all requests, and return the message that says so."""
+        """Fill the tensors with NaN, which ends all requests, and return the message for the caller."""
         with self._state.mutate("tensor reset"):
             self._scheduler.poison(RESET_REASON)
             reset_tensors(self._weights, names)

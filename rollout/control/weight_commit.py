@@ -20,7 +20,7 @@ from weight_sync.updater import WeightUpdater
 
 
 class WeightCommit:
-    """One for the life of the engine: labels of calls of their own depend on those before.
+    """The commits of an engine during its whole life, as the label of a single call depends on earlier labels.
 
     `followers`: the work that is done after each commit of content, before the next step.
     """
@@ -35,10 +35,10 @@ class WeightCommit:
     def run(self, *, alone: bool = False) -> tuple[str, CommitReply]:
         """Write, publish version and epoch in one assignment, and close the old epoch's prefixes to new requests.
 
-        Nothing came: only the label changes, and all prefixes stay.  Message and reply.
+        If no tensor came, only the label changes, and all prefixes stay.  Returns message and reply.
 
-        `alone`: by a call outside of an update.  Raises `TransactionStateError` and `CommitError`, with nothing in
-        force on any rank; `FatalError`, in doubt: no other error leaves once something was written.
+        `alone`: the call is not part of an update.  After `TransactionStateError` and `CommitError` the new weights are
+        in force on no rank.  After `FatalError` this is in doubt: once something was written, no other error is raised.
         """
         state = self._scheduler.runner.state
         self._scheduler.cache.require_accounted()  # `_publish` gives slots back, when it is too late for an error
@@ -132,10 +132,10 @@ def committed(reply: CommitReply) -> str:
 
 
 class PartialLabel:
-    """The label of content that no sender called a part, while some tensors are still of an older version.
+    """The label of content that is a part without being declared so: some tensors are still of an older version.
 
-    Such content comes by calls outside of an update, or by updates of vLLM's dialect.  Remembers the names that came
-    under one label, right after each other.
+    Such content comes by calls outside of an update, or by updates of vLLM's dialect.  This object remembers the names
+    that came under one label, right after each other.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,10 @@ class PartialLabel:
         self._names: set[str] = set()
 
     def after(self, label: str, names: Collection[str], total: int, weight_epoch: int) -> str:
-        """Return `label` if all `total` tensors came under it, else with their number.  `weight_epoch`: in force."""
+        """Return `label` if all `total` tensors came under it, else `label` with their number.
+
+        `weight_epoch` is the epoch in force.
+        """
         goes_on = self._label == label and self._weight_epoch == weight_epoch and self._names.isdisjoint(names)
         self._names = self._names.union(names) if goes_on else set(names)
         self._label, self._weight_epoch = label, weight_epoch + 1

@@ -1,14 +1,15 @@
-"""The work of each weight verb: when a transaction opens, what settles it, and what is published then.
+"""The work of each weight verb: it opens a transaction, fills it, or settles and publishes it.
 
     begin -> bucket* -> end: verify on the I/O thread, commit and publish at a step boundary
 
-Transactions are `weight_sync`'s, whose turn it is `weight_queue`'s; `weight_commit` commits, and `lease_monitor` does
-what happens without a verb (leases, pauses).
+`weight_sync` has the transactions, and `weight_queue` the order of verbs.  `weight_commit` commits.  `lease_monitor`
+acts without a verb (leases, pauses).
 
-Clients without begin/end: paused, their first bucket opens a transaction and `continue_generation` settles it, with
-full coverage; running, each call is a transaction of its own on the tensors that it names, and its label says so until
-all have come; running without content, their calls add up to one transaction of all tensors, which the last one
-settles.  A bucket that comes after another pause opens a new one: what the pause before it left is dropped.
+Some clients send neither begin nor end.  In a pause, their first bucket opens a transaction and `continue_generation`
+settles it, with full coverage.  While the engine runs, each call is a transaction of its own on the tensors that it
+names, and its label shows that it is a part until all have come.  While it runs without content, the calls add up to
+one transaction of all tensors, which the last one settles.  A bucket that comes after another pause opens a new
+transaction, and the one of the earlier pause is dropped.
 
 Calls outside the open update, and calls without id that may belong to a lost one, are refused and change nothing.
 """
@@ -59,7 +60,7 @@ from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
 
 CONTINUE_WAITS_S = 10.0
-"""A continue waits so long for a bucket that is being sent; one of a live trainer needs far less."""
+"""A continue waits this long for a bucket that is being sent.  The bucket of a live trainer needs far less."""
 
 
 class _Continue(ContinueGenerationReqInput, kw_only=True):
@@ -97,7 +98,7 @@ class WeightControl:
         )
         self._num_pauses = 0
         self._starts_anew = False  # a pause has come, and the loss before it is not forgotten yet
-        self._opened_in_pause = 0  # which of them the implicit transaction belongs to
+        self._opened_in_pause = 0  # number of the pause that opened the implicit transaction
         self._found_digests: Digests | None = None
         self._last_status = updater.status()
         self._queue.add(
@@ -134,7 +135,7 @@ class WeightControl:
 
     @property
     def under_way(self) -> str | None:
-        """The reason why weights and the places of experts must stay as they are now, as far as this rank knows."""
+        """The reason why weights and the places of experts must not change now, as far as this rank knows."""
         if self._queue.busy:
             return "a weight verb is being carried out"
         return f"a weight update is open {self._updater.way_out}" if self._updater.is_open else None
@@ -158,7 +159,10 @@ class WeightControl:
         self._queue.call()
 
     def require_no_update_in_pause(self) -> None:
-        """Raises `Conflict` where generation must not go on, even for a while, before an update is settled."""
+        """Raise `Conflict` if a weight update is being received in this pause.
+
+        Generation must not go on before it is settled, not even for a while.
+        """
         is_receiving = self._queue.busy or (self._updater.is_open and self._updater.is_implicit)
         if is_receiving and self._scheduler.serving.is_paused:
             raise Conflict(f"a weight update is being received in this pause {self._updater.way_out}")
@@ -170,13 +174,16 @@ class WeightControl:
             self._queue.call()
 
     def _forget_loss(self) -> None:
-        """Forget a loss before the last pause, but not during a verb: ranks may lose an update at different times."""
+        """Forget the loss of an update before the last pause.
+
+        Never called during a verb, as ranks may lose an update at different times.
+        """
         if self._starts_anew:
             self._updater.book.clear_loss()
         self._starts_anew = False
 
     def _on_continue(self, verb: ContinueGenerationReqInput) -> None:
-        """Queue a continue; it ends no pause that comes while it waits for its turn."""
+        """Queue a continue.  It does not end pauses that come while it waits for its turn."""
         self._queue.put(_Continue(**msgspec.structs.asdict(verb), pauses=self._num_pauses))
 
     def _get_update(self, verb: GetWeightUpdateReqInput) -> ControlReqOutput[UpdateStateReply]:
@@ -188,7 +195,7 @@ class WeightControl:
         )
 
     def _wait_limit(self, verb: ControlReqInput[Any]) -> float | None:
-        """Return the seconds that a verb lets the one before it wait for its sender; None: to its own deadline."""
+        """Return the seconds for which an earlier verb may wait for its sender while `verb` waits; None: no limit."""
         if isinstance(verb, AbortWeightUpdateReqInput):
             return 0.0 if self._updater.foreign(verb.update_id) is None else None
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
@@ -229,7 +236,7 @@ class WeightControl:
             )
         adopts = verb.adopt_placement
         if adopts is None and verb.base_digest is not None:
-            adopts = False  # deltas will come, which go where their base lies
+            adopts = False  # deltas will come, which are added to their base in place
         if not self._updater.is_open:  # else this begin is refused
             self._adoption.opening(adopts, verb.placement_epoch)
 

@@ -1,8 +1,8 @@
 """Weights from disk: `update_weights_from_disk`, and `pull_weights` into a local checkpoint and, if asked, memory.
 
 update_weights_from_disk   check all -> stage -> verify -> commit, a refresh of its own; or a bucket of an open one
-pull_weights               local checkpoint to the target version; with `update_memory` then a refresh of its own
-                           from there, of what changed where memory is at a version of this source, else of all
+pull_weights               local checkpoint to the target version; with `update_memory` then a refresh of its own from
+                           there: of the changed tensors if memory is at a version of this source, else of all tensors
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from weight_sync.updater import WeightUpdater
 HowPulled = Literal["delta", "full", "unchanged"]
 LOAD_FORMATS = (None, "auto", "safetensors")
 _MAX_CONFIG_BYTES = 16 << 20
-# What may differ between two checkpoints of one model; the epsilon of latents is a setting of the server.
+# Fields that may differ between two checkpoints of one model; the epsilon of latents is a setting of the server.
 _FREE_CONFIG_FIELDS = {"torch_dtype", "eos_token_ids", "max_position_embeddings", "stored_format", "latent_eps"}
 
 
 @dataclass(frozen=True)
 class MemoryOrigin:
-    """The published version that the weights of a weight epoch are.  `source` None: version 0 of any source."""
+    """The published version of the weights of a weight epoch.  `source` None: version 0 of any source."""
 
     weight_epoch: int
     version: int
@@ -60,8 +60,8 @@ class MemoryOrigin:
 class DiskRefresh:
     """`base_path`: the checkpoint that the engine started from, version 0 of every source.
 
-    `overrides`: of settings of every `config.json`, as at the start.
-    `timeout_s`: how long another process may keep a local checkpoint.
+    `overrides` replace settings of every `config.json`, as at the start.
+    `timeout_s`: how long another process may keep a local checkpoint locked.
     """
 
     def __init__(
@@ -178,7 +178,10 @@ class DiskRefresh:
         return Job(verb, io, step, holds_steps=holds)
 
     def _pull_into_memory(self, verb: PullWeightsReqInput, local: Path, source: Path) -> HowPulled:
-        """Stage and verify what leads memory to the target: by "delta", by a "full" load, or "unchanged"."""
+        """Stage and verify the tensors that bring memory to the target.
+
+        Returns the way: "delta", a "full" load, or "unchanged".
+        """
         version = str(verb.target_version) if verb.weight_version is None else verb.weight_version
         weights = self._scheduler.runner.state.model.weights
         start = self._origin_in(source)
@@ -246,7 +249,7 @@ def require_same_model(path: Path, running: ModelConfig, overrides: Mapping[str,
         return
     for name in ("config.json", "generation_config.json"):
         if (path / name).exists():
-            read_small(path / name, _MAX_CONFIG_BYTES)  # refuses what could be waited on for ever
+            read_small(path / name, _MAX_CONFIG_BYTES)  # refuses files that could block for ever
     try:
         stated = load_model_config(path, overrides)
     except StartupError as error:

@@ -2,7 +2,7 @@
 
 A verb has up to two parts.  The I/O part (rendezvous, receiving, checking) runs on a thread of its own while the
 engine generates; the step part (commit, publish) runs between two steps on the scheduler's thread.  The thread that
-moves bytes has less of the processor than steps get; one that holds the interpreter for long has as much.
+moves bytes gets less of the processor than steps; a thread that holds the interpreter for long gets as much.
 
     verb -> queue -> [I/O thread: receive / verify] -> step boundary: commit -> publish -> reply
 
@@ -34,7 +34,7 @@ from weight_sync.waiting import Patience
 
 _NICENESS = 15
 _PAUSE = 2.5
-"""Between two parts of a bucket, beside steps: as a share of the time that the first one took."""
+"""The pause between two parts of a bucket while steps run, as a multiple of the first part's time."""
 _MAX_PAUSE_S = 0.1
 
 
@@ -54,7 +54,7 @@ def _on_threads(count: int, call: Callable[[], Any]) -> Any:
 
 
 def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
-    """Return what the I/O thread calls after each part of a bucket, with its seconds: steps get their turn.
+    """Return a function that the I/O thread calls with the seconds of each part of a bucket, so that steps get a turn.
 
     Niceness alone does not leave them enough: a step waits for the one of its threads that was preempted.
     """
@@ -70,10 +70,10 @@ def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
 class Job:
     """The parts of a verb: `io` runs on the I/O thread, then `step` with its result at a step boundary.
 
-    `step` returns the message and the reply.  `holds_steps`: no step may run beside `io`.  `roll_back(reason)`, on the
-    I/O thread: undo `io`, which failed on another rank.  `waits`: its wait for a sender, which is cut short for a verb
-    behind it that must not wait so long.  `is_brief`: `io` takes some tenths of a second at most, nearly all in the
-    interpreter, and gives a device nothing to do.
+    `step` returns the message and the reply.  `holds_steps`: no step may run during `io`.  `roll_back(reason)`, on the
+    I/O thread, undoes `io` after it failed on another rank.  `waits`: the job's wait for a sender, which is cut short
+    for a later verb that must not wait as long.  `is_brief`: `io` takes some tenths of a second at most, nearly all in
+    the interpreter, and launches no work on a device.
     """
 
     verb: ControlReqInput[Any]
@@ -86,11 +86,11 @@ class Job:
 
 
 class WeightQueue:
-    """`starting(verb)` comes before each verb is planned, `finished(verb, succeeded)` after its job.
+    """Calls `starting(verb)` before each verb is planned, and `finished(verb, succeeded)` after its job.
 
     `settle(waiting)` is called before each job and after it, with the verbs that wait and the times at which they
-    came; it returns when it must be called again, if no verb comes.  All on the scheduler's thread.
-    `wait_limit(verb)`: for how many seconds a verb lets the job before it wait for its sender; None: no limit.
+    came; it returns the time of its next call, if no verb comes.  All of them run on the scheduler's thread.
+    `wait_limit(verb)`: the seconds that the job before may wait for its sender while `verb` waits; None: no limit.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class WeightQueue:
         self._finished = finished
         self._settle = settle
         self._wait_limit = wait_limit
-        self._num_threads = torch.get_num_threads()  # settles this thread's own number, too
+        self._num_threads = torch.get_num_threads()  # also fixes this thread's own number
         device = scheduler.cache.pool.table.device
         self._io = ThreadPoolExecutor(1, thread_name_prefix="weight-io", initializer=_settle_in, initargs=(device,))
-        # A thread that waits for a processor holds the interpreter meanwhile, and steps wait with it: it must not wait
-        # for longer than they would.
+        # A thread that waits for a processor may hold the interpreter, and then steps wait with it.  So it must not
+        # wait for longer than steps would.
         self._brief = ThreadPoolExecutor(1, thread_name_prefix="weight-brief")
         self._planners: dict[type, Callable[[Any], Job]] = {}
         self._waiting: deque[tuple[float, ControlReqInput[Any]]] = deque()  # with the times at which they came
@@ -125,7 +125,7 @@ class WeightQueue:
 
     @property
     def busy(self) -> bool:
-        """True while a job is under way: its I/O thread owns what it works on."""
+        """True while a job is under way: its I/O thread owns the data that it works on."""
         return self._job is not None
 
     @property
@@ -168,7 +168,10 @@ class WeightQueue:
             self._finish()
 
     def _asks_each_turn(self, job: Job) -> bool:
-        """Return whether the end of the I/O does not suffice: ranks must agree on it, or a verb may cut it short."""
+        """Return whether `advance` must run in every turn, not only at the end of the I/O.
+
+        It must if ranks have to agree on that end, or if a verb may cut the I/O short.
+        """
         return self._scheduler.parallel.tp.size > 1 or (job.waits is not None and bool(self._waiting))
 
     def _end_waits(self, job: Job) -> None:
@@ -211,7 +214,7 @@ class WeightQueue:
             job.waits.renew()
         epoch = self._scheduler.runner.state.epoch
         mark = VerbMark(self._num_started, verb.request_id, epoch.weight_version, epoch.weight_epoch)
-        # Beside steps one thread: two teams that want the same cores wait for each other most of the time.
+        # While steps run, one thread: two teams that want the same cores wait for each other most of the time.
         count = 1 if self._scheduler.has_work else self._num_threads
         io = functools.partial(_on_threads, count, job.io)
         thread = self._brief if job.is_brief else self._io
@@ -238,7 +241,7 @@ class WeightQueue:
         except FatalError:
             raise
         except Exception as error:
-            if self._published != published:  # a failure would say that nothing changed
+            if self._published != published:  # a failure would mean that nothing changed
                 version, kind = self._published[0], type(error).__name__
                 raise FatalError(f"weight version {version!r} was published, and then {kind}: {error}") from error
             answer = failure(job.verb.request_id, error)
@@ -257,7 +260,7 @@ def replies(message: str, reply: Reply) -> Callable[[Any], tuple[str, Reply]]:
 
 
 def _refused(verb: ControlReqInput[Any], error: Exception) -> Job:
-    """Return the job of a verb that this rank cannot plan: the others learn of it as of any failure."""
+    """Return the job of a verb that this rank cannot plan.  The others learn of it as of any failure."""
 
     def io() -> None:
         raise error

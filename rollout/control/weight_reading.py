@@ -1,4 +1,4 @@
-"""`get_weights_by_name`: a tensor's first rows, as they serve, or, while no step may run, as they were sent."""
+"""`get_weights_by_name`: a tensor's first rows, as they are in memory, or, while no step may run, as they were sent."""
 
 from __future__ import annotations
 

@@ -62,4 +62,4 @@ SOURCES: dict[type[UpdateWeightsReqInput[Any]], SourceFactory] = {
     UpdateWeightsFromTensorReqInput: _tensor,
     UpdateWeightsFromIPCReqInput: _ipc,
 }
-"""A factory runs on the I/O thread and does no more than construct: reading and checking is the source's."""
+"""A factory runs on the I/O thread and only constructs the source, which does the reading and checking."""

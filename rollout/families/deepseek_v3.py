@@ -28,8 +28,8 @@ def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
 def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_dense: list[bool]) -> ModelConfig:
     """Return the configuration of a model with latent attention.
 
-    `is_dense` states for each layer whether it has no experts.  Layers behind the last hidden one are left out, as they predict
-    several tokens at once.
+    `is_dense` states for each layer whether it has no experts.  Layers behind the last hidden one are left
+    out, as they predict several tokens at once.
     """
     scoring, method = raw.get("scoring_func", "sigmoid"), raw.get("topk_method", "noaux_tc")
     refuse({f"scoring_func {scoring!r}": scoring != "sigmoid", f"topk_method {method!r}": method != "noaux_tc"})
