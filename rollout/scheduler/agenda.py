@@ -1,12 +1,12 @@
-"""`Agenda`: what is pending between two steps.
+"""`Agenda`: the work that is pending between two steps.
 
     a verb came, another thread has ended    `call(work)`: in this turn, or in the next one
     a deadline                               `call_at(work, seconds)`: in the first turn at that time or later
     work that goes on                        `call(work)` by the work itself: in the next turn, too
 
-A turn in which nothing is pending costs one check.  Where all ranks have to act in one turn, they must make work
-pending in one turn: for a message or a time, which they share.  What ends on a thread of one rank is no such event: the
-work is pending on every rank until all agree that it has ended.
+A turn in which nothing is pending costs one check.  If all ranks have to act in one turn, they must make work pending
+in one turn: for a message or a time, which they share.  The end of a thread of one rank is no such event: the work is
+pending on every rank until all agree that the thread has ended.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Work = Callable[[], None]
 
 
 class Agenda:
-    """`order`: all work there is, in the order in which it is done within a turn.
+    """`order`: all possible work, in the order in which it is done within a turn.
 
-    `channel`: its clock, which all ranks of the engine share.
+    `channel` has the clock, which all ranks of the engine share.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -38,15 +38,15 @@ class Agenda:
         self._pending.add(work)
 
     def call_at(self, work: Work, deadline: float) -> None:
-        """Do `work` once the clock shows `deadline`, in seconds.  Replaces its deadline; `math.inf`: it has none."""
+        """Do `work` once the clock shows `deadline`, in seconds.  It replaces the last one; `math.inf` removes it."""
         assert work in self.order, f"{work} has no place in the order"
         self._deadlines[work] = deadline
         self._next_deadline = min(self._deadlines.values())
 
     def run(self) -> None:
-        """Do what is pending.  Called once a turn, after its messages were handled.
+        """Do all pending work.  Called once a turn, after its messages were handled.
 
-        Work that makes later work pending has it done in the same turn.
+        Work that makes work pending which is later in the order has it done in the same turn.
         """
         if self._next_deadline < math.inf and self._channel.now >= self._next_deadline:
             self._note_deadlines(self._channel.now)

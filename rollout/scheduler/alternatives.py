@@ -1,4 +1,4 @@
-"""`AlternativesRecord`: log-probabilities of the likeliest and of chosen tokens beside a growing record's own.
+"""`AlternativesRecord`: log-probabilities of the likeliest and of chosen tokens, next to a growing record.
 
 Rows are kept as bytes: with hundreds of entries at each token, Python numbers would cost more than the forward.
 
@@ -17,7 +17,7 @@ from rollout.core.messages.req_output import Alternatives
 
 @dataclass(eq=False, slots=True)
 class AlternativesRecord:
-    """Append-only: each list has an entry of one or more rows for each append, or stays empty."""
+    """Append-only record: each list has an entry of one or more rows for each append, or stays empty."""
 
     is_wide: bool = False  # float64
     top_logprobs: list[bytes] = field(default_factory=list)

@@ -1,12 +1,12 @@
 """The channels of the scheduler's messages: over ZMQ from another process, within one process, shared by ranks.
 
-Thousands of requests may come at once, and taking in each costs a fraction of a step.  So that control verbs do not
-wait for as many steps:
+Thousands of requests may come at once, and taking in each costs a fraction of a step.  These rules keep control verbs
+from waiting for many steps:
 
 * All messages but `GetState` take effect in the order in which they were sent.  An abort finds every request that was
-  sent before it; a pause stops, or aborts, what was sent before it, and nothing that was sent after it.
+  sent before it; a pause stops, or aborts, the requests that were sent before it, and no later ones.
 * Requests and aborts are taken in a bounded number a turn; a verb is taken in the turn in which it comes, with all
-  that was sent before it.
+  messages that were sent before it.
 * `GetState` only reads, so that its place does not matter: it is handled first.
 """
 
@@ -38,7 +38,7 @@ from rollout.core.messages.unreadable import Unreadable, encode_output, read_inp
 from rollout.core.sampling_params import SamplingParams
 from rollout.distributed.parallel import Parallel
 
-_MAX_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several
+_MAX_AT_ONCE = 64  # messages between two steps: a burst of requests is taken in over several steps
 _HEADER = struct.Struct("<dQq")  # of a broadcast: the time, the mark of the served epoch, the bytes that follow
 _INLINE_BYTES = 4096  # messages up to this size go with the header
 
@@ -64,10 +64,10 @@ class Channel(Protocol):
         """Seconds on a monotonic clock; the same on all ranks that share an inbox, until the next `receive`."""
 
     def receive(self, timeout_ms: int) -> list[SchedulerInput | Unreadable]:
-        """Return the messages that are there, in order; wait up to `timeout_ms` for the first, less if `wake` is
-        called.
+        """Return the messages that have come, in order.
 
-        One that does not decode is an `Unreadable` in its place.
+        Waits up to `timeout_ms` for the first one, less if `wake` is called.  A message that does not decode is an
+        `Unreadable` in its place.
         """
 
     def send(self, message: SchedulerOutput) -> None: ...
@@ -94,8 +94,9 @@ class ZmqChannel(RawChannel):
     """PULL from and PUSH to the main process.  The addresses are `ipc://` paths that the main process bound."""
 
     def __init__(self, input_addr: str | None, output_addr: str, secret: str | None = None) -> None:
-        """Connect to the main process.  `input_addr` None: a rank that gets its messages from another one.  `secret` is
-        sent before every message.
+        """Connect to the main process.
+
+        `input_addr` is None for a rank that gets its messages from another one.  `secret` is sent before every message.
         """
         self._secret = None if secret is None else secret.encode()
         self._context = zmq.Context()
@@ -117,7 +118,7 @@ class ZmqChannel(RawChannel):
             os.read(self._wake_read, 4096)
         messages: list[bytes] = []
         count = _MAX_AT_ONCE
-        # Asking first costs a fifth of a receive that fails, which is what most steps would see.
+        # Asking first costs a fifth of a receive that fails.  In most steps no message has come.
         while int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             data = self._input.recv(zmq.NOBLOCK)
             if data.startswith(_READS):
@@ -137,7 +138,7 @@ class ZmqChannel(RawChannel):
         self._output.send(data, zmq.NOBLOCK)
 
     def wake(self) -> None:
-        with suppress(BlockingIOError):  # as many bytes as fit wait to be read already
+        with suppress(BlockingIOError):  # the pipe is full, so the reader wakes anyway
             os.write(self._wake_write, b"w")
 
     def close(self) -> None:
@@ -175,9 +176,9 @@ class SharedChannel:
 
         main ---> tp rank 0 --- one broadcast a turn: time, what it serves, messages ---> the other ranks
 
-    All ranks act on a message in the same turn and in the same order, and go by the same time, `now`.  A rank that
+    All ranks act on a message in the same turn and in the same order, and have the same time, `now`.  A rank that
     serves another epoch than rank 0 ends the engine before it acts on anything.  Only the first attention-TP rank of
-    each data-parallel rank answers.  `serves()`: the mark of the serving epoch, below 2^64.
+    each data-parallel rank answers.  `serves()` returns the mark of the serving epoch, below 2^64.
     """
 
     def __init__(self, inner: RawChannel, parallel: Parallel, serves: Callable[[], int]) -> None:
@@ -195,7 +196,7 @@ class SharedChannel:
         return self._now
 
     def receive(self, timeout_ms: int) -> list[SchedulerInput | Unreadable]:
-        """Wait on rank 0 for a message, on the others for rank 0.
+        """Wait for messages: on rank 0 for its channel, on the other ranks for rank 0.
 
         Raises `RankLostError`, and `FatalError` where this rank and rank 0 serve different epochs.
         """

@@ -1,7 +1,7 @@
-"""`DecodeBatch`: the requests that decode, in order, and what a step needs of them as arrays.
+"""`DecodeBatch`: the requests that decode, in order, and the arrays of them that a step needs.
 
-The arrays get and lose columns as requests join and leave, and advance in place from step to step: lengths are counted,
-whether or not the tokens that make them up have reached the host.  `check` compares them with the requests.
+The arrays get and lose columns as requests join and leave, and advance in place from step to step.  Lengths are
+counted, whether or not their tokens have reached the host.  `check` compares the arrays with the requests.
 
 Shapes: B requests of the batch.
 """
@@ -18,7 +18,7 @@ from rollout.scheduler.req import Req
 
 
 class DecodeBatch:
-    """Requests all of whose tokens but the newest have their KV; the newest may so far be on the device only.
+    """Requests whose tokens have their KV, except the newest token, which may so far be only on the device.
 
     A request's place in `reqs` is its row in `inputs` and in `output_counts` [B] int64, which counts its output tokens.
     These tensors are the live arrays, on the host: a step reads them before it calls `advance`.  `generation` changes
@@ -30,7 +30,7 @@ class DecodeBatch:
         self.generation = 0
         self.needs_history = False
         self._num_steps = StepCount()
-        self._steps_left = 0  # no request has all its tokens before; a lower bound once some have left
+        self._steps_left = 0  # steps until a request has all its tokens; a lower bound once some have left
         self._set_members([], torch.empty(4, 0, dtype=torch.int64))
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class DecodeBatch:
     def advance(self) -> Sequence[int]:
         """Count the launch of a step that computes the newest token of every request and samples another.
 
-        Returns the rows of the requests that have all their tokens with it.
+        Returns the rows of the requests that have all their tokens after this step.
         """
         self._num_steps.value += 1
         self._counters_3B += 1
@@ -100,7 +100,7 @@ class DecodeBatch:
         return self._columns_4B.index_select(1, torch.tensor(rows, dtype=torch.int64))
 
     def _set_members(self, reqs: list[Req], columns_4B: torch.Tensor) -> None:
-        """Set the requests, and for each of them a column as `_column` gives it."""
+        """Set the requests, and for each of them a column as `_column` returns it."""
         self.reqs = reqs
         self.generation += 1
         self._columns_4B = columns_4B

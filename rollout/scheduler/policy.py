@@ -21,7 +21,7 @@ _SLOTS_KEPT_PER_RUNNING = 4  # decode steps of headroom that an admission leaves
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: prompts (or parts) to compute, the batch that decodes one token, requests that were retracted."""
+    """One step: prompts (or parts) to compute, the batch that decodes one token, and the retracted requests."""
 
     decodes: DecodeBatch
     extends: list[Extend] = field(default_factory=list)
@@ -38,8 +38,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Misfit:
-    """The request of that `arrival` needed `num_slots` and did not get them; until the prefix cache grows, it cannot
-    need fewer."""
+    """The request with this `arrival` needed `num_slots` and did not get them.
+
+    It needs as many until the prefix cache grows.
+    """
 
     arrival: int
     num_slots: int
@@ -48,9 +50,9 @@ class _Misfit:
 
 @dataclass(slots=True)
 class RequestQueues:
-    """Every unfinished request is in exactly one of the four.
+    """The unfinished requests: each is in exactly one of the four queues.
 
-    `ending`: a step in flight samples the last token of these, and they end when it is finished.
+    `ending`: requests whose last token a step in flight samples; they end when it is finished.
     """
 
     running: DecodeBatch
@@ -69,8 +71,9 @@ class RequestQueues:
         return [*self.running, *([self.partial] if self.partial else []), *self.ending]
 
     def enter_launch(self, completed: Iterable[Req], ending: Sequence[Req]) -> None:
-        """Enter the launch of a step: the requests `completed` have their known tokens computed, and `ending` get no
-        other.
+        """Enter the launch of a step.
+
+        It computes all known tokens of the requests `completed`.  Of these, `ending` get no further token.
         """
         if ending:
             self.running.remove(*ending)
@@ -104,10 +107,10 @@ class Policy:
         *,
         begins: bool = True,
     ) -> StepPlan:
-        """Plan the next step.  `retract(req)` frees what a request holds and keeps its record.
+        """Plan the next step.  `retract(req)` frees the memory of a request and keeps its record.
 
-        `finish_step()` finishes the step in flight, True if there was one: before any request is retracted, as it may
-        end some.  `begins`: whether requests that never ran may begin.
+        `finish_step()` finishes the step in flight, and returns True if there was one.  It is called before any request
+        is retracted, as it may end some.  `begins`: whether requests that never ran may begin.
         """
         plan = self._plan(weight_epoch, retract, finish_step, begins)
         while plan.is_empty and self._lacks_slots and self._cache.pins.drop_oldest():
@@ -171,10 +174,10 @@ class Policy:
                 break
             req = queues.waiting[0]
             if not (begins or req.has_begun):
-                break  # retracted requests stand in front
+                break  # retracted requests come first in the queue
             key = _prompt_key(req)
             if in_prefill.get(key, req.prompt_len) < cache.shareable_len(req) and cache.prefix_cache.keeps_prefixes:
-                passed.append(queues.waiting.popleft())  # its twin computes in this step what both can use
+                passed.append(queues.waiting.popleft())  # its twin computes a prefix in this step that both can use
                 continue
             kept = reserved + _SLOTS_KEPT_PER_RUNNING * len(plan.decodes)
             if self._is_known_misfit(req, cache.num_available - kept):
@@ -197,7 +200,7 @@ class Policy:
             queues.waiting.appendleft(req)
 
     def _is_known_misfit(self, req: Req, num_slots: int) -> bool:
-        """Return whether the last attempt shows that `num_slots` are too few; saves a prefix match in each step."""
+        """Return whether the last attempt shows that `num_slots` are too few.  This saves a prefix match a step."""
         known = self._misfit
         return (
             known is not None

@@ -1,9 +1,9 @@
 """The records of requests: a step's results enter them, and they become the messages that leave the scheduler.
 
-    what was sampled and scored -- SampledRows, enter_scores --> records of Req -- RecordReader --> ReqOutput
+    sampled tokens and scores -- SampledRows, enter_scores --> records of Req -- RecordReader --> ReqOutput
 
-The route rows of a token come from the forward that computed the KV in its slot, or, where a retraction gave that slot
-up, from the rows saved then.
+The route rows of a token come from the forward that computed the KV in its slot.  If a retraction gave that slot up,
+they come from the rows that were saved then.
 
 Shapes: N requests that sample, one row of logits each; n tokens of a request, L MoE layers, K top-k.
 """
@@ -42,10 +42,10 @@ _MAX_END_IDS = 4096  # of all rows together, collected whenever a row joins or l
 
 
 class SampledRows:
-    """The requests that sample in a step, and what each of them wants, looked up once.
+    """The requests that sample in a step, and the outputs that each of them wants, looked up once.
 
-    Kept while the requests stay the same, so that a step costs each of them two appends.  `info` is what the sampler
-    needs of the rows.  `enter` sets `req.finished`; the scheduler acts on it.
+    This object is kept while the requests stay the same, so that a step costs each of them two appends.  `info` is the
+    sampler's input for the rows.  `enter` sets `req.finished`; the scheduler acts on it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SampledRows:
         device: torch.device | str = "cpu",
         lists: RowLists | None = None,
     ) -> None:
-        """Prepare the rows.  `lists`: where requests have theirs, each by its row in the table of slots."""
+        """Prepare the rows.  `lists` holds the lists of requests, each by its row in the slot table."""
         wants = [req.sampling_row for req in reqs]
         self.info = SamplingBatchInfo(wants, vocab_size, device, lists, [req.pool_index for req in reqs])
         self.reqs = reqs
@@ -76,8 +76,8 @@ class SampledRows:
     def enter(self, tokens: SampledTokens, epoch: ServingEpoch, last: Sequence[int], ended: Sequence[int]) -> list[Req]:
         """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming.
 
-        The rows `last` have all their tokens with it.  The requests of the rows `ended` had ended before: what was
-        sampled for them is dropped.  So is what a mask over the limit belongs to, and its request ends here.
+        The rows `last` have all their tokens after this step.  The requests of the rows `ended` had ended before, so
+        their sampled tokens are dropped.  A token whose mask is over the limit is dropped, too, and its request ends.
         """
         refused: list[Req] = []
         if self._mask_rows:
@@ -102,7 +102,10 @@ class SampledRows:
         return [req for req in running if req.finished or req.source.stream]
 
     def _check_finished(self, token_ids_N: list[int], last: Sequence[int], ended: Sequence[int]) -> list[Req]:
-        """Check only rows that can have finished: by an end token, a stop string or the length."""
+        """Return the requests that finish by an end token, a stop string or the length.
+
+        Only rows that can have finished are checked.
+        """
         rows: Sequence[int] = self._stop_string_rows
         if last or ended or self._end_ids is None or not self._end_ids.isdisjoint(token_ids_N):
             at_end = [row for row, token_id in enumerate(token_ids_N) if token_id in self.reqs[row].end_ids]
@@ -117,7 +120,10 @@ class SampledRows:
         return finished
 
     def _append_masks(self, tokens: SampledTokens, ended: Sequence[int]) -> tuple[list[Req], list[int]]:
-        """Return the requests that end as their mask is over the limit, and the rows whose token is dropped."""
+        """Append the masks of the step to the records.
+
+        Returns the requests that end as their mask is over the limit, and the rows whose token is dropped.
+        """
         counts_N = tokens.kept_counts.tolist()
         ends_N = np.cumsum(counts_N).tolist()
         ids_M, logprobs_M = tokens.kept_ids.cpu().numpy(), tokens.kept_logprobs.float().cpu().numpy()
@@ -133,7 +139,7 @@ class SampledRows:
                 dropped.append(row)
                 continue
             kept = slice(ends_N[row] - count, ends_N[row])
-            ids, logprobs = ids_M[kept].copy(), logprobs_M[kept]  # the record outlives what else the step sampled
+            ids, logprobs = ids_M[kept].copy(), logprobs_M[kept]  # the record outlives the step's other samples
             req.output.kept_ids.append(ids)
             req.output.num_mask_ids += count
             req.output.mask_logprobs.append(float(logprobs[np.searchsorted(ids, sampled_N[row])]))
@@ -161,7 +167,7 @@ class SampledRows:
 
 
 def _joined(end_ids: Collection[frozenset[int]]) -> frozenset[int] | None:
-    """Return the ids that end any row; None where they are too many, and each row is looked at by itself."""
+    """Return the ids that end any row; None if they are too many, so that each row is checked by itself."""
     return frozenset().union(*end_ids) if sum(map(len, end_ids)) <= _MAX_END_IDS else None
 
 
@@ -178,7 +184,7 @@ def enter_scores(req: Req, scored: ScoredTokens, epoch: ServingEpoch) -> None:
 
 
 class RecordReader:
-    """Builds `ReqOutput`s and saves rows over retractions.  Changes nothing of a request but `num_sent`."""
+    """Builds `ReqOutput`s and saves rows over retractions.  Of a request it changes only `num_sent`."""
 
     def __init__(self, cache: CacheManager, kv_pool: KVPool, state: ModelState, routes: RouteSlotStore | None) -> None:
         self._cache = cache
@@ -206,8 +212,9 @@ class RecordReader:
         return int(epochs.min()) if len(epochs) else None
 
     def oldest_epoch_used(self, req: Req) -> int | None:
-        """Return the oldest weight epoch of the KV that `req` holds or gave up in retractions; None if it never held
-        any.
+        """Return the oldest weight epoch of the KV that `req` holds or gave up in retractions.
+
+        Returns None if it never held any.
         """
         known = [epoch for epoch in (self.oldest_epoch_held(req), req.oldest_epoch) if epoch is not None]
         return min(known, default=None)
@@ -249,7 +256,7 @@ class RecordReader:
         )
 
     def _routes(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray) -> RoutedExpertsPayload | None:
-        """Return rows `start .. num_tokens - 2`; fewer only where an abort came before the forward."""
+        """Return rows `start .. num_tokens - 2` of the routes; fewer only if an abort came before the forward."""
         if self._route_store is None or not req.source.return_routed_experts:
             return None
         saved = len(req.saved_rows.epochs) if req.saved_rows else 0
@@ -300,7 +307,7 @@ class RecordReader:
 
 
 def _prompt_epochs(req: Req, epochs: np.ndarray) -> np.ndarray:
-    """Return the epochs of the prompt's KV: of the KV there, and beyond it of what the last retraction gave up."""
+    """Return the epochs of the prompt's KV: of the KV that `req` holds, then of KV that the last retraction gave up."""
     held = epochs[: req.prompt_len]
     if req.given_up_epochs is None or len(held) >= len(req.given_up_epochs):
         return held

@@ -1,7 +1,7 @@
 """`Req`: one sample in the making: a sequence in memory (`CachedSequence`), and its append-only record.
 
-A retraction gives up what the sequence has in memory and leaves the record: ids, log-probabilities, versions and route
-rows that exist are never recomputed or replaced.
+A retraction gives up the memory of the sequence and leaves the record: ids, log-probabilities, versions and route rows
+that exist are never recomputed or replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.text.detokenizer import IncrementalDetokenizer
 
 
 class VersionMarks:
-    """Append-only: which weights made the entries of a growing list.
+    """Append-only record of the weights that made the entries of a growing list.
 
     Contents are identified by their weight epoch; an epoch that gets another label has a mark of its own.
     """
@@ -50,7 +50,7 @@ class VersionMarks:
 
 @dataclass(eq=False, slots=True)
 class OutputRecord:
-    """Append-only: beside `output_ids`, one entry a sampled token."""
+    """Append-only record with one entry for each sampled token, parallel to `output_ids`."""
 
     logprobs: list[float] = field(default_factory=list)
     alternatives: AlternativesRecord = field(default_factory=AlternativesRecord)
@@ -63,7 +63,10 @@ class OutputRecord:
 
 @dataclass(eq=False, slots=True)
 class PromptRecord:
-    """Append-only: log-probabilities of prompt tokens `start ..`; entry 0 is None, as nothing predicts it."""
+    """Append-only record of the log-probabilities of prompt tokens `start ..`.
+
+    Entry 0 is None, as nothing predicts its token.
+    """
 
     start: int
     values: list[float | None] = field(default_factory=lambda: [None])
@@ -72,13 +75,13 @@ class PromptRecord:
 
     @property
     def next_position(self) -> int:
-        """Position whose forward yields the next missing entry: the entry of token p comes from position p - 1."""
+        """The position whose forward yields the next missing entry: the entry of token p comes from position p - 1."""
         return self.start + len(self.values) - 1
 
 
 @dataclass(eq=False, slots=True)
 class SavedRows:
-    """Rows of tokens `0 .. n - 1` kept over a retraction: route rows [n, L, K] and their weight epochs [n] int32."""
+    """Rows of tokens `0 .. n - 1`, kept over a retraction: route rows [n, L, K] and their weight epochs [n] int32."""
 
     routes: np.ndarray
     epochs: np.ndarray
@@ -86,7 +89,7 @@ class SavedRows:
 
 @dataclass(eq=False, slots=True)
 class Times:
-    """Seconds of a monotonic clock of this process: its arrival, its first KV slots, its first token."""
+    """The times of a request, in seconds of this process's monotonic clock: arrival, first KV slots, first token."""
 
     received: float = field(default_factory=time.monotonic)
     admitted: float | None = None
@@ -125,7 +128,7 @@ class Req(CachedSequence):
         stop_text: IncrementalDetokenizer | None = None,
         sibling: Req | None = None,
     ) -> None:
-        """Begin with an empty record.  `sibling`: another sample of the same message, whose lists are the same."""
+        """Begin with an empty record.  `sibling`: another sample of the same message, which has the same lists."""
         self.sampling_row = _sampling_row(source, seed, end_ids)
         if sibling is not None:
             self.sampling_row.shared = sibling.sampling_row.shared
@@ -140,7 +143,7 @@ class Req(CachedSequence):
         self.cached_tokens = 0  # prefix hit of the last admission before any retraction
         self.saved_rows: SavedRows | None = None
         self.oldest_epoch: int | None = None  # of KV given up in retractions
-        self.given_up_epochs: np.ndarray | None = None  # int32, of the prompt's KV that the last of them gave up
+        self.given_up_epochs: np.ndarray | None = None  # int32, of the prompt's KV that the last retraction gave up
         self.num_retractions = 0
         self.times = Times()
         self.num_sent = 0  # output tokens already sent to the main process
@@ -166,7 +169,7 @@ class Req(CachedSequence):
 
     @property
     def extend_len(self) -> int:
-        """Known tokens whose KV is still to be computed."""
+        """The number of known tokens whose KV is still to be computed."""
         return self.num_tokens - self.device_len
 
     @property
@@ -191,7 +194,7 @@ class Req(CachedSequence):
 
     @property
     def session_to_pin(self) -> str | None:
-        """The session for which its prefix stays in the cache once it has finished."""
+        """The session for which the request's prefix stays in the cache once it has finished."""
         stays = self.may_pin and self.finished is not None and self.finished.type != "abort"
         return self.source.session_id if stays else None
 

@@ -3,8 +3,8 @@
     inbox -> accept / abort / control verbs -> plan -> launch -> finish -> outbox
                                                         n        n, or with `overlaps` n - 1
 
-What runs next is in `policy`, slots in `rollout.memory`, a step's two halves in `step`, messages out in `records`,
-control verbs in `rollout.control`.
+`policy` chooses the requests of the next step, `rollout.memory` has the slots, `step` the two halves of a step,
+`records` the messages that leave, and `rollout.control` the control verbs.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ VerbHandler = Callable[..., ControlReqOutput[Any] | None]
 
 
 class Scheduler:
-    """Owns the queues and the gates.  One thread; `tick` is one turn of the loop, run in inference mode.
+    """Owns the queues and the gates.  It has one thread; `tick` is one turn of the loop, run in inference mode.
 
-    On several ranks every rank runs one, in step with the others: the inbox is shared, so verbs and the work between
-    steps run on all ranks in the same turn, and may communicate.
+    On several ranks every rank runs a scheduler, in step with the others: the inbox is shared, so verbs and the work
+    between steps run on all ranks in the same turn, and may communicate.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Scheduler:
         self._stop = stop
         self._max_queued = max_queued_requests
         self._overlaps = overlaps
-        self._rest = rest  # called where no step follows
+        self._rest = rest  # called if no step follows
         self._is_alone = parallel.attn_dp.size == 1  # no other data-parallel rank takes part in a step
-        self._engine_busy = False  # whether any of them had tokens in the last step
+        self._engine_busy = False  # whether any data-parallel rank had tokens in the last step
         self._nothing = StepPlan(DecodeBatch())
         self._seeds = SeedSource(random_seed, parallel)
         self._in_flight: InFlight | None = None
@@ -102,7 +102,7 @@ class Scheduler:
         queued_verbs: Mapping[type, VerbHandler],
         between_steps: Sequence[Work],
     ) -> None:
-        """Set the handlers by message type, and the order of the work between steps; it is done where `agenda` has it.
+        """Set the handlers by message type, and the order of the work between steps, which `agenda` runs.
 
         A handler answers at once, or returns None and calls `reply` later.  Queued verbs run later, and their deadline
         is checked only then.
@@ -112,7 +112,7 @@ class Scheduler:
         self.agenda.order = between_steps
 
     def poll_quickly(self, soon: bool) -> None:
-        """Keep an idle turn from waiting long, while something is about to be ready on all ranks."""
+        """Let idle turns wait only briefly while `soon`, as something is about to be ready on all ranks."""
         self._soon = soon
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Scheduler:
         return sum(count for (count,) in self.parallel.attn_dp.gather_ints((begun,)))
 
     def tick(self, wait_ms: int = _IDLE_WAIT_MS) -> bool:
-        """Take messages, then run one step if there is work.  True if a step ran."""
+        """Take messages, then run one step if there is work.  Returns True if a step ran."""
         if self.has_work or self._engine_busy:
             wait_ms = 0
         elif self._soon:
@@ -170,7 +170,10 @@ class Scheduler:
         return runs
 
     def _turn(self) -> bool:
-        """Launch a step and finish one: the same, or with `overlaps` the one before it.  True if there was either."""
+        """Launch a step and finish one: the same, or with `overlaps` the one before it.
+
+        Returns True if there was either.
+        """
         had_step = self._in_flight is not None
         step = self._launch()
         if self._overlaps:
@@ -181,10 +184,10 @@ class Scheduler:
         return had_step or step is not None
 
     def finish_step(self) -> bool:
-        """Finish the step in flight, if there is one: from then on the host knows all that was sampled.
+        """Finish the step in flight, if there is one.  Afterwards the host knows all sampled tokens.
 
-        Called first by everything that acts on requests from outside a step: an abort, a retraction, a count of them,
-        a gate that closes.  A commit need not: every step names the epoch that computes it.
+        Every action on requests from outside a step calls this first: an abort, a retraction, a count of requests, a
+        gate that closes.  A commit need not, as every step names the epoch that computes it.
         """
         step, self._in_flight = self._in_flight, None
         if step is not None:
@@ -213,7 +216,10 @@ class Scheduler:
         return step
 
     def _token_counts(self, mine: int) -> list[int]:
-        """Return the tokens of each data-parallel rank; if one has any, all take part, as experts are on all."""
+        """Return the number of tokens of each data-parallel rank.
+
+        If one rank has tokens, all ranks take part in the step, as experts are on all of them.
+        """
         counts = [count for (count,) in self.parallel.attn_dp.gather_ints([mine])]
         self._engine_busy = any(counts)
         return counts
@@ -237,13 +243,13 @@ class Scheduler:
         stats.phase("process")
         if outgoing:
             if not self.has_work:
-                self._rest()  # first, so that the carrier of the answer finds an idle core
+                self._rest()  # first, so that the thread that sends the answer finds an idle core
             self._emit(outgoing)
         stats.phase("messages")
         stats.end_step(num_sampled)
 
     def _emit(self, reqs: Iterable[Req]) -> None:
-        """Send what is new of `reqs`; finished requests free their slots and are dropped."""
+        """Send the new output of `reqs`; finished requests free their slots and are dropped."""
         outputs = []
         for req in reqs:
             outputs.append(self.records.output(req))
@@ -269,7 +275,7 @@ class Scheduler:
             self._control(message)
 
     def _refuse_unreadable(self, message: Unreadable) -> None:
-        """Refuse the requests that an undecodable message names; it never ends the loop."""
+        """Refuse the requests that an undecodable message names.  Such a message never ends the loop."""
         say(f"a message of the main process cannot be read: {message.error}")
         error = BadRequest(f"the scheduler cannot read the request: {message.error}")
         if self._is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
@@ -279,7 +285,7 @@ class Scheduler:
             self.reply(failure(message.request_id, error))
 
     def _accept(self, source: TokenizedGenerateReqInput, sibling: Req | None = None) -> Req | None:
-        """Enqueue a sample, which shares what it can with `sibling`.  Returns it, or `sibling` where it is refused."""
+        """Enqueue a sample, which shares its lists with `sibling`.  Returns it, or `sibling` if it is refused."""
         try:
             self._check(source)
             req = Req(
@@ -299,7 +305,7 @@ class Scheduler:
         return req
 
     def _check(self, source: TokenizedGenerateReqInput) -> None:
-        """Check the scheduler's own state; the request itself was checked before it was sent."""
+        """Check that the scheduler's state allows the request, which itself was checked before it was sent."""
         self.serving.require_admission()
         if source.rid in self._by_rid:
             raise BadRequest(f"rid {source.rid!r} is already in flight")
@@ -318,7 +324,7 @@ class Scheduler:
         self._channel.send(BatchTokenOutput(outputs=[output]))
 
     def _abort(self, message: AbortReqInput) -> None:
-        """Abort requests, without an answer; a failure is logged, and does not end the loop."""
+        """Abort requests, without an answer.  A failure is logged, and does not end the loop."""
         try:
             self.abort(None if message.abort_all else message.rids)
         except FatalError:
@@ -327,7 +333,7 @@ class Scheduler:
             say(f"an abort failed: {traceback.format_exc()}")
 
     def abort(self, rids: list[str] | None, error: LockstepError | None = None, reason: str | None = None) -> int:
-        """End the given requests, or all (None), with what they have.  Returns how many.
+        """End the given requests, or all (None), with their output so far.  Returns how many.
 
         Unknown rids are ignored, repeated ones count once.  Requests end with the message and status of `error`, or,
         without one, with `reason` as their message.
@@ -379,7 +385,7 @@ class Scheduler:
     # --- control verbs --------------------------------------------------------------------------------------------
 
     def _control(self, message: ControlReqInput[Any]) -> None:
-        """Handle a verb, which may be refused; it never ends the loop, unless ranks may differ after it."""
+        """Handle a verb, which may be refused.  Only an error after which ranks may differ ends the loop."""
         try:
             if type(message) not in self._queued:
                 message.require_in_time(self.now)

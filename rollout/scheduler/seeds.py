@@ -1,4 +1,4 @@
-"""`SeedSource`: the seed of a request, by which alone and the position each of its tokens is drawn."""
+"""`SeedSource`: the seed of a request.  Each of its tokens is drawn by this seed and the token's position alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rollout.distributed.parallel import Parallel
 
 
 class SeedSource:
-    """Draws seeds for requests that bring none: the same on ranks that share requests, others on others.
+    """Draws seeds for requests that bring none.  Ranks that share requests draw equal seeds, other ranks others.
 
-    `random_seed` None: from the system, of one rank.  All ranks make theirs in the same turn, and ask for the same
-    requests in the same order.
+    `random_seed` None: one rank takes it from the system.  All ranks make their sources in the same turn.  Ranks that
+    share requests ask for the same requests in the same order.
     """
 
     def __init__(self, random_seed: int | None, parallel: Parallel) -> None:

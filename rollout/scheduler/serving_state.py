@@ -1,13 +1,13 @@
 """`ServingState`: whether steps may run and requests may be admitted or begin, and why not.  It owns every gate.
 
-pause       a trainer paused: no step; or pauses once the requests that have begun have ended: no other begins
+pause       a trainer paused: no step; or it pauses once the requests that have begun have ended: no other begins
 withheld    memory is released, or the weights have no content: no step, requests are refused
 writing     the model is being written to: no step, requests wait
 poisoned    the weights are neither the old nor the new ones: no step, requests are refused
 draining    the server shuts down: requests are refused
 stopped     nothing runs any more
 
-A step in flight is finished before the gate for steps closes, so that behind a closed gate there is none.
+A step in flight is finished before the gate for steps closes, so that no step is in flight behind a closed gate.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class ServingState:
         return self._paused or self._withheld is not None
 
     def require_weights(self) -> None:
-        """Raises `Unavailable` while the weights are poisoned."""
+        """Raise `Unavailable` while the weights are poisoned."""
         if self._poisoned is not None:
             raise Unavailable(f"the weights are poisoned: {self._poisoned}; send a complete refresh")
 
     def require_admission(self) -> None:
-        """Raises `Unavailable`, with the reason, where a new request could not be served."""
+        """Raise `Unavailable`, with the reason, if a new request could not be served."""
         self.require_weights()
         if self._withheld is not None:
             raise Unavailable(self._withheld)
@@ -74,12 +74,12 @@ class ServingState:
 
     @property
     def was_paused(self) -> bool:
-        """Before the last pause that waited."""
+        """True if generation was paused before the last pause that waited."""
         return self._was_paused
 
     @property
     def withheld(self) -> str | None:
-        """Why nothing is served although it is not paused; None: it is served."""
+        """The reason why nothing is served although generation is not paused; None if there is no such reason."""
         return self._withheld
 
     @property
@@ -88,7 +88,7 @@ class ServingState:
 
     @property
     def poisoned(self) -> str | None:
-        """Why the weights are neither the old nor the new ones."""
+        """The reason why the weights are neither the old nor the new ones."""
         return self._poisoned
 
     @property

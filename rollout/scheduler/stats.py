@@ -1,4 +1,4 @@
-"""Counters of the step loop: throughput, cache hits, and where the time of a step goes."""
+"""Counters of the step loop: throughput, cache hits, and the time of each phase of a step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepStats:
             self._window_start, self._window_tokens = time.monotonic(), 0
 
     def idle(self) -> None:
-        """Note that nothing runs: the throughput is zero and a new window starts with the next work."""
+        """Note that nothing runs: the throughput is zero, and a new window starts with the next work."""
         self.gen_throughput = 0.0
         self._window_start, self._window_tokens = time.monotonic(), 0
 

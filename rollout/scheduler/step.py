@@ -1,15 +1,15 @@
-"""A step in two halves: `launch` gives it to the device, `finish` enters what it computed into the records.
+"""A step in two halves: `launch` gives it to the device, `finish` enters its results into the records.
 
     plan -- launch --> InFlight -- finish --> records
                           |
               the next launch may come first: its input tokens are on the device, its lengths are counted
 
-`launch` reads no sampled token and does not wait for the device; its last act is to have the results copied to the
-host.  `finish` waits for those copies alone.  What `launch` returns names the epoch that computes the step, so that
+`launch` reads no sampled token and does not wait for the device; its last act is to start copies of the results to the
+host.  `finish` waits only for these copies.  The result of `launch` names the epoch that computes the step, so that
 tokens, scores and rows are labelled with the weights that made them, also if others are published before the finish.
 
 Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary, L MoE layers, K top-k, R rows of routes that a
-request brought along.
+request sent.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rollout.scheduler.records import SampledRows, enter_scores
 from rollout.scheduler.req import Extend, Req
 from rollout.scheduler.stop import StopChecker
 
-_FREE = -1  # in a row of forced routes that the router chooses for itself
+_FREE = -1  # in a row of forced routes: the router chooses
 
 
 class Sampled(NamedTuple):
-    """A token for each of `rows`.  `last`: the rows that get no further one, by their number."""
+    """A token for each of `rows`.  `last`: the numbers of the rows that get no further token."""
 
     rows: SampledRows
     tokens: SampledTokens
@@ -47,10 +47,10 @@ class Sampled(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A launched step.  Its tensors are its own and nothing changes them; on the host, and there after `copies.wait()`.
+    """A launched step.  Its tensors are its own and nothing changes them; after `copies.wait()` they are on the host.
 
-    `completed`: requests whose known tokens have their KV with this step; `ending`: those for which no step follows, as
-    they have all their tokens with it; `num_ended`: see `StepRunner`; `is_idle`: it has no tokens of this rank.
+    `completed`: requests whose known tokens all have their KV after this step; `ending`: requests that have all their
+    tokens after it, so that no step follows; `num_ended`: see `StepRunner`; `is_idle`: it has no tokens of this rank.
     """
 
     epoch: ServingEpoch
@@ -81,9 +81,9 @@ class InFlight(NamedTuple):
 
 
 class StepRunner:
-    """Both halves, over the parts that each needs.  Steps are finished in the order in which they were launched.
+    """Runs both halves of a step.  Steps are finished in the order in which they were launched.
 
-    A request may turn out to have ended after the next step was launched with it.  What that step computed for it is
+    A request may turn out to have ended after the next step was launched with it.  Then that step's results for it are
     dropped: `num_ended` counts ends, so that a step knows whether there were any since its launch.
     """
 
@@ -96,7 +96,7 @@ class StepRunner:
         vocab_size: int,
         new_lists: Callable[[], RowLists],
     ) -> None:
-        """Take the parts that a step needs.  `new_lists()`: places for the lists of as many requests as may run."""
+        """Take the parts that a step needs.  `new_lists()` makes room for the lists of all requests that may run."""
         self._runner = runner
         self._sampler = sampler
         self._cache = cache
@@ -107,10 +107,10 @@ class StepRunner:
         self._lists = new_lists()
         self._decoding: SampledRows | None = None  # of generation `_generation` of the decode batch
         self._generation = -1
-        self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests brought routes
+        self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests replays routes
 
     def rest(self) -> None:
-        """Give up everything kept of the requests that were sampled last: no step follows for now."""
+        """Drop all data of the requests that were sampled last.  Called if no step follows for now."""
         self._decoding = None
         if self._lists.is_used:
             self._lists = self._new_lists()
@@ -118,7 +118,7 @@ class StepRunner:
     # --- first half -----------------------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan, global_num_tokens: list[int] | None, phase: Callable[[str], None]) -> InFlight:
-        """Enqueue the step on the device.  `phase(name)`: a part of a phase of `StepStats` has ended."""
+        """Enqueue the step on the device.  `phase(name)` is called when a part of a phase of `StepStats` has ended."""
         step = self._enqueue(plan, global_num_tokens, phase)
         pool = self._cache.pool
         return step.brought(pool.device) if pool.is_apart else step
@@ -186,14 +186,14 @@ class StepRunner:
         return logits_NV[len(reqs) :]
 
     def _replays(self, plan: StepPlan) -> bool:
-        """Return whether a request of the step brought routes along."""
+        """Return whether a request of the step has routes to replay."""
         decodes = plan.decodes
         if self._replaying[0] != decodes.generation:
             self._replaying = (decodes.generation, any(req.source.replay is not None for req in decodes.reqs))
         return self._replaying[1] or any(item.req.source.replay is not None for item in plan.extends)
 
     def _rows_of(self, decodes: DecodeBatch) -> SampledRows:
-        """Return the rows of the last step if the same requests decode now."""
+        """Return the rows of the decode batch; they are the last step's if the same requests decode now."""
         if self._decoding is None or self._generation != decodes.generation:
             device = self._cache.pool.newest_tokens.device
             self._decoding = SampledRows(decodes.reqs, self._stop, self._vocab_size, device, self._lists)
@@ -201,10 +201,10 @@ class StepRunner:
         return self._decoding
 
     def _score_prompts(self, extends: Sequence[Extend], hidden_TD: torch.Tensor) -> list[tuple[Req, ScoredTokens]]:
-        """Return the log-probabilities of prompt tokens from the rows that predict them, of the raw distribution at
-        temperature.
+        """Return the log-probabilities of prompt tokens under the raw distribution at temperature.
 
-        Row r of an extend is position `start + r` and predicts token `start + r + 1`.
+        They come from the rows that predict the tokens.  Row r of an extend is position `start + r` and predicts token
+        `start + r + 1`.
         """
         scored, offset = [], 0
         for item in extends:
@@ -219,7 +219,7 @@ class StepRunner:
         return scored
 
     def _score_rows(self, req: Req, hidden_ND: torch.Tensor, position: int) -> list[tuple[Req, ScoredTokens]]:
-        """Score the prompt tokens `position ..`, one a row."""
+        """Score the prompt tokens from `position` on, one for each row."""
         scored, source = [], req.source
         temperature = req.sampling_params.effective_temperature
         for logits_NV in self._runner.logits_in_chunks(hidden_ND):
@@ -236,7 +236,7 @@ class StepRunner:
     def finish(self, step: InFlight, phase: Callable[[str], None]) -> tuple[list[Req], int]:
         """Enter a step into the records, and set `req.finished` of requests that end with it.
 
-        Returns the requests with something to send, as they ended or stream, and how many tokens were entered.
+        Returns the requests with something to send, as they ended or stream, and the number of entered tokens.
         """
         if step.copies is not None:
             step.copies.wait(self._runner.state.model.parallel.wait_for)
@@ -264,7 +264,7 @@ class StepRunner:
 
 
 def _spans(plan: StepPlan) -> Iterator[tuple[Req, int, int]]:
-    """Yield the tokens of each request that the step computes, in the order of its batch: first position and count."""
+    """Yield the first position and the count of each request's tokens in the step, in the order of its batch."""
     for item in plan.extends:
         yield item.req, item.start, item.count
     for req in plan.decodes.reqs:
@@ -278,7 +278,7 @@ def _input(item: Extend) -> ExtendInput:
 
 
 def _forced_routes(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
-    """Return the routes that requests of the step brought, for the routers: [L, T, K]; None if all rows are free."""
+    """Return the routes that requests of the step replay, for the routers: [L, T, K]; None if all rows are free."""
     spans = list(_spans(plan))
     example = next((req.source.replay for req, _, _ in spans if req.source.replay is not None), None)
     if example is None:
@@ -289,7 +289,7 @@ def _forced_routes(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
     for req, start, count in spans:
         if (replay := req.source.replay) is not None:
             rows_RLK = np.frombuffer(replay.data, dtype="<u2").reshape(replay.shape)
-            begin = start - replay.start  # among the rows that it brought
+            begin = start - replay.start  # among the rows that the request sent
             known = rows_RLK[max(begin, 0) : max(begin + count, 0)]
             place = first + max(-begin, 0)
             forced_TLK[place : place + len(known)] = known

@@ -26,7 +26,7 @@ class StopChecker:
         self._mask_limit = sampling_mask_max_tokens
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
-        # Byte-level text is the bytes of its tokens one after the other: what a token adds depends on it alone.
+        # Byte-level text is the bytes of its tokens one after the other: a token always adds the same bytes.
         self._adds_bytes = self._tokenizer is not None and isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._text_of_token: dict[int, str] = {}
 
@@ -48,7 +48,7 @@ class StopChecker:
         return IncrementalDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=False))
 
     def mask_refusal(self, req: Req, count: int) -> FinishReason | None:
-        """Return the reason if the next token's mask has too many ids to be returned: it comes whole, or not at all."""
+        """Return the reason to end if the next token's mask has too many ids, as no part of a mask is returned."""
         most, total = req.source.max_mask_ids, req.output.num_mask_ids + count
         if count > self._mask_limit:
             message = (
@@ -66,7 +66,10 @@ class StopChecker:
         return None
 
     def check(self, req: Req) -> FinishReason | None:
-        """Return the reason if the last token finished `req`; an end token wins over a stop string over the length."""
+        """Return the reason if the last token finished `req`.
+
+        An end token has precedence over a stop string, and a stop string over the length.
+        """
         output, params = req.output_ids, req.sampling_params
         last = output[-1]
         if last in req.end_ids:
@@ -81,10 +84,10 @@ class StopChecker:
         return None
 
     def _may_end_stop(self, token_id: int, params: SamplingParams) -> bool:
-        """Return False if no stop string can end in this token: it holds whole characters, and the last of none of
-        them.
+        """Return False if no stop string can end in this token.
 
-        Spares most tokens of a request with stop strings the search.
+        Such a token holds whole characters, and the last character of no stop string.  This spares most tokens of a
+        request with stop strings the search.
         """
         if not self._adds_bytes:
             return True
@@ -102,7 +105,7 @@ class StopChecker:
 def _matched_string(text: IncrementalDetokenizer, output: list[int], stop: list[str]) -> str | None:
     """Return the stop string that appears first in the text of `output` and ends in its last token.
 
-    One that ended earlier can only have been passed over because of `min_new_tokens`, and stays so.
+    A stop string that ended earlier was ignored because of `min_new_tokens`, and stays ignored.
     """
     text.feed(output[text.num_fed : -1])
     old = len(text.decided)

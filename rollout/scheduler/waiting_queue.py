@@ -2,7 +2,7 @@
 
     retracted ones | priority 0: first come, first served | priority 1: ... | ...
 
-Requests come, go and are taken out from anywhere in the same time, however many wait.
+Adding a request and removing one from anywhere take the same time, however many wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollout.scheduler.req import Req
 
 
 class WaitingQueue:
-    """Requests that have begun, and were retracted, stay in front; then a lower `priority` value goes first."""
+    """The waiting requests: requests that were retracted stay in front; then a lower `priority` value goes first."""
 
     def __init__(self) -> None:
         self._begun: OrderedDict[Req, None] = OrderedDict()
@@ -27,7 +27,7 @@ class WaitingQueue:
 
     @property
     def num_begun(self) -> int:
-        """Requests that ran before."""
+        """The number of waiting requests that ran before."""
         return len(self._begun)
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class WaitingQueue:
         return req in self._begun or req in self._new.get(req.source.priority, ())
 
     def __getitem__(self, index: int) -> Req:
-        """Return the request that begins after `index` others, from 0 on; the first one at once."""
+        """Return the request that begins after `index` others.  The first one takes constant time."""
         found = next(islice(self, index, None), None)
         if found is None:
             raise IndexError(index)
@@ -55,18 +55,18 @@ class WaitingQueue:
         self.num_tokens += req.num_tokens
 
     def appendleft(self, req: Req) -> None:
-        """Add `req` in front of its equals: of all, where it has begun."""
+        """Add `req` in front of its equals.  A request that has begun goes in front of all."""
         self.append(req)
         self._line_of(req).move_to_end(req, last=False)
 
     def popleft(self) -> Req:
-        """Remove the first request.  Raises `IndexError` where none waits."""
+        """Remove the first request.  Raises `IndexError` if none waits."""
         req = self[0]
         self.discard(req)
         return req
 
     def discard(self, req: Req) -> bool:
-        """Remove `req`; False: it does not wait."""
+        """Remove `req`.  Returns False if it does not wait."""
         if req not in self:
             return False
         line = self._line_of(req)
