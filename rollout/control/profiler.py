@@ -61,7 +61,7 @@ class _Trace:
         self.recorder.__enter__()
 
     def stop(self) -> None:
-        """Gather what was recorded."""
+        """Stop recording and gather the events."""
         self.recorder.__exit__(None, None, None)
 
     def write(self) -> None:

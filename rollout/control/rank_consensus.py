@@ -1,7 +1,7 @@
 """Agreement of the ranks of all engines of the server on a weight verb: it succeeds everywhere or nowhere.
 
     I/O thread of every rank     planned, io ... exchange* (a plan to share, the vote on a whole update) ... over
-    scheduler's thread           step part: one vote on what was written
+    scheduler's thread           step part: one vote on whether the weights were written
 
 Every exchange names its verb and the weights that the rank serves.  The part of a rank is over when it failed or has
 nothing left to do.  Then the rank sends this in place of the exchange in which the others are, and the verb is over for

@@ -2,7 +2,7 @@
 
 `/weight_checker`, of vLLM's trainers, keeps no snapshot: it compares with the fingerprints that the caller sends.
 
-Reading takes its turn in the weight verbs' queue and runs on their I/O thread, so no commit runs meanwhile; filling
+Reading takes its turn in the weight verbs' queue and runs on their I/O thread, so no commit runs meanwhile.  Filling
 with NaN happens between two steps and leaves the engine poisoned until a complete refresh.
 """
 

@@ -7,7 +7,7 @@ acts without a verb (leases, pauses).
 
 Some clients send neither begin nor end.  In a pause, their first bucket opens a transaction and `continue_generation`
 settles it, with full coverage.  While the engine runs, each call is a transaction of its own on the tensors that it
-names, and its label shows that it is a part until all have come.  While it runs without content, the calls add up to
+names.  Its label shows that it is a part until all have come.  While it runs without content, the calls add up to
 one transaction of all tensors, which the last one settles.  A bucket that comes after another pause opens a new
 transaction, and the one of the earlier pause is dropped.
 
@@ -256,7 +256,7 @@ class WeightControl:
     def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
         """Raise `BaseMismatchError` unless the sender starts from the weights in force.
 
-        Computes their digest where it is asked for and not known.
+        Computes their digest if the sender asks for it and it is not known.
         """
         if verb.base_version is None and verb.base_digest is None:
             return

@@ -1,14 +1,14 @@
 """`WeightQueue`: the weight verbs, one at a time, in the order in which they came.
 
 A verb has up to two parts.  The I/O part (rendezvous, receiving, checking) runs on a thread of its own while the
-engine generates; the step part (commit, publish) runs between two steps on the scheduler's thread.  The thread that
+engine generates.  The step part (commit, publish) runs between two steps on the scheduler's thread.  The thread that
 moves bytes gets less of the processor than steps; a thread that holds the interpreter for long gets as much.
 
     verb -> queue -> [I/O thread: receive / verify] -> step boundary: commit -> publish -> reply
 
-On several ranks every rank has one.  A verb that one rank cannot plan, or whose I/O fails there, has failed on all; the
-step parts run on all ranks of an engine in the same turn.  A verb whose deadline has passed when its turn comes is not
-planned.
+On several ranks every rank has a queue.  A verb that one rank cannot plan, or whose I/O fails there, has failed on all.
+The step parts run on all ranks of an engine in the same turn.  A verb whose deadline has passed when its turn comes is
+not planned.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class WeightQueue:
     """Calls `starting(verb)` before each verb is planned, and `finished(verb, succeeded)` after its job.
 
     `settle(waiting)` is called before each job and after it, with the verbs that wait and the times at which they
-    came; it returns the time of its next call, if no verb comes.  All of them run on the scheduler's thread.
+    came.  It returns the time of its next call, if no verb comes.  All of them run on the scheduler's thread.
     `wait_limit(verb)`: the seconds that the job before may wait for its sender while `verb` waits; None: no limit.
     """
 

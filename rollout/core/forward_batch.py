@@ -21,9 +21,9 @@ import torch
 class StateOperands(NamedTuple):
     """The recurrent states of a step's N sequences, in the order of the batch, all int64.
 
-    `query_lens` [N]: tokens in this step; `rows` [N] of the state pool: where the state after them goes; `sources` [N]:
-    the row of the state before them, -1 for none; `snapshots` [M, 3]: sequence, number of its tokens in this step, and
-    the row to which the state after them is copied.
+    `query_lens` [N]: tokens in this step.  `rows` [N]: the row of the state pool for the state after them.  `sources`
+    [N]: the row of the state before them, -1 for none.  `snapshots` [M, 3]: sequence, number of its tokens in this
+    step, and the row to which the state after them is copied.
     """
 
     query_lens: torch.Tensor

@@ -4,9 +4,9 @@
     tensors on the host,      over its host transport, gloo: done when the call returns
     integers, votes, bytes
 
-Sums run in rank order, in float32 or better, for every message size: all ranks get the same bits, and a token's sum
-does not depend on the rest of the batch.  A group of one does nothing.  After a failure the ranks' contents no longer
-agree, so the group is broken: every later call raises at once, before anything is sent.
+Sums run in rank order, in float32 or better, for every message size.  So all ranks get the same bits, and a token's
+sum does not depend on the rest of the batch.  A group of one does nothing.  After a failure the ranks' contents no
+longer agree, so the group is broken: every later call raises at once, before anything is sent.
 
 A communicator is not thread-safe, and all ranks make their calls in one order: each communicating thread has its own.
 

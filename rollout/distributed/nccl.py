@@ -8,8 +8,8 @@ How a lost rank is noticed, where no call on the host waits for the others:
     anything else blocks            torch's watchdog ends this process, `WATCHDOG_GRACE_S` later; its parent tells why
     a rank has left                 the next exchange over gloo raises on all others
 
-The watchdog ends processes rather than communicators: after an aborted collective the stream goes on with bytes that
-never came, and a reader of the result would take them for one.
+The watchdog ends processes rather than communicators.  After an aborted collective the stream goes on with bytes that
+never came, and a reader would take them for a result.
 """
 
 from __future__ import annotations

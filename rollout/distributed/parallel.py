@@ -2,7 +2,7 @@
 
 tp           all ranks of the engine           inbox, token counts, experts
 attn_tp      ranks that share a DP rank's tokens
-attn_dp      one rank of each DP rank: those with the same attn_tp_rank
+attn_dp      one rank of each DP rank, all with the same attn_tp_rank
 world        all ranks of the server           votes at a commit
 weight_io    the same ranks, for the thread that receives weights
 

@@ -25,7 +25,7 @@ Parcel = tuple[torch.Tensor, int]  # uint8 [n], and the other rank
 class Transport(ABC):
     """Tensors are contiguous uint8, and nothing else touches them until the call has returned.
 
-    Every call raises `RuntimeError` where the backend can tell that a rank is lost.
+    Every call raises `RuntimeError` if the backend can tell that a rank is lost.
     """
 
     def __init__(self, backend: Any) -> None:

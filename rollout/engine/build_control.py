@@ -136,7 +136,7 @@ def _held_formats(args: ServerArgs, model: DecoderForCausalLM) -> HeldFormats:
 
 
 def _target(adoption: PlacementAdoption, saver: MemorySaver | None, coverage: Coverage) -> LogicalWeights:
-    """Return the weights in which an update is staged.  Raises `TransactionStateError` where they have no memory."""
+    """Return the weights in which an update is staged.  Raises `TransactionStateError` if they have no memory."""
     if saver is not None and not saver.is_provided("weights"):
         raise TransactionStateError(
             "the memory of the weights is released: POST /resume_memory_occupation with the tag weights first"

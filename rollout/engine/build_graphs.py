@@ -28,7 +28,7 @@ DEFAULT_MAX_BS = 256
 def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, sampler: Sampler, ops: Ops) -> None:
     """Capture all graphs and give them to `runner`.  Called once weights, KV and observers of routes are there.
 
-    Raises `StartupError` where a capture fails.
+    Raises `StartupError` if a capture fails.
     """
     device = torch.device(args.device)
     new_pool = None if args.disable_cuda_graph else graph_pools(device)

@@ -87,7 +87,7 @@ def _report(config: dict[str, Any], error: LockstepError) -> None:
 
 
 def _die_with_parent(parent_pid: int) -> bool:
-    """End at once when the parent ends, where the system offers it, also while waiting for other ranks.
+    """End at once when the parent ends, if the system offers it, also while waiting for other ranks.
 
     Return False if the parent has ended already.
     """

@@ -3,7 +3,7 @@
     rows    0 .. n - 1     n .. size - 1      size .. B - 1
             the step's     padding            padding: a larger captured step would read it
 
-A padding row is a sequence of one token in the padding row of the slot table: it writes KV to the padding slot, and
+A padding row is a sequence of one token in the padding row of the slot table.  It writes KV to the padding slot, and
 attends to nothing else.  Nothing reads its results.
 
 Shapes: B rows of the largest captured step, n of a step, L MoE layers, K top-k, D hidden.

@@ -42,10 +42,10 @@ def served_model_config(args: ServerArgs) -> ModelConfig:
 def load_model_config(model_path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read `config.json` (and `generation_config.json` for extra EOS ids).
 
-    `overrides`: settings in the place of those in `config.json`; objects are merged.
+    `overrides` replace settings of `config.json`; objects are merged.
 
     Raises `StartupError` when the folder or file is missing, is not JSON, or names an architecture or an option
-    that the engine does not implement, and for an override of an unknown setting.
+    that the engine does not implement.  It is also raised for an override of an unknown setting.
     """
     folder = Path(model_path)
     if not folder.is_dir():

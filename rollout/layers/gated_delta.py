@@ -2,7 +2,7 @@
 
     projections -> convolution, silu -> the recurrence, token by token -> norm, gate -> projection
 
-Ranks that share tokens have some key heads each, with the value heads that these serve; the block then returns one
+Ranks that share tokens have some key heads each, with the value heads that these serve.  The block then returns one
 rank's part of a sum over them.
 
 Shapes: T tokens, D hidden, C channels of the convolution over w tokens.

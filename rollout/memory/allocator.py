@@ -29,7 +29,7 @@ _SHARE = {
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep up to `KEPT_BYTES` of freed memory for the next step, where its allocator is glibc's.
+    """Let this process keep up to `KEPT_BYTES` of freed memory for the next step, if its allocator is glibc's.
 
     Memory that is free now, as after loading, goes back at once.  The rest goes back when a server releases its memory.
     """
@@ -40,9 +40,9 @@ def keep_freed_memory() -> None:
 
 
 def share_freed_memory() -> None:
-    """Let all threads of this process allocate from the same two heaps, where its allocator is glibc's.
+    """Let all threads of this process allocate from the same two heaps, if its allocator is glibc's.
 
-    Call it before threads begin, which get their heaps then.
+    Call it before threads begin, as they get their heaps then.
     """
     _set(_SHARE)
 

@@ -169,9 +169,9 @@ class CacheManager:
     def share_prompt(self, sequence: CachedSequence, weight_epoch: int) -> None:
         """Insert the computed prompt of `sequence` into the prefix cache while it runs.
 
-        If the cache meanwhile got more of this prompt from another request, nothing is inserted: `sequence` keeps the
-        slots that it computed, so that its rows come from its own forwards.  With snapshots it takes over the cache's
-        slots instead: it began at a snapshot, perhaps before the end of the cached tokens.
+        If the cache meanwhile got more of this prompt from another request, nothing is inserted.  Then `sequence` keeps
+        the slots that it computed, so that its rows come from its own forwards.  With snapshots it takes over the
+        cache's slots instead: it began at a snapshot, perhaps before the end of the cached tokens.
         """
         namespace = sequence.namespace
         if not self.prefix_cache.keeps_prefixes or namespace is None or namespace[1] != weight_epoch:

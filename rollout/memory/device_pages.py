@@ -1,7 +1,7 @@
 """Pages of a CUDA device that go back to it while their addresses stay, so that captured graphs stay valid.
 
 Tensors that are made inside `pool` lie in areas of the driver's virtual memory (`kernels/csrc_driver/device_pages.cpp`,
-compiled at first use), which torch's allocator cuts up as it does its own segments:
+compiled at first use).  Torch's allocator cuts these up as it does its own segments:
 
     area   |  weight  |  weight  |gap|      gap: other content of a pool, such as tables computed from settings
 

@@ -129,8 +129,8 @@ class RadixCache:
     def insert(self, namespace: Namespace, tokens: np.ndarray, slots: torch.Tensor) -> tuple[RadixNode, int]:
         """Give the tree `slots` [n] for `tokens` [n].
 
-        Returns the node where `tokens` ends and how many leading tokens the tree had already: their slots in
-        `slots` stay the caller's, the rest now belong to the tree.
+        Returns the node where `tokens` ends and how many leading tokens the tree had already.  Their slots in `slots`
+        stay the caller's, the rest now belong to the tree.
         """
         return self.insert_below(self._root(namespace), tokens, slots)
 

@@ -9,8 +9,8 @@ Three lengths state its progress over its tokens `prompt + output`:
     |------------ num_tokens ------------|    prompt and output that have reached the host
 
 A sequence that decodes has `device_len == num_tokens - 1` between steps, and up to one more for each of its steps in
-flight: `device_len` is counted as steps are launched, not derived from tokens that the host may not have.  A retraction
-sets the first two to 0 and leaves the tokens.
+flight.  `device_len` is counted as steps are launched, not derived from tokens that the host may not have.  A
+retraction sets `cached_len` and `device_len` to 0 and leaves the tokens.
 """
 
 from __future__ import annotations

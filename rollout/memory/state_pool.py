@@ -162,7 +162,7 @@ class SnapshotRows:
         keeper.states.clear()
 
     def check(self, of_requests: Collection[int]) -> None:
-        """Assert that every row is in exactly one place, where requests have `of_requests`."""
+        """Assert that every row is in exactly one place.  Requests have the rows `of_requests`."""
         placed = [*self._free, *self._kept, *of_requests]
         assert len(placed) == len(set(placed)) == self.num_rows, "a state row is in two places, or in none"
         assert all(row in keeper.states.values() for row, keeper in self._kept.items()), "a node lost a state"

@@ -36,7 +36,7 @@ class StateRows:
     """The rows of all requests: `rows` has the rows for snapshots, and each of `rows.first` requests has a row.
 
     Without `keeps_prefixes` no snapshot is taken.  The snapshot at the last multiple of a chunk may replace the least
-    recently used snapshot of the tree; the earlier ones are taken only while rows are free.  While a request decodes,
+    recently used snapshot of the tree.  The earlier ones are taken only while rows are free.  While a request decodes,
     only its newest snapshot is kept.
     """
 

@@ -57,7 +57,7 @@ def window_sizes(
 
 
 def check_window_bytes(wanted: int, available: int) -> None:
-    """Raise `StartupError` where the pages do not fit."""
+    """Raise `StartupError` if the pages do not fit into memory."""
     if wanted > available:
         raise StartupError(
             f"{wanted / 2**20:.0f} MiB for the KV of layers with a window do not fit into {available / 2**20:.0f} MiB: "
@@ -69,8 +69,8 @@ def check_window_bytes(wanted: int, available: int) -> None:
 class _Held:
     """Rows by the page's number in the sequence.
 
-    `own`: pages that it writes and reads; `shared`: pages of the prefix tree that it reads; `spare`: full pages that it
-    does not read any more; `offered`: the number of tokens offered to the tree so far.
+    `own`: pages that it writes and reads.  `shared`: pages of the prefix tree that it reads.  `spare`: full pages that
+    it does not read any more.  `offered`: the number of tokens offered to the tree so far.
     """
 
     own: dict[int, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class WindowPages:
         self._readers: Counter[int] = Counter()  # number of requests that read each row of the tree
         self._max_spare = sizes.num_pages - sizes.max_needed
         self._num_spare = 0
-        self._extended: list[tuple[CachedSequence, _Held, int]] = []  # in the last step, and up to where
+        self._extended: list[tuple[CachedSequence, _Held, int]] = []  # by the last step, and their new lengths
 
     @property
     def num_rows(self) -> int:

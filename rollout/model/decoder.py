@@ -116,11 +116,10 @@ class DecoderForCausalLM(Layer):
     `weights` finds its weights by name, for loading and refresh; `moe_layer_ids` are the hidden layers whose routes
     hooks get, in the order of their ordinals.  Run it without autograd.
 
-    On several ranks, all of an engine call it together, each with the tokens of its attention-DP rank, perhaps none;
-    `compute_logits` is called together by the ranks that share tokens.  `parallel` is this rank's view, of an engine of
-    one rank by default; `placement` has a row for each MoE layer and is shared by routers and weights.  `kv_layers`:
-    the KV that each layer keeps of a token on this rank.  Raises `StartupError` for sizes that do not divide over the
-    ranks.
+    All ranks of an engine call it together, each with the tokens of its attention-DP rank, perhaps none.  The ranks
+    that share tokens call `compute_logits` together.  `parallel` is this rank's view, of an engine of one rank by
+    default.  `placement` has a row for each MoE layer and is shared by routers and weights.  `kv_layers`: the KV that
+    each layer keeps of a token on this rank.  Raises `StartupError` for sizes that do not divide over the ranks.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """`ModelExpertSlots`: the expert slots of a model on this rank, as bytes that can be moved.
 
-However a matrix is stored, the content of one slot is one run of bytes in each of a layer's tensors, the same run for
-the same expert on every rank of the same shard.
+However a matrix is stored, the content of one slot is one run of bytes in each of a layer's tensors.  The same expert
+has the same bytes on every rank of the same shard.
 
 Shapes: B bytes.
 """

@@ -111,8 +111,8 @@ def quantised_names(model_path: str | Path, weights: LogicalWeights) -> frozense
 def open_checkpoint(model_path: str | Path) -> tuple[SafetensorsFile, ...]:
     """Open the files of a checkpoint folder and read their headers.
 
-    Raises `StartupError` when there is no safetensors file, one that the index names is missing, one is truncated or
-    lacks a tensor that the index puts there, or a tensor lies in two of them.
+    Raises `StartupError` when there is no safetensors file, or a file that the index names is missing.  It is also
+    raised when a file is truncated or lacks a tensor that the index puts there, or a tensor lies in two files.
     """
     try:
         return open_checkpoint_folder(Path(model_path)).files

@@ -67,13 +67,13 @@ class TrainedEngine:
 
     @property
     def batch_invariant(self) -> bool:
-        """True where layers and attention give a token the same bits in every batch."""
+        """True if layers and attention give a token the same bits in every batch."""
         return self._operators.ops.batch_invariant and self._attention(1).batch_invariant
 
     def load(self, tensors: Named) -> None:
         """Take the weights as they are now, rounded to the engine's dtype as a refresh rounds them.
 
-        Raises `CoverageError` where one is missing.
+        Raises `CoverageError` if one is missing.
         """
         weights = self._model.weights
         ledger = WeightLedger(weights.metas())

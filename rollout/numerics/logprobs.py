@@ -50,9 +50,9 @@ class _WithGradientOf(torch.autograd.Function):
 def with_gradient_of(logprobs: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return `logprobs` float32 [...], bit for bit, with the gradient of `source` float32 [...].
 
-    For a trainer that wants the engine's log-probabilities and the gradients of its own forward in float32, free of the
-    rounding of activations in bfloat16: a straight-through estimator (Bengio et al. 2013, arXiv:1308.3432).  Raises
-    `BadRequest`.
+    This is a straight-through estimator (Bengio et al. 2013, arXiv:1308.3432).  It is for a trainer that wants the
+    engine's log-probabilities with the gradients of its own forward in float32.  These are free of the rounding of
+    activations in bfloat16.  Raises `BadRequest`.
     """
     if logprobs.shape != source.shape or not logprobs.dtype == source.dtype == torch.float32:
         raise BadRequest(
@@ -69,8 +69,8 @@ def engine_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: 
     """Return the log-probabilities float32 [...] of `token_ids` int64 [...] under `logits` [..., V].
 
     They have the bits that the engine reports for a sample, if the logits come from `use_engine_numerics` and the
-    temperature is the sample's: 1 for a greedy one.  A request's bias and penalties change the engine's logits, but not
-    these.  The result is differentiable in `logits`.  Raises `BadRequest`.
+    temperature is the sample's.  A greedy sample has temperature 1.  A request's bias and penalties change the engine's
+    logits, but not these.  The result is differentiable in `logits`.  Raises `BadRequest`.
     """
     if logits.shape[:-1] != token_ids.shape or logits.dtype not in (torch.bfloat16, torch.float32):
         raise BadRequest(

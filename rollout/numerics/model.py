@@ -131,11 +131,11 @@ def use_engine_numerics(
     float32) with the same weights, bit for bit, on the same machine.  Parameters stay the model's own, in bfloat16 or
     float32, which a forward rounds as a refresh does; gradients are computed in float32, straight through that
     rounding.  The model's `forward` takes whole sequences, padded or packed, and gives logits in the wider of both
-    dtypes; the result of this call has the routes, which follow `capture.replay.force_routes` within its context.
+    dtypes.  The result of this call has the routes, which follow `capture.replay.force_routes` within its context.
 
-    `allow_inexact`: also where the engine's operators are plain torch, whose bits depend on the batch.
-    `config_digest`: the one in the engine's `/model_info`, which the model's own configuration must have.  Raises
-    `UnsupportedFeature`, `Conflict` if it is in use already; the model is as it was then.
+    `allow_inexact`: accept plain torch as the engine's operators, whose bits depend on the batch.  `config_digest`: the
+    digest in the engine's `/model_info`, which the model's own configuration must have.  Raises `UnsupportedFeature`,
+    and `Conflict` if it is in use already; the model is unchanged then.
     """
     if getattr(model, _IN_USE, False):
         raise Conflict("the model is under engine numerics already; remove() them first")

@@ -4,8 +4,8 @@
     backward    the plain form in float32 on the same inputs, assembled again; autograd through it
 
 Between operators tensors are float32 and hold numbers of the engine's dtype, so that gradients are not rounded on their
-way.  Plain forms read the trainer's own tensors, rounded as the engine holds them: packed matrices have no gradient,
-and a tensor that changes between forward and backward is an error, as everywhere in autograd.
+way.  Plain forms read the trainer's own tensors, rounded as the engine holds them, as packed matrices have no gradient.
+A tensor that changes between forward and backward is an error, as everywhere in autograd.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Call:
 
 
 class Operation(torch.autograd.Function):
-    """`apply(call, *flows, *the trainer's tensors)`: the sum, where there is one, results, stored rows; in float32."""
+    """`apply(call, *flows, *the trainer's tensors)` returns the sum, if any, results and stored rows, in float32."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

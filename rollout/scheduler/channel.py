@@ -174,7 +174,7 @@ class LocalChannel(RawChannel):
 class SharedChannel:
     """One inbox and one clock for all ranks of an engine, over the channel of each rank's own process.
 
-        main ---> tp rank 0 --- one broadcast a turn: time, what it serves, messages ---> the other ranks
+        main ---> tp rank 0 --- one broadcast a turn: time, its epoch's mark, messages ---> the other ranks
 
     All ranks act on a message in the same turn and in the same order, and have the same time, `now`.  A rank that
     serves another epoch than rank 0 ends the engine before it acts on anything.  Only the first attention-TP rank of
@@ -198,7 +198,7 @@ class SharedChannel:
     def receive(self, timeout_ms: int) -> list[SchedulerInput | Unreadable]:
         """Wait for messages: on rank 0 for its channel, on the other ranks for rank 0.
 
-        Raises `RankLostError`, and `FatalError` where this rank and rank 0 serve different epochs.
+        Raises `RankLostError`, and `FatalError` if this rank and rank 0 serve different epochs.
         """
         body = b""
         if self._owns_inbox:

@@ -3,8 +3,8 @@
     inbox -> accept / abort / control verbs -> plan -> launch -> finish -> outbox
                                                         n        n, or with `overlaps` n - 1
 
-`policy` chooses the requests of the next step, `rollout.memory` has the slots, `step` the two halves of a step,
-`records` the messages that leave, and `rollout.control` the control verbs.
+`policy` chooses the requests of the next step, and `step` has the two halves of a step.  `rollout.memory` has the
+slots, `records` the messages that leave, and `rollout.control` the control verbs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VerbHandler = Callable[..., ControlReqOutput[Any] | None]
 class Scheduler:
     """Owns the queues and the gates.  It has one thread; `tick` is one turn of the loop, run in inference mode.
 
-    On several ranks every rank runs a scheduler, in step with the others: the inbox is shared, so verbs and the work
+    On several ranks every rank runs a scheduler, in step with the others.  They share the inbox, so verbs and the work
     between steps run on all ranks in the same turn, and may communicate.
     """
 

@@ -93,7 +93,7 @@ class ServingState:
 
     @property
     def content_lost(self) -> bool:
-        """True where the weights' memory was released without a copy."""
+        """True if the weights' memory was released without a copy."""
         return self._content_lost
 
     @property

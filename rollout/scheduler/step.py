@@ -5,8 +5,8 @@
               the next launch may come first: its input tokens are on the device, its lengths are counted
 
 `launch` reads no sampled token and does not wait for the device; its last act is to start copies of the results to the
-host.  `finish` waits only for these copies.  The result of `launch` names the epoch that computes the step, so that
-tokens, scores and rows are labelled with the weights that made them, also if others are published before the finish.
+host.  `finish` waits only for these copies.  The result of `launch` names the epoch that computes the step.  So
+tokens, scores and rows are labelled with the weights that made them, even if others are published before the finish.
 
 Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary, L MoE layers, K top-k, R rows of routes that a
 request sent.
@@ -49,8 +49,8 @@ class Sampled(NamedTuple):
 class InFlight(NamedTuple):
     """A launched step.  Its tensors are its own and nothing changes them; after `copies.wait()` they are on the host.
 
-    `completed`: requests whose known tokens all have their KV after this step; `ending`: requests that have all their
-    tokens after it, so that no step follows; `num_ended`: see `StepRunner`; `is_idle`: it has no tokens of this rank.
+    `completed`: requests whose known tokens all have their KV after this step.  `ending`: requests that have all their
+    tokens after it, so that no step follows.  `num_ended`: see `StepRunner`.  `is_idle`: it has no tokens of this rank.
     """
 
     epoch: ServingEpoch
@@ -178,7 +178,7 @@ class StepRunner:
         if reqs:
             newest = self._cache.pool.newest_tokens
             rows = SampledRows(reqs, self._stop, self._vocab_size, newest.device, self._lists)
-            counts = [len(req.output_ids) for req in reqs]  # nothing of theirs is in flight
+            counts = [len(req.output_ids) for req in reqs]  # none of their tokens is in flight
             tokens = self._sampler.sample(logits_NV[: len(reqs)], rows.info, torch.tensor(counts))
             newest.put(to_device(torch.tensor([req.pool_index for req in reqs]), newest.device), tokens.token_ids)
             last = [row for row, req in enumerate(reqs) if counts[row] + 1 >= req.sampling_params.max_new_tokens]
