@@ -159,10 +159,7 @@ class WeightControl:
         self._queue.call()
 
     def require_no_update_in_pause(self) -> None:
-        """Raise `Conflict` if a weight update is being received in this pause.
-
-        Generation must not go on before it is settled, not even for a while.
-        """
+        """Raise `Conflict` while an update is received in a pause: it must be settled before generation goes on."""
         is_receiving = self._queue.busy or (self._updater.is_open and self._updater.is_implicit)
         if is_receiving and self._scheduler.serving.is_paused:
             raise Conflict(f"a weight update is being received in this pause {self._updater.way_out}")
@@ -174,10 +171,7 @@ class WeightControl:
             self._queue.call()
 
     def _forget_loss(self) -> None:
-        """Forget the loss of an update before the last pause.
-
-        Never called during a verb, as ranks may lose an update at different times.
-        """
+        """Forget a loss before the last pause.  Not called in a verb, as ranks lose an update at different times."""
         if self._starts_anew:
             self._updater.book.clear_loss()
         self._starts_anew = False

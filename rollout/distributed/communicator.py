@@ -59,10 +59,7 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 
 class Communicator:
-    """The collectives of one group of ranks.
-
-    `host` is None for a group of one.  `device` is the transport for tensors in device memory, if there are any.
-    """
+    """The collectives of one group: `host` is None for a group of one, `device` serves tensors in device memory."""
 
     def __init__(
         self,
@@ -104,10 +101,7 @@ class Communicator:
         return out.view(tensor.dtype).view(self.size, *tensor.shape)
 
     def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return the rows of all ranks, one rank after the other: [sum of counts, ...].
-
-        `tensor` has `counts[rank]` rows.
-        """
+        """Return the rows of all ranks, rank by rank: [sum of counts, ...].  `tensor` has `counts[rank]` rows."""
         if self.size == 1:
             return tensor
         assert tensor.shape[0] == counts[self.rank]
@@ -141,10 +135,7 @@ class Communicator:
         return out
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks, added in rank order, as a new tensor.
-
-        A group of one returns `tensor` itself.
-        """
+        """Return the sum over all ranks, added in rank order, as a new tensor; a group of one returns `tensor`."""
         if self.size == 1:
             return tensor
         if tensor.nbytes <= _GATHERED_SUM_BYTES or tensor.shape[0] < self.size:
@@ -231,10 +222,7 @@ class Communicator:
                 time.sleep(_PAUSE_S)
 
     def _run(self, verb: str, num_bytes: int, tensor: torch.Tensor, call: Callable[[Transport], None]) -> None:
-        """Count the collective, and call `call` with the transport for tensors like `tensor`.
-
-        Raises `RankLostError` if it fails.
-        """
+        """Count the collective and run `call` with the transport for `tensor`.  Raises `RankLostError` if it fails."""
         self._require_whole(verb)
         count = self.counts.setdefault(verb, CollectiveCount())
         count.calls += 1

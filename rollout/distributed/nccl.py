@@ -36,10 +36,7 @@ class NcclTransport(Transport):
     """A transport over NCCL: no call blocks the host, and a CUDA graph may capture any call."""
 
     def send_receive(self, sends: Sequence[Parcel], receives: Sequence[Parcel], timeout_s: float) -> None:
-        """Exchange `sends` and `receives` as one group of calls.
-
-        A send on its own would wait for a receive that the other rank has not yet launched.
-        """
+        """Exchange all parcels in one group of calls: a lone send would wait for a receive not yet launched."""
         if not (sends or receives):
             return
         self.backend._start_coalescing()

@@ -196,10 +196,7 @@ def _bytes_of(model: DecoderForCausalLM) -> int:
 
 
 def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
-    """Load the device's compiled kernels unless a flag switches them off, and log a line about the result.
-
-    The status names the reason if they are not available.
-    """
+    """Load the device's kernels unless a flag switches them off, and log a line that names the result."""
     if args.disable_native_kernels:
         return KernelStatus(available=False, reason="--disable-native-kernels")
     if device.type == "cuda":
@@ -271,10 +268,7 @@ def _wire(
 
 
 def _kv_events(args: ServerArgs, state: ModelState, parallel: Parallel) -> KVEvents | None:
-    """Return the publisher of this rank's prefix cache, if events are wanted.
-
-    Ranks that share requests have equal caches, so only the first of them publishes.
-    """
+    """Return the publisher of prefix cache events.  Of ranks that share requests, only the first publishes."""
     if args.kv_events is None or not parallel.position.is_dp_leader:
         return None
     return KVEvents(
@@ -374,10 +368,7 @@ def _route_store(config: ModelConfig, num_slots: int) -> RouteSlotStore:
 
 
 def _tokenizer(args: ServerArgs) -> Tokenizer | None:
-    """Return the tokenizer that finds stop strings.
-
-    Returns None if the folder has none: then the server refuses stop strings.
-    """
+    """Return the tokenizer that finds stop strings.  Without one (None) the server refuses them."""
     folder = args.tokenizer_path or args.model_path
     return None if args.skip_tokenizer_init or not has_tokenizer(folder) else read_tokenizer(folder).backend
 

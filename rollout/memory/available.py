@@ -98,10 +98,7 @@ def _machine_available(root: Path) -> int:
 
 
 def _cgroup_available(root: Path) -> int:
-    """Return the bytes that the cgroup leaves, by v2 (`memory.max`), then v1 (`memory.limit_in_bytes`).
-
-    Absent files set no limit.
-    """
+    """Return the bytes that cgroup v2 (`memory.max`) or v1 (`memory.limit_in_bytes`) leaves; no file: no limit."""
     base = root / "sys/fs/cgroup"
     pairs = [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")]
     for limit_name, usage_name in pairs:

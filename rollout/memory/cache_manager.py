@@ -270,10 +270,7 @@ class CacheManager:
         return self.allocator.alloc(count)
 
     def _enter_ahead(self, generation: int, pool_indices: torch.Tensor, positions: torch.Tensor) -> None:
-        """Take slots for the next steps: for one step of a new batch, then for twice as many each time.
-
-        Slots for more than one step must be free; for one step the cache may be evicted.
-        """
+        """Take slots for the next steps: one of a new batch, then twice as many each time if that many are free."""
         self._free_ahead()
         count = pool_indices.shape[0]
         steps = 1 if generation != self._ahead_generation else min(2 * self._steps_ahead, MAX_STEPS_AHEAD)

@@ -58,10 +58,7 @@ def open_library(driver: str) -> ctypes.CDLL:
 
 
 class DevicePages:
-    """The memory pages of a CUDA device.
-
-    `wait()` blocks until the device has no work left.  `trim()` gives back the memory that torch's allocator caches.
-    """
+    """`wait()` blocks until the device has no work left; `trim()` gives back memory that torch's allocator caches."""
 
     def __init__(self, library: ctypes.CDLL, *, wait: Callable[[], object], trim: Callable[[], object]) -> None:
         self._library = library

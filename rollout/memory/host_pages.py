@@ -38,10 +38,7 @@ class MemoryPages(Protocol):
     """The memory pages of one device.  Every span is the span of a storage that `check` accepted."""
 
     def pool(self, tag: str) -> AbstractContextManager[object]:
-        """Make this thread's tensors on the device, within the block, of pages that can go back.
-
-        They do not share pages with tensors of other tags.
-        """
+        """Make this thread's tensors on the device of pages that can go back, separate from pages of other tags."""
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise `StartupError` if the pages of a tensor cannot go back."""

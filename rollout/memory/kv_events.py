@@ -198,10 +198,7 @@ class KVEvents:
             self._sent_bytes -= len(self._sent.popleft()[1])
 
     def _take_request(self, socket: zmq.Socket[bytes]) -> None:
-        """Take a request [identity, empty, first sequence number].
-
-        It stays in the socket while the maximum number of requests is being answered.
-        """
+        """Take a request [identity, empty, first sequence number], unless the maximum number is being answered."""
         if len(self._asked) == _MAX_ASKED or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
         frames = socket.recv_multipart(zmq.NOBLOCK)

@@ -103,10 +103,7 @@ class MemorySaver:
         self._pages.discard(self._spans.get(tag, ()))
 
     def provide(self, tags: Sequence[MemoryTag]) -> None:
-        """Take memory for all these tags or for none; memory that was given back holds zeros.
-
-        Raises `MemoryTakenError`.
-        """
+        """Take memory for all these tags or none; returned memory holds zeros now.  Raises `MemoryTakenError`."""
         self._pages.provide([span for tag in tags for span in self._spans.get(tag, ())])
 
     def is_provided(self, tag: MemoryTag) -> bool:

@@ -27,9 +27,8 @@ class _Pin:
 
 
 class SessionPins:
-    """The pinned prefixes of all sessions.
+    """`max_tokens`: tokens of all pinned prefixes together, each counted once; 0 pins nothing.  `clock` is monotonic.
 
-    `max_tokens`: tokens of all pinned prefixes together, each counted once; 0 pins nothing.  `clock` is monotonic.
     `on_first()` is called when the first pin is set after there was none.
     """
 

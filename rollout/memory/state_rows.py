@@ -129,9 +129,7 @@ class StateRows:
         return copies
 
     def _taken(self, sequence: CachedSequence, start: int, end: int, sources: Collection[int]) -> Iterable[int]:
-        """Take rows for the multiples in a chunk of positions `start .. end - 1`; return the ones that got a row.
-
-        The result is ascending.
+        """Take rows for the multiples in positions `start .. end - 1`; return, ascending, the ones that got a row.
 
         A prompt that ends at a multiple cannot use the snapshot there, as its last token is always computed.  So the
         snapshot before is worth as much.

@@ -41,10 +41,7 @@ class _Source:
 
 
 class Assembly:
-    """A row-major matrix of `shape`, made of the trainer's tensors `names`.
-
-    Every sequence of tensors is in the order of `names`.
-    """
+    """A row-major matrix of `shape`, made of the trainer's tensors `names`, which come in this order."""
 
     def __init__(self, shape: torch.Size, sources: Sequence[_Source]) -> None:
         self.shape = shape
@@ -52,10 +49,7 @@ class Assembly:
         self.names = tuple(source.name for source in sources)
 
     def matrix(self, tensors: Sequence[torch.Tensor], rounded_to: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
-        """Build the matrix in `dtype`, after its values were rounded to the engine's dtype, `rounded_to`.
-
-        The matrix may share the tensors' memory.
-        """
+        """Build the matrix in `dtype`, of values rounded to the engine's dtype.  It may share the tensors' memory."""
         values = [tensor.detach().to(rounded_to).to(dtype) for tensor in tensors]
         if len(values) == 1 and self._sources[0].start == 0 and values[0].numel() == self.shape.numel():
             return values[0].reshape(self.shape)

@@ -28,8 +28,7 @@ def device_of(model: nn.Module) -> torch.device:
 def trained_tensors(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers by name, each once.
 
-    Raises `UnsupportedFeature` for one that is sharded, of another dtype than bfloat16 and float32, or on another
-    device.
+    Raises `UnsupportedFeature` for one that is sharded, neither bfloat16 nor float32, or on another device.
     """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

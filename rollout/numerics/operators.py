@@ -54,10 +54,7 @@ class Call:
             start = end
 
     def recompute(self, inputs: Mapping[str, torch.Tensor], chosen: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the results of the formula for these flows and matrices, and the rows that it stores.
-
-        It stores rows in pools of its own.
-        """
+        """Return the results of the formula for these inputs, and the rows that it stores in pools of its own."""
         work = next(iter(inputs.values())).dtype
         pools = {name: torch.zeros_like(self.arguments[name], dtype=work) for name in self.rule.pools}
         arguments = {**self.arguments, **inputs, **pools}

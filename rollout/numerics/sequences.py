@@ -126,10 +126,7 @@ def _expanded(position_ids: torch.Tensor, input_ids: torch.Tensor) -> torch.Tens
 
 
 def _check(is_token: torch.Tensor, counted: torch.Tensor, positions: torch.Tensor) -> None:
-    """Raise `BadRequest` unless the tokens of each row are one run whose positions count up from zero.
-
-    Positions may begin again at zero.
-    """
+    """Raise `BadRequest` unless the tokens of a row are one run and positions count up from zero, once or again."""
     both = is_token[:, 1:] & is_token[:, :-1]
     if bool((is_token[:, 1:] & ~is_token[:, :-1] & (counted[:, 1:] > 0)).any()):
         raise BadRequest("attention_mask has holes: the tokens of a row must lie together, padded on either side")

@@ -170,10 +170,7 @@ class Scheduler:
         return runs
 
     def _turn(self) -> bool:
-        """Launch a step and finish one: the same, or with `overlaps` the one before it.
-
-        Returns True if there was either.
-        """
+        """Launch a step and finish the same one, or with `overlaps` the one before; True if there was either."""
         had_step = self._in_flight is not None
         step = self._launch()
         if self._overlaps:
