@@ -118,7 +118,7 @@ def test_lateness_is_by_the_time_an_answer_was_due() -> None:
 
 
 def harmless(victim: Victim) -> str:
-    """A few aborts of requests that do not exist."""
+    """Abort a few requests that do not exist."""
     for _ in range(8):
         victim.call("POST", "/abort_request", {"rid": "nobody"}, timeout=3.0)
     return ""

@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def chat(server: ServerProcess, ids: list[int], session_id: str | None = None, **body: Any) -> dict[str, Any]:
-    """A turn as a session server asks for it: the choice."""
+    """Ask for a turn as a session server does, and return the choice of the answer."""
     asked = {"input_ids": ids, "max_tokens": 12, "return_token_ids": True, "return_meta_info": True} | GREEDY | body
     headers = {} if session_id is None else {"X-Session-ID": session_id}
     response = server.http.post("/v1/chat/completions", json=asked, headers=headers)
@@ -56,7 +56,7 @@ def rows(meta: dict[str, Any]) -> np.ndarray:
 
 
 def flood(server: ServerProcess) -> None:
-    """Prompts of others, twice as many tokens as the pool holds."""
+    """Send prompts of other clients that have twice as many tokens as the pool holds."""
     prompts = [[10 + i] * 100 for i in range(2 * POOL // 100)]
     body = {"input_ids": prompts, "sampling_params": GREEDY | {"max_new_tokens": 1}}
     assert server.http.post("/generate", json=body).status_code == 200

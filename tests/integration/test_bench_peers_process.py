@@ -48,7 +48,7 @@ def _wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def _members(group: int) -> list[int]:
-    """Living processes of a process group."""
+    """Return the ids of the living processes of a process group."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -34,7 +34,7 @@ def request_bytes(path: str, body: Any) -> bytes:
 
 
 def connections(server: ServerProcess, count: int, data: bytes) -> list[socket.socket]:
-    """`count` connections that have sent `data`."""
+    """Open `count` connections, and send `data` on each."""
     made = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(count)]
     for connection in made:
         connection.sendall(data)
@@ -66,7 +66,7 @@ def status_of(connection: socket.socket) -> int:
 
 
 def slowest_health(server: ServerProcess, until: Callable[[], bool], least: int = 10) -> float:
-    """Seconds of the slowest of at least `least` /health, one after the other."""
+    """Call /health again and again, at least `least` times and until `until()`; return the seconds of the slowest."""
     times: list[float] = []
     while len(times) < least or not until():
         started = time.monotonic()

@@ -136,7 +136,7 @@ def test_a_refused_refresh_is_shown_with_its_reason(page: Browser, server: Serve
     assert page.console == []
 
 
-def test_gates_are_shown(page: Browser, server: ServerProcess) -> None:
+def test_the_page_shows_whether_generation_is_paused(page: Browser, server: ServerProcess) -> None:
     server.http.post("/pause_generation", json={"mode": "in_place"})
     page.wait_for("document.getElementById('gate').innerText === 'paused'")
     assert "paused" in page.text("#gates")
@@ -157,7 +157,10 @@ def test_nothing_is_asked_while_the_tab_is_hidden(page: Browser) -> None:
 
 
 def test_keys_and_the_end_of_the_server(browser: Browser, model: Path) -> None:
-    """A wrong key is told, the right one shows the data; a server that dies is told, and one in its place is found."""
+    """The page refuses a wrong key, and shows the data with the right one.
+
+    When the server dies the page shows that, and it finds another server at the same address.
+    """
     with ServerProcess(model, api_key="user", admin_api_key="boss", **SETTINGS) as first:
         port = first.port
         browser.open(f"{first.url}/dashboard")
@@ -178,7 +181,7 @@ def test_keys_and_the_end_of_the_server(browser: Browser, model: Path) -> None:
         first.wait_exit()
         browser.wait_for_text("No answer from the server: it cannot be reached.", "#notice")
         assert browser.text("#live") == "disconnected"
-        browser.look(1000)  # drawn anew it says the same
+        browser.look(1000)  # drawn anew the page shows the same
         browser.wait_for("document.documentElement.clientWidth === 1000")
         assert browser.text("#gate") == "no answer"
         assert not browser.evaluate("document.getElementById('main').hidden"), "what was known stays"

@@ -28,7 +28,7 @@ DEADLINE_S = 150.0
 
 
 def processes_naming(text: str) -> list[str]:
-    """Command lines of running processes that contain `text`."""
+    """Return the command lines of running processes that contain `text`."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -131,7 +131,7 @@ def test_a_full_folder_is_refused(tmp_path: Path) -> None:
 
 
 def follow(tmp_path: Path, trainer_code: str, server_code: str = "import time; time.sleep(60)") -> None:
-    """`run._follow` over two real processes that run the given code."""
+    """Call `run._follow` with two real processes that run the given code."""
     display = make_display(Console(file=io.StringIO()))
     with (
         ChildProcess("server", [sys.executable, "-c", server_code], tmp_path / "server.log") as server,

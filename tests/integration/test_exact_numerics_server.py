@@ -65,7 +65,10 @@ def plain_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tenso
 
 
 def output_logprobs(model: Any, group: SampleGroup, logprobs_of: Logprobs) -> torch.Tensor:
-    """[N, O]; padding stands behind the samples, where causal attention does not look."""
+    """Return the log-probabilities of the outputs, [N, O].
+
+    Padding stands behind the samples, where causal attention does not look.
+    """
     logits = model(input_ids=group.input_ids_NS, use_cache=False).logits[:, group.prompt_len - 1 : -1]
     return logprobs_of(logits, group.input_ids_NS[:, group.prompt_len :])
 
@@ -88,7 +91,7 @@ def compared(model: Any, groups: list[SampleGroup]) -> tuple[LogprobMismatch, Ro
 
 
 def step(model: Any, groups: list[SampleGroup]) -> None:
-    """One step of Adam under engine numerics, every ratio to the sampler's probabilities exactly one."""
+    """Take one step of Adam under engine numerics; check that each ratio to the sampler's probabilities is one."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     num_tokens = sum(group.num_tokens for group in groups)
     with use_engine_numerics(model):
@@ -119,7 +122,7 @@ def test_gradients_of_float32_at_the_engines_values(deal: Deal) -> None:
     groups, model = deal.groups(0), deal.model
 
     def plain(group: SampleGroup) -> torch.Tensor:
-        """The log-probabilities: their gradient is that of a ratio of one."""
+        """Return the log-probabilities, whose gradient is the gradient of a ratio of one."""
         with force_routes(model, group.routes or []):
             return output_logprobs(model, group, plain_logprobs)
 

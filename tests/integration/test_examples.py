@@ -68,7 +68,7 @@ def test_minimal_trainer_refreshes_the_server(server: Running) -> None:
     assert httpx.get(f"{server.url}/weight_version").json()["weight_version"] == "step-2"
 
 
-def test_openai_client(server: Running) -> None:
+def test_the_example_openai_client_prints_each_answer(server: Running) -> None:
     out = run(sys.executable, str(EXAMPLES / "openai_client.py"), "--url", server.url)
     assert re.search(r"token ids: \[\d+(, \d+)*\]", out)
     assert {line.split(":")[0] for line in out.splitlines()} == {"completion", "chat", "weight version", "stream"}

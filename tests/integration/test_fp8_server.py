@@ -66,7 +66,7 @@ def expected(newer_folder: Path, case: Fp8Case, newer: tuple[Named, Named, Named
 
 
 def facts(server: ServerProcess) -> list[Any]:
-    """Tokens and log-probabilities."""
+    """Return the tokens and log-probabilities of each answer."""
     body = {"input_ids": PROMPTS, "sampling_params": PARAMS, "return_logprob": True}
     reply = server.http.post("/generate", json=body)
     assert reply.status_code == 200, reply.text

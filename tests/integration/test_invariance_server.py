@@ -1,4 +1,4 @@
-"""Batch invariance over HTTP: /server_info's word, and the same bits alone and together where it says so."""
+"""Batch invariance over HTTP: where /server_info promises it, a request gets the same bits alone and together."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Traffic:
         ]
 
     def generate(self, prompt: list[int], fields: dict[str, Any]) -> int:
-        """Tokens that came from the cache."""
+        """Send a request, and return the number of its tokens that came from the cache."""
         asked = body(prompt, fields, int(self.rng.integers(1, 12)))
         reply = self.http.post("/generate", json=asked | {"session_id": f"agent-{self.rng.integers(8)}"})
         assert reply.status_code == 200, reply.text
@@ -168,7 +168,7 @@ def test_a_renamed_version_keeps_its_blocks(server: ServerProcess, seat: Seat) -
     versions = list(seat.tree().versions)
     assert seat.tree().match(prompt) == len(prompt)
     assert Traffic(server.http, 1).generate(prompt, {}) == len(prompt) - 1
-    for other, known in (([*prompt, 7, 8], len(prompt)), ([9, *prompt], 0)):  # below old blocks, and beside them
+    for other, known in (([*prompt, 7, 8], len(prompt)), ([9, *prompt], 0)):  # below old blocks, and next to them
         assert seat.tree().match(other) == Traffic(server.http, 1).generate(other, {}) == known
         assert seat.tree().match(other) == len(other)
     assert seat.tree().versions == versions

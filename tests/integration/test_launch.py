@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Served:
-    """The process, and what it says."""
+    """The process and its output."""
 
     def __init__(self, behaviour: str, folder: Path, temp: Path, drain: float = 5.0) -> None:
         self.port = free_port()
@@ -101,7 +101,10 @@ def served(behaviour: str, folder: Path, temp: Path, drain: float = 5.0) -> Iter
 
 
 def in_background(server: Served, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
-    """The box stays empty if the server goes away without an answer."""
+    """Send a request from a thread; return the thread and a list that its response is put into.
+
+    The list stays empty if the server goes away without an answer.
+    """
     box: list[httpx.Response] = []
 
     def post() -> None:

@@ -49,7 +49,7 @@ def test_a_schedule_is_the_same_each_time(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize(("each", "grows"), [(0.0, False), (0.05, False), (0.5, True)])
 def test_a_run_says_whether_memory_grows(each: float, grows: bool) -> None:
-    """Memory grows by `each` MB a schedule, beside 30 that come and go."""
+    """Memory grows by `each` MB a schedule, and 30 MB more come and go."""
     report = Report()
     for seed in range(500):
         memory = 500.0 + each * seed + 30 * (seed % 3 == 0) if seed % 20 == 0 else None

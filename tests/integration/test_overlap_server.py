@@ -49,7 +49,7 @@ def expected(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def wanted() -> dict[str, Any]:
-    """Greedy and seeded prompts together, some with stop strings and stop tokens, with their routes."""
+    """Return a request of greedy and seeded prompts together, some with stop strings and stop tokens, with routes."""
     params = [
         {"max_new_tokens": 24, "sampling_seed": seed, "temperature": seed % 2, "stop_token_ids": list(range(seed))}
         for seed in range(len(PROMPTS))

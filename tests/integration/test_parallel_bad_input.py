@@ -167,7 +167,7 @@ AS_PROCESSES = [
 
 
 def settings_of(words: list[str]) -> dict[str, Any]:
-    """`["--tp-size", "2", "--enable-eplb"]` as `{"tp_size": "2", "enable_eplb": True}`."""
+    """Parse flags: `["--tp-size", "2", "--enable-eplb"]` gives `{"tp_size": "2", "enable_eplb": True}`."""
     settings: dict[str, Any] = {}
     name = ""
     for word in words:
@@ -183,7 +183,7 @@ def case(folders: dict[str, str], name: str) -> tuple[Path, dict[str, Any], str]
 
 
 @pytest.mark.parametrize("name", [name for name in BY_RANKS if name not in AS_PROCESSES])
-def test_what_ranks_refuse(folders: dict[str, str], name: str) -> None:
+def test_ranks_refuse_wrong_settings_in_one_line(folders: dict[str, str], name: str) -> None:
     folder, settings, message = case(folders, name)
     numbers = {key: int(value) if str(value).isdigit() else value for key, value in settings.items()}
     with pytest.raises(StartupError) as caught:
@@ -227,7 +227,7 @@ def machines(folder: str, *settings: dict[str, Any]) -> list[tuple[int, list[str
 
 
 def _without_progress(lines: list[str]) -> list[str]:
-    """A slow machine says how long it has been loading."""
+    """Drop the lines that a server on a slow machine writes while it loads."""
     return [line for line in lines if "still loading" not in line]
 
 
@@ -266,7 +266,7 @@ def server(folders: dict[str, str]) -> Iterator[ServerProcess]:
 
 
 def refused(server: ServerProcess, path: str, **body: Any) -> tuple[int, str]:
-    """Status and message of the one error shape."""
+    """Return the status and the message of an answer, which must have the one error shape."""
     response = server.http.post(path, json=body)
     reply = response.json()
     message = reply["error"]["message"]

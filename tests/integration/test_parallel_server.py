@@ -42,7 +42,7 @@ def generate(server: ServerProcess, **body: Any) -> list[dict[str, Any]]:
 
 
 def facts(reply: dict[str, Any]) -> tuple[Any, ...]:
-    """Tokens, routes, and log-probabilities to 9 digits: sums over ranks may round the last ones otherwise."""
+    """Return tokens, routes, and log-probabilities to 9 digits; sums over ranks may round the last digits otherwise."""
     meta = reply["meta_info"]
     logprobs = [round(entry[0], 9) for entry in meta["output_token_logprobs"]]
     return reply["output_ids"], meta["routed_experts"], logprobs
@@ -65,7 +65,9 @@ def new_tensors(folder: Path) -> dict[str, torch.Tensor]:
     [TP2, DP2, DP2 | {"disable_overlap_schedule": False}],
     ids=["tp2", "dp2", "dp2_overlap"],
 )
-def test_generate_refresh_generate(folder: Path, expected: dict, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_ranks_answer_as_one_rank_before_and_after_a_refresh(
+    folder: Path, expected: dict, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     tensors = new_tensors(folder)
     with serve(folder, **settings) as server:
         assert [facts(reply) for reply in generate(server)] == expected["old"]

@@ -30,7 +30,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
 def hf_scores(
     model: torch.nn.Module, ids: list[int], routers: list[torch.nn.Module]
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Log-softmax [S, V] of every position, and each router's probabilities [S, E]."""
+    """Return the log-softmax of every position, [S, V], and each router's probabilities, [S, E]."""
     scores: list[np.ndarray] = []
 
     def keep(_: torch.nn.Module, __: object, output: tuple[torch.Tensor, ...]) -> None:

@@ -64,14 +64,14 @@ def posted(server: ServerProcess, path: str, **body: Any) -> Any:
 
 
 def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
-    """[S, V] in float32."""
+    """Return the logits of transformers' model, [S, V] in float32."""
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].float()
 
 
 @torch.no_grad()
 def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    """transformers' own loop."""
+    """Generate `count` tokens with transformers' own loop."""
     output = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=count, pad_token_id=2)
     return output[0, len(ids) :].tolist()
 

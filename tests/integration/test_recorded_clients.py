@@ -59,5 +59,5 @@ def replay(framework: Framework, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.mark.parametrize(
     ("framework", "step"), list(STEPS), indirect=["framework"], ids=[f"{name}-{step}" for name, step in STEPS]
 )
-def test_replay(replay: Replay, request: pytest.FixtureRequest, step: str) -> None:
+def test_a_recorded_step_gets_the_expected_answers(replay: Replay, request: pytest.FixtureRequest, step: str) -> None:
     replay.play(STEPS[request.node.callspec.params["framework"], step])

@@ -75,7 +75,7 @@ def engine(folder: Path, **settings) -> Harness:
 
 
 def start(folders: tuple[Path, Path], trainer: TrainerProcess, **settings) -> Harness:
-    """16 requests under way, the group joined."""
+    """Return an engine that has joined the trainer's group and has 16 requests under way."""
     harness = engine(folders[0], **settings)
     assert harness.control(InitWeightsUpdateGroupReqInput, **trainer.join_fields()).success
     for index in range(NUM_REQUESTS):
@@ -87,7 +87,7 @@ def start(folders: tuple[Path, Path], trainer: TrainerProcess, **settings) -> Ha
 
 
 def halves(trainer: TrainerProcess) -> list[list[str]]:
-    """Two buckets that cut through fused tensors: every other name."""
+    """Divide the names into two buckets by turns, so that they cut through fused tensors."""
     names = sorted(trainer.tensors)
     return [names[::2], names[1::2]]
 
@@ -100,7 +100,7 @@ def send_all(harness: Harness, trainer: TrainerProcess, weight_version: str | No
 
 
 def rescored(folder: Path, result: Result) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities of the output, and routes, under the weights in `folder`, from a fresh engine."""
+    """Return log-probabilities of the output, and routes, of a fresh engine with the weights in `folder`."""
     sequence = result.prompt_ids + result.token_ids
     first = len(result.prompt_ids) - 1
     (scored,) = engine(folder).generate([sequence], {"max_new_tokens": 0}, logprob_start_len=first)
@@ -112,8 +112,10 @@ def score(folder: Path, result: Result) -> np.ndarray:
 
 
 def check_old_rows(result: Result, cut: int, old_routes: np.ndarray, new_routes: np.ndarray) -> None:
-    """Rows of the forwards that sampled the first `cut` tokens are the old weights', also where a retraction made
-    the new weights compute them once more; and they say so."""
+    """Check that the rows of routes up to the `cut`-th token are the old weights', and are labelled as theirs.
+
+    These rows stay even if a retraction made the new weights compute the tokens once more.
+    """
     if cut == 0:
         return
     rows = len(result.prompt_ids) + cut - 1
@@ -124,8 +126,10 @@ def check_old_rows(result: Result, cut: int, old_routes: np.ndarray, new_routes:
 
 
 def check_results(harness: Harness, folders: tuple[Path, Path], *, new_kv: bool, label: str = "v2") -> None:
-    """Spans are `v1` then `label`; tokens of `v1` are the old model's; tokens of `label` are the new model's where
-    the whole KV is new."""
+    """Run to the end, and check that the spans of each result are `v1`, `label`, or `v1` and then `label`.
+
+    Tokens of `v1` must be the old model's.  Tokens of `label` must be the new model's if the whole KV is new.
+    """
     harness.run()
     switched = 0
     for result in harness.results.values():
@@ -148,8 +152,11 @@ def check_results(harness: Harness, folders: tuple[Path, Path], *, new_kv: bool,
 
 
 def check_new_admissions(harness: Harness, folders: tuple[Path, Path], *, cold: bool) -> None:
-    """The same prompts again: no KV of the old weights is used, and everything is what a fresh engine on the new
-    weights says.  `cold`: nothing was prefilled under the new weights yet, so there is nothing to match."""
+    """Send the same prompts again, and check that they use no KV of the old weights.
+
+    Tokens, routes and log-probabilities must be a fresh engine's on the new weights.  `cold`: nothing was prefilled
+    under the new weights yet, so there is nothing to match.
+    """
     fresh = engine(folders[1])
     for index in range(3):
         (again,) = harness.generate([prompt(index)], {"max_new_tokens": 8})
@@ -169,7 +176,7 @@ def live_checksums(harness: Harness) -> dict[str, str]:
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 @pytest.mark.parametrize("bracketed", [True, False])
 @WITH_FAMILIES
-def test_paused_refresh(folders, trainer, mode: str, bracketed: bool) -> None:
+def test_a_refresh_in_a_pause_reaches_all_running_requests(folders, trainer, mode: str, bracketed: bool) -> None:
     harness = start(folders, trainer)
     paused = harness.control(PauseGenerationReqInput, mode=mode)
     assert paused.data["num_running"] == (0 if mode == "retract" else NUM_REQUESTS)
@@ -246,7 +253,7 @@ def test_one_unbracketed_call_is_a_transaction_of_its_own(folders, trainer) -> N
 
 
 @pytest.mark.full
-def test_per_tensor_broadcasts(folders, trainer) -> None:
+def test_one_broadcast_a_tensor_reaches_all_running_requests(folders, trainer) -> None:
     harness = start(folders, trainer)
     harness.control(BeginWeightUpdateReqInput, weight_version="v2")
     for names in halves(trainer):

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.full
 MB = 1 << 20
 LIMIT_MB = 48
 KEPT_MB = 16
-"""Memory that the allocator keeps beside it, in pieces."""
+"""Memory that the allocator keeps in addition, in pieces."""
 VOCAB = 8192
 CONTEXT = 8192
 POOLS = {"wide": 32_768, "deep": 16_384}
@@ -155,7 +155,7 @@ class Bench:
         self._before = [usage_of([pid]).rss for pid in self._pids]
 
     def measure(self, case: Case) -> Measured:
-        """The largest request of a case, played."""
+        """Play the largest request of a case that the server takes, and measure its memory and time."""
         size = bisect.bisect_left(range(1, case.most + 1), True, key=lambda tokens: self._refuses(case, tokens))
         assert size, f"{case.name}: not one token is taken"
         self.server.http.post("/flush_cache")

@@ -214,7 +214,7 @@ def test_abort_by_rid_returns_what_there_is(server: ServerProcess) -> None:
     wait_for(lambda: num_requests(server) == 0)
 
 
-def test_abort_all(server: ServerProcess) -> None:
+def test_abort_all_ends_every_running_request(server: ServerProcess) -> None:
     threads = [in_thread(lambda: generate(server, text=TEXT, sampling_params=LONG)) for _ in range(4)]
     wait_for(lambda: num_requests(server) == 4)
     server.http.post("/abort_request", json={"abort_all": True})
@@ -236,7 +236,7 @@ def test_a_client_that_leaves_ends_its_request(server: ServerProcess, stream: bo
     wait_for(lambda: num_requests(server) == 0)
 
 
-def test_pause_and_continue(server: ServerProcess) -> None:
+def test_a_request_that_comes_in_a_pause_waits_for_its_end(server: ServerProcess) -> None:
     paused = server.http.post("/pause_generation", json={"mode": "retract"}).json()
     assert paused["status"] == "ok" and paused["paused"] and paused["num_running"] == 0
     assert server.http.get("/ready").status_code == 503

@@ -35,7 +35,7 @@ def shared_memory() -> set[str]:
 
 
 def fails_to_start(folder: Path, **settings) -> str:
-    """The one line that the server said."""
+    """Start a server that must fail; return its error, which must be one line."""
     server = ServerProcess(folder, **settings)
     try:
         assert server.wait_exit(60) == 1
@@ -70,7 +70,7 @@ def test_startup_errors_are_one_line(folder: Path, dense: Path, tmp_path: Path) 
 
 
 @pytest.mark.full
-def test_a_taken_port(folder: Path) -> None:
+def test_a_taken_port_is_named_in_the_error(folder: Path) -> None:
     with ServerProcess(folder) as first:
         said = fails_to_start(folder, port=first.port)
         assert str(first.port) in said

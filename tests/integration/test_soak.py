@@ -67,7 +67,7 @@ def soaked(model: Path) -> tuple[Played, KeepingJudge]:
 
 
 def across_a_refresh(soak: Soak) -> None:
-    """Samples that begin under one version and end under the next, with old KV and with new, whatever else happens."""
+    """Make samples that begin under one version and end under the next, with old KV and with new."""
     params = {"n": 4, "max_new_tokens": 300, "temperature": 1.0, "seed": 1, "ignore_eos": True}
     for mode in ("in_place", "retract"):
         body = {"rid": mode, "input_ids": [7, 3, 9, 11, 5] * 6, "sampling_params": params, "return_logprob": True}
@@ -115,7 +115,10 @@ def test_wrong_variants_are_caught(soaked: tuple[Played, KeepingJudge], model: P
 
 
 def _recomputed(model: Path, retractions: int) -> Reading:
-    """A sample whose KV was computed again under the weights of its last tokens; the head alone tells the two apart."""
+    """Return a sample whose KV was computed again under the weights of its last tokens.
+
+    The two versions differ in the head alone.
+    """
     config, known = load_model_config(model), Known()
     known.contents[0] = logical_tensors(model)
     known.contents[1] = known.contents[0] | {"lm_head.weight": known.contents[0]["lm_head.weight"].flip(0)}

@@ -47,7 +47,7 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 
 
 class Trainer:
-    """Does what vLLM's trainer engine does: each request on a thread, the broadcast beside it."""
+    """Does what vLLM's trainer engine does: each request on a thread, and the broadcast at the same time."""
 
     def __init__(self, server: ServerProcess, packed: bool = True) -> None:
         self._server = server
@@ -169,7 +169,7 @@ def test_one_call_a_tensor_makes_one_update(server: ServerProcess, tensors: Tens
 
 
 def test_half_a_refresh_is_not_in_force_under_the_whole_label(server: ServerProcess, tensors: Tensors) -> None:
-    """D7: a trainer whose adapter forgets a module is told; the other half makes the version whole."""
+    """D7: a trainer whose adapter forgets a module sees it in the label; the other half makes the version whole."""
     trainer = Trainer(server)
     new, names = scaled(tensors, 1.25), sorted(tensors)
     half = {name: new[name] for name in names[::2]}
@@ -244,7 +244,9 @@ def test_weights_that_a_trainer_sends_back_after_a_reset_match(
     assert generate(server, 2)["meta_info"]["weight_version"] == "sent back"
 
 
-def test_sleep_and_wake(server: ServerProcess, trainer: Trainer, tensors: Tensors) -> None:
+def test_sleep_keeps_the_weights_at_level_1_and_drops_them_at_level_2(
+    server: ServerProcess, trainer: Trainer, tensors: Tensors
+) -> None:
     """Level 1 brings the same bits back; what level 2 threw away comes from the trainer, and generation goes on."""
     old = generate(server, 8)["output_ids"]
     ok(server, "POST", "/sleep")
@@ -266,7 +268,7 @@ def test_sleep_and_wake(server: ServerProcess, trainer: Trainer, tensors: Tensor
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_pause_modes(server: ServerProcess, mode: str) -> None:
+def test_a_pause_aborts_awaits_or_keeps_requests_by_its_mode(server: ServerProcess, mode: str) -> None:
     running = in_background(server, LONG)
     ok(server, "POST", "/pause", params={"mode": mode})
     assert running.done() or mode != "wait", "it has ended before the answer"
@@ -299,7 +301,7 @@ def test_skyrl_s_older_calls(server: ServerProcess, trainer: Trainer, tensors: T
     assert checksums(server) == expected(new)
 
 
-def test_a_folder(server: ServerProcess, tensors: Tensors, tmp_path: Path) -> None:
+def test_weights_come_from_a_folder_in_a_pause(server: ServerProcess, tensors: Tensors, tmp_path: Path) -> None:
     """prime-rl's: pause keeping requests, `weight_dir`, resume."""
     new = scaled(tensors, 0.125)
     save_file({name: tensor.contiguous() for name, tensor in new.items()}, tmp_path / "model.safetensors")
@@ -309,7 +311,7 @@ def test_a_folder(server: ServerProcess, tensors: Tensors, tmp_path: Path) -> No
     assert checksums(server) == expected(new)
 
 
-def test_areal_s_rounds(server: ServerProcess, tensors: Tensors) -> None:
+def test_the_calls_of_areal_refresh_every_tensor(server: ServerProcess, tensors: Tensors) -> None:
     port = free_port()
     fields = {"master_address": "127.0.0.1", "master_port": str(port), "rank_offset": 1, "world_size": 2,
               "backend": "gloo", "group_name": "areal"}  # fmt: skip

@@ -83,7 +83,7 @@ def test_a_second_turn_continues_the_routes_of_the_first(server: ServerProcess) 
     assert len(npy(second)) == len(prompt) - len(known) + len(second["token_ids"])
 
 
-def test_skyrls_path(server: ServerProcess) -> None:
+def test_skyrls_path_returns_the_same_tokens_and_routes(server: ServerProcess) -> None:
     [plain], [packed] = ask(server, PROMPT)["choices"], ask(server, PROMPT, "/skyrl/v1/generate")["choices"]
     routes = packed["routed_experts"]
     rows = np.frombuffer(base64.b64decode(routes["data"]), dtype=routes["dtype"]).reshape(routes["shape"])
@@ -91,7 +91,7 @@ def test_skyrls_path(server: ServerProcess) -> None:
 
 
 def test_prompt_logprobs_are_those_of_scoring(server: ServerProcess) -> None:
-    """Everywhere: SGLang's scoring, vLLM's tokens, completions, chats; and the best tokens beside them."""
+    """SGLang's scoring, vLLM's tokens, completions and chats return the same ones, each with the best tokens."""
     body = {
         "input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0,
         "top_logprobs_num": 3,

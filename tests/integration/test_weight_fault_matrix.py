@@ -28,7 +28,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 
 def part_of_the_matrix() -> list[Cell]:
-    """Every fault at every point, by turns over other transports and into other staging modes."""
+    """Choose cells with every fault at every point; transports and staging modes take turns."""
     alike: dict[tuple[str, str], list[Cell]] = {}
     for transport, staging in itertools.product(TRANSPORTS, STAGINGS):
         for cell in cells(staging, transport):
@@ -57,7 +57,7 @@ def test_the_part_has_all_faults_transports_and_staging_modes() -> None:
 )
 @pytest.mark.parametrize("staging", STAGINGS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_cells(zoo: Zoo, tmp_path: Path, transport: str, staging: StagingMode) -> None:
+def test_every_chosen_fault_ends_as_it_must(zoo: Zoo, tmp_path: Path, transport: str, staging: StagingMode) -> None:
     chosen = [cell for cell in part_of_the_matrix() if (cell.transport, cell.staging) == (transport, staging)]
     played = list(play_all(zoo, tmp_path, chosen))
     assert played

@@ -61,7 +61,7 @@ class Engine:
         return [entry[:2] for entry in meta["output_token_logprobs"]]
 
     def send(self, endpoint: Endpoint, content: bytes) -> httpx.Response:
-        """One request, and what must hold of any answer."""
+        """Send one request, and check what must hold for any answer."""
         started = time.monotonic()
         response = self.http.request(endpoint.method, endpoint.path, content=content)
         assert time.monotonic() - started < ANSWER_S
@@ -175,7 +175,7 @@ def test_bodies_of_any_json_and_any_bytes(engine: Engine) -> None:
         fuzz(engine, endpoint, junk().map(as_json) | st.binary(max_size=60), 8)
 
 
-def test_histories_of_calls(engine: Engine) -> None:
+def test_no_history_of_calls_changes_the_weights(engine: Engine) -> None:
     """Right and wrong calls in any order, nothing settled between them."""
     calls = [endpoint for path, endpoint in engine.endpoints.items() if path not in WAITING]
     step = st.sampled_from(calls).flatmap(
@@ -202,7 +202,10 @@ def test_histories_of_calls(engine: Engine) -> None:
 
 
 def norm_of(engine: Engine) -> tuple[str, torch.Tensor, dict[str, Any]]:
-    """A tensor of the model, and its entry in a manifest, with which no other content can be committed."""
+    """Return the name and the content of a tensor of the model, and its entry in a manifest.
+
+    With this manifest no other content can be committed.
+    """
     name = "model.norm.weight"
     tensor = engine.tensors[name]
     meta = {"name": name, "dtype": "float32", "shape": list(tensor.shape)}
@@ -210,7 +213,7 @@ def norm_of(engine: Engine) -> tuple[str, torch.Tensor, dict[str, Any]]:
 
 
 def valid_calls(engine: Engine) -> list[tuple[str, Body]]:
-    """Paths and bodies that are right, or would be if the sender were there."""
+    """Return paths and bodies that are right, or would be right if the sender were there."""
     name, tensor, entry = norm_of(engine)
     meta = {"names": [name], "dtypes": ["float32"], "shapes": [list(tensor.shape)]}
     payload = base64.b64encode(pickle.dumps([(name, tensor)], 4)).decode()
@@ -229,7 +232,7 @@ def valid_calls(engine: Engine) -> list[tuple[str, Body]]:
 
 @st.composite
 def mutated(draw: st.DrawFn, content: bytes) -> bytes:
-    """One to three bytes changed, dropped, repeated, or the end cut off."""
+    """Change, drop or repeat bytes at one to three places, or cut off the end."""
     data = bytearray(content)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(data) - 1))

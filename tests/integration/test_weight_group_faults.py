@@ -23,7 +23,7 @@ FORMS = (None, "flattened_bucket", "pieces")
 @pytest.mark.full(but="1")
 @pytest.mark.parametrize("receivers", [1, 2, 3, 4])
 def test_w09_float32_where_bfloat16_was_announced(receivers: int) -> None:
-    """Every receiver says so and lives.  Up to two of them the group serves on; of more, all leave it."""
+    """Every receiver reports the fault and lives.  Up to two receivers keep the group; more than two all leave it."""
     groups = [(free_port(), load_format) for load_format in FORMS]
     processes = weight_receivers.start(receivers, ELEMENTS, groups)
     for port, load_format in groups:

@@ -52,7 +52,7 @@ def digest(server: ServerProcess) -> str:
 
 
 def join(server: ServerProcess) -> GroupHandle:
-    """The trainer's end of a group with the server's two ranks."""
+    """Make a group with the server's two ranks; return the trainer's end of it."""
     port = free_port()
     fields = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 3}
     answer = in_background(lambda: server.client.init_weights_update_group(**fields, group_name=f"group{port}"))
@@ -125,7 +125,7 @@ def test_w21_tensors_in_shared_memory_serialized_once_for_each_rank(
 
 
 def shared_files() -> set[Path]:
-    """Memory that this process shares by torch's names."""
+    """Return the files of the memory that this process shares by torch's names."""
     return set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
@@ -215,7 +215,7 @@ def test_w24_a_continue_does_not_wait_for_a_trainer_that_is_gone(
     bucket, started = stuck(), time.monotonic()
     continued = [two_ranks.http.post("/continue_generation", json={}) for _ in range(2)]
     assert time.monotonic() - started < 20
-    assert [reply.status_code for reply in continued] == [409, 200]  # the update that was lost is told of once
+    assert [reply.status_code for reply in continued] == [409, 200]  # the lost update is reported once
     assert bucket.wait(1).status_code == 502
     reply = two_ranks.http.post(
         "/generate", json={"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
@@ -225,7 +225,7 @@ def test_w24_a_continue_does_not_wait_for_a_trainer_that_is_gone(
 
 @pytest.mark.full
 def test_w24_an_abort_ends_other_waits_too(gated_folder: Path, tmp_path: Path) -> None:
-    """An abort ends the wait for a peer on a socket that says nothing, and for one that never comes."""
+    """An abort ends the wait for a peer that is silent on its socket, and for a peer that never comes."""
     silent = zmq.Context().socket(zmq.REQ)
     silent.bind(f"ipc://{tmp_path}/silent")
     with ServerProcess(gated_folder) as server:

@@ -72,7 +72,7 @@ def test_an_empty_bucket_is_fine(engine: Engine, group: GroupHandle, load_format
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 @pytest.mark.parametrize("change", [-48, -2, 2, 48, 4096, 5 << 20])
 def test_a_message_of_another_size(engine: Engine, group: GroupHandle, load_format: str | None, change: int) -> None:
-    """Shorter or longer than announced: told, nothing changed, and the same group serves the next refresh."""
+    """A message shorter or longer than announced is refused and changes nothing; the group serves the next refresh."""
     before = engine.call("content")
     named = [(EMBED, version(next(seeds))[EMBED])]
     data = pack(named)

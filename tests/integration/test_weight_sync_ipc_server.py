@@ -40,14 +40,14 @@ def server(folders: list[Path]) -> Iterator[ServerProcess]:
 
 
 def logprobs(server: ServerProcess) -> tuple[str, list[float]]:
-    """The version in force, and what it makes of a fixed prompt."""
+    """Return the version in force, and its log-probabilities of the output of a fixed prompt."""
     body = {"input_ids": [5, 17, 23, 42], "sampling_params": PARAMS, "return_logprob": True}
     meta = server.http.post("/generate", json=body).json()["meta_info"]
     return meta["weight_version"], [entry[0] for entry in meta["output_token_logprobs"]]
 
 
 class Sender:
-    """The stand-in as a process of its own, told to send a checkpoint."""
+    """The stand-in as a process of its own, which sends a checkpoint."""
 
     def __init__(self, folder: Path, form: Form, stop_at: int = -1) -> None:
         command = [sys.executable, "-m", "tests.parameter_server_stand_in", str(folder), form, str(stop_at)]

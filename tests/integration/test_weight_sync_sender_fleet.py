@@ -153,7 +153,7 @@ def test_one_engine_fails_before_the_commit(engines: dict[str, Engine], policy: 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_engine_fails_to_commit(engines: dict[str, Engine], policy: Any) -> None:
-    """Too late to take it back elsewhere: it is said who has the new version."""
+    """The other engine has committed and keeps the new version; under "abort_all" the error names it."""
     before = contents(engines)
     controls = {"a": engines["a"], "b": Meddling(engines["b"], refused_at("end_weight_update:commit"))}
     sender = sender_for(controls, on_engine_failure=policy)
@@ -271,7 +271,7 @@ def with_deadline(sender: WeightSender, timeout_s: float) -> WeightSender:
     return sender
 
 
-def test_all_engines_fail(engines: dict[str, Engine]) -> None:
+def test_a_refresh_that_all_engines_refuse_changes_nothing(engines: dict[str, Engine]) -> None:
     controls = {name: Meddling(engine, refused_at("end_weight_update:verify")) for name, engine in engines.items()}
     sender = sender_for(controls, on_engine_failure="leave_out")
     before = contents(engines)

@@ -40,7 +40,9 @@ def sender(engine: Engine) -> Iterator[WeightSender]:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 60, 1 << 20])
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_refresh(engine: Engine, sender: WeightSender, bucket_bytes: int, with_manifest: bool) -> None:
+def test_a_refresh_sends_and_reports_every_tensor(
+    engine: Engine, sender: WeightSender, bucket_bytes: int, with_manifest: bool
+) -> None:
     seed = next(seeds)
     sent = version(seed)
     progress: list[tuple[int, int]] = []
@@ -236,7 +238,7 @@ def test_sender_refusals_change_nothing(engine: Engine, sender: WeightSender) ->
 
 
 def test_an_engine_that_dies() -> None:
-    """The sender notices within its deadline and says what it could not clean up."""
+    """The sender notices within its deadline and reports what it could not clean up."""
     engine = Engine(TIMEOUT_S)
     sender = WeightSender(engine, timeout_s=TIMEOUT_S)
     sender.connect(group_name=next(names))

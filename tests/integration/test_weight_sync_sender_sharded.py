@@ -23,7 +23,7 @@ pytestmark = pytest.mark.full
 @pytest.mark.parametrize(
     "scenarios", ["random_gathers,refusals,group_of_whole_tensors", "fsdp_refresh,engine_refuses,other_rank_fails"]
 )
-def test_two_trainer_ranks(scenarios: str) -> None:
+def test_two_trainer_ranks_refresh_and_fail_together(scenarios: str) -> None:
     run_ranks(scenarios)
 
 
@@ -55,7 +55,10 @@ def test_fsdp_model_with_interleaved_experts_to_a_server(tmp_path: Path) -> None
 
 
 def check_that_a_killed_server_changes_nothing(checkpoint: Path, kept: ServerProcess, killed: ServerProcess) -> None:
-    """One of two servers goes when both have verified: the other keeps its weights, and takes the next ones alone."""
+    """Kill one of two servers when both have verified.
+
+    Check that the other keeps its weights, and takes the next ones alone.
+    """
 
     class Dying:
         def __getattr__(self, verb: str) -> Callable[..., Any]:

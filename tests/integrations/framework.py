@@ -1,7 +1,7 @@
 """The framework that a test file drives, and its row of docs/integrations.md.
 
-A file says `FRAMEWORK = Framework(...)`; each of its tests is a step, named by the test.  A file of several says
-`FRAMEWORKS`, by the names that its tests have as parameters.
+A file defines `FRAMEWORK = Framework(...)`; each of its tests is a step, named by the test.  A file of several
+frameworks defines `FRAMEWORKS`, a mapping by the names that its tests have as parameters.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class _Actor:
         return _Method(self, getattr(self.local, name))
 
     async def started(self) -> None:
-        """An actor's `__init__` may be a coroutine."""
+        """Await the actor's `__init__`, once, if it is a coroutine."""
         if self._started is not None:
             waiting, self._started = self._started, None
             await waiting

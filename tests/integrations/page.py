@@ -18,7 +18,7 @@ def write_table(page: Path, rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line a framework, and what its steps were."""
+    """Write a table with a line for each framework, and under it the names of their steps."""
     lines = ["| framework | version | steps | flags of the server | shimmed | not there |", "|---|---|---|---|---|---|"]
     for row in rows:
         steps = f"{len(row.passed)} of {len(row.passed) + len(row.failed)}"

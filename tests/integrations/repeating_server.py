@@ -1,4 +1,4 @@
-"""A server whose model answers with the last message: so that a test says what an agent hears.
+"""A server whose model answers with the last message, so that a test decides the answers that an agent gets.
 
 The HTTP server, its tokenizer and its parsers are the real ones; the engine is the tests' stand-in, which repeats its
 prompt.
@@ -20,7 +20,7 @@ LAST_MESSAGE = "{{ messages[-1].content }}<|im_end|>"
 
 @contextlib.contextmanager
 def repeating_server(folder: Path, **args: Any) -> Iterator[Live]:
-    """Serve a model that says what the last message says."""
+    """Serve a model that repeats the last message."""
     write_model_folder(folder)
     (folder / "chat_template.jinja").write_text(LAST_MESSAGE)
     path = folder / "tokenizer_config.json"
@@ -32,5 +32,5 @@ def repeating_server(folder: Path, **args: Any) -> Iterator[Live]:
 
 
 def call(name: str, arguments: str) -> str:
-    """A tool call as the parser `hermes` reads it."""
+    """Write a tool call as the parser `hermes` reads it."""
     return f'<tool_call>{{"name":"{name}","arguments":{arguments}}}</tool_call>'

@@ -54,7 +54,7 @@ class Fleet:
 def fleet(
     checkpoint: Path, flags: dict[str, Any], module: str, words: Sequence[str], generate: Generate
 ) -> Iterator[Fleet]:
-    """Three servers, and `python -m module` before them, through which `generate` gets an answer."""
+    """Start three servers and the router `python -m module` before them; wait until `generate` gets an answer."""
     with ExitStack() as stack:
         settings = {"max_total_tokens": 16384, "num_threads": 1, **flags}
         engines = [stack.enter_context(ServerProcess(checkpoint, **settings)) for _ in range(ENGINES)]
@@ -107,7 +107,7 @@ def vllm_generate(
 
 
 def check_routes(generate: Generate, router: httpx.Client) -> None:
-    """Every row of the routes arrives, and the layers with experts have some."""
+    """Check that every row of the routes arrives, with experts in each layer that has some."""
     prompt = list(range(260, 270))
     answer = generate(router, prompt, 6)
     assert len(answer.token_ids) == 6 and answer.routes is not None
@@ -116,7 +116,7 @@ def check_routes(generate: Generate, router: httpx.Client) -> None:
 
 
 def check_sessions(generate: Generate, router: httpx.Client) -> None:
-    """Each session's second turn finds its first one cached: it went to the same server."""
+    """Check that the second turn of each session finds the first one cached: it went to the same server."""
     for session in range(6):
         prompt = [300 + session, *range(260, 290)]
         first = generate(router, prompt, 4, session=f"session-{session}")
@@ -125,7 +125,7 @@ def check_sessions(generate: Generate, router: httpx.Client) -> None:
 
 
 def check_drain_and_death(generate: Generate, fleet: Fleet) -> None:
-    """One server drains and one is killed while requests run: each request gets one answer, if it may be repeated."""
+    """Drain one server and kill one while requests run; check that each repeatable request gets one answer."""
     prompts = [[400 + number % 50, 260 + number // 50, *range(280, 300)] for number in range(60)]
     expected = {tuple(prompt): generate(fleet.engines[2].http, prompt, 24).token_ids for prompt in prompts[::6]}
     with ThreadPoolExecutor(8) as pool:

@@ -48,9 +48,14 @@ def _framework(item: pytest.Item) -> Framework | None:
 
 
 def _step(item: pytest.Item) -> str:
-    """`test_some_words[sglang]`: "some words (sglang)"; of a recording its steps are the parameters."""
+    """Return the name of a step: "some words (sglang)" for `test_some_words[sglang]`.
+
+    A recording has one test, and its parameter names the step.
+    """
     name, _, parameter = item.name.removeprefix("test_").removesuffix("]").partition("[")
-    words = _parameters(item)["step"] if name == "replay" else f"{name} ({parameter})" if parameter else name
+    if name == "a_recorded_step_gets_the_expected_answers":
+        name, parameter = _parameters(item)["step"], ""
+    words = f"{name} ({parameter})" if parameter else name
     return words.replace("_", " ")
 
 

@@ -35,10 +35,10 @@ class RouterSteps:
 
         wait_until(lambda: urls() == {engine.url for engine in behind.engines})
 
-    def test_routes_come_through(self, behind: Fleet) -> None:
+    def test_routes_come_through_the_router(self, behind: Fleet) -> None:
         check_routes(sglang_generate, behind.router)
 
-    def test_sessions_are_sticky(self, behind: Fleet) -> None:
+    def test_a_session_stays_on_one_server(self, behind: Fleet) -> None:
         check_sessions(sglang_generate, behind.router)
 
     def test_flush_reaches_all_servers(self, behind: Fleet) -> None:

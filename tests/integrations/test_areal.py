@@ -99,14 +99,14 @@ def trial(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Tri
     running.engine.destroy()
 
 
-def test_generate(trial: Trial) -> None:
+def test_generate_returns_a_log_probability_a_token(trial: Trial) -> None:
     response = trial.generate(6)
     assert len(response.output_tokens) == len(response.output_logprobs) == 6
     if trial.backend == "sglang":
         assert response.routed_experts.shape == (len(PROMPT) + 6 - 1, 4 * 2)
 
 
-def test_interrupted_and_resubmitted(trial: Trial) -> None:
+def test_an_interrupted_request_is_resubmitted(trial: Trial) -> None:
     async def interrupted() -> Any:
         gconfig = GenerationHyperparameters(max_new_tokens=1500, max_tokens=4096, ignore_eos=True)
         running = asyncio.ensure_future(trial.engine.agenerate(ModelRequest(input_ids=list(PROMPT), gconfig=gconfig)))
@@ -118,13 +118,15 @@ def test_interrupted_and_resubmitted(trial: Trial) -> None:
     assert len(asyncio.run(interrupted()).output_tokens) == 1500
 
 
-def test_weights_by_broadcast(trial: Trial, server: ServerProcess, tensors: dict[str, torch.Tensor]) -> None:
+def test_a_broadcast_refreshes_every_tensor(
+    trial: Trial, server: ServerProcess, tensors: dict[str, torch.Tensor]
+) -> None:
     trial.join()
     trial.send(scaled(tensors, 2.0))
     assert_holds(server, scaled(tensors, 2.0))
 
 
-def test_weights_from_disk(
+def test_a_folder_refreshes_every_tensor(
     trial: Trial, server: ServerProcess, checkpoint: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     folder = tmp_path / "weights"

@@ -26,7 +26,7 @@ REQUESTS, PROMPT, ANSWER = 6, 32, 8
 
 
 @pytest.mark.parametrize("backend", ["sglang", "sglang-oai", "sglang-oai-chat", "vllm"])
-def test_run(
+def test_a_run_completes_every_request(
     backend: str, server: ServerProcess, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "result.jsonl"

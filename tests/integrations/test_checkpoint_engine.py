@@ -85,7 +85,7 @@ def _no_store(_: Any) -> None:
 
 
 def asked_as_sglang(server: ServerProcess, version: str) -> Any:
-    """SGLang's way to tell the engine where the sockets are."""
+    """Return a function that names the sockets to the engine as SGLang does."""
 
     def ask(socket_paths: list[tuple[str, str]]) -> None:
         body = {"zmq_handles": dict(socket_paths), "flush_cache": True, "weight_version": version}
@@ -103,21 +103,27 @@ def send(parameters: Any, name: str, ask: Any, **content: Any) -> None:
     parameters.unregister_checkpoint(name)
 
 
-def test_tensors(parameters: Any, server: ServerProcess, tensors: dict[str, torch.Tensor]) -> None:
+def test_named_tensors_reach_the_server(
+    parameters: Any, server: ServerProcess, tensors: dict[str, torch.Tensor]
+) -> None:
     new = scaled(tensors, 2.0)
     send(parameters, "first", asked_as_sglang(server, "1"), named_tensors=new)
     assert_holds(server, new)
     assert server.client.weight_version() == "1"
 
 
-def test_files(parameters: Any, server: ServerProcess, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_tensors_of_files_reach_the_server(
+    parameters: Any, server: ServerProcess, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     new = scaled(tensors, 4.0)
     save_file(new, tmp_path / "model.safetensors")
     send(parameters, "second", asked_as_sglang(server, "2"), files=[str(tmp_path / "model.safetensors")])
     assert_holds(server, new)
 
 
-def test_its_own_trigger(parameters: Any, server: ServerProcess, tensors: dict[str, torch.Tensor]) -> None:
+def test_its_own_client_triggers_an_update(
+    parameters: Any, server: ServerProcess, tensors: dict[str, torch.Tensor]
+) -> None:
     """`/collective_rpc`, as the package's own client asks vLLM."""
 
     def ask(socket_paths: list[tuple[str, str]]) -> None:

@@ -120,7 +120,7 @@ def test_interrupted_it_leaves_no_process(tmp_path: Path) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Children of a process, theirs, and so on."""
+    """Return the ids of the children of a process, of their children, and so on."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -137,7 +137,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that have the mark in their environment."""
+    """Return the ids of the processes that have the mark in their environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

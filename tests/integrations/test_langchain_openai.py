@@ -43,7 +43,9 @@ def chat(live: Live) -> ChatOpenAI:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("parallel", "cities"), [(True, ["a", "b"]), (False, ["a"])], ids=["parallel", "one call"])
-def test_bound_tools(chat: ChatOpenAI, stream: bool, parallel: bool, cities: list[str]) -> None:
+def test_bound_tools_are_called_once_or_in_parallel(
+    chat: ChatOpenAI, stream: bool, parallel: bool, cities: list[str]
+) -> None:
     bound = chat.bind_tools([weather], parallel_tool_calls=parallel)
     if stream:
         chunks = list(bound.stream(BOTH))
@@ -71,6 +73,6 @@ def test_log_probabilities_and_usage(chat: ChatOpenAI) -> None:
     assert isinstance(message, AIMessage) and message.usage_metadata["output_tokens"] == len(entries)
 
 
-def test_completions(live: Live) -> None:
+def test_completions_come_whole_and_in_a_stream(live: Live) -> None:
     model = OpenAI(base_url=f"{live.url}/v1", api_key="none", model="tiny", max_tokens=3, max_retries=0)  # type: ignore[arg-type]
     assert model.invoke("ab") == "aba" and "".join(model.stream("ab")) == "aba"

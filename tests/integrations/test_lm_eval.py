@@ -45,12 +45,12 @@ def test_log_likelihoods_are_those_of_generate(model: LocalCompletionsAPI, serve
         assert is_greedy == all(entry[0] == top[0][0] for entry, top in zip(entries, tops))
 
 
-def test_rolling_log_likelihoods(model: LocalCompletionsAPI) -> None:
+def test_the_rolling_log_likelihood_is_negative(model: LocalCompletionsAPI) -> None:
     found = model.loglikelihood_rolling(requests("loglikelihood_rolling", [("What is 2 + 3? It is five",)]))
     assert found[0] < 0
 
 
-def test_generate_until(model: LocalCompletionsAPI, server: ServerProcess) -> None:
+def test_generate_until_returns_what_completions_return(model: LocalCompletionsAPI, server: ServerProcess) -> None:
     (text,) = model.generate_until(requests("generate_until", [("What is 2", {"until": ["\n\n"], "max_gen_toks": 6})]))
     body = {"prompt": "What is 2", "max_tokens": 6, "temperature": 0, "stop": ["\n\n"]}
     assert text == server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]

@@ -105,7 +105,7 @@ def test_external_engine_has_the_arguments_that_miles_checks(engine: Any) -> Non
     assert engine.get_weight_version() == "default"
 
 
-def test_rollout_with_routes(engine: Any, args: SimpleNamespace, server: ServerProcess) -> None:
+def test_a_rollout_comes_with_its_routes(engine: Any, args: SimpleNamespace, server: ServerProcess) -> None:
     payload, _ = compute_request_payload(args, PROMPT, {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 6})
     output = requests.post(f"{server.url}/generate", json=payload, timeout=60).json()
     tokens = PROMPT + [entry[1] for entry in output["meta_info"]["output_token_logprobs"]]
@@ -130,7 +130,9 @@ def test_weights_in_the_body_between_snapshot_and_compare(
     assert_holds(server, tensors)
 
 
-def test_weights_by_broadcast(engine: Any, server: ServerProcess, tensors: dict[str, torch.Tensor]) -> None:
+def test_a_broadcast_refreshes_every_tensor(
+    engine: Any, server: ServerProcess, tensors: dict[str, torch.Tensor]
+) -> None:
     port, name, new = free_port(), "miles-pp_0", scaled(tensors, 2.0)
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(engine.init_weights_update_group, "127.0.0.1", port, 1, 2, name, "nccl")
@@ -156,7 +158,7 @@ def test_weights_by_broadcast(engine: Any, server: ServerProcess, tensors: dict[
     assert_holds(server, new)
 
 
-def test_weights_from_disk(
+def test_a_folder_refreshes_every_tensor(
     engine: Any, server: ServerProcess, checkpoint: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     engine.update_weights_from_disk(str(checkpoint))
@@ -200,7 +202,7 @@ def test_engine_that_miles_starts(redirected: None, checkpoint: Path) -> None:
 
 
 def _serialized(named: list[tuple[str, torch.Tensor]]) -> str:
-    """A bucket, by the class of miles' SGLang."""
+    """Pickle a bucket with the class of miles' SGLang, in base64."""
     bucket = FlattenedTensorBucket(named_tensors=named)
     content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
     return base64.b64encode(forking_pickle(content)).decode()

@@ -101,14 +101,14 @@ def trial(checkpoint: Path) -> Iterator[Trial]:
     running.close()
 
 
-def test_generate(trial: Trial) -> None:
+def test_generate_returns_a_log_probability_a_token(trial: Trial) -> None:
     params = SamplingParams(max_tokens=6, min_tokens=6, logprobs=1, skip_special_tokens=False)
     output = trial.run(trial.actor.local.generate(PROMPT, params)).outputs[0]
     assert len(output.token_ids) == 6 and output.finish_reason == "length"
     assert all(entry[token].logprob <= 0 for entry, token in zip(output.logprobs, output.token_ids))
 
 
-def test_single_turn_agent(trial: Trial, checkpoint: Path) -> None:
+def test_a_single_turn_agent_gets_its_log_probabilities(trial: Trial, checkpoint: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     params = SamplingParams(max_tokens=None, min_tokens=1, logprobs=1)
     work = trial.actor.local.generate_responses("What is 2 + 3?", "5", params, 64, tokenizer, num_samples=2)

@@ -55,7 +55,7 @@ def sampling(tokens: int, **more: Any) -> dict[str, Any]:
     return {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True, **more}
 
 
-def test_generate(trial: Trial) -> None:
+def test_generate_returns_a_log_probability_a_token(trial: Trial) -> None:
     reply = trial.generate(sampling_params=sampling(6), cache_salt="v1", priority=1)
     assert len(reply["completion_ids"]) == len(reply["completion_logprobs"]) == 6
     assert reply["finish_reason"] == "length" and reply["usage"]["prompt_tokens_details"] is not None

@@ -67,13 +67,13 @@ def batch(tokens: int, **more: Any) -> dict[str, Any]:
     return {"prompt_token_ids": PROMPTS, "sampling_params": sampling, **more}
 
 
-def test_generate(trial: Trial) -> None:
+def test_generate_returns_a_log_probability_a_token(trial: Trial) -> None:
     output = trial.run(trial.client.generate(batch(5, session_ids=["a", "b"], cache_salt="v1")))
     assert [len(ids) for ids in output["response_ids"]] == [5, 5] and all(output["responses"])
     assert [len(entries) for entries in output["response_logprobs"]] == [5, 5]
 
 
-def test_generate_with_routes(server: ServerProcess) -> None:
+def test_generate_returns_routes_from_the_asked_token_on(server: ServerProcess) -> None:
     routed = Trial(server, enable_return_routed_experts=True)
     output = routed.run(routed.client.generate(batch(5, routed_experts_prompt_starts=[0, 2])))
     shapes = [tuple(routes.shape) for routes in output["rollout_expert_indices"]]
@@ -93,19 +93,19 @@ def test_sample_with_prompt_logprobs(trial: Trial) -> None:
     assert len(reply["sequences"]) == 2 and len(reply["prompt_logprobs"]) == len(PROMPTS[0])
 
 
-def test_chat_and_completion(trial: Trial) -> None:
+def test_chat_and_completion_return_an_answer(trial: Trial) -> None:
     chat = {"json": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "session_id": "a"}}
     assert trial.run(trial.client.chat_completion(chat))["choices"][0]["message"]["content"]
     completion = {"json": {"prompt": PROMPTS[0], "max_tokens": 4}}
     assert trial.run(trial.client.completion(completion))["choices"]
 
 
-def test_tokenize_and_detokenize(trial: Trial) -> None:
+def test_detokenize_restores_the_tokenized_text(trial: Trial) -> None:
     ids = trial.run(trial.client.tokenize(["What is 2 + 3?"]))
     assert trial.run(trial.client.detokenize(ids)) == ["What is 2 + 3?"]
 
 
-def test_world_size(trial: Trial) -> None:
+def test_the_world_size_of_one_server_is_1(trial: Trial) -> None:
     assert trial.run(trial.client.get_world_size()) == (1, 1)
 
 

@@ -71,5 +71,5 @@ def test_refresh_around_a_running_request(
     assert len(spans) == 2 and spans[0]["version"] == before
 
 
-def test_flush_cache(sender: Any) -> None:
+def test_flush_cache_succeeds_between_requests(sender: Any) -> None:
     assert sender.flush_cache()

@@ -51,7 +51,7 @@ def model(checkpoint: Path) -> Any:
     return trainer_model(checkpoint)
 
 
-def test_generate_from_ids(client: Any) -> None:
+def test_generate_from_ids_returns_logprobs_of_each_token(client: Any) -> None:
     reply = client.generate(PROMPTS, n=2, max_tokens=5, logprobs=1, generation_kwargs={"ignore_eos": True})
     assert reply["prompt_ids"] == PROMPTS
     assert [len(ids) for ids in reply["completion_ids"]] == [5] * 4
@@ -59,12 +59,12 @@ def test_generate_from_ids(client: Any) -> None:
         assert all(token in entry for token, entry in zip(ids, chosen))
 
 
-def test_generate_from_text(client: Any) -> None:
+def test_generate_from_text_returns_token_ids(client: Any) -> None:
     reply = client.generate(["What is 2 + 3?"], max_tokens=4, logprobs=None)
     assert reply["prompt_ids"][0] and reply["completion_ids"][0]
 
 
-def test_chat(client: Any) -> None:
+def test_chat_returns_logprobs_of_each_token(client: Any) -> None:
     messages = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "What is 2 + 3?"}]]
     reply = client.chat(messages, n=2, max_tokens=4, logprobs=0)
     assert len(reply["prompt_ids"]) == 2 and len(reply["completion_ids"]) == 4
@@ -93,7 +93,7 @@ def test_weights_one_by_one(client: Any, server: ServerProcess, model: Any, tens
     assert_holds(server, tensors)
 
 
-def test_reset_prefix_cache(client: Any) -> None:
+def test_reset_prefix_cache_is_accepted(client: Any) -> None:
     client.reset_prefix_cache()
 
 

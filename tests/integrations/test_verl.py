@@ -104,13 +104,13 @@ def expected(tensors: dict[str, torch.Tensor], factor: float) -> dict[str, str]:
     return {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in scaled(tensors, factor).items()}
 
 
-def test_generate_with_routes(trial: Trial) -> None:
+def test_generate_returns_a_log_probability_and_routes_a_token(trial: Trial) -> None:
     output = trial.run(trial.generate(6))
     assert len(output.token_ids) == len(output.log_probs) == 6 and output.stop_reason == "length"
     assert output.routed_experts.shape == (len(PROMPT) + 6 - 1, 4, 2)
 
 
-def test_hybrid_step(trial: Trial, tensors: dict[str, torch.Tensor]) -> None:
+def test_a_hybrid_step_refreshes_between_release_and_resume(trial: Trial, tensors: dict[str, torch.Tensor]) -> None:
     """Release, resume the weights, send them in buckets, resume the KV, sample."""
 
     async def step() -> None:

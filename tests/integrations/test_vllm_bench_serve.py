@@ -27,7 +27,9 @@ REQUESTS, PROMPT, ANSWER = 6, 32, 8
 
 
 @pytest.mark.parametrize("backend, endpoint", [("vllm", "completions"), ("openai-chat", "chat/completions")])
-def test_run(backend: str, endpoint: str, server: ServerProcess, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_run_completes_every_request(
+    backend: str, endpoint: str, server: ServerProcess, checkpoint: Path, tmp_path: Path
+) -> None:
     words = [
         *("--backend", backend, "--base-url", server.url, "--endpoint", f"/v1/{endpoint}"),
         *("--model", str(checkpoint), "--tokenizer", str(checkpoint), "--dataset-name", "random"),

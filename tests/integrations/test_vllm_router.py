@@ -28,11 +28,11 @@ def behind(framework: Framework, checkpoint: Path) -> Iterator[Fleet]:
         yield running
 
 
-def test_routes_come_through(behind: Fleet) -> None:
+def test_routes_come_through_the_router(behind: Fleet) -> None:
     check_routes(vllm_generate, behind.router)
 
 
-def test_sessions_are_sticky(behind: Fleet) -> None:
+def test_a_session_stays_on_one_server(behind: Fleet) -> None:
     check_sessions(vllm_generate, behind.router)
 
 

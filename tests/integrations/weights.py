@@ -15,12 +15,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def scaled(tensors: Tensors, factor: float) -> dict[str, torch.Tensor]:
-    """Every tensor times `factor`, which should be a power of two."""
+    """Multiply every tensor by `factor`, which should be a power of two."""
     return {name: tensor * factor for name, tensor in tensors.items()}
 
 
 def assert_holds(server: ServerProcess, tensors: Tensors) -> None:
-    """The server's tensors have the names and, bit for bit, the content of these."""
+    """Check that the server's tensors have the names of `tensors` and, bit for bit, their content."""
     held = server.client.weights_checker("checksum")["checksums"]
     expected = {name: fingerprint_hex(fingerprint(tensor)) for name, tensor in tensors.items()}
     assert held.keys() == expected.keys()
@@ -28,7 +28,7 @@ def assert_holds(server: ServerProcess, tensors: Tensors) -> None:
 
 
 def trainer_model(checkpoint: Path) -> PreTrainedModel:
-    """The checkpoint as a trainer holds it: transformers' model, its experts fused."""
+    """Load the checkpoint as a trainer holds it: transformers' model, its experts fused."""
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
 
 
