@@ -41,7 +41,7 @@ SIGNATURES = {
 
 
 def modules() -> Iterator[str]:
-    """Every module of the packages, by dotted name."""
+    """Yield the dotted name of every module of the packages."""
     for package in PACKAGES:
         folder = ROOT.joinpath(*package.split("."))
         yield package
@@ -51,7 +51,7 @@ def modules() -> Iterator[str]:
 
 
 def import_findings() -> list[str]:
-    """Modules that do not import, with the reason."""
+    """List the modules that do not import, with the reason."""
     found = []
     for name in modules():
         try:
@@ -64,7 +64,7 @@ def import_findings() -> list[str]:
 
 
 def name_findings() -> list[str]:
-    """Names of torch and triton in the sources that these builds do not have."""
+    """List the names of torch and triton in the sources that these builds do not have."""
     found = []
     for name in modules():
         path = ROOT.joinpath(*name.split("."))
@@ -77,7 +77,10 @@ def name_findings() -> list[str]:
 
 
 def chains(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every attribute of a module of torch or triton that the file imports, `dist.x` in full."""
+    """Yield (line, dotted name) of every attribute of a module of torch or triton that the file imports.
+
+    The name is in full where the file imports the module as another: `dist.x` is `torch.distributed.x`.
+    """
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -95,7 +98,10 @@ _LIBRARIES = ("torch", "triton")
 
 
 def first_missing(chain: str) -> str | None:
-    """The shortest beginning of a dotted name that does not exist; None where all of it does, or cannot be known."""
+    """Return the shortest beginning of a dotted name that does not exist.
+
+    None where the whole name exists, or where that cannot be known.
+    """
     if chain.startswith(UNKNOWABLE):
         return None
     parts = chain.split(".")
@@ -115,7 +121,7 @@ def first_missing(chain: str) -> str | None:
 
 
 def signature_findings() -> list[str]:
-    """Functions of torch that take other arguments than the code gives them."""
+    """List the functions of torch that take other arguments than the code gives them."""
     found = []
     for name, wanted in SIGNATURES.items():
         module, *attributes = _split(name)
@@ -129,7 +135,7 @@ def signature_findings() -> list[str]:
 
 
 def _split(name: str) -> list[str]:
-    """The longest importable module, then attributes."""
+    """Split a dotted name into its longest importable module and the attributes behind it."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -165,7 +171,7 @@ def flashinfer_findings() -> list[str]:
 
 
 def kernel_findings() -> list[str]:
-    """Configurations of Triton kernels that this triton does not compile for compute capability 9.0."""
+    """List the configurations of Triton kernels that this triton does not compile for compute capability 9.0."""
     from benchmarks.compile_cases import CompileCase
     from benchmarks.gpu_kernels_table import cases, compile_case
     from weight_sync import fingerprint_gpu

@@ -52,7 +52,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A line for the test, and an end to the step where the device can compute nothing any more."""
+    """Write a line for the test, and end the step if the device can compute nothing any more."""
     _LOGGED.clear()
     result = yield
     _write(item.config, _line(item, _LOGGED))

@@ -39,7 +39,7 @@ _WIDE: dict[str, Any] = {
 
 
 def checkpoint(folder: Path, device: torch.device, kind: str = "moe_dense_first", seed: int = 0, **more: Any) -> Path:
-    """A random checkpoint of a kind of `tests/model_zoo.py`, of the sizes that suit the device."""
+    """Write a random checkpoint of a kind of `tests/model_zoo.py`, in sizes that suit the device."""
     return tiny_checkpoint(folder, kind, seed, **(_WIDE if device.type == "cuda" else {}) | more)
 
 
@@ -51,7 +51,7 @@ def engine(folder: Path, device: torch.device, **settings: Any) -> Harness:
 
 
 def graphs_of(harness: Harness) -> GraphRunner:
-    """The recordings of an engine; without any the test is not run."""
+    """Return the recordings of an engine; without any the test is not run."""
     graphs = harness.scheduler.runner.graphs
     if graphs is None:
         backend = type(harness.scheduler.runner.attention).__name__
@@ -61,7 +61,7 @@ def graphs_of(harness: Harness) -> GraphRunner:
 
 @contextmanager
 def recordings(device: torch.device) -> Iterator[None]:
-    """Engines built inside capture their steps: by CUDA graphs, or in a dry run by the stand-in for them."""
+    """Let engines built inside capture their steps: by CUDA graphs, or in a dry run by the stand-in for them."""
     with nullcontext() if device.type == "cuda" else captured_engines([1, 2, 4, CAPTURED_MAX]):
         yield
 
@@ -76,7 +76,7 @@ class NoRecording:
 
 @contextmanager
 def called_instead_of_captured() -> Iterator[None]:
-    """Engines built inside run the steps that others replay, eagerly and otherwise in the very same way."""
+    """Let engines built inside run eagerly the steps that others replay, in the same way otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_graphs, "graph_pools", lambda device: NoRecording)
         yield
@@ -101,5 +101,5 @@ def disagreement(ours: Sequence[Result], theirs: Sequence[Result], slack: float)
 
 
 def facts_of(results: Sequence[Result]) -> list[tuple[list[int], list[float], bytes]]:
-    """Tokens, log-probabilities and rows of experts: equal where the bits are."""
+    """Return tokens, log-probabilities and rows of experts, which are equal where their bits are."""
     return [(one.token_ids, one.logprobs, one.routes.tobytes()) for one in results]

@@ -17,7 +17,7 @@ def not_run(reason: str) -> NoReturn:
 
 
 def need_cuda(device: torch.device, what: str) -> None:
-    """`what` only a CUDA device has."""
+    """Leave the test out, as not run, unless on a CUDA device, which alone has `what`."""
     if device.type != "cuda":
         not_run(f"a dry run on the CPU has no {what}")
 
@@ -29,6 +29,6 @@ def need_gpus(device: torch.device, count: int) -> None:
 
 
 def need_module(name: str, how: str) -> None:
-    """An optional library; `how` says how to install it."""
+    """Leave the test out, as not run, unless an optional library is installed; `how` tells how to install it."""
     if importlib.util.find_spec(name) is None:
         not_run(f"{name} is not installed: {how}")

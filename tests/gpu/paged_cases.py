@@ -50,7 +50,7 @@ class PagedCase:
         self._content = [(k.clone(), v.clone()) for k, v in zip(self.pool.k, self.pool.v, strict=True)]
 
     def hide_the_rest(self, lengths: Lengths) -> None:
-        """NaN wherever no token of these sequences lies."""
+        """Fill the pool with NaN wherever no token of these sequences lies."""
         held = torch.cat([self.table[row, :length] for row, length in enumerate(lengths.totals)])
         for (keys, values), k, v in zip(self._content, self.pool.k, self.pool.v, strict=True):
             k.fill_(float("nan"))
@@ -79,7 +79,7 @@ class PagedCase:
         )
 
     def queries(self, lengths: Lengths, heads: int, seed: int = 0) -> torch.Tensor:
-        """[T, H, hd]."""
+        """Return random queries, [T, H, hd]."""
         generator = torch.Generator().manual_seed(seed)
         shape = (sum(lengths.queries), heads, self.kind.key_size)
         return torch.randn(shape, generator=generator).to(self.dtype).to(self.device)
@@ -92,7 +92,7 @@ class PagedCase:
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, H * value size] float64 on the CPU."""
+        """Compute the attention token by token in float64 on the CPU: [T, H * value size]."""
         heads, found, token = q.shape[1], [], 0
         table, query = self.table.cpu(), q.cpu().double()
         keys, values = self.pool.k[0].cpu().double(), self.pool.v[0].cpu().double()

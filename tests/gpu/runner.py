@@ -1,4 +1,4 @@
-"""Runs the steps, one process after another, and says of every test what became of it.
+"""Runs the steps, one process after another, and reports the outcome of every test.
 
     pytest of a step --JSON lines--> judge --> Outcome --> table, results.jsonl, exit status
 
@@ -47,7 +47,10 @@ class Outcome:
 def judge(
     step: Step, lines: Sequence[Mapping[str, Any]], exit_status: int | None, seconds: float, log_tail: str = ""
 ) -> Outcome:
-    """`lines`: what the step wrote, in order; `exit_status` None: it was killed when its time was over."""
+    """Turn the lines that a step wrote, in order, into its outcome.
+
+    `exit_status` None: the step was killed when its time was over.
+    """
     outcome = Outcome(step.name, seconds, step.budget_s)
     collected = [test for line in lines if line["kind"] == "collected" for test in line["tests"]]
     results = {line["test"]: line for line in lines if line["kind"] == "test"}
@@ -121,7 +124,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def report(outcomes: Sequence[Outcome], heading: str) -> str:
-    """The table, then every failure and every test that was not run, then the numbers that tests noted."""
+    """Write the table, then every failure and every test that was not run, then the numbers that tests noted."""
     lines = [heading, "", f"{'step':<12}{'passed':>7}{'failed':>7}{'not run':>8}{'s':>8}{'of':>5}"]
     for one in outcomes:
         counts = f"{one.passed:>7}{len(one.failures):>7}{len(one.not_run):>8}"

@@ -66,7 +66,7 @@ def test_attention_is_that_of_float64(
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["window", "window and sinks"])
 @pytest.mark.parametrize("step", ["decode", "chunk"])
-def test_windows_and_sinks(step: str, sinks: bool, name: str, device: torch.device) -> None:
+def test_windows_and_sinks_match_float64(step: str, sinks: bool, name: str, device: torch.device) -> None:
     kind = FullKV(num_heads=2, head_dim=128)
     case, lengths = PagedCase(kind, dtype_of(name), device), STEPS[step]
     try:

@@ -52,7 +52,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def staggered(harness: Harness, count: int, **params: Any) -> list[str]:
-    """Requests of different lengths that come one after another, so that every batch size up to `count` occurs."""
+    """Run requests of different lengths that come one by one, so that every batch size up to `count` occurs."""
     rids = []
     for i, prompt in enumerate(prompts(count)):
         rids.append(harness.submit(prompt, params={"max_new_tokens": NEW_TOKENS - i} | params))

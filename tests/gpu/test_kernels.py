@@ -88,7 +88,9 @@ def test_every_kernel_is_registered(on_cuda: bool) -> None:
 
 @pytest.mark.parametrize("offset", [None, 1.0], ids=["weight", "1 + weight"])
 @pytest.mark.parametrize("shape", [(1, 2048), (3, 200), (130, 512)], ids=str)
-def test_norms(shape: tuple[int, int], offset: float | None, op: Any, dtype: torch.dtype, device: torch.device) -> None:
+def test_norms_match_plain_torch_in_float64(
+    shape: tuple[int, int], offset: float | None, op: Any, dtype: torch.dtype, device: torch.device
+) -> None:
     rand = Numbers(dtype, device)
     residual, hidden, weight = rand(*shape), rand(*shape), rand(shape[1])
     summed = exact(residual) + exact(hidden)  # type: ignore[operator]
@@ -119,7 +121,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 def router_case(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of `norm_route`, residual first, and biases by name."""
+    """Return arguments of `norm_route`, residual first, and biases by name."""
     rule, size, rand = RouterRule(**ROUTERS[name]), 128, Numbers(dtype, device, seed=tokens)
     experts, biases = rule.num_experts, {}
     if rule.scoring == "sigmoid":
@@ -130,7 +132,7 @@ def router_case(name: str, tokens: int, dtype: torch.dtype, device: torch.device
 
 
 def copies(arguments: list[Any]) -> list[Any]:
-    """The operator changes the residual in place."""
+    """Copy the tensors, because the operator changes the residual in place."""
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
 
 
@@ -193,7 +195,7 @@ def test_forced_rows_replace_choices(op: Any, dtype: torch.dtype, device: torch.
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "rotated"), [(32, 4, 128, 128), (6, 2, 48, 24)])
 @pytest.mark.parametrize("norms", [True, False])
-def test_rotation_and_store(
+def test_rotation_and_store_match_plain_torch_in_float64(
     heads: int, kv_heads: int, size: int, rotated: int, norms: bool, op: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
     rand, tokens, num_slots = Numbers(dtype, device), 19, 64
@@ -209,7 +211,7 @@ def test_rotation_and_store(
         assert close(pool, wanted, dtype)
 
 
-def test_activations(op: Any, dtype: torch.dtype, device: torch.device) -> None:
+def test_activations_match_plain_torch_in_float64(op: Any, dtype: torch.dtype, device: torch.device) -> None:
     rand = Numbers(dtype, device)
     both = rand(33, 2 * 768)
     assert close(op("silu_and_mul")(both), plain.silu_and_mul(exact(both)), dtype)
@@ -220,7 +222,9 @@ def test_activations(op: Any, dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.parametrize("form", ["plain", "biased and clamped", "unsummed"])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
-def test_experts(tokens: int, form: str, op: Any, dtype: torch.dtype, device: torch.device) -> None:
+def test_experts_match_plain_torch_in_float64(
+    tokens: int, form: str, op: Any, dtype: torch.dtype, device: torch.device
+) -> None:
     rand, experts, top_k, hidden, inner = Numbers(dtype, device), 12, 3, 96, 80
     x, ids = rand(tokens, hidden), torch.stack([rand.distinct(experts, top_k) for _ in range(tokens)])
     ids[: tokens // 2, 0] = ids[: tokens // 2, 1:].amax(1) * 0 + experts - 1  # many tokens at one expert

@@ -1,7 +1,7 @@
 """Overlap on and off, graphs on and off: the same answers, whatever ends, stops or interrupts the requests.
 
 A loop that overlaps computes a step more of a request that has ended, so that batch sizes are others: rounding is
-allowed as `disagreement` says, everything else is equal.
+allowed within the bounds of `disagreement`, and everything else is equal.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def until(result: Result, count: int) -> Result:
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=IDS)
-def test_what_interrupts_requests(loop: dict, folders: list[Path], device: torch.device) -> None:
-    """Tokens before an abort, a pause in place or a refresh match an undisturbed run; versions say the rest."""
+def test_tokens_before_an_interruption_match_a_calm_run(loop: dict, folders: list[Path], device: torch.device) -> None:
+    """Tokens before an abort, a pause in place or a refresh match an undisturbed run; versions label the rest."""
     harness, calm = (engine(folders[0], device, weight_version="v1", **loop) for _ in range(2))
     undisturbed = results(calm, submitted(calm))
     rids = submitted(harness)

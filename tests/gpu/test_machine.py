@@ -15,7 +15,7 @@ from tests.gpu.needs import need_cuda
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "apache-tvm-ffi", "sgl-deep-ep", "numpy")
 
 
-def test_versions(device: torch.device, facts: dict[str, Any]) -> None:
+def test_the_versions_of_packages_are_noted(device: torch.device, facts: dict[str, Any]) -> None:
     for package in PACKAGES:
         try:
             facts[package] = version(package)
@@ -25,7 +25,7 @@ def test_versions(device: torch.device, facts: dict[str, Any]) -> None:
     facts["cuda"] = str(torch.version.cuda)
 
 
-def test_the_device(device: torch.device, facts: dict[str, Any]) -> None:
+def test_the_device_can_run_the_kernels(device: torch.device, facts: dict[str, Any]) -> None:
     need_cuda(device, "properties of a CUDA device")
     properties = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info()
@@ -40,7 +40,7 @@ def test_the_device(device: torch.device, facts: dict[str, Any]) -> None:
     assert properties.major >= 8, "the kernels are written for compute capability 8.0 and above"
 
 
-def test_ceilings(device: torch.device, facts: dict[str, Any]) -> None:
+def test_the_ceilings_of_the_device_are_positive(device: torch.device, facts: dict[str, Any]) -> None:
     found = measure_ceilings(device)
     facts |= {
         "copy GB/s, read and written": found.copy_bytes_per_s / 1e9,

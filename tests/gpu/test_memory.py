@@ -50,7 +50,9 @@ def addresses(harness: Harness) -> list[int]:
     return [tensor.data_ptr() for tensor in (*weight_tensors(runner.state.model), *runner.kv_pool.tensors)]
 
 
-def test_sleep_and_wake(folders: list[Path], device: torch.device, on_cuda: bool, facts: dict[str, Any]) -> None:
+def test_sleep_frees_memory_and_wake_restores_the_bits(
+    folders: list[Path], device: torch.device, on_cuda: bool, facts: dict[str, Any]
+) -> None:
     """The memory goes back to the device, addresses and recordings stay, and the answers are the same bits."""
     tokens = 1 << 18 if on_cuda else 4096
     saver = {"enable_memory_saver": True, "enable_weights_cpu_backup": True, "max_total_tokens": tokens}
@@ -83,7 +85,7 @@ def test_waking_with_new_weights(folders: list[Path], device: torch.device) -> N
 
 
 def test_the_pool_is_what_memory_allows(folders: list[Path], device: torch.device, facts: dict[str, Any]) -> None:
-    """The pool takes most of a share of two GiB of the free memory, and no more than that beside the weights."""
+    """The pool takes most of a share of two GiB of the free memory, and never more than this share."""
     need_cuda(device, "memory of a device")
     torch.cuda.empty_cache()
     free = free_bytes(device)

@@ -57,7 +57,7 @@ def prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
 
 @torch.no_grad()
 def theirs(folder: Path, dtype: torch.dtype, device: torch.device, results: list[Result]) -> list[torch.Tensor]:
-    """Log-probabilities [S, V] of transformers, float32 on the CPU, of each whole sequence in one forward."""
+    """Return transformers' log-probabilities of each whole sequence in one forward, [S, V] in float32 on the CPU."""
     config = AutoConfig.from_pretrained(folder)
     config._attn_implementation = config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).to(device).eval()
@@ -69,7 +69,7 @@ def theirs(folder: Path, dtype: torch.dtype, device: torch.device, results: list
 
 
 def ours(result: Result) -> torch.Tensor:
-    """Log-probability of every token but the first, by what the engine said of prompt and output."""
+    """Return the engine's log-probability of every token but the first, of the prompt and of the output."""
     assert result.finished is not None and result.finished.prompt_logprobs is not None
     return torch.tensor([*result.finished.prompt_logprobs.values[1:], *result.logprobs])
 

@@ -51,7 +51,7 @@ def started(folders: list[Path], device: torch.device, version: int = 0, **setti
 
 
 def said(harness: Harness) -> list[tuple[list[int], list[float], bytes]]:
-    """Tokens, log-probabilities and rows of experts, without what the prefix cache holds."""
+    """Generate tokens, log-probabilities and rows of experts, without a match in the prefix cache."""
     results = harness.generate(PROMPTS, PARAMS, extra_key=f"k{harness._count}")
     return [(one.token_ids, one.logprobs, one.routes.tobytes()) for one in results]
 

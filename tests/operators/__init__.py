@@ -21,7 +21,7 @@ from rollout.kernels.operators import OPERATORS
 from rollout.kernels.ops import Ops
 
 T, D, E, K = 9, 12, 6, 3
-WIDE = ("state_pool", "correction_bias")  # float32 beside bfloat16
+WIDE = ("state_pool", "correction_bias")  # float32 where the others are bfloat16
 Arguments = dict[str, Any]
 
 
@@ -35,7 +35,10 @@ def module_of(name: str) -> ModuleType:
 
 
 def all_cases() -> Mapping[str, Arguments]:
-    """Every case under the name of its operator, a comma and what is peculiar; all arguments in their order."""
+    """Return the arguments of every case, in the operator's order.
+
+    The name of a case is its operator, or the operator, a comma and the peculiarity of the case.
+    """
     found = {}
     for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         for what, given in module_of(path.stem).CASES.items():
@@ -50,7 +53,7 @@ def name_of(case: str) -> str:
 
 
 def copies(arguments: Arguments, dtype: torch.dtype | None = None) -> Arguments:
-    """Clones of the tensors, floating-point ones in `dtype`."""
+    """Copy the arguments: tensors are cloned, floating-point ones into `dtype`."""
 
     def copy(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -63,6 +66,6 @@ def copies(arguments: Arguments, dtype: torch.dtype | None = None) -> Arguments:
 
 
 def as_stored(case: str, ops: Ops, arguments: Arguments) -> Arguments:
-    """The arguments with matrices as `ops` hold them."""
+    """Return the arguments with matrices stored as `ops` hold them."""
     of_module = getattr(module_of(name_of(case)), "stored", None)
     return arguments if of_module is None else of_module(ops, arguments)
