@@ -13,7 +13,7 @@ from rollout.core.messages.req_output import Alternatives
 def alternatives(
     top: Sequence[tuple[Sequence[float], Sequence[int]]] = (), chosen: Sequence[Sequence[float]] = ()
 ) -> Alternatives:
-    """One row of likeliest tokens (values, ids), and one of chosen ones, for each token; in float64."""
+    """Make a message in float64 from two rows for each token: likeliest tokens (values, ids), and chosen ones."""
     return Alternatives(
         dtype="float64",
         top_logprobs=np.array([values for values, _ in top], dtype="<f8").tobytes(),
@@ -23,7 +23,7 @@ def alternatives(
 
 
 def top_rows(message: Alternatives | None, count: int) -> list[tuple[list[float], list[int]]]:
-    """(values, ids) of each of `count` tokens; nothing if there are none."""
+    """Return (values, ids) of each of `count` tokens, or an empty list if the message has none."""
     if message is None or not message.top_ids:
         return []
     values = np.frombuffer(message.top_logprobs, message.dtype).reshape(count, -1)
@@ -31,7 +31,7 @@ def top_rows(message: Alternatives | None, count: int) -> list[tuple[list[float]
 
 
 def chosen_rows(message: Alternatives | None, count: int) -> list[Any]:
-    """The values of chosen ids at each of `count` tokens; nothing if there are none."""
+    """Return the values of chosen ids at each of `count` tokens, or an empty list if the message has none."""
     if message is None or not message.chosen_logprobs:
         return []
     return np.frombuffer(message.chosen_logprobs, message.dtype).reshape(count, -1).tolist()  # type: ignore[no-any-return]

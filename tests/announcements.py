@@ -14,7 +14,7 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 def bucket_fields(named: Named, group_name: str, load_format: str | None) -> dict[str, Any]:
-    """The fields of `update_weights_from_distributed`."""
+    """Return the fields of `update_weights_from_distributed`."""
     return {
         "names": [name for name, _ in named],
         "dtypes": [dtype_name(tensor.dtype) for _, tensor in named],
@@ -25,7 +25,7 @@ def bucket_fields(named: Named, group_name: str, load_format: str | None) -> dic
 
 
 def manifest_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
-    """One entry a tensor, with its fingerprint."""
+    """Return a manifest: one entry for each tensor, with its fingerprint."""
     return [
         {
             "name": name,

@@ -46,7 +46,7 @@ class Answer:
 
 
 def words(rng: random.Random, *, without: tuple[str, ...] = (), most: int = 6) -> str:
-    """Some text of markers and scraps, that holds none of `without`."""
+    """Return some text of markers and scraps that holds none of `without`."""
     parts = [rng.choice(MARKERS if rng.random() < 0.4 else SCRAPS) for _ in range(rng.randint(0, most))]
     text = "".join(parts)
     for part in without:
@@ -112,7 +112,7 @@ def kimi_call(rng: random.Random) -> Call:
 
 
 def tagged_values(rng: random.Random, text_of: Callable[[random.Random], str]) -> dict[str, tuple[str, Any]]:
-    """Return values as they are written and as they are read: the schema of `PARAMETERS` says which are not text."""
+    """Return values as they are written and as they are read: the schema of `PARAMETERS` defines which are not text."""
     numbers = [("7", 7), ("-2.5", -2.5), (str(10**25), 10**25)]
     flags = [("true", True), ("True", True), ("false", False)]
     objects = [('{"a": [1, "</tool_call>"]}', {"a": [1, "</tool_call>"]}), ("word", "word"), ("null", None)]
@@ -122,7 +122,7 @@ def tagged_values(rng: random.Random, text_of: Callable[[random.Random], str]) -
 
 
 def plain_value(rng: random.Random) -> str:
-    """A text that holds tags, but nothing that could close it, and no beginning of a call."""
+    """Return a text that holds tags, but no tag that could close it, and no beginning of a call."""
     return words(
         rng, without=("</parameter>", "</arg_value>", "<parameter=k>", "<function=f>", "<tool_call>", "<arg_key>")
     )
@@ -171,14 +171,17 @@ ALL_OPENERS = ("<tool_call>", "<|python_tag|>", "<｜tool▁call", "<|tool_call"
 
 
 def prose(rng: random.Random) -> str:
-    """Text without the beginning of a call, and without white space at its ends."""
+    """Return text without the beginning of a call, and without white space at its ends."""
     return f"({words(rng, without=(*ALL_OPENERS, '<｜tool▁calls▁end｜>', '<|tool_calls_section_end|>'))})"
 
 
 def marked_answer(
     rng: random.Random, call: Callable[[random.Random], Call], *, before: str = "", after: str = ""
 ) -> Answer:
-    """A thought, content, and calls, with content after them; `before` and `after` stand around the calls."""
+    """Make an answer of a thought, content, and calls, perhaps with content after them.
+
+    `before` and `after` stand around the calls.
+    """
     reasoning = words(rng, without=ALL_OPENERS) if rng.random() < 0.5 else ""
     text = f"{space(rng)}<think>{reasoning}</think>" if reasoning or rng.random() < 0.3 else ""
     content = prose(rng) if rng.random() < 0.5 else ""
@@ -205,7 +208,7 @@ def llama_answer(rng: random.Random) -> Answer:
 
 
 def harmony_answer(rng: random.Random) -> Answer:
-    """Messages of all channels; the calls come last, and the end of the turn is not in the text."""
+    """Make an answer of messages on all channels; calls come last, and the end of the turn is not in the text."""
     free = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
     parts, reasoning, content = [], [], []
     for _ in range(rng.randint(0, 2)):

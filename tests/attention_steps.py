@@ -87,7 +87,7 @@ class AttentionSteps:
         return torch.randn(shape, generator=self._generator).to(self.dtype)
 
     def batch(self, layout: Layout) -> ForwardBatch:
-        """The step, with the KV of all that it may read in the pool, its own tokens' included."""
+        """Write all KV that the step may read into the pool, its own tokens' included; return the step as a batch."""
         spans = layout.spans
         self._write(spans)
         rows = torch.tensor([request for request, span in spans for _ in span], dtype=torch.int64)
@@ -109,7 +109,7 @@ class AttentionSteps:
         )
 
     def q(self, layer: int, layout: Layout) -> torch.Tensor:
-        """[T, H, key size]"""
+        """Return the queries of the step's tokens, [T, H, key size]."""
         return torch.cat([self.queries[layer][r, span.start : span.stop] for r, span in layout.spans]).to(self.device)
 
     def attend(self, backend: AttentionBackend, layer: int, layout: Layout) -> torch.Tensor:
@@ -130,7 +130,7 @@ class AttentionSteps:
         assert found < TOLERANCES[self.dtype], f"layer {layer}: {found}"
 
     def exact(self, layer: int, layout: Layout) -> torch.Tensor:
-        """[T, H * value size] in float64."""
+        """Compute the attention of the step in float64, [T, H * value size]."""
         return torch.cat([self._exact(layer, *span) for span in layout.spans])
 
     def _exact(self, layer: int, request: int, span: range) -> torch.Tensor:

@@ -41,7 +41,7 @@ TEMPLATE = (
 
 
 def trained(pattern: str, vocab_size: int = 700) -> Tokenizer:
-    """A tokenizer whose first 256 ids are bytes, trained on `CORPUS`, without special tokens."""
+    """Train a tokenizer without special tokens on `CORPUS`, whose first 256 ids are bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -58,13 +58,13 @@ def trained(pattern: str, vocab_size: int = 700) -> Tokenizer:
 
 
 def token(content: str, *, special: bool = True) -> dict[str, Any]:
-    """A token as `added_tokens_decoder` has it."""
+    """Return a token as `added_tokens_decoder` has it."""
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     return {"content": content, "special": special} | flags
 
 
 def write_tokenizer_json(folder: Path, pattern: str = DEEPSEEK_DIGITS, **config: Any) -> Tokenizer:
-    """Write `tokenizer.json` and `tokenizer_config.json`; returns what the first says."""
+    """Write `tokenizer.json` and `tokenizer_config.json`; return the tokenizer of the first."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = trained(pattern)
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])
@@ -110,7 +110,7 @@ def write_moonshot(folder: Path, **config: Any) -> tiktoken.Encoding:
 
 
 def ranks_of(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """The bytes of each token, with its id.
+    """Map the bytes of each token to its id.
 
     Ids are ranks: merges were learnt in the order of ids.
     """

@@ -49,7 +49,7 @@ class CannedServer:
         return app
 
     def stream_forever(self, event: bytes) -> Callable[[Any], Response]:
-        """An answer that repeats `event` until the client goes away, which sets `disconnected`."""
+        """Return a handler whose answer repeats `event` until the client goes away, which sets `disconnected`."""
 
         async def events() -> Any:
             try:
@@ -63,12 +63,12 @@ class CannedServer:
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    """JSON as msgspec writes it: characters outside ASCII as they are."""
+    """Answer with JSON as msgspec writes it: characters outside ASCII as they are."""
     return Response(json.dumps(content, ensure_ascii=False).encode(), status, media_type="application/json")
 
 
 def event_stream(contents: Sequence[Any], done: bool = True) -> StreamingResponse:
-    """The contents as events, cut into chunks that respect no boundary."""
+    """Answer with the contents as events, cut into chunks that respect no boundary."""
     text = b"".join(b"data: " + json.dumps(each, ensure_ascii=False).encode() + b"\n\n" for each in contents)
     text += b"data: [DONE]\n\n" if done else b""
     return StreamingResponse(iter([text[i : i + 7] for i in range(0, len(text), 7)]), media_type="text/event-stream")
@@ -119,7 +119,7 @@ class RawServer:
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        """The base URL."""
+        """Serve on a free port, and yield the base URL."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             stop = threading.Event()
 
@@ -139,6 +139,6 @@ class RawServer:
 
 
 def raw_reply(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
-    """A whole HTTP answer."""
+    """Return the bytes of a whole HTTP answer."""
     lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", "connection: close", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body

@@ -180,11 +180,8 @@ def distances(graph: Mapping[str, set[str]], changed: Iterable[str]) -> dict[str
 # The tests.
 
 
-def test_files(root: Path, folder: str) -> list[str]:
+def files_of_tests(root: Path, folder: str) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in (root / "tests" / folder).rglob("test_*.py"))
-
-
-test_files.__test__ = False  # type: ignore[attr-defined]
 
 
 def last_failures(root: Path) -> set[str]:
@@ -223,7 +220,7 @@ def select(root: Path, changed: Sequence[str]) -> list[str]:
 
     chosen: list[str] = []
     for folder in TIERS:
-        chosen += sorted((path for path in test_files(root, folder) if path in far or path in failed), key=order)
+        chosen += sorted((path for path in files_of_tests(root, folder) if path in far or path in failed), key=order)
     return chosen
 
 

@@ -22,19 +22,19 @@ RUN_TIMEOUT_S = 120.0
 def run_check(
     program: Path, target: str = "native", headers: Path = SOURCES, flags: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Compiles `program` with the headers in this folder if no one has done so before, and runs it."""
+    """Compile `program` with the headers in this folder, unless an earlier call did so, and run it."""
     compiled_for = usual_flags() if target == "native" else COMPILER_FLAGS[target]
     binary = _compiled(program, headers, (*compiled_for, *flags))
     return subprocess.run([str(binary)], check=False, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
 
 
 def usual_flags() -> tuple[str, ...]:
-    """Return the flags of the operators that this machine loads, beside the flags common to all."""
+    """Return the flags of the operators that this machine loads, without the flags common to all."""
     return COMPILER_FLAGS[load_kernels().isa] if X86 else ()
 
 
 def headers_with(mistake: tuple[str, str, str], folder: Path) -> Path:
-    """Writes the operators' sources to this folder, with a mistake: file, what stands there, what replaces it."""
+    """Write the operators' sources to this folder with a mistake: a file, the right text, and the text in its place."""
     file, right, wrong = mistake
     for path in SOURCES.iterdir():
         text = path.read_text()

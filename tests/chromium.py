@@ -47,7 +47,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command."""
+        """Send a command, and return its result."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": params}
         if self._session is not None:
@@ -85,7 +85,7 @@ class Browser:
         self.wait_for(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -106,21 +106,21 @@ class Browser:
         self.wait_for(f"{text}.includes({json.dumps(words)})")
 
     def look(self, width: int, height: int = 1000, *, dark: bool = False) -> None:
-        """Size of the window, and which colours it prefers."""
+        """Set the size of the window, and whether it prefers dark colours."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setScrollbarsHidden", hidden=True)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """Save the whole page as PNG."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser with a profile of its own, ended with the block."""
+    """Start a browser with a profile of its own, which ends with the block."""
     assert PROGRAM is not None, MISSING
     read_to, write_to = os.pipe()
     read_back, write_back = os.pipe()

@@ -1,6 +1,6 @@
 """Check commit messages: `python -m tests.commits FILE` for git's hook, `python -m tests.commits A..B` for a range.
 
-A subject is imperative, has at most 72 characters and names one change.  A body says why.
+A subject is imperative, has at most 72 characters and names one change.  A body gives the reason.
 """
 
 from __future__ import annotations

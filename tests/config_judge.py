@@ -26,7 +26,7 @@ Resolved = tuple[ModelConfig, torch.Tensor, float]
 
 
 def ours(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> ModelConfig | str:
-    """The engine's reading, or why it refuses."""
+    """Return the engine's reading, or the reason why it refuses."""
     try:
         return model_config_from_dict(raw, overrides=overrides)
     except StartupError as error:
@@ -35,8 +35,10 @@ def ours(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> 
 
 
 def theirs(raw: Mapping[str, Any]) -> Resolved | None:
-    """The engine's reading of what transformers resolves `raw` to, and transformers' rotation: radians a position and
-    the factor of cosines.  None where transformers cannot use it, or resolves it to what the engine refuses.
+    """Let transformers resolve `raw`; return the engine's reading of the result, and transformers' rotation.
+
+    A rotation is radians a position and the factor of cosines.  None where transformers cannot use `raw`, or where
+    the engine refuses the result.
     """
     settings = copy.deepcopy(dict(raw))
     try:

@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """A worker process, before it starts."""
+    """Give a worker process, before it starts, the tier and the folder of turns."""
     folder = node.config.stash.setdefault(_FOLDER, None) or tempfile.TemporaryDirectory(prefix="lockstep-tests-")
     node.config.stash[_FOLDER] = folder
     node.workerinput |= {"tier": node.config.option.tier, "turns": folder.name}
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A serial test waits until the other workers have finished theirs."""
+    """Let a serial test wait until the other workers have finished their tests."""
     turns = item.config.stash.get(_TURNS, None)
     with turns.enter(alone=item.get_closest_marker("serial") is not None) if turns else nullcontext():
         return (yield)

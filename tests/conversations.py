@@ -38,7 +38,7 @@ TOOLS: list[dict[str, Any]] = [
 def conversation(
     seed: int, *, text_arguments: bool = False
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages of a chat, and its tools (None in every fourth).
+    """Make the messages of a chat, and its tools (None in every fourth chat).
 
     With `text_arguments` the arguments of calls are JSON, as DeepSeek's templates take them, and as clients send them.
     """
@@ -56,7 +56,7 @@ def conversation(
 
 
 def _call(rng: random.Random, tools: list[dict[str, Any]], text_arguments: bool) -> list[dict[str, Any]]:
-    """An assistant's turn of calls, and an answer to each."""
+    """Make an assistant's turn of calls, and an answer to each call."""
     calls, answers = [], []
     for index in range(rng.randint(1, 2)):
         arguments: Any = {"place": _text(rng), "days": index}

@@ -31,7 +31,7 @@ def instructions(call: Callable[[], object]) -> int:
 
 
 def taken(call: Callable[[], object]) -> int:
-    """Bytes that are allocated at most during `call`, by Python and numpy."""
+    """Return the peak of the bytes that Python and numpy allocate during `call`."""
     tracemalloc.start()
     try:
         call()

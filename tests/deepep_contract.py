@@ -43,7 +43,10 @@ class Batch:
 
 
 def experts_of_rank(work: DispatchOutput, first_expert: int) -> torch.Tensor:
-    """Expert p adds 2 to channel p and scales by p % 3 - 1.  Slots of id -1 give nothing, with any weight."""
+    """Compute the experts of a rank: expert p scales by p % 3 - 1, then adds 2 to channel p.
+
+    Slots of id -1 give nothing, with any weight.
+    """
     ids_RS = work.local_physical_ids_RS
     assert work.has_holes or not (ids_RS < 0).any()
     assert ids_RS.dtype == torch.int64 and ids_RS.shape[0] == work.hidden_RD.shape[0]
@@ -77,7 +80,7 @@ def batches(case: str, num_ranks: int, hidden_size: int) -> list[Batch]:
 
 
 def random_batch(count: int, hidden_size: int, num_ranks: int, case: str, generator: torch.Generator) -> Batch:
-    """`count` tokens of one rank."""
+    """Draw `count` tokens of one rank."""
     scores = torch.rand(count, NUM_EXPERTS, generator=generator)
     if case == "expert 5 gets every token":
         scores[:, 5] = 2
@@ -119,7 +122,7 @@ def with_dispatcher(
     seed: int = 0,
     timeout_s: float = 20.0,
 ) -> list[Any]:
-    """`work` on every rank with a dispatcher over the stand-in; results by rank."""
+    """Run `work` on every rank with a dispatcher over the stand-in; return the results by rank."""
 
     def one(parallel: Parallel) -> Any:
         library = stand_in(parallel.tp, GENERATION.get(api, "2.1"), seed)
@@ -136,7 +139,7 @@ def forward(dispatcher: DeepEpDispatcher, rank: int, batch: Batch) -> torch.Tens
 def wrong_cases(
     api: str, num_ranks: int, variant: type[DeepEpDispatcher] = DeepEpDispatcher, cases: tuple[str, ...] = CASES
 ) -> list[str]:
-    """The cases that do not give what one rank alone gives, bit for bit."""
+    """Return the cases whose results differ in a bit from the results of one rank alone."""
     made = {case: batches(case, num_ranks, HIDDEN[api]) for case in cases}
 
     def work(dispatcher: DeepEpDispatcher, parallel: Parallel) -> list[torch.Tensor]:

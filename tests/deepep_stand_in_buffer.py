@@ -60,7 +60,7 @@ class NormalBuffer:
         self._set_up(comm, low_latency_mode)
 
     def _set_up(self, comm: Any, low_latency_mode: bool) -> None:
-        """Device numbers, memory handles of any bytes and the root's id, as the package exchanges them."""
+        """Exchange device numbers, memory handles of any bytes and the root's id as the package does."""
         rank, size = self.wire.rank, self.wire.size
         assert comm.allgather(rank) == list(range(size))
         assert comm.allgather(bytearray([rank, 0, 255])) == [bytearray([peer, 0, 255]) for peer in range(size)]
@@ -240,7 +240,7 @@ class Buffer(NormalBuffer):
             self._results.pop(0)[1].fill_(torch.nan)
 
     def _packed_fp8(self, recv_x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows in float8 and a scale for 128 channels, column-major in the last two dimensions."""
+        """Quantise rows to float8 with a scale for 128 channels; scales are column-major in the last two dimensions."""
         groups = recv_x.float().unflatten(2, (-1, 128))
         scales = groups.abs().amax(-1).clamp(min=1e-4) / 448
         rows = (groups / scales.unsqueeze(-1)).flatten(2).to(torch.float8_e4m3fn)

@@ -21,12 +21,18 @@ class Wire:
         self.generator = torch.Generator().manual_seed(1000 * seed + self.rank)
 
     def agree(self, verb: str, *settings: int) -> None:
-        """A device would hang or mix the ranks' memory up; here all ranks get an error."""
+        """Check that all ranks make the same call.
+
+        With different calls a device would hang or mix up the ranks' memory; here all ranks get an error.
+        """
         calls = self.communicator.gather_ints([zlib.crc32(verb.encode()), *settings, *[0] * (3 - len(settings))])
         assert calls == [calls[0]] * self.size, f"the ranks made different calls, this one {verb}{settings}"
 
     def exchange(self, to_N: torch.Tensor, *tensors: torch.Tensor) -> tuple[list[int], list[torch.Tensor]]:
-        """Row n of every tensor goes to rank `to_N[n]`: rows by source rank, in each by row; and how many from each."""
+        """Send row n of every tensor to rank `to_N[n]`; return how many rows came from each rank, and the rows.
+
+        Received rows are in the order of source ranks, and of one rank in the order of its rows.
+        """
         order = to_N.argsort(stable=True)
         send = torch.bincount(to_N, minlength=self.size).tolist()
         receive = [counts[self.rank] for counts in self.communicator.gather_ints(send)]
@@ -72,7 +78,7 @@ def align(count: int, alignment: int) -> int:
 
 
 def sum_of_ranks(rows: torch.Tensor, tokens: torch.Tensor, in_rank_TG: torch.Tensor) -> torch.Tensor:
-    """Rows by rank added in float32, rank after rank, and rounded once: [T, H]."""
+    """Sum rows in float32, rank after rank, and round the sums once: [T, H]."""
     total = torch.zeros(in_rank_TG.shape[0], rows.shape[1])
     for rank_rows, rank_tokens in zip(
         rows.split(in_rank_TG.sum(0).tolist()), tokens.split(in_rank_TG.sum(0).tolist()), strict=True

@@ -63,7 +63,7 @@ def delta_source(payload: bytes, weights: FakeWeights) -> DeltaSource:
 
 
 def nudged(tensors: Tensors, steps: int = 1) -> Tensors:
-    """Every third element a few units in the last place further."""
+    """Move every third element by a few units in the last place."""
     result = {}
     for name, tensor in tensors.items():
         words = tensor.clone().view(-1).view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)

@@ -61,7 +61,7 @@ class Sequences:
         self.norm_weight = (1 + 0.1 * randn(sizes.value_dim)).to(dtype)
 
     def to(self, dtype: torch.dtype) -> Sequences:
-        """The same numbers."""
+        """Return the same numbers in `dtype`."""
         other = object.__new__(Sequences)
         other.sizes, other.dtype = self.sizes, dtype
         other.projected = [rows.to(dtype) for rows in self.projected]
@@ -74,7 +74,7 @@ class Sequences:
         return [len(rows) for rows in self.projected]
 
     def pools(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Full of NaN."""
+        """Make pools of convolution and state with `rows` rows, full of NaN."""
         sizes, state = self.sizes, torch.promote_types(self.dtype, torch.float32)
         conv = torch.full((rows, sizes.taps - 1, sizes.channels), torch.nan, dtype=self.dtype)
         return conv, torch.full((rows, sizes.heads, sizes.key_dim, sizes.value_dim), torch.nan, dtype=state)
@@ -95,7 +95,7 @@ class Sequences:
         return operator(projected, *weights, *pools, *lists, copies)
 
     def run(self, operator: Operator, steps: Sequence[Sequence[Chunk]]) -> Results:
-        """Each step has the next tokens of some sequences; sequence n keeps its state in row N - 1 - n."""
+        """Run steps that each have the next tokens of some sequences; sequence n keeps its state in row N - 1 - n."""
         count = len(self.projected)
         pools, done = self.pools(count), [0] * count
         read: list[list[torch.Tensor]] = [[] for _ in range(count)]
@@ -119,14 +119,14 @@ class Sequences:
         return [[chunk] for chunk in enumerate(self.lens)]
 
     def chunks(self, size: int) -> list[list[Chunk]]:
-        """Steps of at most `size` tokens of each sequence that still has some."""
+        """Divide all sequences into steps: at most `size` tokens of each sequence that still has some."""
         steps = []
         for start in range(0, max(self.lens), size):
             steps.append([(n, min(size, count - start)) for n, count in enumerate(self.lens) if count > start])
         return steps
 
     def through_snapshots(self, operator: Operator, cuts: Sequence[int]) -> Results:
-        """Sequence 0 at once, with its state copied at every cut; then every part of it again from these copies."""
+        """Run sequence 0 at once, copying its state at every cut; then run every part of it again from these copies."""
         (rows,) = self.projected
         pools = self.pools(len(cuts) + 3)
         at = list(range(len(cuts)))

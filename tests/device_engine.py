@@ -20,7 +20,7 @@ from tests.streams_stand_in import Streams
 
 @contextmanager
 def stand_in_device() -> Iterator[Device]:
-    """Engines that are built within may be on `DEVICE`."""
+    """Let engines that are built within be on `DEVICE`."""
     plain, streams = plain_ops(), Streams()
     device = Device(streams)
     kernels = plain.replace(**{name: device.kernel(one.plain) for name, one in OPERATORS.items()})

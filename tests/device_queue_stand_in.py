@@ -15,14 +15,14 @@ Work = Callable[[], object]
 
 
 class LateDevice:
-    """`thread`: whose stream is current; a test says so where real threads would."""
+    """`thread`: the thread whose stream is current; a test sets it in place of real threads."""
 
     def __init__(self) -> None:
         self.thread = "io"
         self._streams: dict[str, deque[Work]] = {}
 
     def launch(self, step: Work) -> None:
-        """A step, on the stream of steps."""
+        """Enqueue a step on the stream of steps."""
         self._stream("steps").append(step)
 
     def put(self, work: Work) -> None:

@@ -95,7 +95,7 @@ class Device(TorchDispatchMode):
             self._refuses = before
 
     def kernel(self, compute: Callable) -> Callable:
-        """`compute`, of tensors on the CPU, as one operator of the device, of which nothing is seen from outside."""
+        """Wrap `compute`, a function of tensors on the CPU, as one operator of the device; its insides are hidden."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             held = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, DeviceTensor)]
@@ -126,7 +126,7 @@ class Device(TorchDispatchMode):
         return tree_map(lambda value: _wrapped(value, held), result)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operator of the host, or one that makes a tensor."""
+        """Call an operator of the host, or one that makes a tensor."""
         device = kwargs.get("device")
         is_pinned = kwargs.pop("pin_memory", None)
         if device is not None and torch.device(device).type == _NAME:
@@ -211,7 +211,10 @@ def _wrapped(value: Any, held: list[Any]) -> Any:
 
 
 def _is_index_of_host(indices: Any) -> bool:
-    """A mask, whose number of rows the host needs, or a tensor that must be brought first."""
+    """Tell whether indices make the host wait for the device.
+
+    They do with a mask, whose number of rows the host needs, and with a tensor that must first go to the device.
+    """
     return any(
         index.dtype in (torch.bool, torch.uint8) or (index.dim() and not isinstance(index, DeviceTensor))
         for index in indices

@@ -13,7 +13,7 @@ Placement = tuple[frozenset[int], ...]  # experts of every rank
 
 
 def weighted_maximum(shares: list[float], placement: Placement) -> float:
-    """The least possible largest load of a rank."""
+    """Return the least possible largest load of a rank."""
     worst = 0.0
     ranks = range(len(placement))
     for size in range(1, len(placement) + 1):
@@ -30,7 +30,7 @@ def even_maximum(shares: list[float], placement: Placement) -> float:
 
 
 def placements(num_experts: int, num_ranks: int, slots: int) -> Iterator[Placement]:
-    """Every placement without duplicates that covers every expert."""
+    """Yield every placement without duplicates that covers every expert."""
     choices = [frozenset(choice) for choice in combinations(range(num_experts), slots)]
     for placement in product(choices, repeat=num_ranks):
         if len(frozenset().union(*placement)) == num_experts:

@@ -9,7 +9,10 @@ import torch
 
 
 def pack(loads: torch.Tensor, num_packs: int, stable: bool = True) -> list[list[int]]:
-    """Items in each pack, in the order of arrival: heaviest item first, to the lightest pack that has room."""
+    """Return the items of each pack in the order of arrival.
+
+    The heaviest item is packed first, and each item goes to the lightest pack that has room.
+    """
     size = len(loads) // num_packs
     if size == 1:
         return [[item] for item in range(len(loads))]
@@ -24,7 +27,10 @@ def pack(loads: torch.Tensor, num_packs: int, stable: bool = True) -> list[list[
 
 
 def copies_of(loads: torch.Tensor, num_slots: int) -> tuple[list[int], list[int]]:
-    """(item of every copy, copies of every item): each further copy to the item with the most load a copy."""
+    """Copy items until all slots have one: each further copy is of the item with the most load a copy.
+
+    Return the item of every copy, and the number of copies of every item.
+    """
     items, counts = list(range(len(loads))), torch.ones(len(loads), dtype=torch.int64)
     while len(items) < num_slots:
         per_copy = loads / counts
@@ -41,7 +47,7 @@ def copy_and_pack(loads: torch.Tensor, num_slots: int, num_packs: int, stable: b
 
 
 def reference_global(counts_LE: torch.Tensor, num_slots: int, num_ranks: int, stable: bool = True) -> list[list[int]]:
-    """`stable` False: equal loads in any order, as the published code sorts."""
+    """Place the experts of each layer.  `stable` False: equal loads come in any order, as the published code sorts."""
     return [copy_and_pack(loads, num_slots, num_ranks, stable) for loads in counts_LE.float()]
 
 

@@ -69,7 +69,7 @@ def content_of(layer: int, logical_expert: int) -> list[torch.Tensor]:
 
 
 class MemorySlots:
-    """The slots of one rank, filled as the map says."""
+    """The slots of one rank, filled as in the map."""
 
     form = "bytes"
     part_bytes: Sequence[int] = PART_BYTES
@@ -103,7 +103,7 @@ class MemorySlots:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def wrong_slots(self, map_LP: np.ndarray) -> list[str]:
-        """Slots that do not hold what the map says."""
+        """List the slots that do not hold the expert that the map names."""
         own = map_LP[:, self._first : self._first + self.slots_per_rank].tolist()
         return [
             f"layer {layer}, slot {self._first + slot}: not expert {expert}"

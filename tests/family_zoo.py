@@ -238,7 +238,7 @@ def family_config(name: str) -> ModelConfig:
 
 
 def published_config(name: str) -> dict[str, Any]:
-    """The content of a `config.json` with the settings in `FAMILIES`, and with nothing else."""
+    """Return the content of a `config.json` with the settings in `FAMILIES` alone."""
     return copy.deepcopy({**FAMILIES[name], "architectures": [_architecture(name)], "eos_token_id": 1})
 
 
@@ -275,7 +275,7 @@ def in_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
 
 
 def family_model(name: str, seed: int, **changes: Any) -> Any:
-    """transformers' model in float32, with random weights."""
+    """Make transformers' model in float32, with random weights."""
     config = _transformers_config(name, **changes)
     config._attn_implementation = config._experts_implementation = "eager"  # the others have no float64
     model = _auto_class(config).from_config(config).float().eval()

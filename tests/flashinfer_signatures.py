@@ -17,9 +17,9 @@ METHODS = {
 
 
 def differences(library: Any) -> list[str]:
-    """A line for every method whose signature is not that of the stand-in; empty where all are the same.
+    """List every method whose signature differs from the stand-in's; an empty list if all are the same.
 
-    `library`: what `import flashinfer` gives; nothing of it is called.
+    `library`: the module that `import flashinfer` gives; none of its functions is called.
     """
     ours = stand_in()
     found = []

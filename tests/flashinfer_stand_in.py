@@ -3,7 +3,7 @@
     stream       copies and kernels run in order, later if the stream is `late`: what they read may have changed by then
     plan         writes page-locked memory that the wrapper keeps, and enqueues the copy of it; not in a capture
     run          reads lengths of the plan, indptr and indices where they lie when it runs; not before plan
-    dtypes       indices int32; queries and KV have the plan's, float16 unless said otherwise
+    dtypes       indices int32; queries and KV have the plan's, float16 by default
     workspace    zero before its first use
     capture      only with fixed buffers; every replay must find all it read at the same addresses
     defaults     not causal, no window

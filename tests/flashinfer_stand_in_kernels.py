@@ -17,7 +17,7 @@ def write_plan(pinned: torch.Tensor, qo_indptr: torch.Tensor, kv_lens: torch.Ten
 
 
 def read_plan(workspace: torch.Tensor) -> list[tuple[int, int]]:
-    """Query rows and KV of each sequence."""
+    """Return the numbers of query rows and of KV tokens of each sequence."""
     count, *numbers = workspace.view(torch.int32).tolist()
     return list(zip(numbers[:count], numbers[count : 2 * count]))
 
@@ -36,7 +36,10 @@ def attend_paged(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """q [T, H, hd]; k, v [pages, page size, kv heads, size].  Rows that no sequence has are left NaN."""
+    """Attend to paged KV: q [T, H, hd]; k, v [pages, page size, kv heads, size].
+
+    Rows that no sequence has are left NaN.
+    """
     out.fill_(math.nan)
     group, size = q.shape[1] // k.shape[2], k.shape[1]
     row = 0

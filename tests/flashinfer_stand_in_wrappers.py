@@ -388,7 +388,7 @@ class BatchMLA(Planned):
 
 
 def _check_tiles(query_lens: list[int], kv_lens: list[int], num_heads: int) -> None:
-    """A tile whose end cuts a token in front of a block of keys would miss one."""
+    """Refuse a tile whose end cuts a token in front of a block of keys: it would miss that block."""
     tile = 64 * (2 if sum(query_lens) * num_heads // len(query_lens) > 64 else 1)
     for rows, length in zip(query_lens, kv_lens):
         for end in range(tile, rows * num_heads, tile):

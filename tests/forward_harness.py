@@ -49,7 +49,7 @@ class ForwardHarness:
         self.lengths = [0] * max_requests
 
     def batch(self, extends: Mapping[int, Sequence[int]], decodes: Mapping[int, int]) -> ForwardBatch:
-        """`extends` maps requests to their next tokens, `decodes` requests to their one next token."""
+        """Make a batch: `extends` maps requests to their next tokens, `decodes` to their one next token."""
         ids: list[int] = []
         positions: list[int] = []
         out_cache_loc: list[int] = []
@@ -96,7 +96,7 @@ class ForwardHarness:
     def step(
         self, extends: Mapping[int, Sequence[int]] | None = None, decodes: Mapping[int, int] | None = None
     ) -> dict[int, StepOutput]:
-        """One forward; the rows of each request."""
+        """Run one forward, and return the rows of each request."""
         extends, decodes = extends or {}, decodes or {}
         counts = [len(tokens) for tokens in extends.values()] + [1] * len(decodes)
         batch = self.batch(extends, decodes)

@@ -45,7 +45,7 @@ class Fp8Case:
 
 
 def more_layers(family: str) -> Named:
-    """FP8 tensors of layers that checkpoints have and the engine leaves out; for some families there are none."""
+    """Return FP8 tensors of layers that checkpoints have and the engine leaves out; some families have none."""
     if family == "qwen3_moe":
         return {}
     generator = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ def more_layers(family: str) -> Named:
 
 
 def fused(tensors: Named) -> Named:
-    """Experts fused as transformers 5 has them: gate and up of all in one tensor, down in another."""
+    """Join experts as transformers 5 fuses them: gate and up of all experts in one tensor, down in another."""
     found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for layer in sorted({name.split(".experts.")[0] for name in tensors if ".experts." in name}):
         count = len({name.split(".")[5] for name in tensors if name.startswith(f"{layer}.experts.")})

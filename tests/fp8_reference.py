@@ -23,7 +23,7 @@ Named = dict[str, torch.Tensor]
 
 
 def decoded(code: int) -> float:
-    """The number of an e4m3 code: a sign, 4 bits of exponent with bias 7, 3 bits of fraction; no infinities."""
+    """Decode an e4m3 code: a sign, 4 bits of exponent with bias 7, 3 bits of fraction; no infinities."""
     sign = -1.0 if code & 0x80 else 1.0
     exponent, fraction = code >> 3 & 15, code & 7
     if exponent == 15 and fraction == 7:
@@ -54,7 +54,7 @@ def quantise(values: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, torc
 
 
 def _nearest(numbers: np.ndarray) -> np.ndarray:
-    """Codes of the nearest numbers; halfway between two, of the one with the even code."""
+    """Return the codes of the nearest numbers; halfway between two, the even code."""
     size = np.minimum(np.abs(numbers), 448.0)
     above = np.searchsorted(_NUMBERS[_CODES], size)
     below = np.maximum(above - 1, 0)
@@ -84,7 +84,7 @@ def is_quantised(name: str, tensor: torch.Tensor) -> bool:
 
 
 def quantised(tensors: Mapping[str, torch.Tensor], which: Callable[[str, torch.Tensor], bool] = is_quantised) -> Named:
-    """The tensors as an FP8 checkpoint has them."""
+    """Quantise the tensors as an FP8 checkpoint has them."""
     found: Named = {}
     for name, tensor in tensors.items():
         if which(name, tensor):
@@ -106,7 +106,10 @@ def values_of(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Named:
 
 
 def fp8_checkpoint(folder: Path, plain: Path, change: Callable[[Named], Named] = lambda tensors: tensors) -> Path:
-    """The checkpoint in `plain` in FP8, in two files: a scale before or behind its weight.  `change`: its tensors."""
+    """Write the checkpoint in `plain` again, in FP8 and in two files, after `change` of its tensors.
+
+    The scale of a weight may be in the file before or behind the weight's.
+    """
     folder.mkdir(parents=True)
     tensors = change(quantised(stored_tensors(plain)))
     names = sorted(tensors)
@@ -123,7 +126,7 @@ def fp8_checkpoint(folder: Path, plain: Path, change: Callable[[Named], Named] =
 
 
 def stored_tensors(folder: Path) -> Named:
-    """Every tensor of a checkpoint by the name in its file, fused or not."""
+    """Return every tensor of a checkpoint by the name in its file, fused or not."""
     tensors: Named = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)

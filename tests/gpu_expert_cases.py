@@ -37,12 +37,12 @@ class Case:
         return replace(self, **moved)
 
     def rows(self, index: torch.Tensor) -> Case:
-        """The same of some tokens."""
+        """Return the same case for some of the tokens."""
         weights = None if self.weights is None else self.weights[index]
         return replace(self, hidden=self.hidden[index], ids=self.ids[index], weights=weights)
 
     def exact(self) -> torch.Tensor:
-        """One assignment after the other in float64: [T, D], or [T, K, D] without weights."""
+        """Compute one assignment after the other in float64: [T, D], or [T, K, D] without weights."""
         (tokens, top_k), (experts, size, inner) = self.ids.shape, self.w2.shape
         out = torch.zeros(tokens, top_k, size, dtype=torch.float64)
         for token in range(tokens):
@@ -88,7 +88,10 @@ def draw(
     weighted: bool = True,
     seed: int = 0,
 ) -> Case:
-    """Random; a token's experts are distinct if there are enough.  `clamped`: with biases, and clamps that bite."""
+    """Draw a random case.  A token's experts are distinct if there are enough of them.
+
+    `clamped`: with biases, and with clamps that change values.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -110,7 +113,7 @@ def draw(
 
 
 def with_empty_slots(case: Case, ids: tuple[int, ...] = (-1,), seed: int = 0) -> Case:
-    """Some slots have one of these ids, and a weight that is not a number."""
+    """Return the case with one of these ids, and NaN as the weight, in some slots."""
     generator = torch.Generator().manual_seed(seed)
     empty = torch.rand(case.ids.shape, generator=generator) < 0.4
     empty[0] = True  # a token without any

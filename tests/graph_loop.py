@@ -61,7 +61,7 @@ _usual_sampler = build.select_sampler
 
 @contextmanager
 def captured_engines(sizes: list[int] | None = None) -> Iterator[pytest.MonkeyPatch]:
-    """Engines that are built inside replay their decode steps, where their parts can be captured."""
+    """Let engines built inside replay their decode steps, where their parts can be captured."""
     chosen = sizes or SIZES
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_graphs, "graph_pools", lambda device: StandInGraphPool)

@@ -41,7 +41,7 @@ def is_capturing() -> bool:
 
 
 def forbid_in_capture(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, which raises where it is called in a capture: as a planner that copies from the host would."""
+    """Wrap `method` to raise in a capture, as a planner that copies from the host would."""
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if is_capturing():
@@ -163,6 +163,6 @@ def _play(calls: list[_Call]) -> None:
 
 
 def _poison(allocated: list[torch.Tensor]) -> None:
-    """Garbage into what the capture allocated, as another graph of the pool would leave it."""
+    """Fill the tensors that the capture allocated with garbage, as another graph of the pool would leave it there."""
     for held in allocated:
         held.fill_(torch.nan if held.is_floating_point() else 1 if held.dtype == torch.bool else 113)

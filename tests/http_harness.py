@@ -41,13 +41,13 @@ class Live:
     loop: asyncio.AbstractEventLoop
 
     def generate(self, **body: Any) -> Any:
-        """The JSON reply of /generate, which must be 200."""
+        """Call /generate, and return its JSON reply; the status must be 200."""
         response = self.client.post("/generate", json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def refused(self, path: str = "/generate", **body: Any) -> tuple[int, str]:
-        """Status and message of a request that must fail with the one error shape."""
+        """Send a request that must fail with the one error shape; return the status and the message."""
         response = self.client.post(path, json=body)
         error = response.json()["error"]
         assert set(error) == {"type", "message"} and error["message"]
@@ -63,7 +63,7 @@ class Live:
             time.sleep(0.005)
 
     def sent(self, kind: type) -> list[Any]:
-        """Messages of one type that reached the scheduler."""
+        """Return the messages of one type that reached the scheduler."""
         return [message for message in list(self.scheduler.received) if isinstance(message, kind)]
 
 

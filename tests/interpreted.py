@@ -30,8 +30,10 @@ from rollout.kernels.ops import Ops, plain_ops
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function that a kernel calls.  Triton would make its language interpretable again each time, which takes longer
-    than the function does; once is enough."""
+    """Call a function from a kernel, and make Triton's language interpretable only if it is not yet.
+
+    Triton would do so at every call, which takes longer than the function itself.
+    """
     languages = [value for value in self.fn.__globals__.values() if value is tl or value is tl.core]
     if any(tl.core.is_builtin(language.full) for language in languages):
         interpreter._patch_lang(self.fn)
@@ -42,18 +44,18 @@ interpreter.InterpretedFunction.__call__ = _call
 
 
 def kernels(module: str) -> Any:
-    """A module of `rollout.kernels.gpu`."""
+    """Import a module of `rollout.kernels.gpu`."""
     return import_module(f"rollout.kernels.gpu.{module}")
 
 
 def interpreted_ops() -> Ops:
-    """The functions that `load_gpu_kernels` registers, called with CPU tensors; plain torch for the rest."""
+    """Return the functions that `load_gpu_kernels` registers, for CPU tensors; the other operators are plain torch."""
     operators = {name: triton_form(name) for name in TRITON_OPERATORS}
     return plain_ops().replace(takes_empty_slots=True, **operators)
 
 
 def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:
-    """`module` with its source changed, as another module.  Each old text occurs once in it."""
+    """Import `module` with its source changed, as another module.  Each old text occurs once in it."""
     assert module.__file__ is not None
     source = Path(module.__file__).read_text()
     for old, new in changes:
@@ -70,5 +72,5 @@ def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:
 
 
 def compiling_environment() -> dict[str, str]:
-    """The environment of a process that compiles kernels."""
+    """Return the environment of a process that compiles kernels."""
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

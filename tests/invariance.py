@@ -1,4 +1,4 @@
-"""Serves the same requests in many ways and says whether what came out has the same bits.
+"""Serves the same requests in many ways and compares the results bit for bit.
 
 Everything goes through a real scheduler with the compiled operators.  Shapes: n output tokens, V vocabulary, L MoE
 layers, K top-k.
@@ -62,7 +62,7 @@ def facts_of(result: Result, has_routes: bool = True) -> Facts:
 
 
 def differences(got: Facts, want: Facts) -> list[str]:
-    """The fields that are not the same bits."""
+    """Return the fields whose bits differ."""
     found = [] if got.token_ids == want.token_ids else ["token ids"]
     for name in ("logprobs", "vocabulary", "routes"):
         ours, theirs = getattr(got, name), getattr(want, name)
@@ -115,11 +115,14 @@ class Server:
         return self.facts(rids)
 
     def alone(self, asks: Sequence[Ask], every_token: bool = True) -> list[Facts]:
-        """One after the other.  Start the engine without a prefix cache, or one finds what another left."""
+        """Run the requests one after the other.
+
+        Start the engine without a prefix cache, or a request finds the KV of another.
+        """
         return [self.together([ask], every_token=every_token)[0] for ask in asks]
 
     def rescored(self, asks: Sequence[Ask], facts: Sequence[Facts], every_token: bool = True) -> list[Facts]:
-        """The outputs of `facts` as the ends of prompts that are only scored, all in one engine."""
+        """Score the outputs of `facts` as the ends of prompts, all in one engine, without sampling."""
         rids = []
         for ask, known in zip(asks, facts, strict=True):
             temperature = ask.params.get("temperature", 0.0)

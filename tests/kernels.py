@@ -17,24 +17,24 @@ Rows = Callable[[torch.Tensor], torch.Tensor]  # from the indices of input rows 
 
 
 def plain_build(dtype: torch.dtype) -> Build:
-    """Layers of one rank in plain torch."""
+    """Return the settings that build the layers of one rank in plain torch."""
     return Build(plain_ops(), dtype, "cpu", Parallel())
 
 
 def angles(dim: int, num_positions: int, dtype: torch.dtype, positions_T: torch.Tensor) -> torch.Tensor:
-    """Rotary angles [T, 2, dim] of theta 10000."""
+    """Return rotary angles of theta 10000, [T, 2, dim]."""
     return RotaryTable(RotarySpec(dim=dim, theta=10000.0), num_positions, plain_build(dtype)).angles(positions_T)
 
 
 def native_ops() -> Ops:
-    """Compiles them if this machine has not done so yet."""
+    """Return the compiled operators; compile them if this machine has not done so yet."""
     status = load_kernels()
     assert status.available, status.reason
     return compiled_ops()
 
 
 def matrix(ops: Ops, weight_OD: torch.Tensor) -> torch.Tensor:
-    """The storage of `ops` with this content."""
+    """Store a matrix as `ops` hold it."""
     rows, depth = weight_OD.shape
     storage = ops.storage.empty_matrix(rows, depth, weight_OD.dtype, "cpu")
     ops.storage.matrix_place(storage, range(rows), depth).write(weight_OD)
@@ -42,7 +42,7 @@ def matrix(ops: Ops, weight_OD: torch.Tensor) -> torch.Tensor:
 
 
 def expert_weights(ops: Ops, w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The storage of `ops` for gate rows before up rows [P, 2I, D] and `w2` [P, D, I]; and I."""
+    """Store `w13` [P, 2I, D], gate rows before up rows, and `w2` [P, D, I] as `ops` hold them; return both, and I."""
     experts, hidden, inner = w2.shape
     stored = ops.storage.empty_experts(experts, inner, hidden, w2.dtype, "cpu")
     for expert in range(experts):
@@ -68,7 +68,7 @@ def experts(
 
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative error in the 2-norm."""
+    """Return the relative error in the 2-norm."""
     return ((out.double() - exact).norm() / exact.norm()).item()
 
 

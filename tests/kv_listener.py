@@ -58,7 +58,7 @@ class PrefixTree:
             self.versions.append(_version(event))
 
     def match(self, tokens: list[int], salt: str | None = None) -> int:
-        """Tokens of the longest prefix that is there."""
+        """Return the number of tokens in the longest prefix that is there."""
         parent: Parent = ("root", salt)
         for count, token in enumerate(tokens):
             name = self.below.get((parent, token))
@@ -111,7 +111,7 @@ class Listener:
 
 
 def ask_replay(context: zmq.Context, endpoint: str, first: int) -> list[tuple[int, bytes]]:
-    """The batches from number `first` on that the publisher still has."""
+    """Request the batches from number `first` on that the publisher still has."""
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(endpoint)

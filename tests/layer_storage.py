@@ -14,7 +14,7 @@ PARTS: tuple[ExpertPart, ...] = ("gate_proj", "up_proj", "down_proj")
 
 
 def stored_matrix(ops: Ops, weight_OD: torch.Tensor) -> torch.Tensor:
-    """`weight` for `linear` and its like."""
+    """Store a matrix as `linear` and similar operators take it."""
     rows, depth = weight_OD.shape
     storage = ops.storage.empty_matrix(rows, depth, weight_OD.dtype, "cpu")
     ops.storage.matrix_place(storage, range(rows), depth).write(weight_OD)
@@ -24,7 +24,7 @@ def stored_matrix(ops: Ops, weight_OD: torch.Tensor) -> torch.Tensor:
 def stored_experts(
     ops: Ops, gate_PID: torch.Tensor, up_PID: torch.Tensor, down_PDI: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`w13` and `w2` for `experts`."""
+    """Store experts as the operators of experts take them: `w13` and `w2`."""
     experts, inner, hidden = gate_PID.shape
     w13, w2 = ops.storage.empty_experts(experts, inner, hidden, gate_PID.dtype, "cpu")
     for expert in range(experts):

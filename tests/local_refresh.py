@@ -17,17 +17,17 @@ from weight_sync.updater import WeightUpdater
 
 
 def control_of(harness: Harness) -> Control:
-    """The holder of all that answers control verbs."""
+    """Return the object that answers the control verbs."""
     return harness.scheduler._verbs[GetStateReqInput].__self__  # type: ignore[attr-defined]
 
 
 def updater_of(harness: Harness) -> WeightUpdater:
-    """The updater behind the harness's weight verbs; free to use while no verb is under way."""
+    """Return the updater behind the harness's weight verbs; free to use while no verb is under way."""
     return control_of(harness)._weights._updater
 
 
 def io_of(harness: Harness) -> ThreadPoolExecutor:
-    """The thread on which weight verbs do their input and output."""
+    """Return the thread on which weight verbs do their input and output."""
     return control_of(harness)._weights._queue._io
 
 
@@ -41,7 +41,7 @@ def deliver(harness: Harness, tensors: Mapping[str, torch.Tensor]) -> None:
 def refresh(
     harness: Harness, tensors: Mapping[str, torch.Tensor], weight_version: str, coverage: str = "full"
 ) -> ControlReqOutput:
-    """begin, one bucket, end; returns the answer to the last."""
+    """Refresh in one bucket between begin and end; return the answer to end."""
     update_id = uuid.uuid4().hex
     fields = {"weight_version": weight_version, "coverage": coverage, "update_id": update_id}
     begun = harness.control(BeginWeightUpdateReqInput, **fields)

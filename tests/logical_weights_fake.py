@@ -96,7 +96,7 @@ class FakeWeights:
         self.derived_norm_sum.copy_(self.norm.sum())
 
     def snapshot(self) -> list[bytes]:
-        """Every byte of every storage, replicas and derived tensors included."""
+        """Return every byte of every storage, replicas and derived tensors included."""
         stores = (self.embed, self.norm, self.w13, self.w2, self.derived_norm_sum)
         return [store.reshape(-1).view(torch.uint8).numpy().tobytes() for store in stores]
 
@@ -124,7 +124,7 @@ def version(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.T
 
 
 def fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same version in the fused form: `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I]."""
+    """Return the same version in the fused form: `gate_up_proj` [E, 2I, D] and `down_proj` [E, D, I]."""
     gate_up = [
         torch.cat([tensors[expert_name(expert, "gate_proj")], tensors[expert_name(expert, "up_proj")]])
         for expert in range(E)

@@ -53,7 +53,7 @@ class LoopbackTrainer:
         weight_version: str | None = None,
         update_id: str | None = None,
     ) -> ControlReqOutput:
-        """One bucket; of all tensors by default."""
+        """Send one bucket, of all tensors by default."""
         chosen = list(self.tensors if names is None else names)
         return harness.control(
             UpdateWeightsFromDistributedReqInput,
@@ -65,7 +65,7 @@ class LoopbackTrainer:
         )
 
     def refresh(self, harness: Harness, weight_version: str, buckets: int = 3) -> ControlReqOutput:
-        """begin, buckets that cut through what the model fuses, end."""
+        """Refresh between begin and end, in buckets that cut through tensors that the model fuses."""
         begun = harness.control(BeginWeightUpdateReqInput, weight_version=weight_version)
         assert begun.success, begun.message
         names = sorted(self.tensors)

@@ -43,7 +43,7 @@ def broadcast_source(
     group_name: str,
     load_format: str | None = None,
 ) -> DistributedSource:
-    """One bucket that rank 0 of a joined group will broadcast."""
+    """Return the source of one bucket, which rank 0 of a joined group will broadcast."""
     return DistributedSource((names, dtypes, shapes), group_name, updater.receiver, load_format)
 
 
@@ -74,7 +74,7 @@ def new_updater(weights: LogicalWeights) -> LoopbackUpdater:
 
 
 def refresh(weights: LogicalWeights, buckets: Iterable[Named], weight_version: str = "v2") -> None:
-    """A whole transaction."""
+    """Play a whole transaction."""
     updater = new_updater(weights)
     updater.begin(weight_version)
     for bucket in buckets:

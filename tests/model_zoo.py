@@ -55,7 +55,7 @@ def tiny_checkpoint(folder: Path, kind: str = "moe_dense_first", seed: int = 0, 
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint by name."""
+    """Return every tensor of the checkpoint by name."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -72,7 +72,7 @@ def trivial_placement(config: ModelConfig, parallel: Parallel | None = None) -> 
 
 
 def placed(metadata: ExpertLocationMetadata, parallel: Parallel | None = None) -> ExpertPlacement:
-    """The map as one rank sees it."""
+    """Return the map as one rank sees it."""
     parallel = parallel or Parallel()
     return ExpertPlacement(metadata, ep_rank=parallel.position.ep_rank, ep_size=parallel.layout.ep_size)
 
@@ -85,7 +85,7 @@ def load_tiny(
     parallel: Parallel | None = None,
     moe_a2a_backend: str = "none",
 ) -> DecoderForCausalLM:
-    """The engine's model of a checkpoint, cold-loaded; trivial placement and plain torch by default."""
+    """Load the engine's model of a checkpoint; trivial placement and plain torch by default."""
     config = load_model_config(folder)
     placement = placement or trivial_placement(config, parallel)
     return load_model(

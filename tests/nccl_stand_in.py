@@ -235,7 +235,7 @@ def stand_in_transport(store: dist.Store, rank: int, size: int, timeout_s: float
 
 @contextmanager
 def devices() -> Iterator[None]:
-    """Communicators take tensors marked `OnDevice` to be in device memory."""
+    """Let communicators take tensors marked `OnDevice` to be in device memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator, "is_on_device", lambda tensor: isinstance(tensor, OnDevice))
         yield

@@ -23,7 +23,7 @@ from tests.invariance import Ask, Facts, Server
 
 
 def trainer_model(folder: Path, dtype: torch.dtype, name: str = "qwen3_moe") -> Any:
-    """The checkpoint in transformers, in training mode."""
+    """Load the checkpoint in transformers, in training mode."""
     kind = transformers.AutoModelForImageTextToText if name in SEEING else transformers.AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=dtype)
     model.set_attn_implementation("eager")  # sinks and float32, everywhere the same

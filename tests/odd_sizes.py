@@ -41,7 +41,7 @@ def _randn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _refuses(call: Callable[[], object]) -> None:
-    """Errors are thrown before anything is touched."""
+    """Check that a call with wrong arguments raises an error; operators raise before they touch anything."""
     try:
         call()
     except (RuntimeError, ValueError, IndexError):
@@ -163,7 +163,7 @@ def heads(ops: Ops) -> Iterator[torch.Tensor]:
 
 
 def latents(ops: Ops) -> Iterator[torch.Tensor]:
-    """Around a group, a vector and a panel; more tokens than an item takes at once."""
+    """Run sizes around a group, a vector and a panel, and more tokens than an item takes at once."""
     for dtype, heads, sizes, rotary_dim in product(
         DTYPES, (1, 3), (LatentSizes(1, 1, 1), LatentSizes(7, 33, 17), LatentSizes(33, 16, 70)), (2, 18, 64)
     ):
@@ -185,7 +185,10 @@ def latents(ops: Ops) -> Iterator[torch.Tensor]:
 
 
 def attention(ops: Ops) -> Iterator[torch.Tensor]:
-    """Lengths at the edges of blocks of 64 and segments of 512; the last sequence uses the first and the last slot."""
+    """Run lengths at the edges of blocks of 64 and segments of 512.
+
+    The last sequence uses the first and the last slot.
+    """
     attend = torch.ops.lockstep.paged_attention
     lengths = (1, 63, 64, 65, 128, 511, 512, 513, 600)
     slots = sum(lengths)
@@ -218,7 +221,7 @@ def attention(ops: Ops) -> Iterator[torch.Tensor]:
 
 
 def _sampling_rows(count: int, vocab: int) -> list[SamplingRow]:
-    """Every feature in some row, the first and the last token id in every list."""
+    """Make rows that use every feature, with the first and the last token id in every list."""
     edges = [0, vocab - 1]
     shared = {"max_new_tokens": 9, "logit_bias": {0: 1.0, vocab - 1: -1.0}, "min_new_tokens": 1}
     features: list[dict] = [

@@ -62,7 +62,8 @@ def _tokens(count: int, seed: int) -> list[int]:
     return torch.randint(320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-# Ragged prefills, chunks on top of a prefix, decodes beside them, one token in all; with 2 or 4 DP ranks, idle ones.
+# Ragged prefills, chunks on top of a prefix, decodes in the same steps, and one token in all; some ranks are idle
+# with 2 or 4 DP ranks.
 MIXED: list[Step] = [
     Step({0: _tokens(7, 0), 1: _tokens(3, 1)}),
     Step({2: _tokens(5, 2)}, {0: 11}),
@@ -101,7 +102,7 @@ class RankEngine:
         self.runner = ModelRunner(state, pool, self.harness.attention, store, state_pool=states)
 
     def step(self, number: int, whole: Step) -> Results:
-        """This rank's part of a step, by request."""
+        """Run this rank's part of a step, and return the rows by request."""
         layout, position = self.parallel.layout, self.parallel.position
         parts = [whole.part(dp_rank, layout.attn_dp_size) for dp_rank in range(layout.attn_dp_size)]
         mine = parts[position.attn_dp_rank]

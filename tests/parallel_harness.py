@@ -77,11 +77,11 @@ class ParallelHarness(Harness):
         self.close()
 
     def submit(self, input_ids: list[int], *args: Any, **fields: Any) -> str:
-        """Round robin over the data-parallel ranks unless `dp_rank` says otherwise."""
+        """Send a request to `dp_rank`, by default to the data-parallel ranks in turn."""
         return super().submit(input_ids, *args, **{"dp_rank": self._count % self.num_dp_ranks} | fields)
 
     def generate(self, prompts: list[list[int]], params: dict | None = None, **fields: Any) -> list[Result]:
-        """Prompt i on data-parallel rank i modulo their number, so that the same call makes the same steps."""
+        """Send prompt i to data-parallel rank i modulo their number, so that the same call makes the same steps."""
         rids = [
             self.submit(prompt, params=params, **{"dp_rank": index % self.num_dp_ranks} | fields)
             for index, prompt in enumerate(prompts)
@@ -90,7 +90,7 @@ class ParallelHarness(Harness):
         return [self.results[rid] for rid in rids]
 
     def tick(self) -> bool:
-        """One turn on every rank."""
+        """Run one turn on every rank."""
 
         def turn(rank: int) -> bool:
             with torch.inference_mode():
@@ -112,7 +112,7 @@ class ParallelHarness(Harness):
         return any(ran)
 
     def _deal(self) -> None:
-        """A request to its replica, anything else to all: as the main process sends them."""
+        """Send a request to its replica and any other message to all replicas, as the main process does."""
         inboxes = [channel.inbox for channel in self.channels]
         messages = list(self.channel.inbox)
         self.channel.inbox.clear()
@@ -129,7 +129,7 @@ class ParallelHarness(Harness):
         raise AssertionError(f"still working after {max_ticks} steps")
 
     def on_each(self, look: Callable[[Scheduler], T]) -> list[T]:
-        """`look(scheduler)` on every rank's own thread, at once; the results by rank."""
+        """Call `look(scheduler)` on every rank's own thread, at once; return the results by rank."""
         return self._on_all(lambda rank: look(self.schedulers[rank]))
 
     def shorten_deadlines(self, seconds: float) -> None:
@@ -177,7 +177,7 @@ class ParallelHarness(Harness):
 
 
 def control_of(scheduler: Scheduler) -> WeightControl:
-    """The holder of the weight verbs of one rank."""
+    """Return the object that answers the weight verbs of one rank."""
     control = getattr(scheduler._verbs[ContinueGenerationReqInput], "__self__", None)
     assert isinstance(control, WeightControl)
     return control

@@ -1,4 +1,4 @@
-"""An engine of several ranks beside the truth: what every tensor must be, and a one-rank engine with the same content.
+"""An engine of several ranks next to the truth: the right content of all tensors, and a one-rank engine that has it.
 
 `check` looks at the ranks from inside after every operation: maps, epochs, every slot and shard, addresses, KV slots.
 `compare` generates on both and compares tokens, log-probabilities and routes.  Neither asks the engine what it thinks.
@@ -48,7 +48,7 @@ class World:
     # --- operations -------------------------------------------------------------------------------------------------
 
     def drifted(self, names: list[str] | None = None) -> Tensors:
-        """New content of `names`, of all tensors by default, unlike any before."""
+        """Make new content of `names`, by default of all tensors, unlike any before."""
         self._versions_made += 1
         random = torch.Generator().manual_seed(self._versions_made)
         chosen = sorted(self.content) if names is None else names
@@ -67,7 +67,7 @@ class World:
         return self.engine.control(AbortWeightUpdateReqInput, update_id=self.update_id)
 
     def send(self, tensors: Tensors, parts: int = 2) -> list[ControlReqOutput]:
-        """Buckets of the tensors' bytes."""
+        """Send the tensors' bytes in `parts` buckets."""
         names = sorted(tensors)
         buckets = [{name: tensors[name] for name in names[part::parts]} for part in range(parts)]
         return [
@@ -102,7 +102,7 @@ class World:
         )
 
     def random_map(self, seed: int) -> np.ndarray:
-        """Slots of every layer dealt out anew: every expert somewhere, none twice on a rank."""
+        """Draw the experts in the slots of every layer: every expert somewhere, none twice on a rank."""
         placement = self.engine.scheduler.runner.state.placement
         layers, slots = placement.metadata.physical_to_logical_map.shape
         experts, ranks = placement.num_logical_experts, placement.ep_size
@@ -118,7 +118,7 @@ class World:
     # --- what must hold ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Invariants of every rank, from inside."""
+        """Check the invariants of every rank from inside."""
         schedulers = self.engine.schedulers
         states = [scheduler.runner.state for scheduler in schedulers]
         assert all(scheduler.serving.poisoned is None for scheduler in schedulers)
@@ -146,7 +146,7 @@ class World:
             }
 
     def _check_content(self) -> None:
-        """Every place of a tensor holds its part, and for an expert there are as many places as the map has slots."""
+        """Check that every place of a tensor holds its part, and that an expert is in all of its slots of the map."""
         covered = dict.fromkeys(self.content, 0)
         for scheduler in self.engine.schedulers:
             weights = scheduler.runner.state.model.weights

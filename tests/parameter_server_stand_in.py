@@ -1,4 +1,4 @@
-"""A stand-in for checkpoint-engine's `ParameterServer` (which needs GPUs): says what that says to one worker.
+"""A stand-in for checkpoint-engine's `ParameterServer` (which needs GPUs): sends the same messages to one worker.
 
 Two halves of one buffer take turns; tensors begin at multiples of 256; a bucket is announced when the answer to the
 message before it has come; an answer that is not empty ends it with an exception; two ends.  In this order the package
@@ -42,7 +42,7 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 def plan(named: Named, bucket_bytes: int) -> list[list[tuple[str, torch.Tensor]]]:
-    """Tensors in order, as many to a bucket as fit with their starts aligned."""
+    """Divide tensors in order into buckets, each with as many as fit with their starts aligned."""
     buckets: list[list[tuple[str, torch.Tensor]]] = []
     room = 0
     for name, tensor in named:
@@ -122,7 +122,7 @@ class ParameterServerStandIn:
             return content.getvalue()
 
     def update(self, named: Named, *, scribble: bool = True) -> None:
-        """Raises `RuntimeError` when the engine refused, as the package does."""
+        """Send all tensors in buckets.  Raises `RuntimeError` when the engine refuses, as the package does."""
         self.send(self.handle())
         for index, bucket in enumerate(plan(named, self.bucket_bytes)):
             start = index % 2 * self.bucket_bytes
@@ -165,7 +165,7 @@ class ParameterServerStandIn:
         self.socket.send(data)
 
     def receive(self) -> str:
-        """The engine's answer: empty when all is well."""
+        """Receive the engine's answer, which is empty when all is well."""
         self.answers.append(self.socket.recv().decode())
         return self.answers[-1]
 
@@ -176,7 +176,7 @@ def _jsonable(value: Any) -> str:
 
 @contextlib.contextmanager
 def file_system_sharing() -> Iterator[None]:
-    """Torch shares CPU tensors by file name within the block; only so can an unrelated process open them."""
+    """Let torch share CPU tensors by file name within the block, so that an unrelated process can open them."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -234,7 +234,7 @@ class Sending:
 
 
 def give_up_at(server: ParameterServerStandIn, bucket: int) -> None:
-    """The sender says an exception in place of a bucket, and nothing more; its socket stays open."""
+    """Let the sender send an exception in place of a bucket, and then nothing more; its socket stays open."""
 
     def rewrite(index: int, message: Any) -> Any:
         if index == bucket:

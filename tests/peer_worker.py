@@ -36,7 +36,7 @@ class Counter:
         raise RuntimeError("out of tune")
 
     def close(self) -> None:
-        """Leaves its child running."""
+        """Leave the worker's child running."""
 
 
 if __name__ == "__main__":

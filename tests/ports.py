@@ -8,7 +8,7 @@ _BELOW_EPHEMERAL = range(20_000, 32_000)  # Linux gives the local ends of connec
 
 
 def free_ports_in_a_row(count: int, address: str = "127.0.0.1") -> int:
-    """The first of `count` adjacent TCP ports, none of which a connection that opens meanwhile can take."""
+    """Find `count` adjacent free TCP ports and return the first; no connection that opens meanwhile can take one."""
     while True:
         first = random.SystemRandom().choice(_BELOW_EPHEMERAL)
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):

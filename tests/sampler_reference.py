@@ -35,7 +35,7 @@ def scaled_logits(logits_V: torch.Tensor, row: SamplingRow) -> np.ndarray:
 
 
 def order_of(scaled: np.ndarray) -> list[int]:
-    """Token ids, best first, of equal logits the lower id."""
+    """Sort token ids, the best first, and of equal logits the lower id."""
     return sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
 
 
@@ -56,7 +56,7 @@ def kept_tokens(scaled: np.ndarray, row: SamplingRow, top_p: float, min_p: float
 
 
 def can_be_drawn(scaled: np.ndarray, kept: set[int], noise: float) -> set[int]:
-    """Tokens in whose share of the cumulative distribution over `kept` the noise lies, give or take rounding."""
+    """Return the tokens whose share of the cumulative distribution over `kept` contains the noise, up to rounding."""
     weights = np.exp(scaled - scaled.max())
     weights[[token for token in range(len(scaled)) if token not in kept]] = 0.0
     ends = weights.cumsum() / weights.sum()

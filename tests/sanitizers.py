@@ -25,12 +25,12 @@ SIGNS = ("ERROR: AddressSanitizer", "runtime error:", "AddressSanitizer:DEADLYSI
 
 
 def sanitized(sources: Path) -> Path:
-    """The library of `sources` with sanitizers, from the cache or compiled now; for the usual instruction set."""
+    """Return the library of `sources` with sanitizers for the usual instruction set, from the cache or compiled now."""
     return build_kernels(sources=sources, timeout_s=COMPILE_TIMEOUT_S, extra_flags=(*usual_flags(), *FLAGS))
 
 
 def run_sanitized(arguments: list[str], timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments, in the repository, with the sanitizers' runtimes in front of everything else."""
+    """Run Python with these arguments in the repository, with the sanitizers' runtimes loaded first."""
     # The C++ library too: the address sanitizer looks for what throws exceptions when the process starts.
     runtimes = [_runtime(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     environment = os.environ | {
@@ -47,7 +47,7 @@ def run_sanitized(arguments: list[str], timeout_s: float = 300.0) -> subprocess.
 
 
 def report_of(process: subprocess.CompletedProcess[str]) -> str:
-    """The lines from the first sign of a report on; empty if there is none."""
+    """Return the lines from the first sign of a report on, or an empty text if there is none."""
     lines = process.stderr.splitlines()
     signs = [i for i, line in enumerate(lines) if any(sign in line for sign in SIGNS)]
     return "\n".join(lines[signs[0] :][:40]) if signs else ""

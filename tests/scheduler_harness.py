@@ -60,7 +60,7 @@ class Result:
 
 
 def check_decodes(scheduler: Scheduler) -> None:
-    """The arrays of the decode batch against its requests, between turns."""
+    """Compare the arrays of the decode batch with its requests, between turns."""
     in_flight = scheduler._in_flight
     scheduler.queues.running.check(in_flight.sampling if in_flight is not None else ())
 

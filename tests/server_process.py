@@ -21,7 +21,7 @@ STOP_S = 30.0
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
-    """`{"max_total_tokens": 64, "disable_radix_cache": True}` as command-line flags; False: `--no-...`."""
+    """Write `{"max_total_tokens": 64, "disable_radix_cache": True}` as command-line flags; False becomes `--no-...`."""
     result = []
     for name, value in settings.items():
         flag = ("--no-" if value is False else "--") + name.replace("_", "-")
@@ -72,12 +72,12 @@ class ServerProcess:
         raise AssertionError("the server did not become ready")
 
     def scheduler_pid(self) -> int:
-        """The one child of the server that runs the scheduler."""
+        """Return the id of the one child of the server that runs the scheduler."""
         (pid,) = self.rank_pids()
         return pid
 
     def rank_pids(self) -> list[int]:
-        """The children that run the ranks of this machine, in the order of their ranks."""
+        """Return the ids of the children that run the ranks of this machine, in the order of their ranks."""
         return [pid for pid in self.children() if "rollout.engine.worker" in _command_line(pid)]
 
     def children(self) -> list[int]:
@@ -88,7 +88,7 @@ class ServerProcess:
         return self.process.wait(timeout_s)
 
     def stderr(self) -> str:
-        """Return everything the server said; only after it has ended."""
+        """Return everything that the server wrote to its standard error; call it after the server has ended."""
         assert self.process.stderr is not None
         return self.process.stderr.read()
 

@@ -79,7 +79,7 @@ def forking_pickle(value: Any) -> bytes:
 
 
 def metadata_of(named: Sequence[tuple[str, torch.Tensor]]) -> list[FlattenedTensorMetadata]:
-    """Byte offsets, end to end, as clients since 0.5.4 give them; `numel` counts bytes too."""
+    """Return metadata with byte offsets, end to end, as clients since 0.5.4 give them; `numel` counts bytes too."""
     entries, start = [], 0
     for name, tensor in named:
         size = tensor.numel() * tensor.element_size()

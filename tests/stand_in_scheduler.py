@@ -57,7 +57,7 @@ def logprob_of(token_id: int) -> float:
 
 
 def route_rows(start: int, end: int) -> bytes:
-    """Rows [end - start, 1, 2] of uint8: position p goes to experts p mod 8 and p + 1 mod 8."""
+    """Return rows [end - start, 1, 2] of uint8: position p goes to experts p mod 8 and p + 1 mod 8."""
     return bytes((p + k) % NUM_EXPERTS for p in range(start, end) for k in range(TOP_K))
 
 

@@ -1,6 +1,6 @@
 """A trainer in a process of its own that makes payloads of `update_weights_from_tensor` and keeps their memory.
 
-Told over its standard input, one JSON object a line; answers one line of base64.
+It reads requests from its standard input, one JSON object a line, and answers each with one line of base64.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class TensorSender:
         return self._process.pid
 
     def payload(self, form: str, names: list[str], scale: float = 1.0, drop: bool = False) -> str:
-        """base64 of the tensors times `scale`.  `form`: list, plain, flattened, bucket_object or local.
+        """Return base64 of the tensors times `scale`.  `form`: list, plain, flattened, bucket_object or local.
 
         `drop`: the sender lets go of its memory at once, so that it lives by the reader's count alone.
         """
         return self._ask(form=form, names=names, scale=scale, drop=drop)
 
     def let_go(self) -> None:
-        """The sender drops all that it made."""
+        """Let the sender drop all that it made."""
         self._ask(form="none", names=[], scale=1.0, drop=True)
 
     def kill(self) -> None:

@@ -4,7 +4,7 @@
     full    `@pytest.mark.full`: for `make test-full` alone, except the cases of `full(but="tp2")`
     mutant  `@pytest.mark.mutant`: an engine or a source that is wrong on purpose must be noticed; as `full`
 
-The marker that stands closest to a test decides.  `serial`, beside any of them: no other test runs meanwhile.
+The marker that stands closest to a test decides.  `serial`, in addition to any of them: no other test runs meanwhile.
 """
 
 from __future__ import annotations

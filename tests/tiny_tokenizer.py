@@ -37,7 +37,7 @@ def write_tiny_tokenizer(
 
 
 def write_model_folder(folder: Path, *, dense: bool = False, more_special: Sequence[str] = ()) -> Path:
-    """The tokenizer and the `config.json` of a two-layer model with a dense first layer; no weights."""
+    """Write the tokenizer and the `config.json` of a two-layer model with a dense first layer, without weights."""
     write_tiny_tokenizer(folder, more_special=more_special)
     config = {
         "architectures": ["Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"],

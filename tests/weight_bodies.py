@@ -52,14 +52,14 @@ def weight_endpoints(openapi: dict[str, Any]) -> list[Endpoint]:
 
 
 def junk() -> st.SearchStrategy[Any]:
-    """Any JSON value, small."""
+    """Draw any small JSON value."""
     text = st.text(alphabet=st.characters(exclude_characters="/.", exclude_categories=["Cs"]), max_size=8)
     scalar = st.none() | st.booleans() | st.sampled_from(SIZES) | st.floats(allow_nan=False) | text
     return st.recursive(scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3))
 
 
 def bodies(schema: dict[str, Any], texts: list[str]) -> st.SearchStrategy[Body]:
-    """Bodies of an endpoint; `texts` are names and paths that mean something to the server under test."""
+    """Draw bodies of an endpoint; `texts` are names and paths that the server under test knows."""
     fields = {}
     for name, field in schema.get("properties", {}).items():
         fields[name] = st.one_of(_near(field, texts), _near(field, texts), _near(field, texts), st.none(), junk())
@@ -70,7 +70,7 @@ def bodies(schema: dict[str, Any], texts: list[str]) -> st.SearchStrategy[Body]:
 
 
 def _near(field: dict[str, Any], texts: list[str]) -> st.SearchStrategy[Any]:
-    """Values of about the right type."""
+    """Draw values of about the right type."""
     arms = field.get("anyOf") or field.get("oneOf")
     if arms:
         return st.one_of([_near(arm, texts) for arm in arms])

@@ -63,7 +63,7 @@ def broadcast(group: GroupHandle, tensor: torch.Tensor) -> None:
 
 
 def join(engine: Engine, name: str | None = None, attempts: int = 3) -> GroupHandle:
-    """A raw group with the engine, for a sender that does what `WeightSender` would not."""
+    """Join a raw group with the engine, for a sender that does what `WeightSender` would not."""
     name = name or next(names)
     port = free_port()
     joined = in_background(

@@ -61,7 +61,7 @@ class Matrices:
 
 
 def refresh(weights: Matrices, mode: str, folder: str) -> None:
-    """Buckets come as a receiver delivers them: views of one area that is let go with the bucket."""
+    """Refresh with buckets as a receiver delivers them: views of one area that is let go with the bucket."""
     staging = new_staging(weights, mode, folder if mode == "journal" else None)  # type: ignore[arg-type]
     transaction = WeightTransaction(weights, staging=staging)
     names = list(weights.metas())

@@ -32,7 +32,7 @@ def group_name(port: int) -> str:
 
 
 def start(receivers: int, num_elements: int, groups: Sequence[tuple[int, str | None]]) -> list[subprocess.Popen]:
-    """The processes, which join each group as ranks 1 to `receivers`, and take buckets of two bfloat16 tensors."""
+    """Start processes that join each group as ranks 1 to `receivers` and take buckets of two bfloat16 tensors."""
     told = [f"{port}:{load_format or ''}" for port, load_format in groups]
     command = [sys.executable, "-m", "tests.weight_receivers"]
     return [
