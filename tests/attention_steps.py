@@ -1,4 +1,4 @@
-"""Steps over random KV for any attention backend, and what is right, written out in float64.
+"""Steps over random KV for any attention backend, and the right results, written out in float64.
 
 Only the slots that a step may read hold numbers, all others NaN; slots are shuffled, and layers with a window have a
 table and slots of their own, which are right for the positions that the step sees.
@@ -53,7 +53,7 @@ class Layout:
 
 @dataclass
 class AttentionSteps:
-    """`layers` over one pool on `device`; what is right is computed on the CPU."""
+    """`layers` over one pool on `device`; the right results are computed on the CPU."""
 
     layers: Sequence[LayerCase]
     dtype: torch.dtype

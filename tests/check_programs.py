@@ -13,7 +13,7 @@ from rollout.kernels.build import FLAGS, SOURCES, cache_folder, cache_key, find_
 from rollout.kernels.isa import COMPILER_FLAGS, refusal_of
 
 X86 = platform.machine() == "x86_64"
-# What this machine's operators are compiled for, and all that they could be.
+# The instruction set of this machine's operators, and all instruction sets that the machine can run.
 TARGETS = ("native", *(isa for isa in COMPILER_FLAGS if X86 and not refusal_of(isa)))
 COMPILE_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 120.0

@@ -1,4 +1,4 @@
-"""A stand-in for what `CudaGraphPool` uses of `torch.cuda`, which keeps to the documented order.
+"""A stand-in for the part of `torch.cuda` that `CudaGraphPool` uses; it keeps to the documented order.
 
 torch's notes on CUDA graphs: warm up on a side stream, which first waits for the current one; the current one waits for
 the side stream before the capture; graphs that share a pool name its handle.

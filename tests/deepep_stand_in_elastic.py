@@ -25,7 +25,7 @@ from tests.deepep_stand_in_wire import (
 
 @dataclass
 class EPHandle:
-    """The fields in use, and what combine needs."""
+    """The fields in use, and the fields that combine needs."""
 
     topk_idx: torch.Tensor
     psum_num_recv_tokens_per_scaleup_rank: torch.Tensor  # [G] int32, inclusive

@@ -1,4 +1,4 @@
-"""An engine on the device that `tests/device_stand_in.py` plays, its operators kernels of which nothing is seen."""
+"""An engine on the device of `tests/device_stand_in.py`, with operators that are kernels with hidden insides."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Operators compute at once, as their results come in the order of one stream anyway.  Transfers are as CUDA's are:
 
     to the device, from pinned memory, non_blocking    read when the stream gets there: changed before, it is an error
-    to pinned memory, non_blocking                     garbage until somebody has waited for it
+    to pinned memory, non_blocking                     garbage until the host has waited for it
     from or to pageable memory, or blocking            the host waits for all that was enqueued
     .item(), bool(), .tolist(), nonzero, a mask as index, an index on the host      the same
 
@@ -44,7 +44,7 @@ class RaceError(AssertionError):
 
 
 class DeviceTensor(torch.Tensor):
-    """`content`: what it holds, on the CPU."""
+    """`content`: the tensor's numbers, on the CPU."""
 
     content: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl

@@ -27,7 +27,7 @@ INT_WORKSPACE_BYTES = 1 << 16
 
 
 class Stream:
-    """Work in the order in which it was enqueued: at once, or, if `late`, when somebody waits for it."""
+    """Work in the order in which it was enqueued: at once, or, if `late`, when the host waits for it."""
 
     def __init__(self, dtypes: tuple[torch.dtype, ...]) -> None:
         self.dtypes = dtypes

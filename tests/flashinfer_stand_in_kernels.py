@@ -1,4 +1,4 @@
-"""The arithmetic of the stand-in's kernels, from what lies on the device when they run.
+"""The arithmetic of the stand-in's kernels, which read the memory of the device when they run.
 
 plan in the int workspace, int32    | n | query rows of each of n sequences | KV read of each |
 """
@@ -57,7 +57,7 @@ def attend_paged(
         if window_left >= 0:
             masked |= ago > window_left
         scores = scores.masked_fill(masked, -math.inf)
-        values = values.masked_fill(masked.all(0)[:, None, None], 0)  # what nothing reads may be NaN
+        values = values.masked_fill(masked.all(0)[:, None, None], 0)  # values that no query reads may be NaN
         out[row : row + rows] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values).to(out.dtype)
         if lse is not None:
             lse[row : row + rows] = (scores.logsumexp(-1).T / math.log(2)).float()

@@ -38,7 +38,7 @@ class ForwardHarness:
         self.model = model
         num_slots = max_requests * max_context
         self.pool = KVPool(num_slots, model.kv_layers, model.dtype)
-        self.state_pool: StatePool | None = None  # row n is that of request n
+        self.state_pool: StatePool | None = None  # row n belongs to request n
         if any(model.state_layers):
             self.state_pool = StatePool(max_requests, model.state_layers, model.dtype)
         for tensor in (*self.pool.tensors, *(self.state_pool.tensors if self.state_pool else ())):

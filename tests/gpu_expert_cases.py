@@ -1,4 +1,4 @@
-"""Inputs of `fused_experts` with what their results have to be, for kernels that are interpreted.
+"""Inputs of `fused_experts` and their exact results, for kernels that are interpreted.
 
 Shapes: T tokens, K slots, P experts, D hidden, I expert intermediate.
 """

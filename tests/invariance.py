@@ -27,7 +27,7 @@ ROOMY = {"max_total_tokens": 16384, "chunked_prefill_size": -1}
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: what is sampled, and how."""
+    """One request: its prompt and its sampling parameters."""
 
     prompt: tuple[int, ...]
     params: dict[str, Any] = field(default_factory=dict)

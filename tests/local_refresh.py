@@ -1,4 +1,4 @@
-"""A refresh of a scheduler harness whose tensors come from the test itself: no group, no second process."""
+"""A refresh of a scheduler harness with tensors from the test itself, without a group or a second process."""
 
 from __future__ import annotations
 

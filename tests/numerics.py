@@ -59,7 +59,7 @@ def sampled(
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples side by side, every other one padded on the left.  `spans`: where the tokens of each lie, and its
+    """Samples side by side, every other one padded on the left.  `spans`: the place of each sample's tokens, and its
     outputs."""
 
     input_ids: torch.Tensor

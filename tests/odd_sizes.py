@@ -1,4 +1,4 @@
-"""Every compiled operator over odd sizes, and a digest of all that came out.
+"""Every compiled operator over odd sizes, and a digest of all results.
 
     python -m tests.odd_sizes LIBRARY     with the operators of that library; prints the digest
 

@@ -1,7 +1,7 @@
 """One rank's model, runner, KV pool and recorders, run through a script of steps; and the same of one rank alone.
 
-A script is a list of steps; request r lives on attention-DP rank r % (number of DP ranks).  What a step gives is
-collected by (step, request), so that layouts can be compared whatever batches they made of it.
+A script is a list of steps; request r lives on attention-DP rank r % (number of DP ranks).  Results are
+collected by (step, request), so that layouts can be compared although their batches differ.
 
 Shapes: T tokens of a request in a step, D hidden, V vocabulary, L MoE layers, K top-k.
 """

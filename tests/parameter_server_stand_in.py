@@ -4,7 +4,7 @@ Two halves of one buffer take turns; tensors begin at multiples of 256; a bucket
 message before it has come; an answer that is not empty ends it with an exception; two ends.  In this order the package
 talks to its own worker, which `test_ipc_package.py` runs against this stand-in.
 
-`form` "pickle": what `send_pyobj` and torch's reductions make, the buffer in shared memory by file name.
+`form` "pickle": the pickle of `send_pyobj` and torch's reductions, with the buffer in shared memory by file name.
 `form` "json": the engine's form without pickle.
 `buffer_device` "cuda", with "pickle": the buffer in the memory of this process's CUDA device, by its handle.
 
@@ -69,7 +69,7 @@ class ParameterServerStandIn:
     """`update` sends a whole checkpoint.  `handles` is what the request to the engine carries.
 
     `rewrite(index, message)` may change the message of bucket `index` (0 is the first bucket) before it is sent, or
-    raise; `scribble` overwrites what has been acknowledged, as the next bucket would.
+    raise; `scribble` overwrites an acknowledged bucket, as the next bucket would.
     """
 
     def __init__(

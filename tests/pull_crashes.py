@@ -1,4 +1,4 @@
-"""Kills a real process that pulls, at each call that touches a file, and checks what it left.
+"""Kills a real process that pulls, at each call that touches a file, and checks the files that it left.
 
     python -m tests.pull_crashes ROOT SCENARIO      one JSON line for each point of death, then {"done": points}
 

@@ -1,8 +1,8 @@
-"""Plays what a framework's client was recorded to send, and checks of each answer what that client checks.
+"""Plays the recorded calls of a framework's client, and checks in each answer the fields that the client checks.
 
 A recording is a file of JSON lines, one step each, in `tests/recorded`:
 
-    {"step": name}                                              what follows belongs to this step
+    {"step": name}                                              the next lines belong to this step
     {"call": "POST /path", "body": {...}, "status": 200, "reads": {"meta_info.id": check}}
     {"call": ..., "then": [{"call": ...}]}                      those are made while this one is answered
     {"refresh": "broadcast", "body" or "folder", "factor": 2}   the calls that bring weights: the checkpoint's times 2

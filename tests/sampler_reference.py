@@ -1,4 +1,4 @@
-"""A sampler in float64, one row at a time, from the definitions; and what an answer has against it.
+"""A sampler in float64, one row at a time, from the definitions; and the objections that it has to an answer.
 
 Shapes: V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Streams and events as CUDA has them, without a device: what is enqueued happens when somebody waits for it.
+"""Streams and events as CUDA has them, without a device: enqueued work happens when the host waits for it.
 
     stream A   work  work  event x  work         x.synchronize() does the first two; what is read before is what was
     stream B   wait for x, work                  there before them

@@ -1,6 +1,7 @@
-"""A trainer in a process of its own that only broadcasts: rank 0 of a gloo or NCCL group, which reads from its standard
-input what to send.  The control calls are the test's, so that a test decides at which step of the engine each of them
-comes.
+"""A trainer in a process of its own that only broadcasts: rank 0 of a gloo or NCCL group.
+
+It reads its tasks from its standard input.  The control calls are the test's, so that a test decides at which step of
+the engine each of them comes.
 """
 
 from __future__ import annotations

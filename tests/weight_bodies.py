@@ -26,7 +26,7 @@ TEXTS = [
     "ipc://@nobody",
     "é\x00",
 ]
-FORBIDDEN = {"reset_tensors", "reset"}  # they do what they say: destroy the weights
+FORBIDDEN = {"reset_tensors", "reset"}  # these calls destroy the weights on purpose
 
 Body = dict[str, Any]
 

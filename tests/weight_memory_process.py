@@ -1,4 +1,4 @@
-"""A process that refreshes matrices of a few hundred MB in one staging mode and prints what memory that took.
+"""A process that refreshes matrices of a few hundred MB in one staging mode and prints the memory that it took.
 
 python -m tests.weight_memory_process MODE FOLDER  ->  {"peak": more than before, "weights", "bucket", "tensor"}
 """

@@ -1,4 +1,4 @@
-"""Several receivers of one group, a process each, and what they made of the buckets that came.
+"""Several receivers of one group, a process each, and their reports on the buckets that came.
 
     python -m tests.weight_receivers RANK WORLD ELEMENTS PORT:LOAD_FORMAT ...      a group for each, BUCKETS of them
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("rollout", "capture", "eplb", "weight_sync", "benchmarks.gpu", "tests.gpu")
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0", "flashinfer": "0.7.2.post1"}
 OF_FRAMEWORKS = {"ray", "verl"}  # imported by modules that run inside of a framework
-UNKNOWABLE = ("torch.ops", "torch.classes")  # what is registered there is known when it runs
+UNKNOWABLE = ("torch.ops", "torch.classes")  # names that are registered there when the program runs
 
 # Names of arguments that the code gives by position, or that must exist, where torch documents nothing.
 SIGNATURES = {

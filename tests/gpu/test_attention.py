@@ -108,7 +108,7 @@ def test_a_captured_decode_follows_its_plan(kind: FullKV | LatentKV, name: str, 
 
 
 def test_many_plans_in_a_row_do_not_meet(name: str, device: torch.device) -> None:
-    """A plan reuses a buffer on the host from which the one before may still be copied; nothing waits in between."""
+    """A plan reuses a buffer on the host while the device may still copy the plan before from it; nothing waits."""
     case = PagedCase(GROUPED, dtype_of(name), device)
     backend = backend_for(name, case)
     steps = [Lengths(decodes=(n, 300 - n, 7)) for n in range(1, 290, 17)]

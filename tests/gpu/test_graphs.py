@@ -86,7 +86,7 @@ class Replays:
 def test_a_replay_is_what_it_recorded_bit_for_bit(
     params: dict[str, Any], folders: list[Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, log-probabilities and experts; padded and full sizes; also where sampling itself is not captured."""
+    """Tokens, log-probabilities and experts agree, in padded and full sizes, also if sampling is not captured."""
     harness, replays = engine(folders[0], device, random_seed=5), Replays(monkeypatch)
     graphs_of(harness)
     got = said(harness, CAPTURED_MAX - 1, **params)

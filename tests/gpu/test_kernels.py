@@ -38,7 +38,7 @@ def dtype(request: pytest.FixtureRequest, on_cuda: bool) -> torch.dtype:
 
 @pytest.fixture
 def op(on_cuda: bool) -> Callable[[str], Callable[..., Any]]:
-    """The operator of this name, as a model on the device calls it."""
+    """A function that returns the operator of a name, as a model on the device calls it."""
     if on_cuda:
         status = load_gpu_kernels()
         assert status.available, status.reason
@@ -79,7 +79,7 @@ def close(got: torch.Tensor, want: torch.Tensor | None, dtype: torch.dtype) -> b
 
 
 def test_every_kernel_is_registered(on_cuda: bool) -> None:
-    """Otherwise everything below, and every model, would run on plain torch without a word."""
+    """Without a registered kernel every test below, and every model, would run on plain torch without notice."""
     need_cuda(torch.device("cuda" if on_cuda else "cpu"), "kernels in torch's registry for CUDA")
     assert load_gpu_kernels().available, load_gpu_kernels().reason
     for name in TRITON_OPERATORS:

@@ -1,4 +1,4 @@
-"""The facts of this machine: versions, memory, ceilings; the kernels that a model would get are there."""
+"""The facts of this machine (versions, memory, ceilings), and a check that it has the kernels of a model."""
 
 from __future__ import annotations
 

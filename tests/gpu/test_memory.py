@@ -73,7 +73,7 @@ def test_sleep_frees_memory_and_wake_restores_the_bits(
 
 
 def test_waking_with_new_weights(folders: list[Path], device: torch.device) -> None:
-    """Nothing was kept: the weights come by a refresh."""
+    """Sleep kept no weights: they come by a refresh."""
     harness = engine(folders[0], device, enable_memory_saver=True)
     old = said(harness)
     for verb in (ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput):

@@ -68,7 +68,7 @@ def addresses(harness: Harness) -> list[int]:
 def test_a_refresh_is_a_fresh_start_with_the_new_weights(
     staging: str, folders: list[Path], new: Tensors, device: torch.device, facts: dict[str, Any]
 ) -> None:
-    """Bit for bit, at the same addresses, with what was captured before."""
+    """The refreshed engine gives the bits of a fresh one, at the same addresses, with the graphs captured before."""
     harness = started(folders, device, weight_staging=staging)
     old_words, old_addresses = said(harness), addresses(harness)
     answer = refresh(harness, new, "v2")

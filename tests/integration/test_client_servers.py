@@ -366,7 +366,7 @@ def test_a_server_that_ends_is_said(folder: Path) -> None:
 def test_the_examples_of_the_documentation_run(
     server: ServerProcess, second: ServerProcess, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One after the other, as they stand, but for where the servers and the checkpoint are."""
+    """The examples run one after the other, unchanged but for the addresses of servers and the checkpoint's path."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "client.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(examples) == 5

@@ -148,7 +148,7 @@ def test_the_page_shows_whether_generation_is_paused(page: Browser, server: Serv
 def test_nothing_is_asked_while_the_tab_is_hidden(page: Browser) -> None:
     hide(page, True)
     page.evaluate("window.asked = 0; const own = fetch; window.fetch = (...all) => (window.asked += 1, own(...all));")
-    time.sleep(1.5)  # what was under way
+    time.sleep(1.5)  # the requests under way
     page.evaluate("window.asked = 0")
     time.sleep(2.5)
     assert page.evaluate("window.asked") == 0

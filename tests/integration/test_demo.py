@@ -71,7 +71,7 @@ def test_demo_passes_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "gpt_oss", "llama"])
 def test_demo_of_other_families(tmp_path: Path, family: str) -> None:
-    """Served, sampled, scored with routes forced, stepped and refreshed."""
+    """The demo serves and samples each family, scores with routes forced, takes a step and refreshes."""
     result = demo(*SMALL, "--family", family, "--workdir", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"all \d+ checks ok", result.stdout) and "FAILED" not in result.stdout

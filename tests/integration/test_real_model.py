@@ -137,7 +137,7 @@ def test_filters_leave_what_transformers_leaves(server: ServerProcess, model: An
 
 
 def test_the_template_is_the_tokenizer_s(server: ServerProcess, model: Any, tokenizer: Any) -> None:
-    """Ids of the prompt, and the answer that the model gives to them."""
+    """The server's ids of the prompt, and the model's answer to them, are the tokenizer's and transformers'."""
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         body = {"messages": messages, "max_tokens": NEW_TOKENS, "temperature": 0, "return_token_ids": True}

@@ -243,7 +243,10 @@ def test_bracketed_refresh_without_a_pause(folders, trainer) -> None:
 
 @WITH_FAMILIES
 def test_one_unbracketed_call_is_a_transaction_of_its_own(folders, trainer) -> None:
-    """Running, without begin: one call with everything commits at once; without a label the engine makes one."""
+    """Without begin, one call with all tensors commits at once while requests run.
+
+    Without a label the engine makes one.
+    """
     harness = start(folders, trainer)
     fields = trainer.send(sorted(trainer.tensors))
     answer = harness.control(UpdateWeightsFromDistributedReqInput, **fields)

@@ -121,7 +121,7 @@ class Measured:
 
 
 class Refuses:
-    """The limits of a server: they say whether it refuses a size of a case, without asking it."""
+    """The limits of a server, which decide whether it refuses a size of a case, without a request to it."""
 
     def __init__(self, folder: Path, limit_mb: int, pool: int) -> None:
         args = ServerArgs(

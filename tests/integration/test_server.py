@@ -363,7 +363,7 @@ def test_duplicate_rid_in_flight(server: ServerProcess) -> None:
 
 
 def test_bad_buckets_change_nothing(server: ServerProcess, folder: Path, reference, tmp_path: Path) -> None:
-    """Real broadcasts that must be refused: unknown name, wrong shape, wrong dtype, short; each ends its session."""
+    """Broadcasts with an unknown name, wrong shape, wrong dtype or too few bytes are refused and end their session."""
     tensors = {name: tensor * 2 for name, tensor in logical_tensors(folder).items()}
     trainer = TrainerProcess(tensors, tmp_path)
     try:

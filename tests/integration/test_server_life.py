@@ -210,7 +210,7 @@ def test_w25_health_says_soon_that_a_rank_is_stopped(two_ranks: ServerProcess) -
 def test_w22_a_weight_verb_under_way_is_answered_before_the_server_stops(
     folder: Path, timeout_s: float, drain_s: float, status: int
 ) -> None:
-    """Its own outcome is the answer if that comes in time, else 503; on a server that has nothing else to do."""
+    """The answer is the verb's own outcome if that comes in time, and 503 otherwise; the server is idle but for it."""
     with ServerProcess(folder, weight_update_timeout=timeout_s, drain_timeout=drain_s) as server:
         call = rendezvous(server)
         server.process.send_signal(signal.SIGTERM)

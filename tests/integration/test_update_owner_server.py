@@ -98,7 +98,7 @@ def test_w07_what_is_left_of_one_trainer_is_not_taken_for_another_s(server: Serv
 
 
 def test_engine_03_a_pause_outlives_a_continue_that_waited(server: ServerProcess, old: Tensors) -> None:
-    """It waits behind a rendezvous with a master that is not there."""
+    """The continue waits behind a rendezvous with a master that is not there."""
     assert post(server, "/pause_generation").status_code == 200
     dead = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
     joining = threading.Thread(target=post, args=(server, "/init_weights_update_group"), kwargs=dead)
@@ -118,7 +118,7 @@ def test_engine_03_a_pause_outlives_a_continue_that_waited(server: ServerProcess
 def test_w17_a_call_that_is_refused_unread_leaves_its_group(
     server: ServerProcess, old: Tensors, tmp_path: Path, body: str
 ) -> None:
-    """Its broadcast is under way: the next call of equal size must not take it for its own content."""
+    """The call's broadcast is under way: the next call of equal size must not take it for its own content."""
     refresh(server, old, f"before {body}")
     trainer = TrainerProcess({name: old[name] * 7 for name in (FIRST, SECOND)}, tmp_path)
     try:

@@ -247,7 +247,7 @@ def test_weights_that_a_trainer_sends_back_after_a_reset_match(
 def test_sleep_keeps_the_weights_at_level_1_and_drops_them_at_level_2(
     server: ServerProcess, trainer: Trainer, tensors: Tensors
 ) -> None:
-    """Level 1 brings the same bits back; what level 2 threw away comes from the trainer, and generation goes on."""
+    """Level 1 restores the same bits.  Weights that level 2 dropped come from the trainer, and generation goes on."""
     old = generate(server, 8)["output_ids"]
     ok(server, "POST", "/sleep")
     assert ok(server, "GET", "/is_sleeping") == {"is_sleeping": True}
@@ -302,7 +302,7 @@ def test_skyrl_s_older_calls(server: ServerProcess, trainer: Trainer, tensors: T
 
 
 def test_weights_come_from_a_folder_in_a_pause(server: ServerProcess, tensors: Tensors, tmp_path: Path) -> None:
-    """prime-rl's: pause keeping requests, `weight_dir`, resume."""
+    """prime-rl's order of calls: a pause that keeps requests, `weight_dir`, resume."""
     new = scaled(tensors, 0.125)
     save_file({name: tensor.contiguous() for name, tensor in new.items()}, tmp_path / "model.safetensors")
     ok(server, "POST", "/pause", params={"mode": "keep", "clear_cache": "false"})

@@ -40,7 +40,7 @@ PARAMS = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 
 
 class Engine:
-    """The server under test, what it must go on saying, and how to bring it back to rest."""
+    """The server under test, the log-probabilities that it must keep, and ways to bring it back to rest."""
 
     def __init__(self, live: Live, folder: Path) -> None:
         self.http = live.client
@@ -176,7 +176,7 @@ def test_bodies_of_any_json_and_any_bytes(engine: Engine) -> None:
 
 
 def test_no_history_of_calls_changes_the_weights(engine: Engine) -> None:
-    """Right and wrong calls in any order, nothing settled between them."""
+    """Right and wrong calls come in any order, and the engine does not come to rest between them."""
     calls = [endpoint for path, endpoint in engine.endpoints.items() if path not in WAITING]
     step = st.sampled_from(calls).flatmap(
         lambda endpoint: bodies(endpoint.schema, engine.texts).map(lambda body: (endpoint, as_json(body)))
@@ -261,7 +261,7 @@ def test_right_bodies_with_wrong_bytes(engine: Engine) -> None:
 
 
 def test_announced_sizes_take_no_memory(engine: Engine) -> None:
-    """A body of a hundred bytes that speaks of terabytes."""
+    """A body of a hundred bytes that announces terabytes takes no memory."""
     names = sorted(engine.tensors)[:2]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for size in (2**31, 2**38, 2**45, 2**62):
@@ -288,7 +288,7 @@ def test_a_body_over_the_cap_is_refused(engine: Engine) -> None:
 
 @pytest.mark.mutant
 def test_the_check_of_the_weights_can_fail(engine: Engine) -> None:
-    """The wrong variant: one element of one tensor off is seen, and put right again."""
+    """The check sees one wrong element of one tensor, and passes again when the element is restored."""
     assert engine.thread.scheduler is not None
     weights = engine.thread.scheduler.runner.state.model.weights
     name, tensor, _ = norm_of(engine)

@@ -77,7 +77,7 @@ def test_w05_a_silent_listener_holds_up_nobody(server: ServerProcess) -> None:
 
 
 def test_w09_a_bucket_of_twice_the_bytes_announced(server: ServerProcess, tensors: dict[str, torch.Tensor]) -> None:
-    """float32 was sent where bfloat16 was announced: refused, and the same group brings the right one."""
+    """A bucket of float32 that was announced as bfloat16 is refused, and the same group brings the right one."""
     group = join(server)
     before = digest(server)
     fields = {

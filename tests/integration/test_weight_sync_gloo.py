@@ -109,7 +109,7 @@ def test_a_wrong_tensor_amid_a_list_does_not_leave_the_sender_waiting(engine: En
 
 
 def test_a_bucket_where_single_tensors_were_announced(impatient_engine: Engine) -> None:
-    """The formats were mixed up: the rest of the list never comes, the engine lives and the group is left."""
+    """The rest of the announced tensors never comes: the engine lives, and leaves the group."""
     group = join(impatient_engine)
     named = list(version(99).items())
     impatient_engine.begin_weight_update(coverage="full")

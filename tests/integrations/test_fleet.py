@@ -86,7 +86,7 @@ def test_no_sample_is_lost_or_mixed(finished: dict[str, Any]) -> None:
 
 
 def test_interrupted_it_leaves_no_process(tmp_path: Path) -> None:
-    """Ctrl-C just after the kill: it reaches all processes of the terminal, as there."""
+    """Ctrl-C comes just after the kill and reaches all processes of the group, as in a terminal."""
     mark = uuid.uuid4().hex
     log = tmp_path / "log"
     with log.open("wb") as out:

@@ -1,4 +1,4 @@
-"""The trainer's half of vLLM's weight transfer for a CPU: what `vllm.distributed.weight_transfer` offers, over gloo.
+"""The trainer's half of vLLM's weight transfer for a CPU: the names of `vllm.distributed.weight_transfer`, over gloo.
 
 Trainers of TRL and SkyRL import it from vLLM, whose own needs NCCL.  Tensors go as vLLM packs them: one uint8 buffer
 after another, each closed by the tensor that takes it over the limit.

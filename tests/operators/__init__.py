@@ -1,6 +1,6 @@
 """Arguments of every operator, each in the module of its name: the cases of the tests that go over all operators.
 
-`CASES` of a module: what is peculiar about a case -> its arguments by name, floating-point tensors in float64; defaults
+`CASES` of a module: the peculiarity of a case -> its arguments by name, floating-point tensors in float64; defaults
 may be left out.  `stored(ops, arguments)` of a module with matrices: the same with matrices as these operators hold
 them.  `COSTS_WHAT_IT_IS_GIVEN = True`: a call reads and writes whole tensors and multiplies no matrices.
 
