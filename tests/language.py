@@ -40,7 +40,7 @@ PHRASES = (
     r"(?:of|for|to|by) what (?:is|was|it|they)\b",
 )
 SAID = (r"beside\b", r"(?:says|said|told)\b")
-"""Say "next to" or "in addition to" for "beside".  Code states, returns or refuses; a document may say something."""
+"""Write "next to" or "in addition to".  Code states, returns or refuses; only a document may speak."""
 MESSAGE_PHRASES = (
     r"what(?:ever)?\b(?!.*\?)",
     r"(?:those|that) (?:of|on|in|at|by)\b",
