@@ -142,6 +142,7 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         "/update_weights_from_tensor": [{"serialized_named_tensors": [payload(tensors)], "format": "safetensors"}],
         "/update_weights_from_distributed": [{"names": names, "dtypes": kinds, "shapes": shapes}],
         "/areal_set_update_weight_meta": [{"names": names, "dtypes": kinds, "shapes": shapes}],
+        "/weight_checker": [{"action": "compare", "baseline": dict.fromkeys(names, "0" * 16)}],
         "/weights_checker": [{"action": "checksum", "skip_tensor_list": names}],
         "/eplb_rebalance": [{"dry_run": True} | moved],
         "/abort_request": [{"rid": ["a", "b"]}],
