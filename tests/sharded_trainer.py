@@ -251,7 +251,11 @@ def plans_that_differ(rank: int) -> None:
         (replaced(w1, whole[w1]), {}, "on rank 0 and whole on rank 1"),
         (replaced(w1, partial), {}, "placement Partial"),
         (twice, {}, f"{w1} is given twice"),
-        (mine, {"coverage": "full"}, 'same refresh: coverage is "partial" on rank 0 and "full" on rank 1'),
+        (
+            mine,
+            {"coverage": "full"},
+            'request different refreshes: coverage is "partial" on rank 0 and "full" on rank 1',
+        ),
         (mine, {"bucket_bytes": 40}, "bucket_bytes is 60 on rank 0 and 40 on rank 1"),
         (mine, {"bucket_bytes": 0}, "bucket_bytes must be positive, got 0"),
         (mine, {"weight_version": "8"}, 'weight_version is "7" on rank 0 and "8" on rank 1'),

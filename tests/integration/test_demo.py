@@ -163,7 +163,7 @@ def test_a_trainers_failure_is_reported(tmp_path: Path) -> None:
 
 
 def test_what_is_no_message_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(run.DemoError, match="something unexpected"):
+    with pytest.raises(run.DemoError, match="the trainer sent an unexpected message: "):
         follow(tmp_path, says(b"hello\n"))
 
 

@@ -67,7 +67,7 @@ def located(*rows: list[int]) -> list[str]:
             [*TP2, "--eplb-min-rebalancing-utilization-threshold", "2"],
             "--eplb-min-rebalancing-utilization-threshold must be in 0..1",
         ),
-        (["--pp-size", "2"], "--pp-size other than 1"),
+        (["--pp-size", "2"], "--pp-size must be 1 in this version"),
         (["--dp-size", "200"], "--dp-size 200 need 200 ranks; a server has at most 64"),
         ([*TP2, "--nnodes", "0"], "--nnodes must be at least 1"),
         ([*TP2, "--nnodes", "2"], "--nnodes needs --dist-init-addr HOST:PORT"),
@@ -131,7 +131,7 @@ BY_RANKS = {
         ["moe", *TP2, "--ep-num-redundant-experts", "2", *located(*[[0, 0, *EXPERTS[1:], 1]] * 2)],
         "MoE layer 0: rank 0 of 2 holds expert 0 twice",
     ),
-    "a map of another size": (["moe", *TP2, *located(EXPERTS)], "the map has the shape [1, 8]; 2 MoE layers of 8"),
+    "a map of another size": (["moe", *TP2, *located(EXPERTS)], "the map has the shape [1, 8], but 2 MoE layers of 8"),
     "another model's dump": (
         ["moe", *TP2, "--init-expert-location", "dump"],
         "the dump belongs to another model: its num_experts is 16, expected 8",
@@ -292,7 +292,7 @@ def test_data_parallel_ranks_that_do_not_exist(server: ServerProcess, rank: Any)
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"algorithm": "best"}, "unknown algorithm 'best': one of auto, min_move"),
+        ({"algorithm": "best"}, "unknown algorithm 'best'; choose from auto, min_move"),
         ({"physical_to_logical_map": [[*EXPERTS[:7], 0, 1, 2]] * 2}, "no slot holds expert 7"),
         ({"physical_to_logical_map": [[0, 0, *EXPERTS[1:], 1]] * 2}, "holds expert 0 twice"),
         ({"physical_to_logical_map": [EXPERTS] * 2}, "the map has the shape [2, 8]"),

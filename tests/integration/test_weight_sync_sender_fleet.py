@@ -159,7 +159,7 @@ def test_one_engine_fails_to_commit(engines: dict[str, Engine], policy: Any) -> 
     sender = sender_for(controls, on_engine_failure=policy)
     seed = next(seeds)
     if policy == "abort_all":
-        with pytest.raises(EngineError, match=r"engine b: .* committed all the same: a") as caught:
+        with pytest.raises(EngineError, match=r"engine b: .* committed despite the failure: a") as caught:
             sender.refresh(version(seed))
         assert caught.value.committed == ["a"] and caught.value.unknown == []
     else:
@@ -329,7 +329,7 @@ def test_connect_names_who_did_not_join(engines: dict[str, Engine]) -> None:
     seed = next(seeds)
     sender.refresh(version(seed))
     assert contents(engines) == dict.fromkeys(engines, content_of(seed))
-    with pytest.raises(TransactionStateError, match="connected already"):
+    with pytest.raises(TransactionStateError, match="already connected; close first"):
         sender.connect()
     sender.close()
     assert sender.connected == []

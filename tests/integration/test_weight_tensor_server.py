@@ -180,7 +180,7 @@ def gadget(tensors: dict[str, torch.Tensor], sender: TensorSender, folder: Path)
 
 
 FAULTS: dict[str, tuple[Fault, str]] = {
-    "a gadget": (gadget, "'os.mkdir', which is not admitted"),
+    "a gadget": (gadget, "'os.mkdir', which is not allowed"),
     "not a pickle": (lambda t, s, f: pickled(b"hello"), "not a pickle"),
     "a cut pickle": (lambda t, s, f: cut(pickled([(NORM, t[NORM])]), 5), "ends in the middle"),
     "a cut file": (lambda t, s, f: cut(file_of(t), 4), "bytes, but its header describes"),
