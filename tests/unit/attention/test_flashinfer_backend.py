@@ -226,8 +226,8 @@ def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
         "not on cpu": _pool(None, device="cpu"),
         "not torch.float32": _pool(FullKV(2, 128), torch.float32),
         "not of 96": _pool(FullKV(2, 96)),
-        "not of 96 with 64": _pool(LatentKV(96, 64)),
-        "not of 512 with 32": _pool(LatentKV(512, 32)),
+        "got 96 and 64": _pool(LatentKV(96, 64)),
+        "got 512 and 32": _pool(LatentKV(512, 32)),
     }
     for reason, pool in obstacles.items():
         assert (FlashInferBackend.obstacle(pool, True) or "").endswith(reason)
