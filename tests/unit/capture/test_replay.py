@@ -238,7 +238,7 @@ def _set(index: Any, value: int) -> Callable[[np.ndarray], None]:
         (_damaged(_set((2, 1, 0), -1)), "outside 0..7"),
         (_damaged(_set((2, 1, 0), 2)), "same expert twice"),
         (_damaged(_set((2, 0, 0), 1)), "dense layer"),
-        ("AAAA", "not whole rows"),
+        ("AAAA", "3 bytes are not a multiple of a row of 3 layers"),
         ("!!!!", "base64|Only base64"),
         (5, "text or an object"),
         ({"data": "", "shape": [1, 3, 3], "dtype": "uint8"}, "not of the shape"),

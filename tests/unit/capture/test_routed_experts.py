@@ -123,7 +123,7 @@ def test_concat_refuses_gaps_overlaps_and_other_models():
         concat([routed.rows(0, 2), routed.rows(1, 6)])
     with pytest.raises(RouteValueError, match="different models"):
         concat([routed.rows(0, 2), make_routed(layers=(0, 2, 4)).rows(2, 6)])
-    with pytest.raises(RouteValueError, match="nothing"):
+    with pytest.raises(RouteValueError, match="no records to concatenate"):
         concat([])
 
 

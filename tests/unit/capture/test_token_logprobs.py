@@ -175,5 +175,5 @@ def test_a_record_is_of_its_tokens() -> None:
     record = an_example()
     record.require([0, 1, 2], 11)
     for ids, start in (([0, 1, 2], 10), ([0, 1], 11), ([0, 1, 3], 11), ([0, 1, 2, 3], 11)):
-        with pytest.raises(CaptureError, match="do not belong"):
+        with pytest.raises(CaptureError, match=f"do not match the {len(ids)} tokens from position {start}"):
             record.require(ids, start)
