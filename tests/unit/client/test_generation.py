@@ -213,7 +213,7 @@ def test_an_answer_that_is_not_json_is_an_error():
     ],
 )
 def test_logprobs_that_do_not_belong_to_the_tokens_are_errors(logprobs):
-    with pytest.raises(ResponseFormatError, match="do not belong"):
+    with pytest.raises(ResponseFormatError, match="do not match the 3 output tokens"):
         answer(sample(**logprobs), return_logprob=True)
 
 
