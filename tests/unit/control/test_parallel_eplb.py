@@ -413,7 +413,7 @@ def test_only_one_rebalance_at_a_time(engine: ParallelHarness, weights: Tensors)
         ({"physical_to_logical_map": [[0] * SLOTS] * LAYERS}, 400, "no slot holds expert 1"),
         ({"physical_to_logical_map": [[0, 0, *range(1, 8), 1, 2, 3]] * LAYERS}, 400, "holds expert 0 twice"),
         ({"physical_to_logical_map": [list(range(8))] * LAYERS}, 400, "the map has the shape"),
-        ({"physical_to_logical_map": random_map(0)[:1]}, 400, "the map is of 1 layers, the model has 2"),
+        ({"physical_to_logical_map": random_map(0)[:1]}, 400, "the map has 1 layers, but the model has 2"),
         ({"physical_to_logical_map": [[0], [0, 1]]}, 400, "rows of one length"),
         ({"physical_to_logical_map": []}, 400, "rows of one length"),
         ({"split": [[1.0]]}, 400, "split needs physical_to_logical_map"),

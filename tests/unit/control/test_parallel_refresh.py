@@ -225,7 +225,7 @@ def test_calls_without_begin_into_lost_weights_add_up(name: str, old: Path, new:
         (refused,) = send(engine, bad, parts=1)
         assert refused.status_code == 400, refused.message
         (again,) = send(engine, {norm: new[norm]}, parts=1)
-        assert again.status_code == 409 and "was lost" in again.message
+        assert again.status_code == 409 and "an earlier weight update was dropped" in again.message
         assert engine.control(AbortWeightUpdateReqInput).status_code == 409, "a new start"
         answers = send(engine, new, parts=3)
         assert [answer.data.get("num_tensors") for answer in answers] == [None, None, len(new)]

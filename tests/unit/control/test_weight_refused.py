@@ -68,5 +68,5 @@ def test_the_bytes_of_a_call_are_capped(folder: Path, shared: SharedMemory, too_
     num_bytes = sum(tensor.nbytes for tensor in logical_tensors(folder).values())
     answer = send(Harness(folder, max_weight_call_bytes=num_bytes - too_few), shared)
     assert answer.success == (not too_few), answer.message
-    assert not too_few or f"at most {num_bytes - 1} are taken" in answer.message
+    assert not too_few or f"has {num_bytes} bytes of tensors; the limit is {num_bytes - 1}" in answer.message
     assert not is_there(shared)
