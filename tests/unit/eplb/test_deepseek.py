@@ -91,5 +91,5 @@ def test_equal_loads_are_where_the_published_sort_leaves_the_map_open() -> None:
 
 def test_groups_that_do_not_divide_over_nodes() -> None:
     layout = ExpertLayout(num_logical_experts=12, num_physical_experts=16, num_ranks=8, num_nodes=8, num_groups=4)
-    with pytest.raises(LayoutError, match="4 expert groups do not divide over 8 nodes"):
+    with pytest.raises(LayoutError, match="4 expert groups cannot be divided evenly over 8 nodes"):
         deepseek_hierarchical(PUBLISHED_LOADS, layout)

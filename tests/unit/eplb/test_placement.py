@@ -120,7 +120,7 @@ def test_what_cannot_be_placed_is_refused_and_changes_nothing() -> None:
     good = ExpertLocationMetadata(torch.tensor([[3, 2, 1, 0, 3, 2]]), 4)
     for metadata, weights, error in (
         (twice, None, "twice"),
-        (trivial_location(1, 6), None, "of 6 experts, not 4"),
+        (trivial_location(1, 6), None, "has 6 experts, expected 4"),
         (trivial_location(1, 4, 8), None, "shape"),
         (good, torch.ones(1, 5), "split weights have the shape"),
         (good, torch.tensor([[1.0, -1, 1, 1, 1, 1]]), "not negative"),

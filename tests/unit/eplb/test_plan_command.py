@@ -96,7 +96,7 @@ def test_copies_bytes_and_time_add_up(capsys: pytest.CaptureFixture[str]) -> Non
     assert report["copies"] / 4 * 0.1 <= report["seconds"] <= report["copies"] * 0.1  # the busiest of four ranks
     assert report["balancedness_after"]["mean"] > report["balancedness_before"]["mean"]
     free = report_of([*options, "--drift", "0.8", "--refresh"], capsys)
-    assert free["algorithm"] == "balanced" and "every slot is written anyway" in free["reason"]
+    assert free["algorithm"] == "balanced" and "a full refresh writes every slot" in free["reason"]
 
 
 def test_the_table_names_what_changes(dump_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def with_file(tmp_path: Path, name: str, content: Any) -> str:
         (["--ranks", "4", "--redundant", "64"], "each of 4 ranks needs at most one for each of 16 experts"),
         (["--ranks", "4", "--nodes", "3"], "4 ranks do not divide over 3 nodes"),
         (["--ranks", "4", "--groups", "5"], "16 logical experts do not divide into 5 groups"),
-        (["--ranks", "4", "--algorithm", "best"], "unknown algorithm 'best': one of auto, min_move"),
+        (["--ranks", "4", "--algorithm", "best"], "unknown algorithm 'best'; choose from auto, min_move"),
         (["--ranks", "4", "--algorithm", "min_move"], "min_move needs the placement in force"),
         (["--ranks", "4", "--target", "2"], "above 0 and at most 1"),
         (["--ranks", "4", "--bandwidth", "0"], "must be more than 0"),
@@ -164,8 +164,8 @@ def test_what_does_not_fit_is_one_line(
     [
         ([[*range(15), 0]] * 3, "layer 0: no slot holds expert 15"),
         ([[*range(15), 16]] * 3, "slot 15 holds expert 16; the model has 16"),
-        ([[*range(16)]] * 2, "the map has the shape [2, 16], wanted [3, 16]"),
-        ([[*range(16), 0, 0, 1, 2]] * 3, "the map has the shape [3, 20], wanted [3, 16]"),
+        ([[*range(16)]] * 2, "the map has the shape [2, 16], expected [3, 16]"),
+        ([[*range(16), 0, 0, 1, 2]] * 3, "the map has the shape [3, 20], expected [3, 16]"),
         ([[float(expert) for expert in range(16)]] * 3, "the map must hold integers"),
         ("abc", "is not an array of numbers"),
     ],

@@ -228,7 +228,7 @@ def test_auto_explains_and_is_never_worse_than_keeping_the_map(data: st.DataObje
     assert (reached >= np.minimum(target, kept) - 2e-3).all()
     copies = cross_rank_copies(current, plan.physical_to_logical_LP, layout).sum(axis=1)
     if free:
-        assert plan.reason.startswith("balanced: every slot is written anyway")
+        assert plan.reason.startswith("balanced: a full refresh writes every slot")
         return
     # What a copy costs: none where the split alone is enough, a whole layer only for a gain that is worth it.
     assert not copies[kept >= target + 1e-3].any()
@@ -257,7 +257,7 @@ def test_auto_picks_and_says_why() -> None:
     assert auto(counts, layout).reason == "balanced: no placement is in force"
     assert auto(counts, layout, current).algorithm == "min_move"
     free = auto(counts, layout, current, copies_are_free=True)
-    assert free.algorithm == "balanced" and "every slot is written anyway" in free.reason
+    assert free.algorithm == "balanced" and "a full refresh writes every slot" in free.reason
     twice = current.copy()
     rank = twice[0, :6]
     single = next(slot for slot in range(6) if (twice[0] == rank[slot]).sum() > 1)
@@ -320,7 +320,7 @@ def test_wrong_inputs_are_one_clear_line() -> None:
         ([[0, 1, 0, 1]], "layer 0: no slot holds expert 2"),
         ([[0, 0, 1, 2]], "layer 0: rank 0 holds expert 0 twice"),
         ([[0, 1, 2, 3]], "slot 3 holds expert 3; the model has 3"),
-        ([[0, 1, 2]], r"the map has the shape \[1, 3\], wanted \[1, 4\]"),
+        ([[0, 1, 2]], r"the map has the shape \[1, 3\], expected \[1, 4\]"),
         ([[0.0, 1.0, 2.0, 0.0]], "the map must hold integers"),
     ]:
         with pytest.raises(MapError, match=words):
@@ -328,7 +328,7 @@ def test_wrong_inputs_are_one_clear_line() -> None:
     for wrong in ([[1, 2]], [[1, -2, 3]], [[1, float("nan"), 3]], [1, 2, 3]):
         with pytest.raises(LoadsError):
             balanced(np.array(wrong), small)
-    with pytest.raises(EplbRequestError, match=f"one of {', '.join(PLANNERS)}"):
+    with pytest.raises(EplbRequestError, match=f"'best'; choose from {', '.join(PLANNERS)}"):
         make_plan("best", counts, small)
     with pytest.raises(EplbRequestError, match="needs the placement in force"):
         make_plan("min_move", counts, small)
