@@ -66,7 +66,7 @@ def test_a_batch_says_which_version_sampled_each_token() -> None:
     assert batch.input_ids_NS.tolist() == [[1, 2, 5, 6, 7], [1, 2, 8, 0, 0]]
     assert batch.rewards_N.tolist() == [1.0, 0.0] and batch.advantages_N.tolist() == [1.0, -1.0]
     assert batch.masks.to_lists() == [[5], [6], [7], [8]]
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="must have equal lengths"):
         make_batch([Group(Problem(1, 2), prompt, outputs) for prompt in ([1], [1, 2])])
 
 
