@@ -176,7 +176,7 @@ def test_a_call_in_python_takes_either_name_and_an_object(name: str, as_text: bo
 def test_openrlhf_s_engine_takes_them_by_vllm_s_name() -> None:
     settings = AsyncEngineArgs(model="m", hf_overrides={"rope_scaling": YARN}).settings
     assert parsed(*flag_words(settings)).model_overrides == {"rope_scaling": YARN}
-    with pytest.raises(BadRequest, match="does not have: hf_overrides"):
+    with pytest.raises(BadRequest, match="does not have these arguments of vLLM's engine: hf_overrides"):
         AsyncEngineArgs(model="m", hf_overrides=lambda config: config)
 
 
