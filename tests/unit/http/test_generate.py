@@ -336,7 +336,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "return_sampling_mask": True}, "there is no mask"),
     ({"input_ids": [1], "return_sampling_mask": [True]}, "return_sampling_mask is a list"),
     ({"input_ids": [1], "return_sampling_mask": "some"}, "return_sampling_mask"),
-    ({"input_ids": [1], "sampling_logprobs_mode": "support"}, "ask with return_sampling_mask"),
+    ({"input_ids": [1], "sampling_logprobs_mode": "support"}, "sampling_logprobs_mode needs return_sampling_mask"),
     ({"input_ids": [1], "return_sampling_mask": True, "sampling_logprobs_mode": "all"}, "sampling_logprobs_mode"),
     (
         {"input_ids": [1], "return_sampling_mask": True, "sampling_mask_format": "slime"},

@@ -72,7 +72,7 @@ def test_shared_memory_by_name(live: Live) -> None:
 
 ONE = [encoded(b"payload")]
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "nothing": ({}, 400, "serialized_named_tensors is missing"),
+    "nothing": ({}, 400, "give serialized_named_tensors or shm_name"),
     "no rank": ({"serialized_named_tensors": []}, 400, "has 0 payloads; this engine has 1 ranks"),
     "two ranks": ({"serialized_named_tensors": ONE * 2}, 400, "has 2 payloads; this engine has 1 ranks"),
     "not a list": ({"serialized_named_tensors": ONE[0]}, 400, "serialized_named_tensors"),
@@ -128,5 +128,5 @@ def test_both_clients_send_the_content_of_tensors(live: Live) -> None:
     with RolloutClient(live.url) as client:
         client.update_weights_from_tensor(shm_name="a", shm_bytes=9, format="safetensors", shm_unlink=True)
         assert sent(live).shm_unlink
-        with pytest.raises(ServerError, match="serialized_named_tensors is missing"):
+        with pytest.raises(ServerError, match="give serialized_named_tensors or shm_name"):
             client.update_weights_from_tensor()
