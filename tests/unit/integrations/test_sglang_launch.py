@@ -97,4 +97,4 @@ def test_as_a_program_it_refuses_in_one_line() -> None:
         timeout=60,
     )
     assert result.returncode == 1
-    assert result.stderr == "lockstep: flags of SGLang that this server does not have: --enable-lora\n"
+    assert result.stderr == "lockstep: this server does not have these flags of SGLang: --enable-lora\n"
