@@ -203,7 +203,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated shard": (lambda f: _truncate(_second_shard(f)), "model-00002.*header describes .*; copy it again"),
     "empty shard": (lambda f: _second_shard(f).write_bytes(b""), "model-00002.*has 0 bytes; copy it again"),
     "not safetensors": (lambda f: _second_shard(f).write_bytes(b"hello" * 100), "model-00002.*not a safetensors file"),
-    "index names an absent tensor": (lambda f: _drop_tensor(_second_shard(f)), "has no tensor .*, which .*index.json"),
+    "index names an absent tensor": (
+        lambda f: _drop_tensor(_second_shard(f)),
+        "has no tensor .*, though .*index.json lists it there",
+    ),
     "index is not JSON": (lambda f: (f / INDEX).write_text("{"), "index.json is not JSON.*; copy it again"),
     "index has no map": (lambda f: (f / INDEX).write_text("{}"), "index.json lacks its weight_map; copy it again"),
     "index leaves the folder": (lambda f: _edit_index(f, x="../y.safetensors"), "same folder"),
