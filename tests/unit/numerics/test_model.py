@@ -213,7 +213,7 @@ def set_parameter(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another family": (
         lambda model: setattr(model, "__class__", type("BertForMaskedLM", (type(model),), {})),
-        "family",
+        "BertForMaskedLM is not supported; the engine serves",
     ),
     "adapters": (set_adapter, "lora_A|base_layer"),
     "an adapter around the whole": (lambda model: rename(model, "PeftModel"), "PeftModel is not supported"),
