@@ -202,9 +202,15 @@ def test_the_last_part_of_a_message_goes_on() -> None:
     assert continued(source, [{"type": "text", "text": "a"}, {"type": "text", "text": "b "}]) == "hi|ab "
 
 
-@pytest.mark.parametrize(("source", "content"), [("{{ messages | length }}", "a"), ("{{ messages[1].content }}", [])])
-def test_a_message_that_the_template_does_not_show_cannot_go_on(source: str, content: Any) -> None:
-    with pytest.raises(BadRequest, match=r"to be continued|no text to continue"):
+@pytest.mark.parametrize(
+    ("source", "content", "reason"),
+    [
+        ("{{ messages | length }}", "a", "does not render the text of the last message, so it cannot be continued"),
+        ("{{ messages[1].content }}", [], "the last message has no text to continue"),
+    ],
+)
+def test_a_message_that_the_template_does_not_show_cannot_go_on(source: str, content: Any, reason: str) -> None:
+    with pytest.raises(BadRequest, match=reason):
         continued(source, content)
 
 
