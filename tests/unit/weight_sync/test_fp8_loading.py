@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[Callable[[Named], Named], str]] = {
     "e5m2": (changed(WEIGHT, lambda tensor: tensor.float().to(torch.float8_e5m2)), "got float8_e5m2"),
     "vector": (
         changed("model.norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn)),
-        "model.norm.weight is float8_e4m3fn and no matrix",
+        "model.norm.weight is float8_e4m3fn but not a matrix",
     ),
     "scale that is not finite": (
         changed(SCALE, lambda tensor: tensor.index_fill(0, torch.tensor([1]), float("inf"))),

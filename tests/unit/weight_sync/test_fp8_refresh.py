@@ -217,7 +217,12 @@ def test_a_half_that_comes_twice_is_refused(
 
 
 WRONG = {
-    "scale of nothing": ("model.nothing.weight_scale_inv", torch.ones(1, 1), UnknownTensorError, "has no weight"),
+    "scale of nothing": (
+        "model.nothing.weight_scale_inv",
+        torch.ones(1, 1),
+        UnknownTensorError,
+        "has no matching weight",
+    ),
     "scale's dtype": (
         SCALE,
         torch.ones(2, 2).double(),
@@ -231,7 +236,7 @@ WRONG = {
         "model.norm.weight",
         torch.ones(160).to(torch.float8_e4m3fn),
         ShapeMismatchError,
-        "model.norm.weight is float8_e4m3fn and no matrix",
+        "model.norm.weight is float8_e4m3fn but not a matrix",
     ),
     "e5m2": (WEIGHT, torch.ones(160, 136).to(torch.float8_e5m2), DtypeMismatchError, "got float8_e5m2"),
 }

@@ -192,7 +192,7 @@ def test_more_than_a_call_may_bring_is_refused(weights: FakeWeights) -> None:
     updater.begin()
     with ParameterServerStandIn() as server:
         raised, failed = refresh(updater, server, list(version(1).items()))
-    assert isinstance(raised, WeightRequestError) and "at most" in str(raised)
+    assert isinstance(raised, WeightRequestError) and "bytes of tensors; the limit is 4" in str(raised)
     assert isinstance(failed, RuntimeError)
 
 
@@ -219,7 +219,7 @@ def test_going_on_after_the_end_is_refused(updater: WeightUpdater) -> None:
 HANDLES = [
     (cuda_handle(), "no CUDA device"),
     (pickle.dumps(reduce_tensor(torch.zeros(4))[:1], -1), "not a handle"),
-    (pickle.dumps((os.system, ("touch /tmp/lockstep-ipc-was-here",)), -1), "not admitted"),
+    (pickle.dumps((os.system, ("touch /tmp/lockstep-ipc-was-here",)), -1), "system', which is not allowed"),
     (pickle.dumps((torch.Size, ((1, 2),)), -1), "not the handle of a flat uint8 buffer"),
     (pickle.dumps((torch.Size, (1, 2, 3)), -1), "malformed handle"),
     (pickle.dumps(torch.zeros(8, dtype=torch.uint8), -1), "came inside the message"),
@@ -360,5 +360,5 @@ def test_a_message_in_parts_is_refused(updater: WeightUpdater) -> None:
     with ParameterServerStandIn() as server:
         server.handle = lambda: server.socket.send(b"[]", zmq.SNDMORE) or b""  # type: ignore[method-assign]
         raised, failed = refresh(updater, server, [(NORM, version(1)[NORM])])
-    assert isinstance(raised, WeightRequestError) and "2 parts" in str(raised)
+    assert isinstance(raised, WeightRequestError) and "must have one part, got 2" in str(raised)
     assert isinstance(failed, RuntimeError) and server.answers == [str(raised)]

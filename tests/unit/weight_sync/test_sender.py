@@ -189,7 +189,7 @@ def test_a_wrapper_of_an_engine_that_does_not_say_has_one_rank() -> None:
 
 def test_another_number_of_ranks_than_the_engine_has_is_refused_before_it_joins() -> None:
     engine = Asked(2)
-    with pytest.raises(EngineError, match="engine_world_size is 1, the engine has 2 ranks; leave it out"):
+    with pytest.raises(EngineError, match="engine_world_size is 1, but the engine has 2 ranks; leave it out"):
         WeightSender(engine).connect(engine_world_size=1)  # type: ignore[arg-type]
     assert engine.joined == []
 
@@ -258,7 +258,11 @@ def test_statements_of_equal_refreshes_are_equal_bytes() -> None:
         ({"b": torch.ones(1), "a": torch.ones(2)}, {}, "tensor 0 is a on rank 0 and b on rank 3"),
         ({"a": torch.ones(2), "b": torch.ones(1, 1)}, {}, "the shape of b is [1] on rank 0 and [1, 1] on rank 3"),
         ({"a": torch.ones(2), "b": torch.ones(1).half()}, {}, "the dtype of b is float32 on rank 0 and float16"),
-        ({"a": torch.ones(2), "b": torch.ones(1)}, {"x": 2}, "the same refresh: x is not given on rank 0 and 2 on"),
+        (
+            {"a": torch.ones(2), "b": torch.ones(1)},
+            {"x": 2},
+            "request different refreshes: x is not given on rank 0 and 2 on",
+        ),
     ],
 )
 def test_statements_that_differ_name_the_difference(
@@ -276,7 +280,7 @@ def test_names_of_a_compiled_model_are_the_model_s() -> None:
 
 def test_an_engine_error_names_engines_and_what_they_said() -> None:
     error = EngineError({"b": ValueError("no"), "c": OSError("gone")}, ["a"])
-    assert str(error) == "engine b: ValueError: no; engine c: OSError: gone; committed all the same: a"
+    assert str(error) == "engine b: ValueError: no; engine c: OSError: gone; committed despite the failure: a"
     assert error.status_code == 502
 
 
