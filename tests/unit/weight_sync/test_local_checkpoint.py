@@ -350,7 +350,7 @@ def test_a_place_where_no_folder_can_be_is_refused(stream: Stream, tmp_path: Pat
 def test_the_base_and_the_source_are_never_written_to(stream: Stream) -> None:
     stream.publish("xor")
     for local in (stream.base, stream.source, stream.base.parent):
-        with pytest.raises(WeightRequestError, match="is the same as .* or contains it"):
+        with pytest.raises(WeightRequestError, match=r"is the same as .* or contains it"):
             pull(local, stream.base, stream.source, 1, timeout_s=1.0)
     assert not (stream.base / SYNC_FOLDER).exists()
 

@@ -329,7 +329,7 @@ def test_memory_that_only_the_count_keeps(sender: TensorSender) -> None:
 def test_a_refused_payload_lets_go_of_its_memory(sender: TensorSender) -> None:
     payload = base64.b64decode(sender.payload("list", [EMBED, NORM], drop=True))
     source = TensorSource(bytearray(payload), None)
-    with pytest.raises(WeightRequestError, match="the limit is 10$"):
+    with pytest.raises(WeightRequestError, match=r"the limit is 10$"):
         source.announce(10)
     assert files_of(sender) == []
     # The bucket is announced, and then refused by the transaction: the source is dropped unread.
