@@ -164,7 +164,7 @@ def test_one_sender_refreshes_servers_of_one_and_of_two_ranks_together(folder: P
         answers = [[facts(reply) for reply in generate(server)] for server in servers.values()]
         assert answers[0] == answers[1] == answers[2]
         sender = WeightSender({"pair": pair.client}, timeout_s=30.0)
-        with pytest.raises(EngineError, match="engine_world_size is 1, the engine has 2 ranks"):
+        with pytest.raises(EngineError, match="engine_world_size is 1, but the engine has 2 ranks"):
             sender.connect(engine_world_size=1)
 
 

@@ -346,7 +346,7 @@ def test_an_update_block_sends_what_it_is_given(engines: dict[str, Engine]) -> N
             sent.zero_()  # a copy went
     assert contents(engines) == dict.fromkeys(engines, content_of(seed))
     assert update.buckets_sent == len(tensors) and all(engine.committed for engine in update.engines.values())
-    with pytest.raises(TransactionStateError, match="over"):
+    with pytest.raises(TransactionStateError, match="the weight update has ended or was not entered"):
         update.send(tensors)
     sender.close()
 
