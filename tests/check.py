@@ -29,7 +29,7 @@ TOPS = ("rollout", "weight_sync", "capture", "eplb", "tests", "examples", "bench
 TIERS = ("unit", "integration")
 """Folders of tests under `tests`, in the order in which they run."""
 WORKERS = 2
-MARGIN = 12.0
+MARGIN = 16.0
 """Seconds before the end of the budget at which no test starts any more."""
 START = 6.0
 """Seconds until pytest's workers have imported what all tests share."""
