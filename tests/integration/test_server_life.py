@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.model_zoo import tiny_checkpoint
 from tests.server_process import ServerProcess, alive
-from weight_sync.process_group import free_port
+from tests.slow_calls import rendezvous
 
 
 @pytest.fixture(scope="module")
@@ -156,32 +155,6 @@ def test_routes_by_default_and_routes_refused(folder: Path, dense: Path) -> None
         response = server.http.post("/generate", json=body | {"return_routed_experts": True})
         assert response.status_code == 400 and "dense" in response.text
         assert server.http.post("/generate", json=body).status_code == 200
-
-
-class Call(threading.Thread):
-    """A POST on a thread of its own."""
-
-    def __init__(self, server: ServerProcess, path: str, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self._url, self._body = server.url + path, body
-        self.reply: httpx.Response | None = None
-        self.start()
-
-    def run(self) -> None:
-        self.reply = httpx.post(self._url, json=self._body, timeout=60, trust_env=False)
-
-    def wait(self, seconds: float) -> httpx.Response:
-        self.join(seconds)
-        assert self.reply is not None, f"no answer within {seconds} s"
-        return self.reply
-
-
-def rendezvous(server: ServerProcess) -> Call:
-    """Start a weight verb that takes as long as it may: nothing listens at its address."""
-    body = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
-    call = Call(server, "/init_weights_update_group", body)
-    time.sleep(0.7)
-    return call
 
 
 @pytest.fixture(scope="module")

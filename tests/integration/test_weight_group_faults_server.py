@@ -5,13 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import torch
 import torch.multiprocessing
@@ -20,6 +17,7 @@ import zmq
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess
 from tests.sglang_payloads import forking_pickle
+from tests.slow_calls import Call, rendezvous
 from tests.weight_group_helpers import in_background
 from weight_sync.bucket import pack
 from weight_sync.process_group import GroupHandle, free_port, init_process_group
@@ -135,32 +133,6 @@ def shared_files() -> set[Path]:
 @pytest.fixture(scope="module")
 def gated_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("model") / "m", "moe", seed=1)
-
-
-class Call(threading.Thread):
-    """A POST on a thread of its own."""
-
-    def __init__(self, server: ServerProcess, path: str, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self._url, self._body = server.url + path, body
-        self.reply: httpx.Response | None = None
-        self.start()
-
-    def run(self) -> None:
-        self.reply = httpx.post(self._url, json=self._body, timeout=60, trust_env=False)
-
-    def wait(self, seconds: float) -> httpx.Response:
-        self.join(seconds)
-        assert self.reply is not None, f"no answer within {seconds} s"
-        return self.reply
-
-
-def rendezvous(server: ServerProcess) -> Call:
-    """Start a weight verb that takes as long as it may: nothing listens at its address."""
-    body = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
-    call = Call(server, "/init_weights_update_group", body)
-    time.sleep(0.7)
-    return call
 
 
 @pytest.fixture(scope="module")

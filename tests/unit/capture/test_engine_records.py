@@ -7,12 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from capture.codec import decode_compact, decode_compatible, encode_compact, encode_compatible
 from capture.errors import RouteFormatError, RouteValueError
-from capture.replay import find_routers
 from capture.routed_experts import RoutedExperts, concat
 from rollout.core.messages.io_struct import AbortReqInput
 from rollout.scheduler.records import RecordReader
@@ -129,27 +126,3 @@ def test_36_atom_2274_a_record_says_what_it_is(judge: OneRank) -> None:
         decode_compatible(text, HIDDEN_LAYERS + 2, TOP_K, MOE_LAYERS, EXPERTS)
     guessed = np.frombuffer(base64.b64decode(text), dtype=np.uint8)  # wrong: another server's type and shape
     assert guessed.size != routed.logical_ids_TLK.size
-
-
-@pytest.fixture(scope="module")
-def model() -> Qwen3MoeForCausalLM:
-    """A trainer's model of the engine's shape, with decisive routers."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=HIDDEN_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        mlp_only_layers=[0],
-    )
-    made = Qwen3MoeForCausalLM(config).eval()
-    with torch.no_grad():
-        for router in find_routers(made):
-            router.weight.normal_(std=1.0)  # type: ignore[operator, union-attr]
-    return made

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from capture import replay
 from capture.errors import RouteValueError
@@ -15,30 +15,6 @@ from capture.replay import find_routers, force_routes, pad_routes, record_routes
 from tests.routes_judge import EXPERTS, LAYERS
 
 TOP_K, MOE_LAYERS, HIDDEN_LAYERS = 3, (1, 2), 3
-
-
-@pytest.fixture(scope="module")
-def model() -> Qwen3MoeForCausalLM:
-    """A trainer's model of the engine's shape, with decisive routers."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=HIDDEN_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        mlp_only_layers=[0],
-    )
-    made = Qwen3MoeForCausalLM(config).eval()
-    with torch.no_grad():
-        for router in find_routers(made):
-            router.weight.normal_(std=1.0)  # type: ignore[operator, union-attr]
-    return made
 
 
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +13,8 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.args.server_cli import add_cli_args, server_args_from_namespace
 from rollout.core.errors import StartupError
 from tests.http_harness import Live, live_server
-from tests.tiny_tokenizer import write_model_folder
 
 ONE_TOKEN: dict[str, Any] = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(Path(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[Live]:
-    with live_server(folder) as server:
-        yield server
-
-
-@pytest.fixture
-def live(shared: Live) -> Iterator[Live]:
-    yield shared
-    shared.scheduler.answers.clear()
-    shared.scheduler.refusal = None
-    shared.scheduler.paused = False
 
 
 @pytest.mark.parametrize("key", ["", " ", " k"])

@@ -24,26 +24,6 @@ from rollout.tokenizer_manager.sample import SampleRecord
 from tests.alternatives import alternatives
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import StandInScheduler
-from tests.tiny_tokenizer import write_model_folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(Path(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[Live]:
-    with live_server(folder) as server:
-        yield server
-
-
-@pytest.fixture
-def live(shared: Live) -> Iterator[Live]:
-    yield shared
-    shared.scheduler.answers.clear()
-    shared.scheduler.refusal = None
-    shared.scheduler.paused = False
 
 
 def test_engine_06_a_short_text_does_not_wait_behind_a_long_one(folder: Path) -> None:

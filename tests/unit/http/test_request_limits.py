@@ -12,29 +12,9 @@ import pytest
 
 from rollout.http import protocol
 from rollout.http.openai import protocol as openai_protocol
-from tests.http_harness import Live, live_server
-from tests.tiny_tokenizer import write_model_folder
+from tests.http_harness import Live
 
 ONE_TOKEN: dict[str, Any] = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(Path(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[Live]:
-    with live_server(folder) as server:
-        yield server
-
-
-@pytest.fixture
-def live(shared: Live) -> Iterator[Live]:
-    yield shared
-    shared.scheduler.answers.clear()
-    shared.scheduler.refusal = None
-    shared.scheduler.paused = False
 
 
 WORST_BODIES = """
