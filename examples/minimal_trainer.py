@@ -5,7 +5,7 @@
     python examples/minimal_trainer.py --model-path ./checkpoint --url http://127.0.0.1:30000
 
 Each step: sample, recompute the log-probabilities under the engine's routes, step, refresh the server.  The reward is
-the share of vowels in the answer, so that there is something to learn.  `examples/demo/trainer.py` is the
+the share of vowels among an answer's letters, so that there is something to learn.  `examples/demo/trainer.py` is the
 same loop with every claim checked.
 
 Shapes: N samples, S positions, O output positions.
@@ -27,8 +27,9 @@ PROMPT = "Once upon a time"
 
 
 def reward(text: str) -> float:
-    """Return the share of vowels in a text."""
-    return sum(character in "aeiou" for character in text) / max(len(text), 1)
+    """Return the share of vowels among the letters of a text, 0 where it has none."""
+    letters = [character for character in text.lower() if character.isalpha()]
+    return sum(letter in "aeiou" for letter in letters) / max(len(letters), 1)
 
 
 def sample(client: RolloutClient, prompt_ids: Sequence[int], n: int, seed: int) -> list[GenerationOutput]:
@@ -65,8 +66,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--url", default="http://127.0.0.1:30000")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=16)
     args = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32, trust_remote_code=False).eval()

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from examples.demo.messages import RolloutReport, StepReport, TrainerReport
+from examples.demo.mismatch import BitAgreement
 
 MAX_MEAN_ABS = 0.1
 """Nats.  bfloat16 engine against float32 trainer under the same routes; a wrong route alone costs more."""
@@ -75,10 +76,23 @@ def rollout_rows(report: RolloutReport) -> list[Row]:
             row("mean |Δ log-prob|", *_at_most(own.mean_abs, MAX_MEAN_ABS)),
             row("KL(engine, trainer)", *_at_most(own.kl, MAX_KL, digits=6)),
         ]
+    rows += [Row(section, *facts) for facts in _exact_facts(report.exact)]
     if stale is not None:
         name = "mean |Δ log-prob|, weights before the step" + ("" if forced is None else ", forced")
         rows.append(row(name, *_above(stale.mean_abs, STALE_FACTOR * (own if forced is None else forced).mean_abs)))
     return rows
+
+
+def _exact_facts(exact: BitAgreement | None) -> list[tuple[str, str, str, bool | None]]:
+    """Return name, value, bound and verdict of each row about a trainer under engine numerics."""
+    kl, bits = "KL(engine, trainer), engine numerics", "log-probs with the engine's bits, engine numerics"
+    if exact is None:
+        return [(kl, "no compiled operators", "", None), (bits, "no compiled operators", "", None)]
+    equal, total = exact.num_equal, exact.num_tokens
+    return [
+        (kl, f"{exact.kl:g}", "exactly 0", exact.kl == 0),
+        (bits, f"{equal} of {total}", "all", total > 0 and equal == total),
+    ]
 
 
 def step_rows(step: StepReport, *, forced: bool) -> list[Row]:

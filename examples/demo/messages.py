@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from examples.demo.mismatch import LogprobMismatch, RouteMismatch
+from examples.demo.mismatch import BitAgreement, LogprobMismatch, RouteMismatch
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -20,7 +20,8 @@ class RolloutReport(msgspec.Struct, frozen=True):
 
     `version_problems`: the first few samples whose reported versions are wrong; `num_version_problems` counts all.
     `forced` follows the engine's routes.  It and `routes` are None for a dense model.  `stale`: the mismatch, routes
-    forced if there are any, of the weights before the last step; None in the first round.
+    forced if there are any, of the weights before the last step; None in the first round.  `exact`: the trainer under
+    engine numerics; None where no operators are compiled.
     """
 
     version: str
@@ -35,6 +36,7 @@ class RolloutReport(msgspec.Struct, frozen=True):
     routes: RouteMismatch | None
     forced: LogprobMismatch | None
     stale: LogprobMismatch | None
+    exact: BitAgreement | None
 
 
 class StepReport(msgspec.Struct, frozen=True):

@@ -20,6 +20,14 @@ class LogprobMismatch(msgspec.Struct, frozen=True):
     kl: float
 
 
+class BitAgreement(msgspec.Struct, frozen=True):
+    """`num_equal` of `num_tokens` log-probabilities have the same bits on both sides; `kl` as in `LogprobMismatch`."""
+
+    num_tokens: int
+    num_equal: int
+    kl: float
+
+
 class RouteMismatch(msgspec.Struct, frozen=True):
     """Share of tokens with a different set of experts in any layer, and of (token, layer) pairs."""
 
@@ -40,6 +48,13 @@ def logprob_mismatch(engine_T: torch.Tensor, trainer_T: torch.Tensor) -> Logprob
         max_abs=difference.abs().max().item(),
         kl=(difference.expm1() - difference).mean().item(),
     )
+
+
+def bit_agreement(engine_T: torch.Tensor, trainer_T: torch.Tensor) -> BitAgreement:
+    """Count the tokens whose log-probabilities, float32 on both sides, have the same bits."""
+    equal_T = engine_T.view(torch.int32) == trainer_T.view(torch.int32)
+    mismatch = logprob_mismatch(engine_T, trainer_T)
+    return BitAgreement(num_tokens=mismatch.num_tokens, num_equal=int(equal_T.sum()), kl=mismatch.kl)
 
 
 def route_mismatch(engine_TLK: torch.Tensor, trainer_TLK: torch.Tensor) -> RouteMismatch:

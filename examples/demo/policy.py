@@ -19,9 +19,17 @@ from transformers import AutoModelForCausalLM
 
 from capture.errors import UnsupportedRouterError
 from capture.replay import find_routers, force_routes, pad_routes, record_routes
-from examples.demo.mismatch import LogprobMismatch, RouteMismatch, logprob_mismatch, route_mismatch
+from examples.demo.mismatch import (
+    BitAgreement,
+    LogprobMismatch,
+    RouteMismatch,
+    bit_agreement,
+    logprob_mismatch,
+    route_mismatch,
+)
 from examples.demo.objective import group_advantages, policy_gradient_loss
 from examples.demo.rollouts import SampleGroup
+from rollout.numerics import engine_logprobs, use_engine_numerics
 
 
 def load_model(path: str | Path) -> torch.nn.Module:
@@ -91,6 +99,22 @@ def mismatch_own(model: torch.nn.Module, groups: Iterable[SampleGroup]) -> tuple
             part.append(side[group.mask_NO])
     engine_T, trainer_T, engine_TLK, trainer_TLK = (torch.cat(part) for part in parts)
     return logprob_mismatch(engine_T, trainer_T), route_mismatch(engine_TLK, trainer_TLK)
+
+
+@torch.no_grad()
+def agreement_exact(model: Any, groups: Iterable[SampleGroup]) -> BitAgreement:
+    """Compare the engine with the trainer under engine numerics, which routes by itself.
+
+    Raises `UnsupportedFeature` where no operators are compiled.
+    """
+    engine_parts, trainer_parts = [], []
+    with use_engine_numerics(model):
+        for group in groups:
+            logits_NOV = model(input_ids=group.input_ids_NS, use_cache=False).logits[:, group.prompt_len - 1 : -1]
+            logprobs_NO = engine_logprobs(logits_NOV, group.input_ids_NS[:, group.prompt_len :])
+            engine_parts.append(group.engine_logprobs_NO[group.mask_NO])
+            trainer_parts.append(logprobs_NO[group.mask_NO])
+    return bit_agreement(torch.cat(engine_parts), torch.cat(trainer_parts))
 
 
 class PolicyOptimizer:

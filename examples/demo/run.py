@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import queue
+import shlex
 import shutil
 import signal
 import sys
@@ -29,6 +30,7 @@ from examples.demo.display import Display, make_display, results_table
 from examples.demo.flags import SIZES, parser
 from examples.demo.messages import Failure, Progress, TrainerReport, decode
 from examples.make_checkpoint.run import make_checkpoint
+from examples.make_checkpoint.spec import CheckpointSpec
 from rollout.client import RolloutClient
 from rollout.core.errors import LockstepError
 from rollout.server.child_process import ChildProcess, seconds_left
@@ -53,19 +55,24 @@ def main(argv: Sequence[str]) -> int:
     try:
         with signals_interrupt(), _work_folder(args) as folder:
             rows = _run(args, folder, console)
+        kept = folder if folder.is_dir() else None
     except KeyboardInterrupt:
         console.print("interrupted; every process has been stopped", markup=False)
         return INTERRUPTED
     except LockstepError as error:
         console.print(f"lockstep demo: error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    return _conclude(rows, time.monotonic() - started, console)
+    status = _conclude(rows, time.monotonic() - started, console)
+    if status == 0:
+        for line in next_steps(args, kept):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return status
 
 
 def _run(args: argparse.Namespace, folder: Path, console: Console) -> list[Row]:
     with make_display(console) as display:
         checkpoint = folder / "checkpoint"
-        spec = replace(SIZES[args.size], family=args.family, seed=args.seed)
+        spec = _spec(args)
         make_checkpoint(
             checkpoint, spec, progress=lambda done, total: display.update("write a checkpoint", done, total)
         )
@@ -91,6 +98,33 @@ def _conclude(rows: Sequence[Row], seconds: float, console: Console) -> int:
     verdict = f"{len(failed)} of {len(checks)} checks FAILED" if failed else f"all {len(checks)} checks ok"
     console.print(f"{verdict}, {seconds:.0f} s in all", style="bold red" if failed else "bold green", highlight=False)
     return 1 if failed else 0
+
+
+def next_steps(args: argparse.Namespace, kept: Path | None) -> list[str]:
+    """Return three lines: the facts that were shown, how to serve the checkpoint, and the dashboard's address.
+
+    `kept`: the demo's folder, None where it is gone and the same checkpoint can be made again.
+    """
+    started_as = Path(sys.argv[0])
+    lockstep = str(started_as) if started_as.name == "lockstep" and not shutil.which("lockstep") else "lockstep"
+    spec = _spec(args)
+    if kept is not None:
+        make, folder = "", shlex.quote(str(kept / "checkpoint"))
+    else:
+        family = "" if spec.family == CheckpointSpec.family else f" --family {spec.family}"
+        seed = "" if spec.seed == CheckpointSpec.seed else f" --seed {spec.seed}"
+        make, folder = f"{lockstep} make-checkpoint ./checkpoint{family}{seed} && ", "./checkpoint"
+    routes = "" if spec.is_dense else " --enable-return-routed-experts"
+    served = "family" if make and args.size != "standard" else "checkpoint"
+    return [
+        "Shown: a rollout, a policy-gradient step, a refresh of the live server, and a rollout under the new weights.",
+        f"Serve this {served}: {make}{lockstep} serve {folder}{routes}",
+        "Watch it at http://127.0.0.1:30000/dashboard",
+    ]
+
+
+def _spec(args: argparse.Namespace) -> CheckpointSpec:
+    return replace(SIZES[args.size], family=args.family, seed=args.seed)
 
 
 # --- processes ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from examples.demo.objective import group_advantages, load_questions
 from examples.demo.rollouts import RolloutPlan, SampleGroup, roll_out, version_problem
 from rollout.client import RolloutClient, Timeouts
 from rollout.core.errors import LockstepError
+from rollout.kernels.build import load_kernels
 from weight_sync.errors import WeightSyncError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.sender import NamedTensors, WeightSender, named_tensors_of, split_fused_experts
@@ -104,7 +105,7 @@ class Trainer:
     def _rollout_report(
         self, groups: list[SampleGroup], version: str, stale_model: torch.nn.Module | None
     ) -> RolloutReport:
-        phase, total = f"score version {version}", 2 if stale_model is None else 3
+        phase, total = f"score version {version}", 3 if stale_model is None else 4
         self._progress(phase, 0, total)
         routes, forced = None, None
         if self._plan.with_routes:
@@ -114,10 +115,12 @@ class Trainer:
         else:
             own = policy.mismatch_forced(self._model, groups)
         self._progress(phase, 2, total)
+        exact = policy.agreement_exact(self._model, groups) if load_kernels().available else None
+        self._progress(phase, 3, total)
         stale = None
         if stale_model is not None:
             stale = policy.mismatch_forced(stale_model, groups)
-            self._progress(phase, 3, total)
+            self._progress(phase, 4, total)
         outputs = [output for group in groups for output in group.outputs]
         problems = [problem for output in outputs if (problem := version_problem(output, version)) is not None]
         return RolloutReport(
@@ -133,6 +136,7 @@ class Trainer:
             routes=routes,
             forced=forced,
             stale=stale,
+            exact=exact,
         )
 
     def _fingerprints(self) -> dict[str, str]:

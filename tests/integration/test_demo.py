@@ -54,8 +54,12 @@ def demo(*words: str) -> subprocess.CompletedProcess[str]:
 def test_demo_passes_and_leaves_nothing(tmp_path: Path) -> None:
     result = demo(*SMALL, "--workdir", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"all 13 checks ok, \d+ s in all", result.stdout)
+    assert re.search(r"all 17 checks ok, \d+ s in all", result.stdout)
     assert "FAILED" not in result.stdout and "…" not in result.stdout
+    assert re.search(r"KL\(engine, trainer\), engine numerics +│ +0 │ +exactly 0 │ ok", result.stdout)
+    shown, serve, watch = result.stdout.splitlines()[-3:]
+    assert shown.startswith("Shown: ") and watch.endswith("/dashboard")
+    assert serve.endswith(f"lockstep serve {tmp_path / 'checkpoint'} --enable-return-routed-experts")
     for phase in (
         "write a checkpoint",
         "start the server",
@@ -87,7 +91,7 @@ def test_a_step_of_size_zero_fails_the_checks(tmp_path: Path) -> None:
         "tensors that the step changed",
         "mean |Δ log-prob|, weights before the step, forced",
     ]
-    assert "3 of 13 checks FAILED" in result.stdout
+    assert "3 of 17 checks FAILED" in result.stdout
 
 
 @pytest.mark.full

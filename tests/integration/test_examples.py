@@ -21,7 +21,7 @@ pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-TESTED = {"minimal_trainer.py", "openai_client.py"}
+TESTED = {"minimal_trainer.py", "openai_client.py", "exact_numerics.py"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,22 @@ def test_minimal_trainer_refreshes_the_server(server: Running) -> None:
     mismatches = [float(re.search(r"log-prob\| ([0-9.]+)", line).group(1)) for line in lines]  # type: ignore[union-attr]
     assert max(mismatches) < 0.15
     assert httpx.get(f"{server.url}/weight_version").json()["weight_version"] == "step-2"
+
+
+def test_the_example_of_exact_numerics_finds_equal_bits(server: Running) -> None:
+    out = run(
+        sys.executable,
+        str(EXAMPLES / "exact_numerics.py"),
+        "--model-path",
+        str(server.checkpoint),
+        *("--url", server.url),
+    )
+    exact = re.findall(r"engine numerics +KL 0, largest \|Δ log-prob\| 0, equal bits (\d+) of (\d+)", out)
+    routes = re.findall(r"equal routes (\d+) of (\d+) tokens", out)
+    assert len(exact) == len(routes) == 2, out
+    assert all(equal == total != "0" for equal, total in [*exact, *routes])
+    plain = re.findall(r"plain transformers +.* equal bits (\d+) of (\d+)", out)
+    assert all(int(equal) < int(total) for equal, total in plain), "plain transformers differ"
 
 
 def test_the_example_openai_client_prints_each_answer(server: Running) -> None:

@@ -19,7 +19,7 @@ from examples.demo.messages import (
     decode,
     encode,
 )
-from examples.demo.mismatch import LogprobMismatch, RouteMismatch
+from examples.demo.mismatch import BitAgreement, LogprobMismatch, RouteMismatch
 
 OLD = {"a": "0" * 16, "b": "1" * 16}
 NEW = {"a": "2" * 16, "b": "1" * 16}
@@ -43,6 +43,7 @@ def rollout_report(version: str, **changes: Any) -> RolloutReport:
         routes=RouteMismatch(token_share=0.2, token_layer_share=0.05),
         forced=mismatch(0.02, 0.0005),
         stale=None if version == "0" else mismatch(1.0, 0.5),
+        exact=BitAgreement(num_tokens=100, num_equal=100, kl=0.0),
     )
     return msgspec.structs.replace(report, **changes)
 
@@ -85,6 +86,7 @@ def test_a_good_report_passes_every_check() -> None:
 
 ROUND_1 = "Rollout, weight version 1"
 REFRESH = "Refresh to version 1"
+EXACT_BITS = "log-probs with the engine's bits, engine numerics"
 STEP = "Policy-gradient step 1, routes forced"
 
 
@@ -96,6 +98,9 @@ STEP = "Policy-gradient step 1, routes forced"
         ("second", {"forced": mismatch(0.02, 0.003)}, ROUND_1, "KL(engine, trainer), routes forced"),
         ("second", {"forced": mismatch(float("nan"), 0.0)}, ROUND_1, "mean |Δ log-prob|, engine's routes forced"),
         ("second", {"stale": mismatch(0.03, 0.001)}, ROUND_1, "mean |Δ log-prob|, weights before the step, forced"),
+        ("second", {"exact": BitAgreement(100, 100, 1e-12)}, ROUND_1, "KL(engine, trainer), engine numerics"),
+        ("second", {"exact": BitAgreement(100, 99, 0.0)}, ROUND_1, EXACT_BITS),
+        ("second", {"exact": BitAgreement(0, 0, 0.0)}, ROUND_1, EXACT_BITS),
         ("step", {"gradient_norm": 0.0}, STEP, "norm of the gradient"),
         ("step", {"gradient_norm": float("nan")}, STEP, "norm of the gradient"),
         ("step", {"loss_after": 0.2}, STEP, "loss of the same samples, before and after"),

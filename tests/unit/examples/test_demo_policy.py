@@ -13,7 +13,7 @@ import torch
 from capture.replay import record_routes
 from capture.routed_experts import RoutedExperts
 from examples.demo import policy
-from examples.demo.mismatch import logprob_mismatch, route_mismatch
+from examples.demo.mismatch import bit_agreement, logprob_mismatch, route_mismatch
 from examples.demo.objective import group_advantages, load_questions, policy_gradient_loss, reward
 from examples.demo.rollouts import SampleGroup, sample_group, version_problem
 from rollout.client import GenerationOutput, VersionSpan
@@ -69,6 +69,15 @@ def test_loss_falls_when_better_samples_get_likelier() -> None:
 
 
 # --- mismatch ------------------------------------------------------------------------------------------------------
+
+
+def test_bit_agreement_counts_the_last_bit() -> None:
+    engine = torch.tensor([-1.0, -2.0, -3.0])
+    trainer = engine.clone()
+    trainer[1] = torch.nextafter(trainer[1], torch.tensor(0.0))
+    found = bit_agreement(engine, trainer)
+    assert (found.num_tokens, found.num_equal) == (3, 2) and found.kl > 0
+    assert bit_agreement(engine, engine.clone()).kl == 0
 
 
 def test_logprob_mismatch_by_hand() -> None:
