@@ -1,1 +1,4 @@
-"""Expert placement: load counts, planners, moves.  It imports no other package of this project."""
+"""Expert placement: load counts, planners, moves.  It imports no other package of this project.
+
+Part of the package lockstep-rl.
+"""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("rollout", "weight_sync", "capture", "eplb", "tests", "examples", "benchmarks", "docs")
+FOLDERS = ("lockstep_rl", "rollout", "weight_sync", "capture", "eplb", "tests", "examples", "benchmarks", "docs")
 MAX_WORDS = 25
 """Words of a sentence in a document."""
 MAX_MESSAGE_WORDS = 20

@@ -21,7 +21,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.scheduler.req import Req
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("capture", "eplb", "weight_sync", "rollout")
+PACKAGES = ("capture", "eplb", "weight_sync", "rollout", "lockstep_rl")
 MAX_FILE_LINES = 400
 MAX_SETTINGS = 83
 SLACK = 0.03
