@@ -7,7 +7,9 @@ from pathlib import Path
 
 from examples.make_checkpoint.run import CheckpointSpec, make_checkpoint
 
-CACHE = Path(__file__).resolve().parents[1] / "build" / "bench"
+REPOSITORY = Path(__file__).resolve().parents[1]
+IS_CLONE = (REPOSITORY / "pyproject.toml").is_file()
+CACHE = REPOSITORY / "build" / "bench" if IS_CLONE else Path.home() / ".cache" / "lockstep" / "bench"
 
 SHAPES = {
     "S": CheckpointSpec(

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from rollout.core.version import VERSION
 
 REPOSITORY = Path(__file__).parents[2]
-"""The folder of the demo and the benchmarks: they are run from a clone, not installed."""
+BUNDLED = REPOSITORY / "lockstep_rl" / "bundled"
+"""The folder of the demo and the benchmarks in an installed wheel.  In a clone they lie in `REPOSITORY`."""
 INTERRUPTED = 130  # exit status of a command that Ctrl-C ended, as in a shell
 
 
@@ -80,13 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _find(command: str, module: str) -> None:
-    """Put a clone's folders on the path for a command that needs them.  Raises `SystemExit` where there is no clone."""
+    """Put the folder of a command outside the packages on the path, for child processes too.
+
+    Raises `SystemExit` where there is none.
+    """
     package = module.partition(".")[0]
     if package != "rollout":
-        if not (REPOSITORY / package).is_dir():
-            raise SystemExit(f"lockstep {command} needs a clone of the repository, because {package}/ is not installed")
-        sys.path.insert(0, str(REPOSITORY))
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        folder = next((one for one in (BUNDLED, REPOSITORY) if (one / package).is_dir()), None)
+        if folder is None:
+            raise SystemExit(
+                f"lockstep {command} needs the folder {package}/, which is missing: install lockstep-rl again"
+            )
+        sys.path.insert(0, str(folder))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
 if __name__ == "__main__":
