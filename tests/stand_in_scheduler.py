@@ -185,6 +185,7 @@ class StandInScheduler:
             "num_threads": 1,
             "step_time_ms": {},
             "cpu_isa": "",
+            "plain_torch_reason": "no compiled operators",
             "batch_invariant": True,
             "batch_invariance_note": "",
         }

@@ -35,7 +35,7 @@ from rollout.executor.recorded_forward import RecordedForward
 from rollout.families.registry import served_model_config
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
-from rollout.kernels.ops import select_ops
+from rollout.kernels.ops import plain_torch_reason, select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.memory.allocator import keep_freed_memory
 from rollout.memory.available import Kept, available_memory_bytes, kv_pool_tokens
@@ -108,6 +108,9 @@ def build_scheduler(
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available, args.cpu_weight_format)
+    plain_reason = plain_torch_reason(ops, kernels.reason, dtype)
+    if plain_reason and kernels.available:
+        say(f"WARNING: running on plain torch, several times slower: {plain_reason}", prefix="")
     pages = select_pages(device) if args.enable_memory_saver else None
     weight_memory = nullcontext() if pages is None else pages.pool("weights")
     backend = _moe_backend(args, config)
@@ -135,18 +138,15 @@ def build_scheduler(
         state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
     route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
     attention = create_attention_backend(args.attention_backend, kv_pool, kernels.available)
-    is_recorded = ops.batch_invariant and parallel.layout.world_size == 1
-    recorded = RecordedForward(model) if is_recorded else None
+    is_alone = parallel.layout.world_size == 1
+    recorded = RecordedForward(model) if ops.batch_invariant and is_alone else None
     runner = ModelRunner(state, kv_pool, attention, route_store, recorded, state_pool)
-    inbox: Channel = (
-        channel if parallel.layout.world_size == 1 else SharedChannel(channel, parallel, lambda: state.epoch.mark)
-    )
+    inbox: Channel = channel if is_alone else SharedChannel(channel, parallel, lambda: state.epoch.mark)
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel, ops.rest)
     layout = expert_layout(config, placement, args.nnodes)
     static_state = _static_state(args, limits, model_bytes, sum(tensor.nbytes for tensor in kv_pool.tensors), dtype)
     sizes = " and ".join(sorted({str(layer.key_size) for layer in model.kv_layers if layer is not None}))
-    static_state |= {"cpu_isa": kernels.isa}
-    static_state |= batch_invariance(
+    static_state |= {"cpu_isa": kernels.isa, "plain_torch_reason": plain_reason} | batch_invariance(
         {
             "layers": ops.batch_invariant,
             "attention": attention.batch_invariant,
@@ -204,7 +204,7 @@ def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
         if status.available:
             say(f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest", prefix="")
         else:
-            say(f"running on plain torch, several times slower: {status.reason}", prefix="")
+            say(f"WARNING: running on plain torch, several times slower: {status.reason}", prefix="")
         return status
     if device.type != "cpu":
         return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")

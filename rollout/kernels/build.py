@@ -1,10 +1,11 @@
-"""Compiles the operators in `csrc/` for this machine and loads them into torch.
+"""Loads the operators of `csrc/` into torch: the ones that the wheel brought along, or compiled for this machine.
 
     <cache>/<key>/kernels.so   key = hash of the sources, the flags, torch's version and the CPU's features
     <cache>/<key>/lock         held while compiling; the kernel of the OS frees it if the holder dies
     <cache>/objects/<key>.o    one compiled source, so that a build that was cut off goes on where it was
 
-The cache is `$LOCKSTEP_KERNEL_CACHE`, or `~/.cache/lockstep/kernels`.
+The cache is `$LOCKSTEP_KERNEL_CACHE`, or `~/.cache/lockstep/kernels`.  `rollout.kernels.shipped` finds what a wheel
+brings along.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from rollout.kernels import isa as isas
+from rollout.kernels import shipped
 from rollout.kernels.operators import OPERATORS
 
 SOURCES = Path(__file__).parent / "csrc"
 # No -ffast-math and no contraction: the sources decide which operations are fused and in which order sums run.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
+COMMON_FLAGS = tuple(flag for flag in FLAGS if not flag.startswith("-march"))
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_CPU_S = 900
 """CPU seconds of one run of the compiler; a source takes 20 to 60.  A busy machine does not change them."""
@@ -42,6 +46,7 @@ COMPILE_TIMEOUT_S = 3600.0
 """Seconds of the clock, for a compiler that hangs."""
 OBJECTS_KEPT_S = 14 * 86400.0
 LOCK_POLL_S = 0.1
+PROGRESS_S = 5.0
 LIMITED = ("/bin/sh", "-c", 'ulimit -S -t "$0"; exec "$@"')
 
 Progress = Callable[[str], None]
@@ -49,6 +54,14 @@ Progress = Callable[[str], None]
 
 class KernelBuildError(Exception):
     """The operators cannot be compiled or their cache cannot be used.  The message is one line with the reason."""
+
+
+class Target(NamedTuple):
+    """The torch that a library is compiled for, and the processor's features where the flags depend on them."""
+
+    torch_root: Path
+    torch_version: str
+    features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ def load_kernels(progress: Progress | None = None, isa: str | None = None) -> Ke
         if refusal := isas.refusal_of(wanted):
             raise KernelBuildError(refusal)
         if not hasattr(torch.ops.lockstep, "isa"):
-            torch.ops.load_library(_library_for(wanted, progress))
+            _load(wanted, progress)
     except (KernelBuildError, OSError, subprocess.SubprocessError) as error:
         return KernelStatus(available=False, reason=str(error))
     loaded = torch.ops.lockstep.isa()
@@ -83,18 +96,41 @@ def load_kernels(progress: Progress | None = None, isa: str | None = None) -> Ke
     return KernelStatus(available=True, isa=loaded)
 
 
-def _library_for(wanted: str, progress: Progress | None) -> Path:
+def _load(wanted: str, progress: Progress | None) -> None:
+    """Load the wheel's operators where they fit this torch and this processor, else what is compiled here."""
+    try:
+        torch.ops.load_library(_library_for(wanted, progress))
+    except OSError as error:
+        if shipped.folder() is None:
+            raise
+        if progress is not None:
+            progress(f"the operators of the wheel do not load into torch {torch.__version__}: {error}")
+        torch.ops.load_library(_library_for(wanted, progress, ships=False))
+
+
+def _library_for(wanted: str, progress: Progress | None, ships: bool = True) -> Path:
+    def library_of(isa: str) -> Path:
+        found = shipped.library_of(isa) if ships else None
+        return found or build_kernels(progress, extra_flags=isas.COMPILER_FLAGS.get(isa, ()))
+
     if wanted == isas.TILES or (wanted == "auto" and isas.has_tiles()):
-        library = build_kernels(progress, extra_flags=isas.COMPILER_FLAGS[isas.TILES])
-        refusal = isas.tiles_refusal(library)
+        library = library_of(isas.TILES)
+        refusal = isas.tiles_refusal(library, _answer_of(library))
         if not refusal:
             return library
         if wanted == isas.TILES:
             raise KernelBuildError(refusal)
         if progress is not None:
             progress(f"matrix tiles are not used: {refusal}")
-    chosen = isas.fastest_beside_tiles() if wanted == "auto" else wanted
-    return build_kernels(progress, extra_flags=isas.COMPILER_FLAGS.get(chosen, ()))
+    return library_of(isas.fastest_beside_tiles() if wanted == "auto" else wanted)
+
+
+def _answer_of(library: Path) -> Path:
+    """Return the file for the answer of a trial of tiles; a wheel's folder may be read-only."""
+    if not shipped.holds(library):
+        return library.with_name("tiles")
+    name = hashlib.sha256("\0".join((str(library), torch.__version__, *_cpu_features())).encode()).hexdigest()[:24]
+    return _private_folder(cache_folder() / name) / "tiles"
 
 
 def build_kernels(
@@ -120,7 +156,7 @@ def build_kernels(
             progress(f"compiling the CPU operators with {compiler[0]}: once for this machine, a few minutes of CPU")
         with _lock(folder / "lock", timeout_s):
             if not library.exists():
-                _compile(compiler, sources, library, timeout_s, extra_flags)
+                compile_library(compiler, sources, library, (*FLAGS, *extra_flags), this_target(), timeout_s, progress)
     except OSError as error:
         raise KernelBuildError(f"the cache of compiled operators cannot be used: {error}") from error
     return library
@@ -141,14 +177,18 @@ def cache_key(sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str
     return digest.hexdigest()[:24]
 
 
-def object_key(source: Path, extra_flags: tuple[str, ...], compiler: list[str]) -> str:
+def object_key(source: Path, flags: tuple[str, ...], compiler: list[str], target: Target) -> str:
     """Return a hash of everything that the object of one source depends on, except the compiler's version."""
     digest = hashlib.sha256()
     for path in (*sorted(source.parent.glob("*.h")), source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    words = (*compiler, *FLAGS, *extra_flags, torch.__version__, *_cpu_features())
-    digest.update("\0".join(words).encode())
+    digest.update("\0".join((*compiler, *flags, target.torch_version, *target.features)).encode())
     return digest.hexdigest()[:24]
+
+
+def this_target() -> Target:
+    """Return the torch and the processor of this process."""
+    return Target(Path(torch.__file__).parent, torch.__version__, _cpu_features())
 
 
 def find_compiler() -> list[str]:
@@ -194,30 +234,56 @@ def _lock(path: Path, timeout_s: float) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: list[str], sources: Path, library: Path, timeout_s: float, extra_flags: tuple[str, ...]) -> None:
-    """Compile each source on its own, two at a time, then link.  Objects and library appear whole or not at all."""
-    torch_root = Path(torch.__file__).parent
-    includes = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
-    libraries = [f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]
+def compile_library(
+    compiler: list[str],
+    sources: Path,
+    library: Path,
+    flags: tuple[str, ...],
+    target: Target,
+    timeout_s: float = COMPILE_TIMEOUT_S,
+    progress: Progress | None = None,
+) -> None:
+    """Compile each source on its own, two at a time, then link.  Objects and library appear whole or not at all.
+
+    Finished objects stay in the cache, so that a build that fails or is cut off goes on where it was.
+    """
+    includes = [f"-I{target.torch_root / 'include'}", f"-I{target.torch_root / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{target.torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]
     kept = _private_folder(cache_folder() / "objects")
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
 
         def compile_one(source: Path) -> str:
-            found = kept / f"{object_key(source, extra_flags, compiler)}.o"
+            found = kept / f"{object_key(source, flags, compiler, target)}.o"
             if found.exists():
                 found.touch()  # used: not removed
                 return str(found)
-            target = Path(scratch) / f"{source.stem}.o"
-            _run([*compiler, *FLAGS, *extra_flags, *includes, "-c", str(source), "-o", str(target)], timeout_s)
-            target.replace(found)
+            made = Path(scratch) / f"{source.stem}.o"
+            _run([*compiler, *flags, *includes, "-c", str(source), "-o", str(made)], timeout_s)
+            made.replace(found)
             return str(found)
 
         with ThreadPoolExecutor(max_workers=2) as pool:
-            objects = list(pool.map(compile_one, sorted(sources.glob("*.cpp"))))
+            running = [pool.submit(compile_one, source) for source in sorted(sources.glob("*.cpp"))]
+            _wait_for(running, progress)
+        objects = [future.result() for future in running]
         linked = Path(scratch) / library.name
-        _run([*compiler, "-shared", "-pthread", *extra_flags, *objects, *libraries, "-o", str(linked)], timeout_s)
+        _run([*compiler, "-shared", *flags, *objects, *libraries, "-o", str(linked)], timeout_s)
         linked.replace(library)
     _remove_old(kept)
+
+
+def _wait_for(running: list[Future[str]], progress: Progress | None) -> None:
+    """Wait for the objects.  After a failure no further one is begun; those under way are finished and kept."""
+    last = time.monotonic()
+    try:
+        for count, done in enumerate(as_completed(running), 1):
+            done.result()
+            if progress is not None and time.monotonic() - last > PROGRESS_S:
+                progress(f"compiled {count} of {len(running)} files of the CPU operators")
+                last = time.monotonic()
+    finally:
+        for future in running:
+            future.cancel()
 
 
 def _remove_old(objects: Path) -> None:

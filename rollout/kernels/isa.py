@@ -26,6 +26,15 @@ COMPILER_FLAGS = {
     "portable": ("-march=x86-64",),
     EMULATED_TILES: ("-DLOCKSTEP_EMULATED_TILES",),
 }
+# The whole flags of the sets that wheels carry, and what these need in addition to `_NEEDS`.
+SHIPPED_FLAGS = {
+    TILES: ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+}
+_SHIPPED_NEEDS = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}  # the level v3 of x86-64
+_SHIPPED_NEEDS_AVX512 = {"avx512cd"}  # and the level v4
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _NEEDS = {
     TILES: _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
@@ -51,6 +60,15 @@ def refusal_of(isa: str) -> str:
         return f"{isa} needs an x86 processor, but this one is {platform.machine()}"
     missing = _NEEDS[isa] - processor_flags()
     return f"this processor has no {', '.join(sorted(missing))}: {isa} cannot run on it" if missing else ""
+
+
+def shipped_isa(isa: str) -> str:
+    """Return the set of `SHIPPED_FLAGS` that serves for `isa`, one of `CHOICES`; "" if none does on this processor."""
+    chosen = "avx2" if isa == "auto" else isa
+    if chosen not in SHIPPED_FLAGS or platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    needs = _NEEDS[chosen] | _SHIPPED_NEEDS | (_SHIPPED_NEEDS_AVX512 if chosen != "avx2" else set())
+    return "" if needs - processor_flags() else chosen
 
 
 def has_tiles() -> bool:
@@ -90,15 +108,14 @@ def request_tiles() -> bool:
     return bool(libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
 
-def tiles_refusal(library: Path) -> str:
+def tiles_refusal(library: Path, answer: Path) -> str:
     """Return why the tiles of `library`, compiled for them, cannot be used; "" if they can.
 
     They are tried in a process of their own, once for each library, because a virtual machine may announce tiles that
-    it does not have.  The answer is a file next to the library.
+    it does not have.  The result is kept in the file `answer`.
     """
     if not request_tiles():
         return "Linux does not let this process use tile registers"
-    answer = library.with_name("tiles")
     if not answer.exists():
         words = [sys.executable, "-c", _TRIAL, str(library)]
         try:

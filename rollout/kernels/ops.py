@@ -192,6 +192,14 @@ def _registered() -> dict[str, Callable[..., Any]]:
     return {name: one.registered for name, one in OPERATORS.items()}
 
 
+def plain_torch_reason(ops: Ops, reason: str, dtype: torch.dtype) -> str:
+    """Return why these operators are plain torch; "" if they are the device's own.
+
+    `reason`: why the device's own are not loaded.
+    """
+    return "" if ops.graph_safe else reason or f"there are no compiled operators for {dtype}"
+
+
 def select_ops(
     dtype: torch.dtype, device: torch.device | str, kernels_available: bool, weight_format: str = "plain"
 ) -> Ops:

@@ -77,6 +77,7 @@ class SchedulerState(Reply, kw_only=True):
     kv_bytes: Total
     num_threads: int
     cpu_isa: str  # "" without compiled operators
+    plain_torch_reason: str  # why the operators run on plain torch; "" if the device's own are loaded
     batch_invariant: bool
     batch_invariance_note: str
 

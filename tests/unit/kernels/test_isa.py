@@ -88,7 +88,7 @@ def test_a_trial_of_tiles_that_takes_too_long_is_made_again_at_the_next_start_n8
     """N8: such a trial left the server on plain torch, where other instructions would serve."""
     monkeypatch.setattr(isa, "request_tiles", lambda: True)
     monkeypatch.setattr(isa, "_TRIAL_TIMEOUT_S", 0.01)
-    assert isa.tiles_refusal(tmp_path / "kernels.so") == "a trial of them did not end within 0.01 s"
+    assert isa.tiles_refusal(tmp_path / "kernels.so", tmp_path / "tiles") == "a trial of them did not end within 0.01 s"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -122,7 +122,8 @@ def test_tiles_are_tried_once_in_a_process_of_their_own(
     sources.mkdir()
     (sources / "tiles.cpp").write_text(LIBRARY.replace("BODY", body))
     library = build_kernels(sources=sources)
-    found = isa.tiles_refusal(library)
+    answer = tmp_path / "tiles"
+    found = isa.tiles_refusal(library, answer)
     assert reason in found and bool(found) == bool(reason)
     monkeypatch.setattr(isa.subprocess, "run", lambda *_, **__: pytest.fail("tried again"))
-    assert isa.tiles_refusal(library) == found
+    assert isa.tiles_refusal(library, answer) == found
