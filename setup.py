@@ -9,10 +9,12 @@ A wheel with operators is for Linux on one kind of processor and any Python: `ma
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
+from platform import machine
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -41,16 +43,25 @@ class BuildWithFolders(build_py):
             shutil.copytree(libraries, build / "rollout" / "kernels" / "shipped", dirs_exist_ok=True)
 
 
-class WheelOfOperators(bdist_wheel):
-    """A wheel that any Python of a platform can use, where it has operators."""
+class WithOperators(Distribution):
+    """A distribution that is for one platform where it has operators."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = SHIPPED is None
+    def has_ext_modules(self) -> bool:
+        return SHIPPED is not None
+
+
+class WheelForAnyPython(bdist_wheel):
+    """A wheel that any Python can use: the operators know torch and no Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()
-        return "py3", "none", platform
+        return "py3", "none", platform if SHIPPED is None else f"manylinux_{_newest_glibc(Path(SHIPPED))}_{machine()}"
+
+
+def _newest_glibc(folder: Path) -> str:
+    """Return the version of glibc that the libraries need, as `2_34`: the part of the tag that PEP 600 defines."""
+    text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.so")))
+    return f"2_{max(map(int, re.findall(rb'GLIBC_2[.]([0-9]+)', text)), default=17)}"
 
 
 def _copy(folder: Path, target: Path) -> None:
@@ -61,4 +72,4 @@ def _copy(folder: Path, target: Path) -> None:
             shutil.copyfile(path, made)
 
 
-setup(cmdclass={"build_py": BuildWithFolders, "bdist_wheel": WheelOfOperators})
+setup(distclass=WithOperators, cmdclass={"build_py": BuildWithFolders, "bdist_wheel": WheelForAnyPython})
