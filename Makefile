@@ -1,8 +1,13 @@
 # Everything runs in .venv.  TORCH chooses the build: `make demo TORCH=torch==2.12.0`, or any pip requirement.
+# INDEX is one more package index for torch.  PyPI's build for Linux has CUDA (3 GB); the one for CPUs (0.2 GB) comes by
+# `make INDEX=https://download.pytorch.org/whl/cpu`.  Where uv is installed, it finds the build for CPUs by itself.
 PYTHON ?= python3
 # Where a server is given no device.  What needs a GPU names it.
 export LOCKSTEP_DEVICE ?= cpu
 TORCH ?= torch==2.13.0
+INDEX ?=
+UV ?= $(shell command -v uv)
+BACKEND ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := .venv-integrations
@@ -13,7 +18,7 @@ REAL_MODEL := build/real-model
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
 .PHONY: demo example-fleet example-grpo check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
-	check-gpu-imports install install-dev clean
+	check-gpu-imports install install-dev wheels clean
 .PHONY: help test-oldest test-part
 
 demo: install  ## Run one step of reinforcement learning on a small model; FAMILY=name
@@ -132,23 +137,54 @@ bench-gpu:  ## Measure a CUDA device; PARTS=names
 check-gpu-imports: $(GPU_IMPORTS)/.installed  ## Check the code against torch with CUDA, without a device
 	$(GPU_IMPORTS)/bin/python -m tests.gpu.check_imports
 
-install: $(VENV)/.installed  ## Make .venv with torch and this package; TORCH=requirement
+install: $(VENV)/.installed  ## Make .venv with torch and the engine; TORCH=requirement INDEX=url
 install-dev: $(VENV)/.installed-dev  ## Add the tools for tests and lint to .venv
 
+PIP_INSTALL := $(BIN)/pip --disable-pip-version-check install
+TORCH_BY_PIP = $(PIP_INSTALL) $(if $(INDEX),--extra-index-url "$(INDEX)") "$(TORCH)"
+TORCH_BY_UV = "$(UV)" pip install --python $(BIN)/python --torch-backend $(BACKEND) "$(TORCH)"
+USES_UV := $(if $(INDEX),,$(UV))
 $(VENV)/.torch:
 	@echo "installing $(TORCH) into $(VENV) (once; a few minutes)"
+	$(if $(INDEX)$(UV),,@echo "its build for CPUs alone: make INDEX=https://download.pytorch.org/whl/cpu")
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(if $(USES_UV),$(TORCH_BY_UV) || echo "uv found no build of torch for $(BACKEND): pip takes the one of its index")
+	$(TORCH_BY_PIP)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(PIP_INSTALL) -e ".[engine]"
 	$(BIN)/lockstep build-kernels
 	@touch $@
+	@echo "Lockstep is in $(VENV).  Next:"
+	@echo "    source $(BIN)/activate     # then \`lockstep\` is a command of this shell"
+	@echo "    make demo                     # one step of reinforcement learning, in a minute"
+	@echo "    lockstep make-checkpoint ./checkpoint && lockstep serve --model-path ./checkpoint"
 
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(PIP_INSTALL) -e ".[dev]"
 	@touch $@
+
+# The wheel with compiled CPU operators and the source distribution, in dist/ (an hour of CPU once; objects are kept).
+# TORCHES are the versions of torch that the operators are for: their headers come from their own wheels (0.5 GB each).
+TORCHES ?= 2.11.0 2.12.0 2.13.0
+SHIPPED := build/shipped
+wheels: $(VENV)/.installed $(TORCHES:%=build/torch-%/torch/version.py)  ## Make the wheel with CPU operators, in dist/; TORCHES=versions
+	rm -rf $(SHIPPED)
+	mkdir -p $(SHIPPED)
+	$(BIN)/python -m rollout.kernels.prebuild $(SHIPPED) --torch $(TORCHES:%=build/torch-%/torch)
+	$(BIN)/python setup.py -q sdist --dist-dir dist
+	LOCKSTEP_SHIPPED=$(CURDIR)/$(SHIPPED) $(BIN)/pip --disable-pip-version-check wheel --no-deps --wheel-dir dist .
+	@ls -l dist
+
+build/torch-%/torch/version.py:
+	rm -rf build/torch-$*
+	$(BIN)/pip --disable-pip-version-check download $(if $(INDEX),--extra-index-url "$(INDEX)") --no-deps --dest build/torch-$* "torch==$*"
+	cd build/torch-$* && $(CURDIR)/$(BIN)/python -m zipfile -e torch-*.whl whole && rm torch-*.whl
+	mkdir -p build/torch-$*/torch/lib
+	mv build/torch-$*/whole/torch/include build/torch-$*/torch/
+	mv build/torch-$*/whole/torch/lib/libc10.so build/torch-$*/whole/torch/lib/libtorch_cpu.so build/torch-$*/torch/lib/
+	mv build/torch-$*/whole/torch/version.py build/torch-$*/torch/ && rm -rf build/torch-$*/whole
 
 # An environment over .venv: what is not here comes from there.
 define over_venv

@@ -151,6 +151,8 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shards: int, 
             name: tensors[name] for name in names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
         }
         save_file(part, folder / file, metadata={"format": "pt"})
+        # It is written for its owner alone; everybody who may read the configuration may read the weights.
+        (folder / file).chmod((folder / "config.json").stat().st_mode & 0o777)
         weight_map |= dict.fromkeys(part, file)
         done += sum(tensor.nbytes for tensor in part.values())
         if progress is not None:
