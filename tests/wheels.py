@@ -44,7 +44,7 @@ def build(kind: str, tree: Path, out: Path, **environment: str) -> Path:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,7 +63,7 @@ def unpacked(wheel: Path, folder: Path) -> Path:
     return folder
 
 
-def lockstep(site: Path, cwd: Path, *words: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+def lockstep(site: Path, cwd: Path, *words: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
     """Run the command of an unpacked wheel in a folder outside the tree."""
     return subprocess.run(
         [sys.executable, "-m", "lockstep_rl.command", *words],

@@ -125,12 +125,15 @@ def _library_for(wanted: str, progress: Progress | None, ships: bool = True) -> 
     return library_of(isas.fastest_beside_tiles() if wanted == "auto" else wanted)
 
 
-def _answer_of(library: Path) -> Path:
-    """Return the file for the answer of a trial of tiles; a wheel's folder may be read-only."""
+def _answer_of(library: Path) -> Path | None:
+    """Return the file that keeps the result of a trial of tiles; None where none can be kept."""
     if not shipped.holds(library):
         return library.with_name("tiles")
     name = hashlib.sha256("\0".join((str(library), torch.__version__, *_cpu_features())).encode()).hexdigest()[:24]
-    return _private_folder(cache_folder() / name) / "tiles"
+    try:
+        return _private_folder(cache_folder() / name) / "tiles"
+    except (OSError, KernelBuildError):  # a container without a home: the next start tries again
+        return None
 
 
 def build_kernels(

@@ -108,15 +108,15 @@ def request_tiles() -> bool:
     return bool(libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
 
-def tiles_refusal(library: Path, answer: Path) -> str:
+def tiles_refusal(library: Path, answer: Path | None) -> str:
     """Return why the tiles of `library`, compiled for them, cannot be used; "" if they can.
 
     They are tried in a process of their own, once for each library, because a virtual machine may announce tiles that
-    it does not have.  The result is kept in the file `answer`.
+    it does not have.  The result is kept in the file `answer`, if there is one.
     """
     if not request_tiles():
         return "Linux does not let this process use tile registers"
-    if not answer.exists():
+    if answer is None or not answer.exists():
         words = [sys.executable, "-c", _TRIAL, str(library)]
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=_TRIAL_TIMEOUT_S, check=False)
@@ -124,5 +124,8 @@ def tiles_refusal(library: Path, answer: Path) -> str:
             return f"a trial of them did not end within {_TRIAL_TIMEOUT_S:g} s"
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         failure = f"died of signal {-done.returncode}" if done.returncode < 0 else f"failed: {last}"
-        answer.write_text(f"a trial of them {failure}" if done.returncode != 0 else "")
+        found = f"a trial of them {failure}" if done.returncode != 0 else ""
+        if answer is not None:
+            answer.write_text(found)
+        return found
     return answer.read_text()

@@ -33,10 +33,14 @@ def main(words: Sequence[str]) -> int:
         for root in args.torch:
             target = Target(root, version_of(root))
             for isa in args.isa:
-                _compile(args.folder / shipped.folder_name(target.torch_version), isa, target)
+                made = args.folder / shipped.folder_name(target.torch_version) / f"{isa}.so"
+                _compile(shipped.SOURCES, made, SHIPPED_FLAGS[isa], target)
+        driver = args.folder / shipped.DRIVER
+        _compile(shipped.DRIVER_SOURCES, driver / shipped.DRIVER_FILE, ("-march=x86-64",), target)
     except KernelBuildError as error:
         return fail(str(error))
-    (args.folder / shipped.SOURCES_FILE).write_text(shipped.hash_of_sources(shipped.SOURCES) + "\n")
+    for folder, sources in ((args.folder, shipped.SOURCES), (driver, shipped.DRIVER_SOURCES)):
+        (folder / shipped.SOURCES_FILE).write_text(shipped.hash_of_sources(sources) + "\n")
     return 0
 
 
@@ -49,12 +53,11 @@ def version_of(root: Path) -> str:
     return found[1]
 
 
-def _compile(folder: Path, isa: str, target: Target) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    say(f"compiling {folder.name}/{isa}.so for torch {target.torch_version}", prefix="")
-    flags = (*COMMON_FLAGS, *SHIPPED_FLAGS[isa], "-g0", "-Wl,--strip-debug")
-    made, progress = folder / f"{isa}.so", partial(say, prefix="")
-    compile_library(find_compiler(), shipped.SOURCES, made, flags, target, progress=progress)
+def _compile(sources: Path, made: Path, march: tuple[str, ...], target: Target) -> None:
+    made.parent.mkdir(parents=True, exist_ok=True)
+    say(f"compiling {made.parent.name}/{made.name} for torch {target.torch_version}", prefix="")
+    flags = (*COMMON_FLAGS, *march, "-g0", "-Wl,--strip-debug")
+    compile_library(find_compiler(), sources, made, flags, target, progress=partial(say, prefix=""))
 
 
 if __name__ == "__main__":

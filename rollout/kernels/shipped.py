@@ -2,6 +2,7 @@
 
     shipped/sources             the hash of the sources that they were compiled from
     shipped/torch-2.13/avx2.so  a library for each minor version of torch and each of `isa.SHIPPED_FLAGS`
+    shipped/driver/             `csrc_driver/` as device_pages.so, which knows no torch, and its own `sources`
 
 The operators are linked against torch's C++ interface, which stays the same within a minor version only.  So another
 minor version, another processor or changed sources take none of them, and the operators are compiled.
@@ -10,6 +11,7 @@ minor version, another processor or changed sources take none of them, and the o
 from __future__ import annotations
 
 import hashlib
+import platform
 from pathlib import Path
 
 import torch
@@ -19,14 +21,26 @@ from rollout.kernels import isa as isas
 SOURCES = Path(__file__).parent / "csrc"
 FOLDER = Path(__file__).parent / "shipped"
 SOURCES_FILE = "sources"
+DRIVER_SOURCES = Path(__file__).parent / "csrc_driver"
+DRIVER, DRIVER_FILE = "driver", "device_pages.so"
 
 
 def folder() -> Path | None:
     """Return the folder with libraries for this torch, or None where there is none for it and these sources."""
     made = FOLDER / folder_name(torch.__version__)
-    stated = FOLDER / SOURCES_FILE
-    is_current = made.is_dir() and stated.is_file() and stated.read_text().strip() == hash_of_sources(SOURCES)
-    return made if is_current else None
+    return made if made.is_dir() and _is_current(FOLDER, SOURCES) else None
+
+
+def driver_library() -> Path | None:
+    """Return the allocator of `rollout.memory.device_pages`; None where the wheel has none for this machine."""
+    library = FOLDER / DRIVER / DRIVER_FILE
+    fits = library.is_file() and platform.machine() == "x86_64" and _is_current(library.parent, DRIVER_SOURCES)
+    return library if fits else None
+
+
+def _is_current(folder: Path, sources: Path) -> bool:
+    stated = folder / SOURCES_FILE
+    return stated.is_file() and stated.read_text().strip() == hash_of_sources(sources)
 
 
 def library_of(isa: str) -> Path | None:

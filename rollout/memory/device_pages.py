@@ -16,15 +16,15 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from rollout.core.errors import StartupError
+from rollout.kernels import shipped
 from rollout.kernels.build import KernelBuildError, build_kernels
 from rollout.memory.host_pages import HostPages, MemoryPages, MemoryTakenError, Span
 
-SOURCES = Path(__file__).parents[1] / "kernels" / "csrc_driver"
+SOURCES = shipped.DRIVER_SOURCES
 DRIVER = "libcuda.so.1"
 _PART_BYTES = 64 << 20  # size of the buffer for kept copies
 _ALLOC, _FREE = "lockstep_pages_alloc", "lockstep_pages_free"
@@ -41,7 +41,7 @@ def select_pages(device: torch.device) -> MemoryPages:
 def open_library(driver: str) -> ctypes.CDLL:
     """Load the compiled allocator, which calls the CUDA driver's library `driver`.  Raises `StartupError`."""
     try:
-        library = ctypes.CDLL(str(build_kernels(sources=SOURCES)))
+        library = ctypes.CDLL(str(shipped.driver_library() or build_kernels(sources=SOURCES)))
     except KernelBuildError as error:
         raise StartupError(f"--enable-memory-saver on CUDA compiles its allocator: {error}") from error
     pointer, size = ctypes.c_void_p, ctypes.c_size_t

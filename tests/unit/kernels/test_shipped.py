@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,24 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout.kernels import build, prebuild, shipped
 from rollout.kernels import isa as isas
-from rollout.kernels import prebuild, shipped
+from rollout.kernels.build import load_kernels
 
 V3 = {"avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
-LIBRARY = """
-#include <string>
-#include <torch/library.h>
-TORCH_LIBRARY_FRAGMENT(lockstep, m) { m.def("isa() -> str", []() { return std::string("avx2"); }); }
-"""
 LOAD = """
 import sys
 from pathlib import Path
 from rollout.kernels import isa, shipped
-shipped.FOLDER, shipped.SOURCES = Path(sys.argv[1]), Path(sys.argv[2])
-isa.shipped_isa = lambda _: "avx2"
+shipped.FOLDER = Path(sys.argv[1])
+isa.has_tiles, isa.shipped_isa = lambda: False, lambda _: "avx2"
 from rollout.kernels.build import load_kernels
-print(load_kernels(print, "portable" if "portable" in sys.argv else None))
+print(load_kernels(print))
 """
 
 
@@ -88,32 +86,49 @@ def test_a_patch_version_of_torch_has_the_same_folder() -> None:
     assert shipped.folder_name("2.12.0") != "torch-2.13"
 
 
-def load(folder: Path, sources: Path, cache: Path, *words: str) -> str:
+def load(folder: Path, cache: Path) -> str:
     """Load the operators in a process without a compiler; return its output."""
     environment = {"PATH": "/nonexistent", "LOCKSTEP_KERNEL_CACHE": str(cache), "PYTHONPATH": ":".join(sys.path)}
-    command = [sys.executable, "-c", LOAD, str(folder), str(sources), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", LOAD, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_operators_of_a_wheel_load_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources, folder, cache = tmp_path / "csrc", tmp_path / "shipped", tmp_path / "cache"
-    sources.mkdir()
-    (sources / "library.cpp").write_text(LIBRARY)
-    monkeypatch.setattr(shipped, "SOURCES", sources)
-    monkeypatch.setenv("LOCKSTEP_KERNEL_CACHE", str(tmp_path / "objects"))
-    assert prebuild.main([str(folder), "--isa", "avx2"]) == 0
-    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["avx2.so", "sources"]
-    assert load(folder, sources, cache) == "KernelStatus(available=True, reason='', isa='avx2')\n"
-    assert not cache.exists(), "nothing was compiled or kept"
+def test_operators_of_a_wheel_load_without_a_compiler(tmp_path: Path) -> None:
+    loaded, cache = load_kernels(), tmp_path / "cache"
+    assert loaded.available and build._library_for(loaded.isa, None).is_file()
+    folder = tmp_path / "shipped"
     library = folder / shipped.folder_name(torch.__version__) / "avx2.so"
+    library.parent.mkdir(parents=True)
+    (folder / "sources").write_text(shipped.hash_of_sources(shipped.SOURCES) + "\n")
+    shutil.copyfile(build._library_for(loaded.isa, None), library)
+    assert load(folder, cache) == f"KernelStatus(available=True, reason='', isa='{loaded.isa}')\n"
+    assert not cache.exists(), "nothing was compiled or kept"
     library.write_bytes(b"not a library")
-    said = load(folder, sources, cache)
+    said = load(folder, cache)
     assert said.startswith("the operators of the wheel do not load into torch ")
     assert "reason='no C++ compiler found: g++, clang++, c++'" in said
-    (sources / "library.cpp").write_text(LIBRARY + "// changed\n")
-    assert load(folder, sources, cache).startswith("KernelStatus(available=False, reason='no C++ compiler found")
+
+
+def test_a_folder_for_a_wheel_is_compiled_and_matches_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, folder = tmp_path / "csrc", tmp_path / "shipped"
+    sources.mkdir()
+    (sources / "answer.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(shipped, "SOURCES", sources)
+    monkeypatch.setattr(shipped, "FOLDER", folder)
+    monkeypatch.setenv("LOCKSTEP_KERNEL_CACHE", str(tmp_path / "objects"))
+    assert prebuild.main([str(folder), "--isa", "avx2", "avx512"]) == 0
+    made = shipped.folder()
+    assert made is not None and sorted(path.name for path in made.iterdir()) == ["avx2.so", "avx512.so"]
+    assert ctypes.CDLL(str(made / "avx2.so")).answer() == 42
+    assert len(list((tmp_path / "objects/objects").glob("*.o"))) == 3, "objects are kept for the next try"
+    driver = shipped.driver_library()
+    assert driver is not None and ctypes.CDLL(str(driver)).lockstep_pages_open
+    (folder / "driver/sources").write_text("of another version\n")
+    assert shipped.driver_library() is None
 
 
 def test_a_folder_without_torch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,7 @@ def run(code: str, *path: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess
     """Run Python code in a process of its own, with these folders first on its path."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environment, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
     )
 
 
@@ -74,6 +74,18 @@ def test_clients_outputs_and_errors_need_no_engine() -> None:
     )
     assert done.stdout == "False\n", done.stderr
     assert "Client" in names and len(names) > 20
+
+
+def test_a_trainer_needs_torch_and_for_engine_numerics_transformers() -> None:
+    names = ["WeightSender", "WeightUpdate", "RefreshReport", "force_routes", "record_routes", "masked_logprobs"]
+    blocked = tuple(name for name in ENGINE_ONLY if name != "torch")
+    code = f"import lockstep_rl\nfor name in {names}: getattr(lockstep_rl, name)\nprint('loaded')"
+    done = run(LIGHT.replace(repr(ENGINE_ONLY), repr(blocked)) + code)
+    assert done.stdout == "loaded\n", done.stderr
+    servers = ("fastapi", "pydantic", "uvicorn", "zmq", "prometheus_client")
+    code = "import lockstep_rl; lockstep_rl.use_engine_numerics; print('loaded')"
+    done = run(LIGHT.replace(repr(ENGINE_ONLY), repr(servers)) + code)
+    assert done.stdout == "loaded\n", done.stderr
 
 
 @pytest.mark.parametrize(
