@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from eplb.algorithms import TARGET
 from eplb.algorithms.registry import PLANNERS
+from rollout.core.args.parser import Parser
 
 COUNTS, MAP, SPLIT = "logical_count", "physical_to_logical_map", "split"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of `lockstep eplb-plan`."""
-    parser = argparse.ArgumentParser(prog="lockstep eplb-plan", description="Plan a placement of experts offline.")
+    parser = Parser(prog="lockstep eplb-plan", description="Plan a placement of experts offline.")
     add = parser.add_argument
     add("dump", metavar="FILE", nargs="?", help=f"JSON or safetensors with {COUNTS} [L, E] or [steps, L, E]")
     add("--synthetic", metavar="LOADS", help="zipf:EXPONENT or lognormal:SIGMA instead of a file")

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from rollout.core.args.parser import Parser
 from rollout.core.args.server_args import DTYPES
 
 WATCHED_EVERY = 6
@@ -13,9 +14,9 @@ WATCHED_EVERY = 6
 MIN_OUTPUT_LEN = 4 * WATCHED_EVERY
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of `lockstep bench`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="lockstep bench",
         description="Tokens a second, the breakdown of a step, and how far each operator is from the roofline.",
     )

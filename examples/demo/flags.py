@@ -8,6 +8,7 @@ from typing import Any
 
 from examples.demo.questions import load_questions
 from examples.make_checkpoint.spec import FAMILIES, CheckpointSpec
+from rollout.core.args.parser import Parser
 
 SIZES = {
     "standard": CheckpointSpec(shards=4),
@@ -18,12 +19,10 @@ SIZES = {
 }  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of `lockstep demo`."""
     num_questions = len(load_questions())
-    parser = argparse.ArgumentParser(
-        prog="lockstep demo", description="Run one whole step of reinforcement learning on a small model."
-    )
+    parser = Parser(prog="lockstep demo", description="Run one whole step of reinforcement learning on a small model.")
     add = parser.add_argument
     add("--workdir", type=Path, help="folder for checkpoint and logs, kept (default: a temporary one)")
     add("--keep", action="store_true", help="keep the temporary folder")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
 from examples.make_checkpoint.spec import CheckpointSpec
+from rollout.core.args.parser import Parser
 from rollout.core.args.server_cli import add_cli_args
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return a parser with one flag for each field of `CheckpointSpec`."""
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         prog="lockstep make-checkpoint", description="Write a small random checkpoint in Hugging Face format."
     )
     flags.add_argument("path", metavar="DIR", help="folder to write, new or empty")

@@ -6,7 +6,6 @@ wait for torch.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rollout.core.args.parser import Parser
 from rollout.core.version import VERSION
 
 REPOSITORY = Path(__file__).parents[2]
@@ -58,7 +58,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand with the words after its name, and return its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="lockstep",
         description="A serving engine for reinforcement-learning rollouts of Mixture-of-Experts models.",
     )
