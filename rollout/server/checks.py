@@ -9,7 +9,9 @@ from rollout.core.errors import StartupError
 from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.layout import layout_of
 from rollout.families.registry import served_model_config
-from rollout.server.connections import LISTEN_BACKLOG
+
+LISTEN_BACKLOG = 2048
+"""Connections that wait in the kernel."""
 
 
 def checked_config(args: ServerArgs) -> ModelConfig:

@@ -22,12 +22,11 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rollout.core.errors import StartupError
+from rollout.server.checks import LISTEN_BACKLOG
 
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16384
-LISTEN_BACKLOG = 2048
-"""Connections that wait in the kernel."""
 ACCEPTED_AT_ONCE = 64
 """Connections accepted in a row before any is served: asyncio accepts as many as uvicorn's backlog."""
 SPARE_CONNECTIONS = 64
