@@ -102,6 +102,7 @@ class StandInScheduler:
                 context_length=self.context_length,
                 capture_routed_experts=self.captures,
                 num_threads=1,
+                num_parameters=1,
                 model_bytes=1,
                 weight_version=self.version,
             )

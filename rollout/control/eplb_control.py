@@ -264,7 +264,7 @@ class EplbControl:
         if verb is not None:
             self._scheduler.reply(self._answer(verb))
         elif self._manager.error is not None and self._plans:
-            say(f"no rebalance: {self._manager.error}")
+            say(f"no rebalance: {self._manager.error}", "WARNING")
 
     def _answer(self, verb: EplbRebalanceReqInput) -> ControlReqOutput[EplbRebalanceReply]:
         decision, outcome, error = self._manager.decision, self._manager.outcome, self._manager.error

@@ -139,7 +139,7 @@ class LeaseMonitor:
         if self._pause is None or not self._pause.expired:
             return False
         reason = f"the pause was not continued within {self._pause.seconds:g} s (--pause-timeout)"
-        say(f"{reason}; serving again")
+        say(f"{reason}; serving again", "WARNING")
         if self._updater.is_open:
             self._updater.drop(reason)
         else:

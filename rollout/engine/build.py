@@ -5,6 +5,7 @@ Only this module knows all the parts; they do not know each other's constructors
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -62,7 +63,7 @@ from rollout.scheduler.stop import StopChecker
 from rollout.text.tokenizer_files import has_tokenizer, read_tokenizer
 
 _PLAIN_TORCH = (
-    "WARNING: running on plain torch, several times slower in decoding and not batch invariant: {reason}. "
+    "running on plain torch, several times slower in decoding and not batch invariant: {reason}. "
     "Run `lockstep build-kernels` once there is a C++20 compiler (Debian: apt install g++)"
 )
 _LIBRARY_SUMS = {"cuda": "its matrix products on a GPU run in another order of sums for another batch"}
@@ -164,6 +165,7 @@ def build_scheduler(
         context_length=limits.context_length,
         capture_routed_experts=route_store is not None,
         num_threads=torch.get_num_threads(),
+        num_parameters=sum(math.prod(meta.shape) for meta in model.weights.metas().values()),
         model_bytes=model_bytes,
         weight_version=args.weight_version,
     )
@@ -202,18 +204,18 @@ def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
     if device.type == "cuda":
         status = load_gpu_kernels()
         if status.available:
-            say(f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest", prefix="")
+            say(f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest")
         else:
-            say(f"WARNING: running on plain torch, several times slower: {status.reason}", prefix="")
+            say(f"running on plain torch, several times slower: {status.reason}", "WARNING")
         return status
     if device.type != "cpu":
         return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")
     isa = None if args.cpu_isa == "auto" else args.cpu_isa
-    status = load_kernels(partial(say, prefix=""), isa)
+    status = load_kernels(say, isa)
     if isa is not None and not status.available:
         raise StartupError(f"--cpu-isa {isa}: {status.reason}")
     if not status.available:
-        say(_PLAIN_TORCH.format(reason=status.reason), prefix="")
+        say(_PLAIN_TORCH.format(reason=status.reason), "WARNING")
     return status
 
 

@@ -36,10 +36,10 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
         return
     reason = obstacle(runner.state.model, runner.attention, ops)
     if reason is not None:
-        say(f"steps are not captured, decoding is slower: {reason}", prefix="")
+        say(f"steps are not captured, decoding is slower: {reason}", "WARNING")
         return
     sizes = _sizes(args)
-    say(f"capturing steps of {_ranges(sizes)} requests", prefix="")
+    say(f"capturing steps of {_ranges(sizes)} requests")
     before, began = available_memory_bytes(device), time.monotonic()
     graphs = runner.graphs = _graphs(runner, cache, sampler, sizes, new_pool)
     try:
@@ -49,7 +49,7 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
             f"capturing steps failed: {error}; give a smaller --cuda-graph-max-bs, or --disable-cuda-graph"
         ) from error
     taken, seconds = before - available_memory_bytes(device), time.monotonic() - began
-    say(f"captured {len(sizes)} sizes in {seconds:.1f} s and {max(taken, 0) / 2**20:.0f} MiB", prefix="")
+    say(f"captured {len(sizes)} sizes in {seconds:.1f} s and {max(taken, 0) / 2**20:.0f} MiB")
 
 
 def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -> str | None:

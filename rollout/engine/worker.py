@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rollout.core.args.server_args import ServerArgs
-from rollout.core.console import say
+from rollout.core.console import LOG_FORMAT, TIME_FORMAT, say
 from rollout.core.errors import LockstepError
 from rollout.core.messages.io_struct import SchedulerFailed
 from rollout.core.messages.message import CHANNEL_SECRET
@@ -51,7 +51,7 @@ def main() -> int:
         return 2
     args = with_device(ServerArgs(**config["server_args"]))
     if args.log_level == "debug":
-        logging.basicConfig(level="DEBUG", format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        logging.basicConfig(level="DEBUG", format=LOG_FORMAT, datefmt=TIME_FORMAT, stream=sys.stderr)
     try:
         parallel, output_addr, secret = _join(args, config)
     except LockstepError as error:
@@ -79,7 +79,7 @@ def main() -> int:
 def _report(config: dict[str, Any], error: LockstepError) -> None:
     """Report an error to the main process if it is on this machine, else to stderr."""
     if config["output_addr"] is None:
-        say(f"rank {config['rank']}: {error}")
+        say(f"rank {config['rank']}: {error}", "ERROR")
         return
     channel = ZmqChannel(None, config["output_addr"], os.environ.get(CHANNEL_SECRET))
     channel.send(SchedulerFailed(message=str(error)))

@@ -273,7 +273,7 @@ class Scheduler:
 
     def _refuse_unreadable(self, message: Unreadable) -> None:
         """Refuse the requests that an undecodable message names.  Such a message never ends the loop."""
-        say(f"a message of the main process cannot be read: {message.error}")
+        say(f"a message of the main process cannot be read: {message.error}", "ERROR")
         error = BadRequest(f"the scheduler cannot read the request: {message.error}")
         if self._is_alone or message.dp_rank == self.parallel.position.attn_dp_rank:
             for rid in message.rids:
@@ -327,7 +327,7 @@ class Scheduler:
         except FatalError:
             raise
         except Exception:
-            say(f"an abort failed: {traceback.format_exc()}")
+            say(f"an abort failed: {traceback.format_exc()}", "ERROR")
 
     def abort(self, rids: list[str] | None, error: LockstepError | None = None, reason: str | None = None) -> int:
         """End the given requests, or all (None), with their output so far.  Returns how many.

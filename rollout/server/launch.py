@@ -30,12 +30,14 @@ from rollout.core.specs.model_config import ModelConfig
 from rollout.dashboard.history import ServerHistory
 from rollout.distributed.layout import ParallelLayout, layout_of
 from rollout.http.metrics.metrics import Metrics
+from rollout.http.native.info import state_of
 from rollout.memory.allocator import share_freed_memory
 from rollout.server.app import build_app
 from rollout.server.checks import bind, checked_config, remote_host
 from rollout.server.connections import BoundedServer, connections_within, quiet_about_files, raise_file_limit
 from rollout.server.router_registration import RouterRegistration, own_url
 from rollout.server.scheduler_process import WORKER_COMMAND, SchedulerProcesses, run_follower
+from rollout.server.start_report import base_url, start_report
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
@@ -145,7 +147,7 @@ class _Server:
                 raise StartupError(await _reason(manager, death, reader, "before it was ready"))
             start.result()
             gc.freeze()  # what exists now stays: no collection between two requests need visit it
-            say(f"ready at http://{_url_host(self._args.host)}:{self._args.port}", prefix="Lockstep is ")
+            say(f"Lockstep is ready at {base_url(self._args)}")
             self._registration.join()
             await _first_of(death, stop, http_task, reader)
             if stop.done():
@@ -173,6 +175,9 @@ class _Server:
         finally:
             progress.cancel()
         manager.serve(ready, tokenizer)
+        state = await state_of(manager)
+        for line in start_report(self._args, self._config, ready, state):
+            say(line)
 
     async def _shut_down(
         self, manager: TokenizerManager, scheduler: SchedulerProcesses, death: asyncio.Task[str]
@@ -273,7 +278,3 @@ async def _report_progress() -> None:
         await asyncio.sleep(PROGRESS_EVERY_S)
         waited += PROGRESS_EVERY_S
         say(f"still loading ({waited:.0f} s)")
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout.core.args.server_args import ServerArgs
-from rollout.core.console import say
+from rollout.core.console import fail, say
 from rollout.core.messages.message import CHANNEL_SECRET
 from rollout.distributed.layout import ParallelLayout
 from rollout.tokenizer_manager.channel import SchedulerChannel
@@ -121,8 +121,7 @@ async def run_follower(args: ServerArgs, layout: ParallelLayout, folder: Path, w
         say("stopped by a signal; the engine ends with its ranks")
         return 1
     if any(statuses):
-        say("error: " + ended.result().format(when=""))
-        return 1
+        return fail(ended.result().format(when=""))
     return 0
 
 

@@ -129,7 +129,8 @@ class Refuses:
         )
         ready = SchedulerReady(
             max_total_num_tokens=pool, max_running_requests=1, context_length=CONTEXT,
-            capture_routed_experts=True, num_threads=1, model_bytes=0, weight_version="",
+            capture_routed_experts=True, num_threads=1, num_parameters=1,
+ model_bytes=0, weight_version="",
         )  # fmt: skip
         self._limits = ServingLimits.of(args, load_model_config(folder), ready, None)
 

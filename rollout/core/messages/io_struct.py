@@ -259,7 +259,8 @@ class SchedulerReady(Message):
     context_length: int
     capture_routed_experts: bool
     num_threads: int
-    model_bytes: int
+    num_parameters: int  # of the whole model
+    model_bytes: int  # of this rank's share
     weight_version: str
 
 

@@ -60,7 +60,8 @@ def limits(folder: Path) -> ServingLimits:
     args = ServerArgs(model_path=str(folder), enable_return_routed_experts=True)
     ready = SchedulerReady(
         max_total_num_tokens=10**6, max_running_requests=1, context_length=CONTEXT, capture_routed_experts=True,
-        num_threads=1, model_bytes=0, weight_version="",
+        num_threads=1, num_parameters=1,
+ model_bytes=0, weight_version="",
     )  # fmt: skip
     return ServingLimits.of(args, load_model_config(folder), ready, None)
 

@@ -35,6 +35,7 @@ from tests.tiny_tokenizer import write_model_folder
 
 READY = SchedulerReady(
     max_total_num_tokens=200, max_running_requests=8, context_length=160, capture_routed_experts=True, num_threads=1,
+    num_parameters=1,
     model_bytes=1, weight_version="v0",
 )  # fmt: skip
 
