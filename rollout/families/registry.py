@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rollout.core.args.hub import objection_to_folder
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 from rollout.core.specs.config_json import RotaryDefaults, require_read, settings_of
@@ -48,10 +49,8 @@ def load_model_config(model_path: str | Path, overrides: Mapping[str, Any] | Non
     that the engine does not implement.  It is also raised for an override of an unknown setting.
     """
     folder = Path(model_path)
-    if not folder.is_dir():
-        raise StartupError(
-            f"--model-path {folder} is not a folder; write a small one with: lockstep make-checkpoint DIR"
-        )
+    if (objection := objection_to_folder(str(model_path))) is not None:
+        raise StartupError(f"--model-path {objection}")
     raw = _read_json(folder / "config.json", required=True)
     return model_config_from_dict(raw, _read_json(folder / "generation_config.json", required=False), overrides)
 

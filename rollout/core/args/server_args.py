@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from eplb.algorithms.registry import PLANNERS
 from rollout.core.args.addresses import is_address, is_loopback, objection_to_base_url
+from rollout.core.args.hub import model_name
 from rollout.core.args.kv_events_config import KVEventsConfig, parse_kv_events
 from rollout.core.errors import StartupError
 
@@ -28,7 +29,7 @@ class ServerArgs:
 
     model_path: str = _arg("", "checkpoint folder in Hugging Face format", required=True)
     tokenizer_path: str | None = _arg(None, "tokenizer folder; default: the model folder")
-    served_model_name: str | None = _arg(None, "name in /v1/models; default: the model path")
+    served_model_name: str | None = _arg(None, "name in /v1/models; default: the name of the model folder")
     skip_tokenizer_init: bool = _arg(False, "serve token ids only; no text in or out")
     host: str = _arg("127.0.0.1", "address to listen on")
     port: int = _arg(30000, "port to listen on")
@@ -259,7 +260,12 @@ class ServerArgs:
 
     @property
     def name(self) -> str:
-        return self.served_model_name or self.model_path
+        return self.served_model_name or model_name(self.model_path)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in /v1/models: `name`, and the path where no other name was given, as SGLang and vLLM have it."""
+        return (self.name,) if self.served_model_name else tuple(dict.fromkeys((self.name, self.model_path)))
 
     def validate(self) -> None:
         """Raise `StartupError` for the first setting or combination that cannot work."""

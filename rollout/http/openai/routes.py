@@ -165,17 +165,21 @@ class OpenAIRoutes:
     # --- models --------------------------------------------------------------------------------------------------
 
     async def models(self) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        return json_response({"object": "list", "data": [self._model_card(name) for name in self._names]})
 
     async def model(self, model: str) -> Response:
-        if model != self._manager.server_args.name:
+        if model not in self._names:
             raise NotFound(f"the model {model!r} does not exist")
-        return json_response(self._model_card())
+        return json_response(self._model_card(model))
 
-    def _model_card(self) -> dict[str, Any]:
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self._manager.server_args.names
+
+    def _model_card(self, name: str) -> dict[str, Any]:
         args = self._manager.server_args
         return {
-            "id": args.name,
+            "id": name,
             "object": "model",
             "created": int(self._manager.started_at),
             "owned_by": "lockstep",
