@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.core.args.foreign_flags import own_words
+from rollout.core.console import fail, say
 from rollout.core.errors import LockstepError, StartupError
 from rollout.http.server_info import flag_words
 from rollout.server import serve
@@ -31,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         words = serve_words([*argv, *shlex.split(os.environ.get("LOCKSTEP_FLAGS", ""))])
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
-        return 1
+        return fail(str(error))
     return serve.main(words)
 
 
@@ -48,11 +48,12 @@ def launch_server(server_args: Any, *_: Any, **__: Any) -> None:
 def serve_words(argv: Sequence[str]) -> list[str]:
     """Return SGLang's flags as flags of `lockstep serve`.  Raises `StartupError` naming the flags it lacks."""
     given = own_words(argv)
-    if given.unknown:
-        raise StartupError(f"this server does not have these flags of SGLang: {', '.join(given.unknown)}")
+    lacking = [*(f"{flag} ({reason})" for flag, reason in given.refused.items()), *given.unknown]
+    if lacking:
+        raise StartupError(f"this server does not have these flags of SGLang: {', '.join(lacking)}")
     if given.unused:
-        print(f"lockstep: without effect here: {', '.join(given.unused)}", file=sys.stderr)
-    words, device = given.words, _value_of("--device", given.words)
+        say(f"without effect here: {', '.join(given.unused)}", "WARNING")
+    words, device = given.words, _value_of("--device", given.words) or os.environ.get("LOCKSTEP_DEVICE")
     if device is not None and not device.startswith("cuda"):
         words = _without("--base-gpu-id", words)  # frameworks give it whatever the device is
     return words

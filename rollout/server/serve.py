@@ -5,38 +5,33 @@ check settings -> find the model's configuration -> bind the port -> `launch`
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from rollout.core.args.foreign_flags import own_words
 from rollout.core.args.server_args import ServerArgs
-from rollout.core.args.server_cli import add_cli_args, server_args_from_namespace
-from rollout.core.console import fail, say
+from rollout.core.args.server_cli import serve_parser, server_args_from_namespace
+from rollout.core.args.sources import parse_words
+from rollout.core.console import LOG_FORMAT, TIME_FORMAT, fail, say
 from rollout.core.errors import LockstepError
 from rollout.server.checks import bind, checked_config, remote_host
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a server until it stops, and return the exit status.  A startup error is one line on stderr and status 1."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep serve",
-        description="Serve a checkpoint over HTTP.",
-        epilog="Flags of vLLM and SGLang that only tune kernels, processes or logs are accepted with a warning.",
-    )
-    add_cli_args(parser)
-    given = own_words(argv)
-    namespace = parser.parse_args(given.words)
-    logging.basicConfig(
-        level=namespace.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    """Run a server until it stops, and return the exit status.
+
+    A startup error is one line on stderr and status 1; a wrong word is two lines and status 2.
+    """
+    parser = serve_parser()
+    namespace, notes = parse_words(parser, argv, os.environ)
+    logging.basicConfig(level=namespace.log_level.upper(), format=LOG_FORMAT, datefmt=TIME_FORMAT, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    if given.unused:
-        say(f"these flags of vLLM or SGLang have no effect: {', '.join(given.unused)}")
+    for note in notes:
+        say(note, "WARNING")
     try:
         return _serve(server_args_from_namespace(namespace))
     except LockstepError as error:

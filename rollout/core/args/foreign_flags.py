@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,35 +40,47 @@ SHORT = {"-tp": "--tp-size", "-dp": "--dp-size", "-pp": "--pp-size"}
 OPPOSITES = {"enable_prefix_caching": "disable_radix_cache"}
 """Names that turn on what a setting turns off.  Every `disable_x` also has `enable_x`."""
 
-# Flags that tune kernels, graphs, processes and logs of SGLang or vLLM, and change no answer here.
-WITHOUT_EFFECT = frozenset(
+# Flags without a value that tune kernels, graphs, processes and logs of SGLang or vLLM, and change no answer here.
+SWITCHES = frozenset(
     {
         # SGLang
-        *("decode_attention_backend", "prefill_attention_backend", "mm_attention_backend"),
-        *("sampling_backend", "grammar_backend", "moe_runner_backend", "fp8_gemm_runner_backend"),
-        *("cuda_graph_bs", "disable_cuda_graph_padding"),
-        *("enable_torch_compile", "torch_compile_max_bs", "disable_piecewise_cuda_graph"),
-        *("gpu_id_step", "nccl_port", "enable_p2p_check", "enable_symm_mem"),
-        *("skip_server_warmup", "warmups", "numa_node", "watchdog_timeout", "dist_timeout"),
-        *("schedule_policy", "schedule_conservativeness", "max_prefill_tokens", "num_continuous_decode_steps"),
-        *("disable_shared_experts_fusion", "disable_chunked_prefix_cache"),
-        *("enable_deterministic_inference", "rl_on_policy_target", "enable_draft_weights_cpu_backup"),
-        *("log_level_http", "log_requests", "log_requests_level", "show_time_cost", "decode_log_interval"),
-        *("stream_interval", "collect_tokens_histogram", "crash_dump_folder", "engine_info_bootstrap_port"),
-        *("enable_cache_report", "tokenizer_worker_num"),
+        *("disable_cuda_graph_padding", "enable_torch_compile", "disable_piecewise_cuda_graph"),
+        *("enable_p2p_check", "enable_symm_mem", "skip_server_warmup", "enable_nccl_nvls"),
+        *("disable_shared_experts_fusion", "disable_chunked_prefix_cache", "enable_mixed_chunk"),
+        *("enable_deterministic_inference", "enable_draft_weights_cpu_backup"),
+        *("log_requests", "show_time_cost", "collect_tokens_histogram", "enable_cache_report"),
+        *("enable_two_batch_overlap", "enable_dp_lm_head", "disable_fast_image_processor"),
         # both
-        *("trust_remote_code", "disable_custom_all_reduce", "download_dir"),
+        *("trust_remote_code", "disable_custom_all_reduce"),
         # vLLM
-        *("disable_log_requests", "enable_log_requests", "disable_log_stats", "max_log_len"),
-        *("uvicorn_log_level", "disable_uvicorn_access_log", "disable_frontend_multiprocessing", "api_server_count"),
-        *("distributed_executor_backend", "max_parallel_loading_workers", "async_scheduling", "num_scheduler_steps"),
-        *("enable_chunked_prefill", "block_size", "swap_space", "max_seq_len_to_capture", "kv_cache_memory_bytes"),
-        *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"),
-        *("guided_decoding_backend", "structured_outputs_config", "enable_auto_tool_choice", "max_logprobs"),
-        *("weight_transfer_config", "enable_server_load_tracking", "skip_mm_profiling", "mm_processor_cache_gb"),
-        *("limit_mm_per_prompt", "language_model_only", "safetensors_load_strategy"),
+        *("disable_log_requests", "enable_log_requests", "disable_log_stats", "enable_log_outputs"),
+        *("disable_uvicorn_access_log", "disable_frontend_multiprocessing", "async_scheduling"),
+        *("enable_chunked_prefill", "enable_auto_tool_choice", "enable_server_load_tracking"),
+        *("skip_mm_profiling", "language_model_only", "disable_cascade_attn", "disable_hybrid_kv_cache_manager"),
     }
 )
+# Flags of the same kind that take a value.
+WITHOUT_EFFECT = SWITCHES | {
+    # SGLang
+    *("decode_attention_backend", "prefill_attention_backend", "mm_attention_backend"),
+    *("sampling_backend", "grammar_backend", "moe_runner_backend", "fp8_gemm_runner_backend"),
+    *("cuda_graph_bs", "torch_compile_max_bs", "gpu_id_step", "nccl_port"),
+    *("warmups", "numa_node", "watchdog_timeout", "dist_timeout"),
+    *("schedule_policy", "schedule_conservativeness", "max_prefill_tokens", "num_continuous_decode_steps"),
+    *("rl_on_policy_target", "log_level_http", "log_requests_level", "decode_log_interval"),
+    *("stream_interval", "crash_dump_folder", "engine_info_bootstrap_port", "tokenizer_worker_num"),
+    *("page_size", "load_balance_method"),
+    # both
+    "download_dir",
+    # vLLM
+    *("max_log_len", "uvicorn_log_level", "api_server_count"),
+    *("distributed_executor_backend", "max_parallel_loading_workers", "num_scheduler_steps"),
+    *("block_size", "swap_space", "max_seq_len_to_capture", "kv_cache_memory_bytes"),
+    *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level"),
+    *("guided_decoding_backend", "structured_outputs_config", "max_logprobs"),
+    *("weight_transfer_config", "mm_processor_cache_gb", "limit_mm_per_prompt", "safetensors_load_strategy"),
+}
+_MANY_NUMBERS = ("cuda_graph_bs", "cudagraph_capture_sizes")
 # Flags that are harmless with these values only.
 HARMLESS_VALUES = {
     "load_format": {"auto", "safetensors"},
@@ -84,6 +97,69 @@ HARMLESS_VALUES = {
     "convert": {"auto", "none"},
     "task": {"auto", "generate"},
 }
+_QUANTISATION = "weights are served in the format of the checkpoint; give a quantised checkpoint"
+_ADAPTERS = "adapters (LoRA) are not served; merge them into the checkpoint"
+_SPECULATION = "speculative decoding is not part of this server"
+_REVISION = "a model is a folder; `hf download NAME --revision REVISION --local-dir DIR` writes one"
+_DEFAULTS = "defaults of generation_config.json are not applied; send sampling parameters with each request"
+_TEXT_ONLY = "the server generates text from text, and nothing else"
+_TLS = "the server speaks plain HTTP; put a proxy with TLS in front of it"
+_OWN_CODE = "no code is loaded by a flag"
+_OWN_MODELS = "the server has its own models, which it builds from config.json"
+_SPLIT = "prefill and decode run on the same ranks"
+REFUSED = {
+    "quantization": _QUANTISATION,
+    "torchao_config": _QUANTISATION,
+    "quantization_param_path": _QUANTISATION,
+    "kv_cache_dtype": "KV has the dtype of the weights; another one would change log-probabilities",
+    "calculate_kv_scales": "KV has the dtype of the weights; another one would change log-probabilities",
+    "logprobs_mode": "log-probabilities are of the distribution that tokens are sampled from",
+    "generation_config": _DEFAULTS,
+    "override_generation_config": _DEFAULTS,
+    "sampling_defaults": _DEFAULTS,
+    "preferred_sampling_params": _DEFAULTS,
+    "enable_lora": _ADAPTERS,
+    "lora_paths": _ADAPTERS,
+    "lora_modules": _ADAPTERS,
+    "max_loras": _ADAPTERS,
+    "max_lora_rank": _ADAPTERS,
+    "max_loras_per_batch": _ADAPTERS,
+    "speculative_algorithm": _SPECULATION,
+    "speculative_config": _SPECULATION,
+    "speculative_draft_model_path": _SPECULATION,
+    "speculative_num_steps": _SPECULATION,
+    "speculative_num_draft_tokens": _SPECULATION,
+    "speculative_eagle_topk": _SPECULATION,
+    "load_format": "weights are read from the safetensors files of the folder",
+    "revision": _REVISION,
+    "code_revision": _REVISION,
+    "tokenizer_revision": _REVISION,
+    "hf_token": _REVISION,
+    "return_tokens_as_token_ids": "requests ask for ids themselves, with return_token_ids",
+    "chat_template": "the template of the model's folder is used; change it there",
+    "model_impl": _OWN_MODELS,
+    "config_format": _OWN_MODELS,
+    "tokenizer_mode": "the tokenizer is read from tokenizer.json, or from tiktoken files",
+    "disaggregation_mode": _SPLIT,
+    "kv_transfer_config": _SPLIT,
+    "is_embedding": _TEXT_ONLY,
+    "enable_multimodal": _TEXT_ONLY,
+    "task": _TEXT_ONLY,
+    "runner": _TEXT_ONLY,
+    "convert": _TEXT_ONLY,
+    "cpu_offload_gb": "weights stay on one device; use more ranks",
+    "ssl_keyfile": _TLS,
+    "ssl_certfile": _TLS,
+    "ssl_ca_certs": _TLS,
+    "root_path": "routes have fixed paths; a proxy can add a prefix",
+    "middleware": _OWN_CODE,
+    "logits_processors": _OWN_CODE,
+    "enable_custom_logit_processor": _OWN_CODE,
+    "worker_extension_cls": _OWN_CODE,
+    "prefill_context_parallel_size": "ranks share heads and experts; they do not split a sequence",
+    "decode_context_parallel_size": "ranks share heads and experts; they do not split a sequence",
+}
+"""Flags that would change answers, or that ask for something that the server lacks, and the reason."""
 _DTYPES = {"half": "float16", "float": "float32"}
 _COUNTS = ("max_model_len", "max_num_batched_tokens")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
@@ -92,36 +168,69 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 
 @dataclass
 class OwnWords:
-    """The `words` that the server's own parser reads.  `unused`, `unknown`: flags as they were written.
+    """The `words` that the server's own parser reads, and flags as they were written that it does not.
 
-    `unused` have no effect here.  `unknown` are neither the server's nor harmless, and are among the words.
+    `unused` have no effect here.  `refused` have a reason.  `unknown` are nobody's flags, and are among the words.
     """
 
     words: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
 
 def own_words(argv: Sequence[str]) -> OwnWords:
     """Sort the flags of a command line, and spell values as the server does.
 
-    `MODEL` before all flags is `--model-path MODEL`, as for `vllm serve`.
+    The one word that belongs to no flag is the model, as for `vllm serve`.
     """
-    found, spreads_experts = OwnWords(), False
+    found, spreads_experts, bare = OwnWords(), False, list[str]()
     for written, name, values in _flags(argv):
         base = name.removeprefix("no_")
-        if base == "enable_expert_parallel":
+        if not written:
+            bare += values
+        elif base == "enable_expert_parallel":
             spreads_experts = base == name
         elif base in _KNOWN or name in _KNOWN:
-            found.words += [written, *_own_values(base, values)]
-        elif base in WITHOUT_EFFECT or (values and values[0] in HARMLESS_VALUES.get(name, ())):
+            found.words += _joined(written, _own_values(base, values))
+        elif _is_harmless(name, values):
             found.unused.append(written)
+        elif name in REFUSED:
+            found.refused[written] = REFUSED[name]
         else:
-            found.unknown.append(written or values[0])
-            found.words += [written, *values] if written else values
+            found.unknown.append(written)
+            found.words += [written, *values]
+    if len(bare) == 1 and not any(name in _names("model_path") for _, name, _ in _flags(found.words)):
+        found.words = [*_joined("--model-path", bare), *found.words]
+    else:
+        found.unknown += bare
+        found.words += bare
     if spreads_experts:
         found.words += _spread_over_all(found.words)
     return found
+
+
+def _is_harmless(name: str, values: Sequence[str]) -> bool:
+    """Return whether a flag of vLLM or SGLang changes no answer here; a refused one may be turned off."""
+    base = name.removeprefix("no_")
+    is_off = base != name and base in REFUSED
+    return is_off or base in WITHOUT_EFFECT or (bool(values) and values[0] in HARMLESS_VALUES.get(name, ()))
+
+
+def names_of_settings() -> Mapping[str, str]:
+    """Return the setting of each name that this server has for it: of `tp`, `tp_size`."""
+    own = _OWN_NAMES | OPPOSITES | {name: name.replace("enable_", "disable_", 1) for name in _ENABLING}
+    return {name: own.get(name, name) for name in sorted(_KNOWN - _NO_SETTINGS)}
+
+
+def takes_no_value(name: str) -> bool:
+    """Return whether a flag is on or off."""
+    return name.removeprefix("no_") in _ON_OFF | SWITCHES
+
+
+def is_known(name: str) -> bool:
+    """Return whether this server has the flag, or a table here names it."""
+    return name in _KNOWN or name == "enable_expert_parallel" or name in WITHOUT_EFFECT or name in REFUSED
 
 
 def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,23 +249,44 @@ def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (flag as written, its name, its values) one by one.  Words before the first flag have none: ""."""
+    """Yield (flag as written, its name, its values) one by one.  A word of no flag has none: ""."""
     position = 0
     while position < len(argv):
         flag, equals, value = argv[position].partition("=")
-        if not _is_flag(flag):
-            flag, equals, value = ("--model-path" if position == 0 else ""), "=", argv[position]
-        values = [value] if equals else []
         position += 1
-        while not equals and position < len(argv) and not _is_flag(argv[position]):
-            values.append(argv[position])
-            position += 1
+        if not _is_flag(flag):
+            yield "", "", [argv[position - 1]]
+            continue
         flag = SHORT.get(flag, flag)
-        yield flag, flag.lstrip("-").replace("-", "_"), values
+        name = flag.lstrip("-").replace("-", "_")
+        values, rest = [value] if equals else [], None if equals else _num_values(name)
+        while rest is not None and rest > 0 and position < len(argv) and not _is_flag(argv[position]):
+            if values and name in _MANY_NUMBERS and not argv[position].isdigit():
+                break
+            values.append(argv[position])
+            position, rest = position + 1, rest - 1
+        yield flag, name, values
+
+
+def _num_values(name: str) -> int:
+    """Return how many of the next words are a flag's at most; for an unknown flag all of them."""
+    is_off = name.startswith("no_") and name.removeprefix("no_") in REFUSED
+    if takes_no_value(name) or is_off or name in ("h", "help"):
+        return 0
+    if name in _MANY_NUMBERS or not (name in _KNOWN or name in WITHOUT_EFFECT or name in REFUSED):
+        return sys.maxsize
+    return 1
 
 
 def _is_flag(word: str) -> bool:
     return word.startswith("--") or word in SHORT or word == "-h"
+
+
+def _joined(flag: str, values: Sequence[str]) -> list[str]:
+    """Return a flag and its values as words; a value that begins with a dash stays a value."""
+    if len(values) == 1 and values[0].startswith("-"):
+        return [f"{flag}={values[0]}"]
+    return [flag, *values]
 
 
 def _own_values(name: str, values: list[str]) -> list[str]:
@@ -187,4 +317,13 @@ def _names(setting: str) -> tuple[str, ...]:
 _SETTINGS = {item.name for item in dataclasses.fields(ServerArgs)}
 _OWN_NAMES = {other: setting for setting, others in ALIASES.items() for other in others}
 _ENABLING = {f"enable_{name.removeprefix('disable_')}" for name in _SETTINGS if name.startswith("disable_")}
-_KNOWN = frozenset(_SETTINGS | _OWN_NAMES.keys() | OPPOSITES.keys() | _ENABLING)
+_NO_SETTINGS = frozenset({"config", "help", "h"})
+_KNOWN = frozenset(_SETTINGS | _OWN_NAMES.keys() | OPPOSITES.keys() | _ENABLING | _NO_SETTINGS)
+_SWITCHED = {item.name for item in dataclasses.fields(ServerArgs) if str(item.type).startswith("bool")}
+_ON_OFF = frozenset(
+    {name for name in _KNOWN if _OWN_NAMES.get(name, name) in _SWITCHED}
+    | {"enable_expert_parallel"}
+    | OPPOSITES.keys()
+    | _ENABLING
+)
+"""Names that take no value."""

@@ -8,74 +8,95 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rollout.core.args.foreign_flags import ALIASES, OPPOSITES, settings_of_call
+from rollout.core.args.flag_groups import GROUPS, Flag, flags_of
+from rollout.core.args.foreign_flags import settings_of_call
+from rollout.core.args.parser import Parser
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
+
+_PLACEHOLDERS: dict[type, str] = {int: "N", float: "X"}
+EPILOG = (
+    "Each flag is also a key of --config FILE, and a variable: LOCKSTEP_MAX_TOTAL_TOKENS is --max-total-tokens. "
+    "The command line goes before variables, variables before the file. "
+    "Flags of vLLM and SGLang that only tune kernels, processes or logs are accepted with a warning."
+)
+
+
+def serve_parser() -> Parser:
+    """Return the parser of `lockstep serve`, with its flags in groups."""
+    parser = Parser(
+        prog="lockstep serve",
+        usage="lockstep serve MODEL [flags]",
+        description="Serve a checkpoint over HTTP. MODEL is its folder, as --model-path.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--config", metavar="FILE", help="settings in YAML, JSON or TOML, by the names of the flags")
+    flags = {flag.setting: flag for flag in flags_of(ServerArgs)}
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            _add(group, flags[name])
+    return parser
 
 
 def add_cli_args(parser: argparse.ArgumentParser, settings: type = ServerArgs) -> None:
     """Add one flag per field of a dataclass: `--field-name`, typed, with the field's help and default."""
-    hints = typing.get_type_hints(settings)
-    for item in dataclasses.fields(settings):
-        flag = _flag(item.name)
-        aliases = [_flag(alias) for alias in ALIASES.get(item.name, ())]
-        kind, choices = _cli_type(hints[item.name])
-        help_text = item.metadata["help"]
-        if kind is bool and item.name.startswith("disable_"):
-            _add_disabling(parser, item, aliases)
-        elif kind is bool:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(flag, *aliases, dest=item.name, action=action, default=item.default, help=help_text)
-        else:
-            parser.add_argument(
-                flag,
-                *aliases,
-                dest=item.name,
-                type=kind,
-                choices=item.metadata.get("choices", choices),
-                default=item.default,
-                required=item.metadata.get("required", False),
-                help=f"{help_text} (default: {item.default})" if item.default not in (None, "") else help_text,
-            )
+    for flag in flags_of(settings):
+        _add(parser, flag, required=flag.is_required)
 
 
-def _add_disabling(parser: argparse.ArgumentParser, item: dataclasses.Field[Any], aliases: Sequence[str]) -> None:
-    """Add `--disable-x` with its opposite `--enable-x`; `--no-disable-x` is taken, too, and not shown."""
-    plain = item.name.removeprefix("disable_")
-    opposites = [f"enable_{plain}", *(other for other, setting in OPPOSITES.items() if setting == item.name)]
-    disabling, enabling = [_flag(item.name), *aliases], [_flag(other) for other in opposites]
-    hidden = [flag.replace("--", "--no-", 1) for flag in disabling]
+def _add(parser: argparse._ActionsContainer, flag: Flag, *, required: bool = False) -> None:
+    names = [flag.name, *(alias for alias in flag.aliases if alias.startswith("--"))]
+    if flag.type is bool:
+        _add_switch(parser, flag, names)
+        return
+    shown = _PLACEHOLDERS.get(flag.type, flag.setting.rpartition("_")[2].upper())
     parser.add_argument(
-        *disabling, *enabling, dest=item.name, action=_Switch, default=item.default, help=item.metadata["help"]
+        *names,
+        dest=flag.setting,
+        type=flag.type,
+        choices=flag.choices,
+        metavar=None if flag.choices else shown,
+        default=flag.default,
+        required=required,
+        help=f"{flag.help} (default: {flag.default})" if flag.default not in (None, "") else flag.help,
     )
-    off: dict[str, Any] = {"action": "store_const", "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument(*hidden, dest=item.name, const=False, **off)
-    parser.add_argument(*[flag.replace("--", "--no-", 1) for flag in enabling], dest=item.name, const=True, **off)
+
+
+def _add_switch(parser: argparse._ActionsContainer, flag: Flag, names: Sequence[str]) -> None:
+    """Add a flag with its opposites; `--no-disable-x` and the like are taken, too, and not shown."""
+    parser.add_argument(
+        *names, *flag.opposites, dest=flag.setting, action=_Switch, off=flag.opposites, default=flag.default,
+        help=f"{flag.help} (default: on)" if flag.default is True else flag.help,
+    )  # fmt: skip
+    for shown, is_on in ((names, False), (flag.opposites, True)):
+        hidden = [name.replace("--", "--no-", 1) for name in shown]
+        hidden = [name for name in hidden if name not in flag.opposites and not name.startswith("--no-no-")]
+        if hidden:
+            parser.add_argument(
+                *hidden, dest=flag.setting, action="store_const", const=is_on, default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )  # fmt: skip
 
 
 class _Switch(argparse.Action):
-    """`--enable-...` turns the setting off, every other of its flags turns it on."""
+    """The flags of `off` turn the setting off, every other one turns it on."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, default: Any = None, help: str | None = None) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=default, help=help)
+    def __init__(self, option_strings: Sequence[str], dest: str, off: Sequence[str] = (), **given: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **given)
+        self._off = off
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        setattr(namespace, self.dest, not str(option_string).startswith("--enable-"))
+        setattr(namespace, self.dest, option_string not in self._off)
 
     def format_usage(self) -> str:
         return " | ".join(self.option_strings)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def args_of_call(settings: Mapping[str, Any]) -> ServerArgs:
@@ -112,11 +133,3 @@ def _secret(name: str, given: str | None) -> str | None:
         return Path(given[1:]).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"--{name.replace('_', '-')} {given}: {error}") from None
-
-
-def _cli_type(hint: Any) -> tuple[type, tuple[str, ...] | None]:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
-    if typing.get_origin(hint) is Literal:
-        return str, typing.get_args(hint)
-    return hint, None

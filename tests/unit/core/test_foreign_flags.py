@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, WITHOUT_EFFECT, own_words
+from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, REFUSED, WITHOUT_EFFECT, own_words
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.args.server_cli import add_cli_args, args_of_call, server_args_from_namespace
 from rollout.core.errors import StartupError
@@ -94,29 +94,72 @@ def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureF
     """N14: one line names them, and the server's own refusal is the only error."""
     assert serve.main(["--model-path", "/nowhere", "--trust-remote-code", "--swap-space", "4"]) == 1
     warning, refusal = capsys.readouterr().err.splitlines()
-    assert warning == "lockstep: these flags of vLLM or SGLang have no effect: --trust-remote-code, --swap-space"
+    assert warning.endswith(
+        " WARNING lockstep: these flags of vLLM or SGLang have no effect: --trust-remote-code, --swap-space"
+    )
     assert "--model-path /nowhere is not a folder" in refusal
 
 
 @pytest.mark.parametrize(
-    ("line", "unknown"),
+    ("line", "flag", "reason"),
     [
-        ("--kv-cache-dtype fp8", "--kv-cache-dtype"),
-        ("--generation-config auto", "--generation-config"),
-        ("--enable-lora", "--enable-lora"),
-        ("--port=1 stray", "stray"),
-        ("--enable-nothing", "--enable-nothing"),
+        ("--kv-cache-dtype fp8", "--kv-cache-dtype", "KV has the dtype of the weights"),
+        ("--generation-config auto", "--generation-config", "send sampling parameters with each request"),
+        ("--enable-lora", "--enable-lora", "merge them into the checkpoint"),
+        ("--quantization=fp8", "--quantization", "give a quantised checkpoint"),
     ],
 )
-def test_what_would_change_answers_is_refused_by_name(
-    line: str, unknown: str, capsys: pytest.CaptureFixture[str]
+def test_what_would_change_answers_is_refused_with_a_reason(
+    line: str, flag: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert own_words(line.split()).unknown == [unknown]
+    assert own_words(line.split()).refused[flag] == REFUSED[flag.removeprefix("--").replace("-", "_")]
     with pytest.raises(SystemExit) as caught:
         serve.main(["--model-path", "m", *line.split()])
-    assert caught.value.code == 2 and f"unrecognized arguments: {unknown}" in capsys.readouterr().err
-    with pytest.raises(StartupError, match=unknown):
+    error, pointer = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and error.startswith(f"lockstep serve: error: {flag} ") and reason in error
+    assert pointer == "Help: lockstep serve --help"
+    with pytest.raises(StartupError, match=flag) as refused:
         serve_words(["--model-path", "m", *line.split()])
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("--enable-nothing", "unknown flag --enable-nothing"),
+        ("--port=1 stray", "unexpected word stray"),
+        ("--prot 80", "unknown flag --prot; did you mean --port?"),
+        ("--dtpye=half", "unknown flag --dtpye; did you mean --dtype?"),
+    ],
+)
+def test_what_nobody_has_is_refused_by_name(line: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        serve.main(["--model-path", "m", *line.split()])
+    assert caught.value.code == 2 and capsys.readouterr().err.startswith(f"lockstep serve: error: {error}")
+    with pytest.raises(StartupError):
+        serve_words(["--model-path", "m", *line.split()])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "folder --port 1",
+        "--port 1 folder",
+        "--trust-remote-code folder --port=1",
+        "--disable-log-requests --port 1 --swap-space 4 folder",
+        "--cuda-graph-bs 1 2 4 folder --port 1",
+        "--disable-radix-cache folder --port 1",
+        "--no-enable-lora folder --port 1",
+    ],
+)
+def test_the_word_of_no_flag_is_the_model_wherever_it_stands_n13(line: str) -> None:
+    """N13: a positional model was refused; a flag without a value must not take it either."""
+    args = settings(line)
+    assert (args.model_path, args.port) == ("folder", 1)
+
+
+def test_a_value_that_begins_with_a_dash_stays_a_value() -> None:
+    assert settings("folder --served-model-name=-x").served_model_name == "-x"
 
 
 def test_a_call_in_python_takes_the_other_names_too() -> None:
@@ -126,15 +169,19 @@ def test_a_call_in_python_takes_the_other_names_too() -> None:
         args_of_call({"model": "m", "model_path": "m"})
 
 
-def test_a_gpu_that_a_framework_names_for_a_cpu_engine_is_left_out() -> None:
+def test_a_gpu_that_a_framework_names_for_a_cpu_engine_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--model-path", "m", "--base-gpu-id", "3"]
+    monkeypatch.delenv("LOCKSTEP_DEVICE", raising=False)
     assert serve_words([*given, "--device", "cpu"]) == ["--model-path", "m", "--device", "cpu"]
     assert serve_words(given) == given
+    monkeypatch.setenv("LOCKSTEP_DEVICE", "cpu")
+    assert serve_words(given) == ["--model-path", "m"]
 
 
 def test_the_table_names_no_setting_of_the_server() -> None:
     own = set(ServerArgs.__dataclass_fields__)
     others = [name for names in ALIASES.values() for name in names]
     assert ALIASES.keys() <= own and set(OPPOSITES.values()) <= own
-    assert not own & {*others, *OPPOSITES, *WITHOUT_EFFECT, *HARMLESS_VALUES}
-    assert len(others) == len(set(others)) and not WITHOUT_EFFECT & {*others, *HARMLESS_VALUES}
+    assert not own & {*others, *OPPOSITES, *WITHOUT_EFFECT, *REFUSED, *HARMLESS_VALUES}
+    assert len(others) == len(set(others)) and not WITHOUT_EFFECT & {*others, *REFUSED}
+    assert HARMLESS_VALUES.keys() <= REFUSED.keys()

@@ -39,7 +39,9 @@ def test_short_names_and_equals_signs() -> None:
 
 
 def test_what_the_server_lacks_is_refused_by_name() -> None:
-    with pytest.raises(StartupError, match="--speculative-algorithm, --enable-lora"):
+    with pytest.raises(
+        StartupError, match=r"--speculative-algorithm \(speculative decoding is .*\), --enable-lora \(adapters"
+    ):
         serve_words(["--model-path", "m", "--speculative-algorithm", "EAGLE", "--enable-lora", "--nccl-port", "1"])
 
 
@@ -97,4 +99,7 @@ def test_as_a_program_it_refuses_in_one_line() -> None:
         timeout=60,
     )
     assert result.returncode == 1
-    assert result.stderr == "lockstep: this server does not have these flags of SGLang: --enable-lora\n"
+    assert result.stderr == (
+        "lockstep: error: this server does not have these flags of SGLang: "
+        "--enable-lora (adapters (LoRA) are not served; merge them into the checkpoint)\n"
+    )
