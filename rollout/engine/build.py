@@ -5,7 +5,6 @@ Only this module knows all the parts; they do not know each other's constructors
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -165,7 +164,7 @@ def build_scheduler(
         context_length=limits.context_length,
         capture_routed_experts=route_store is not None,
         num_threads=torch.get_num_threads(),
-        num_parameters=sum(math.prod(meta.shape) for meta in model.weights.metas().values()),
+        num_parameters=sum(meta.numel for meta in model.weights.metas().values()),
         model_bytes=model_bytes,
         weight_version=args.weight_version,
     )

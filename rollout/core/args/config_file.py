@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,24 +36,11 @@ def read(path: Path) -> dict[Any, Any]:
     return content
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML without objects, in which no key stands twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping.  Raises `ConstructorError` for a key that is there already."""
-        keys = [key.value for key, _ in node.value]
-        if doubled := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"the key {doubled} is given twice", node.start_mark)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
 def _from_yaml(text: str) -> Any:
-    loader = _UniqueKeys(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
+    node = yaml.compose(text, yaml.SafeLoader)
+    if isinstance(node, yaml.MappingNode):
+        _require_unique([key.value for key, _ in node.value])
+    return yaml.safe_load(text)
 
 
 def _from_json(text: str) -> Any:
@@ -60,10 +48,18 @@ def _from_json(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    if doubled := next((key for key in keys if keys.count(key) > 1), None):
-        raise StartupError(f"--config: the key {doubled} is given twice")
+    _require_unique([key for key, _ in pairs])
     return dict(pairs)
 
 
-_READERS = {".yaml": _from_yaml, ".yml": _from_yaml, ".json": _from_json, ".toml": tomllib.loads}
+def _require_unique(keys: list[str]) -> None:
+    if doubled := next((key for key in keys if keys.count(key) > 1), None):
+        raise StartupError(f"--config: the key {doubled} is given twice")
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _from_yaml,
+    ".yml": _from_yaml,
+    ".json": _from_json,
+    ".toml": tomllib.loads,
+}

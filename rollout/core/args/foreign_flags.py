@@ -113,7 +113,7 @@ REFUSED = {
     "quantization_param_path": _QUANTISATION,
     "kv_cache_dtype": "KV has the dtype of the weights; another one would change log-probabilities",
     "calculate_kv_scales": "KV has the dtype of the weights; another one would change log-probabilities",
-    "logprobs_mode": "log-probabilities are of the distribution that tokens are sampled from",
+    "logprobs_mode": "log-probabilities belong to the distribution that tokens are sampled from",
     "generation_config": _DEFAULTS,
     "override_generation_config": _DEFAULTS,
     "sampling_defaults": _DEFAULTS,
@@ -170,7 +170,7 @@ _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30
 class OwnWords:
     """The `words` that the server's own parser reads, and flags as they were written that it does not.
 
-    `unused` have no effect here.  `refused` have a reason.  `unknown` are nobody's flags, and are among the words.
+    `unused` have no effect here.  `refused` have a reason.  `unknown` flags have no owner, and are among the words.
     """
 
     words: list[str] = field(default_factory=list)
