@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -147,6 +148,10 @@ def test_a_signal_drains_and_exits_0(folder: Path, tmp_path: Path, number: signa
         status, said = server.end()
         assert status == 0, said
         assert f"Lockstep is ready at http://127.0.0.1:{server.port}" in said
+        assert [line for line in said.splitlines() if not LOG_LINE.match(line)] == []
+        assert all(
+            f"lockstep: {name} " in said for name in ("model", "parameters", "KV cache", "versions", "dashboard")
+        )
         assert "Traceback" not in said and "secret" not in said
         assert is_gone(scheduler)
 
@@ -279,6 +284,7 @@ def test_bad_settings_are_one_line_and_start_nothing(
     assert message.format(**names) in lines[0]
 
 
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) [\w.]+: ")
 NO_TORCH = """
 import contextlib, io, json, sys
 from rollout.cli import main as cli
