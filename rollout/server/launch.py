@@ -147,7 +147,7 @@ class _Server:
                 raise StartupError(await _reason(manager, death, reader, "before it was ready"))
             start.result()
             gc.freeze()  # what exists now stays: no collection between two requests need visit it
-            say(f"Lockstep is ready at {base_url(self._args)}")
+            say(f"ready at {base_url(self._args)}")
             self._registration.join()
             await _first_of(death, stop, http_task, reader)
             if stop.done():

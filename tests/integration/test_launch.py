@@ -147,7 +147,7 @@ def test_a_signal_drains_and_exits_0(folder: Path, tmp_path: Path, number: signa
         assert box[0].status_code == 200 and len(box[0].json()["output_ids"]) == 30
         status, said = server.end()
         assert status == 0, said
-        assert f"Lockstep is ready at http://127.0.0.1:{server.port}" in said
+        assert f"lockstep: ready at http://127.0.0.1:{server.port}" in said
         assert [line for line in said.splitlines() if not LOG_LINE.match(line)] == []
         assert all(
             f"lockstep: {name} " in said for name in ("model", "parameters", "KV cache", "versions", "dashboard")

@@ -9,10 +9,12 @@ import dataclasses
 import json
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout.core.args.parser import hint
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 
@@ -97,7 +99,7 @@ HARMLESS_VALUES = {
     "convert": {"auto", "none"},
     "task": {"auto", "generate"},
 }
-_QUANTISATION = "weights are served in the format of the checkpoint; give a quantised checkpoint"
+_QUANTISATION = "weights are not quantised at the start; on a CPU, --cpu-weight-format w8 holds experts in 8 bits"
 _ADAPTERS = "adapters (LoRA) are not served; merge them into the checkpoint"
 _SPECULATION = "speculative decoding is not part of this server"
 _REVISION = "a model is a folder; `hf download NAME --revision REVISION --local-dir DIR` writes one"
@@ -236,16 +238,30 @@ def is_known(name: str) -> bool:
 def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a call under the server's own names, objects as JSON.
 
-    Raises `StartupError` where a setting is given under two names.
+    Warns of arguments without effect.  Raises `StartupError` for one that is refused or unknown, and where a setting is
+    given under two names.
     """
     own: dict[str, Any] = {}
+    names = names_of_settings()
     for name, value in given.items():
-        setting = _OWN_NAMES.get(name, name)
+        setting = names.get(name)
+        if setting is None:
+            _check_foreign(name, value)
+            continue
         if setting in own:
-            both = [other for other in given if _OWN_NAMES.get(other, other) == setting]
+            both = [other for other in given if names.get(other) == setting]
             raise StartupError(f"{' and '.join(both)} are the same setting: give only one")
-        own[setting] = json.dumps(value) if isinstance(value, dict) else value
+        is_opposite = name in OPPOSITES or name in _ENABLING
+        own[setting] = not value if is_opposite else json.dumps(value) if isinstance(value, dict) else value
     return own
+
+
+def _check_foreign(name: str, value: Any) -> None:
+    """Warn of an argument that changes no answer.  Raises `StartupError` for any other."""
+    is_off = name in REFUSED and (value is None or value is False)
+    if not is_off and not _is_harmless(name, [str(value)]):
+        raise StartupError(f"{name}: {REFUSED.get(name) or f'unknown setting{hint(name, names_of_settings())}'}")
+    warnings.warn(f"{name} of vLLM or SGLang has no effect", stacklevel=5)
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:

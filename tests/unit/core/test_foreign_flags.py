@@ -106,7 +106,7 @@ def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureF
         ("--kv-cache-dtype fp8", "--kv-cache-dtype", "KV has the dtype of the weights"),
         ("--generation-config auto", "--generation-config", "send sampling parameters with each request"),
         ("--enable-lora", "--enable-lora", "merge them into the checkpoint"),
-        ("--quantization=fp8", "--quantization", "give a quantised checkpoint"),
+        ("--quantization=fp8", "--quantization", "weights are not quantised at the start"),
     ],
 )
 def test_what_would_change_answers_is_refused_with_a_reason(
@@ -167,6 +167,21 @@ def test_a_call_in_python_takes_the_other_names_too() -> None:
     assert (args.model_path, args.tp_size, args.context_length, args.random_seed) == ("m", 2, 64, 5)
     with pytest.raises(StartupError, match="model and model_path are the same setting"):
         args_of_call({"model": "m", "model_path": "m"})
+
+
+def test_a_call_in_python_has_the_same_table() -> None:
+    assert args_of_call({"model": "m", "enable_prefix_caching": False}).disable_radix_cache
+    with pytest.warns(UserWarning, match="trust_remote_code of vLLM or SGLang has no effect"):
+        assert args_of_call({"model": "m", "trust_remote_code": True}) == ServerArgs(model_path="m")
+    with pytest.warns(UserWarning, match="enable_lora"):
+        args_of_call({"model": "m", "enable_lora": False})
+    for name, value, message in [
+        ("enable_lora", True, "enable_lora: adapters"),
+        ("kv_cache_dtype", "fp8", "KV has the dtype of the weights"),
+        ("prot", 1, r"prot: unknown setting; did you mean port\?"),
+    ]:
+        with pytest.raises(StartupError, match=message):
+            args_of_call({"model": "m", name: value})
 
 
 def test_a_gpu_that_a_framework_names_for_a_cpu_engine_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

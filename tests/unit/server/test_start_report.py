@@ -1,4 +1,4 @@
-"""What a server prints once it is ready."""
+"""The lines that a server prints once it is ready."""
 
 from __future__ import annotations
 
