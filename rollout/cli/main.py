@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from rollout.cli.completion import script
 from rollout.core.args.parser import Parser
 from rollout.core.version import VERSION
 
@@ -23,15 +24,21 @@ INTERRUPTED = 130  # exit status of a command that Ctrl-C ended, as in a shell
 
 
 class Command(NamedTuple):
-    """`module`: its `main` runs the command.  `parser`: `MODULE:FUNCTION` without torch, where `module` needs torch."""
+    """`module`: its `main` runs the command.  `parser`: `MODULE:FUNCTION` that makes its parser without torch.
+
+    `reads_words`: `module` needs no torch until it has read its words itself.
+    """
 
     module: str
     text: str
-    parser: str | None = None
+    parser: str
+    reads_words: bool = False
 
 
 COMMANDS = {
-    "serve": Command("rollout.server.serve", "serve a checkpoint over HTTP"),
+    "serve": Command(
+        "rollout.server.serve", "serve a checkpoint over HTTP", "rollout.core.args.server_cli:serve_parser", True
+    ),
     "demo": Command(
         "examples.demo.run",
         "run one whole step of reinforcement learning on a small model",
@@ -53,6 +60,11 @@ COMMANDS = {
         "compile the CPU operators for this machine",
         "rollout.cli.parsers:build_kernels_parser",
     ),
+    "completion": Command(
+        "rollout.cli.completion",
+        "print a script that completes flags in a shell",
+        "rollout.cli.completion:parser",
+    ),
 }
 
 
@@ -71,13 +83,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     namespace, _ = parser.parse_known_args(words[:1])
     command = COMMANDS[namespace.command]
     try:
-        _find(namespace.command, command.module)
-        if command.parser is not None:
-            module, _, function = command.parser.partition(":")
-            getattr(importlib.import_module(module), function)().parse_args(words[1:])
+        if not command.reads_words:
+            parser_of(namespace.command).parse_args(words[1:])
+        if namespace.command == "completion":
+            print(script({name: parser_of(name) for name in COMMANDS if _is_here(name)}), end="")
+            return 0
         return int(importlib.import_module(command.module).main(words[1:]))
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def parser_of(name: str) -> Parser:
+    """Return the parser of a command.  Raises `SystemExit` where its folder is missing."""
+    _find(name, COMMANDS[name].module)
+    module, _, function = COMMANDS[name].parser.partition(":")
+    parser: Parser = getattr(importlib.import_module(module), function)()
+    return parser
+
+
+def _is_here(name: str) -> bool:
+    """Tell whether the folder of a command is there."""
+    try:
+        _find(name, COMMANDS[name].module)
+    except SystemExit:
+        return False
+    return True
 
 
 def _find(command: str, module: str) -> None:

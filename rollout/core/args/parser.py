@@ -73,6 +73,16 @@ class Parser(argparse.ArgumentParser):
         """Return the long flags, in the order of the help."""
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
 
+    def shown_flags(self) -> dict[str, list[str]]:
+        """Return the long flags of the help, and the values that each may have, if these are few."""
+        actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return {
+            flag: [str(choice) for choice in action.choices or ()]
+            for action in actions
+            for flag in action.option_strings
+            if flag.startswith("--")
+        }
+
     def _require_flag(self, flag: str) -> None:
         if not any(known.startswith(flag) for known in self.flags()):
             self.error(f"unknown flag {flag}{hint(flag, self.flags())}")
