@@ -19,10 +19,12 @@ def start_report(args: ServerArgs, config: ModelConfig, ready: SchedulerReady, s
     """Return the report, one fact and its name a line."""
     url = base_url(args)
     ranks = layout_of(args).world_size
+    share = " a rank" if ranks > 1 else ""
+    model_bytes, kv_bytes = (_bytes(total // args.dp_size) + share for total in (state.model_bytes, state.kv_bytes))
     facts = {
         "model": f"{args.name}, {config.architecture}, version {ready.weight_version!r}",
-        "parameters": f"{_count(ready.num_parameters)} in {state.dtype}, {_bytes(state.model_bytes)}",
-        "KV cache": f"{ready.max_total_num_tokens} tokens, {_bytes(state.kv_bytes)}; context {ready.context_length}",
+        "parameters": f"{_count(ready.num_parameters)} in {state.dtype}, {model_bytes}",
+        "KV cache": f"{ready.max_total_num_tokens} tokens, {kv_bytes}; context {ready.context_length}",
         "device": f"{state.device}, {'1 rank' if ranks == 1 else f'{ranks} ranks'}, {_threads(ready.num_threads)} each",
         "operators": f"compiled for {state.cpu_isa}" if state.cpu_isa else _operators(state),
         "batch invariant": "yes" if state.batch_invariant else f"no: {state.batch_invariance_note}",

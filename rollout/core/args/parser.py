@@ -13,9 +13,9 @@ _KINDS: dict[object, str] = {int: "is not a whole number", float: "is not a numb
 _OTHER_NAMES = re.compile(r"^argument (-[\w-]+)(?:/\S+)?: ")
 
 
-def closest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that `word` was probably meant to be; None where there is none."""
-    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)), None)
+def closest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that `word` was probably meant to be, at least `cutoff` alike; None where there is none."""
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)), None)
 
 
 def hint(word: str, names: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from rollout.core.errors import StartupError
 
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_LIKENESS = 0.75  # from which a variable is taken for a misspelled setting
 _OF_KUBERNETES = "tcp://"
 
 
@@ -90,7 +91,7 @@ def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], lis
         if not variable.startswith(ENVIRONMENT_PREFIX) or not text or variable == CONFIG_VARIABLE:
             continue
         if name is None:
-            meant = closest(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), names_of_settings())
+            meant = closest(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), names_of_settings(), _LIKENESS)
             if meant is not None:
                 notes.append(f"${variable} is not a setting; did you mean {ENVIRONMENT_PREFIX}{meant.upper()}?")
         elif text.startswith(_OF_KUBERNETES) and name == "port":

@@ -17,6 +17,7 @@ from rollout.cli.main import main
             "lockstep demo: error: --size: tny is not one of standard, tiny; did you mean ",
         ),
         (["bench", "--dtype=half"], "lockstep bench: error: --dtype: half is not one of auto, "),
+        (["bench", "--dtype=bf16"], "lockstep bench: error: --dtype: bf16 is not one of auto, float32, bfloat16, "),
         (["bench", "--input-len", "0"], "lockstep bench: error: --input-len: must be at least 1"),
         (["eplb-plan", "--rnks", "2"], "lockstep eplb-plan: error: unknown flag --rnks; did you mean --ranks?"),
         (["make-checkpoint", "d", "e"], "lockstep make-checkpoint: error: unexpected word e"),

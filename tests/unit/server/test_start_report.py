@@ -57,6 +57,8 @@ def test_what_a_server_lacks_is_stated_with_its_reason() -> None:
     )
     assert (found["operators"], found["batch invariant"]) == ("plain torch", "no: x")
     assert found["dashboard"] == "off (--enable-metrics)" and "2 ranks" in found["device"]
+    assert found["parameters"].endswith("61.0 GiB a rank") and "3.0 MiB a rank" in found["KV cache"]
+    assert facts(replace(ARGS, dp_size=2))["parameters"].endswith("30.5 GiB a rank")  # the state has the sum of both
     assert facts(device="cuda", cpu_isa="")["operators"] == "Triton and torch"
 
 
