@@ -110,7 +110,7 @@ def build_scheduler(
     ops = select_ops(dtype, device, kernels.available, args.cpu_weight_format)
     plain_reason = plain_torch_reason(ops, kernels.reason, dtype)
     if plain_reason and kernels.available:
-        say(f"WARNING: running on plain torch, several times slower: {plain_reason}", prefix="")
+        say(f"running on plain torch, several times slower: {plain_reason}", "WARNING")
     pages = select_pages(device) if args.enable_memory_saver else None
     weight_memory = nullcontext() if pages is None else pages.pool("weights")
     backend = _moe_backend(args, config)

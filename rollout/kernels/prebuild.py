@@ -11,7 +11,6 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,9 +54,9 @@ def version_of(root: Path) -> str:
 
 def _compile(sources: Path, made: Path, march: tuple[str, ...], target: Target) -> None:
     made.parent.mkdir(parents=True, exist_ok=True)
-    say(f"compiling {made.parent.name}/{made.name} for torch {target.torch_version}", prefix="")
+    say(f"compiling {made.parent.name}/{made.name} for torch {target.torch_version}")
     flags = (*COMMON_FLAGS, *march, "-g0", "-Wl,--strip-debug")
-    compile_library(find_compiler(), sources, made, flags, target, progress=partial(say, prefix=""))
+    compile_library(find_compiler(), sources, made, flags, target, progress=say)
 
 
 if __name__ == "__main__":
