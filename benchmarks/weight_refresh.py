@@ -5,7 +5,7 @@
     refresh      from the sender's call to the last engine's answer, next to a gloo broadcast of the same bytes between
                  two bare processes; with no request running, and with as many as in the first line
     delta        the same server refreshed by what changed alone, from encoding to the answer
-    peak memory  of the process that computes, next to the formula of docs/weight_sync.md
+    peak memory  of the process that computes, next to the formula of docs/reference/weights/staging.md
 
 The trainer is this process, with the `WeightSender` that trainers use.  It holds the weights as transformers does: the
 experts of a layer in one tensor.  A refresh sends the weights that are served, so that requests run on as they were.

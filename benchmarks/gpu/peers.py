@@ -1,7 +1,7 @@
 """Decode by other systems with a random model of the same shape: transformers' continuous batching, mini-sglang.
 
 transformers stamps every token with a time, so that what is counted is the stretch in which all requests decode.
-mini-sglang is measured where its package is installed (docs/gpu.md), by two runs of different lengths.
+mini-sglang is measured where its package is installed (docs/gpu_offline.md), by two runs of different lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.gpu.settings import Settings
 from examples.make_checkpoint.tokenizer import save_tokenizer, train_tokenizer
 
 BATCHES, NEW_TOKENS = (1, 16, 64, 256), 64
-NOT_INSTALLED = "not installed: see docs/gpu.md for its requirements"
+NOT_INSTALLED = "not installed: see docs/gpu_offline.md for its requirements"
 Rates = Iterator[tuple[int, float]]
 
 

@@ -11,7 +11,7 @@ KEPT_BYTES = 256 * _MIB
 # malloc.h's parameters by number.
 
 # Each layer of a step asks for the same few buffers.  By default glibc gives them back to the system and asks for them
-# again: at a prefill of 2048 tokens hundreds of thousands of page faults, a fifth of its time (docs/benchmarks.md).
+# again: at a prefill of 2048 tokens hundreds of thousands of page faults, a fifth of its time.
 # Buffers of 32 MB, glibc's maximum, still get a mapping of their own if no free block is large enough.
 _KEEP = {
     "MALLOC_MMAP_THRESHOLD_": (-3, 32 * _MIB),

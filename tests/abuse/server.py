@@ -32,7 +32,7 @@ STOP_S = 30.0
 CALL_S = 15.0
 MEMORY_LIMIT = 3 << 30
 """Bytes that each process of the server may allocate after the server is ready."""
-DOCS = Path(__file__).parents[2] / "docs" / "http_api.md"
+DOCS = Path(__file__).parents[2] / "docs/reference/http/index.md"
 SERVE = ("rollout.cli.main", "serve")
 AT_REST = (
     *("/finish_weight_update", "/abort_weight_update", "/stop_profile", "/resume_memory_occupation"),

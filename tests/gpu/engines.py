@@ -55,7 +55,7 @@ def graphs_of(harness: Harness) -> GraphRunner:
     graphs = harness.scheduler.runner.graphs
     if graphs is None:
         backend = type(harness.scheduler.runner.attention).__name__
-        not_run(f"no step is captured with {backend}: docs/gpu.md says how to install FlashInfer")
+        not_run(f"no step is captured with {backend}: docs/gpu_offline.md says how to install FlashInfer")
     return graphs
 
 

@@ -19,7 +19,7 @@ from tests.flashinfer_stand_in import stand_in
 from tests.gpu.needs import need_cuda, need_module, not_run
 from tests.gpu.paged_cases import Lengths, PagedCase, attended, relative_error
 
-FLASHINFER_HOW = "docs/gpu.md says how to install it"
+FLASHINFER_HOW = "docs/gpu_offline.md says how to install it"
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 STEPS = {
     "decode": Lengths(decodes=(1, 2, 17, 64, 65, 200, 129, 31)),

@@ -1,4 +1,4 @@
-"""Peak resident memory of a refresh in each staging mode, against the formulas of docs/weight_sync.md."""
+"""Peak resident memory of a refresh in each staging mode, against the formulas of docs/reference/weights/staging.md."""
 
 from __future__ import annotations
 

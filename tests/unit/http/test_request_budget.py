@@ -320,7 +320,7 @@ def test_the_defaults_are_those_of_the_flags() -> None:
 
 
 def test_the_table_of_bytes_in_the_docs_is_the_budget() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "http_api.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/reference/http/request_limits.md").read_text()
     table = page.split("| what | held |")[1].split("\n\n")[0].splitlines()[2:]
     found = [tuple(cell.strip() for cell in line.split("|")[2:6]) for line in table]
     entries = {0: "", 1: "1/16", 2: "1/8", 8: "1/2", 16: "1"}

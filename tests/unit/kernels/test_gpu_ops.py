@@ -243,7 +243,7 @@ def test_the_choice_of_operators() -> None:
 
 
 def test_documents_say_what_runs_on_cuda() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "operators.md").read_text(), re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} >= OPERATORS.keys()
 
 
