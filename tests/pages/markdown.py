@@ -117,7 +117,7 @@ def slug(heading: str) -> str:
 
 
 def anchors(source: str) -> set[str]:
-    """Return the anchors of a page: its headings', and those of HTML."""
+    """Return the anchors of a page, of its headings and of its HTML."""
     found: dict[str, int] = {}
     fence = ""
     for line in source.splitlines():

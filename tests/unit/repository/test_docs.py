@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 from pathlib import Path
 
@@ -106,20 +105,6 @@ def test_every_body_field_is_documented(body: type[protocol.Body]) -> None:
 
 def test_every_sampling_parameter_is_documented() -> None:
     assert not set(SamplingParams.__struct_fields__) - documented_names(API) - NOT_FOR_RL
-
-
-def flag_row(field: dataclasses.Field) -> str:
-    default = "-" if field.default is None else f"`{field.default}`"
-    if isinstance(field.default, bool):
-        default = "on" if field.default else "off"
-    if field.metadata.get("required"):
-        default = "required"
-    return f"| `--{field.name.replace('_', '-')}` | {default} | {field.metadata['help']} |"
-
-
-def test_the_flags_table_is_the_settings() -> None:
-    rows = [line for line in API.splitlines() if line.startswith("| `--")]
-    assert rows == [flag_row(field) for field in dataclasses.fields(ServerArgs)]
 
 
 def test_the_files_named_in_the_readme_exist() -> None:

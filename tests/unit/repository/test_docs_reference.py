@@ -1,0 +1,78 @@
+"""The reference from the code: every flag, endpoint, metric, log line and public name has its place on a page."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+
+import pytest
+
+from docs.tools import endpoints, events, metrics, python_api, reference
+from rollout.core.args.server_args import ServerArgs
+from rollout.http.metrics.metrics import Metrics
+from tests.pages import markdown
+from tests.pages.markdown import ROOT
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+MARKS = {name for page in PAGES for name in re.findall(r"<!-- generated: (.*?) -->", page.read_text(encoding="utf-8"))}
+
+
+def test_every_part_has_a_page_and_every_mark_a_part() -> None:
+    assert set(reference.parts()) == MARKS
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- generated" in page.read_text(encoding="utf-8")])
+def test_a_filled_page_is_no_longer_than_a_reader_can_hold(page: object) -> None:
+    text = reference.filled((ROOT / str(page)).read_text(encoding="utf-8"))
+    assert "<!-- generated" not in text and len(text.encode()) <= markdown.MAX_PAGE_BYTES
+
+
+def test_every_flag_has_a_row_with_its_help() -> None:
+    text = reference.part("flags")
+    for field in dataclasses.fields(ServerArgs):
+        row = next(line for line in text.splitlines() if line.startswith(f"| `--{field.name.replace('_', '-')}` |"))
+        assert " ".join(field.metadata["help"].replace("|", r"\|").split()) in row
+
+
+def test_every_endpoint_is_listed_once_and_described() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| \[`(\S+)`\]", reference.part("endpoints"), re.MULTILINE)
+    assert sorted(listed) == sorted((one.method, one.path) for one in endpoints.all_endpoints())
+    assert len(listed) == len(set(listed)) > 80
+    for one in endpoints.all_endpoints():
+        assert f"## {one.path}\n" in reference.part(f"endpoints of {one.page}")
+
+
+def test_links_of_the_list_of_endpoints_lead_to_headings() -> None:
+    for page, anchor in re.findall(r"\]\((\w+)\.md#(\S+?)\)", reference.part("endpoints")):
+        assert anchor in markdown.anchors(reference.part(f"endpoints of {page}"))
+
+
+def test_fields_of_a_body_and_of_an_object_in_it_are_listed() -> None:
+    text = reference.part("endpoints of weights")
+    assert "| `coverage` | body | `full`, `partial` | `\"full\"` |" in text
+    assert "| `init_info.master_port` | body | integer | required |" in reference.part("endpoints of vllm_weights")
+
+
+def test_every_metric_of_a_server_is_in_the_table() -> None:
+    text = Metrics("model").render().decode()
+    served = {re.sub(r"_(created|total)$", "", name) for name in re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)}
+    assert served <= {one.name.removesuffix("_total") for one in metrics.numbers()} and len(served) > 50
+    assert all(f"`{one.name}`" in reference.part("metrics") for one in metrics.numbers())
+    assert all(one.labels for one in metrics.numbers())
+
+
+def test_lines_of_the_log_are_read_from_every_form_of_a_call() -> None:
+    texts = {"'a %s'": "a %s", "f'a {b} c'": "a ... c", "'a ' + b": "a ...", "b": "..."}
+    assert {code: events.text_of(ast.parse(code, mode="eval").body) for code in texts} == texts
+    assert {"info", "warning", "error"} <= {one.level for one in events.lines()}
+
+
+def test_every_public_name_has_a_part_and_a_docstring() -> None:
+    names = {name for part in python_api.PUBLIC.values() for name, _ in python_api.members(part)}
+    assert names >= {"Client", "Fleet", "WeightSender", "Engine", "force_routes", "use_engine_numerics"}
+    for part in python_api.PUBLIC:
+        text = reference.part(f"python {part}")
+        for name, value in python_api.members(python_api.PUBLIC[part]):
+            assert f"## {name}\n" in text
+            assert value.__doc__, name
