@@ -19,7 +19,7 @@ WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-bi
 
 .PHONY: demo example-fleet example-grpo check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev wheels clean
-.PHONY: help test-oldest test-part
+.PHONY: help test-oldest test-part docs docs-serve test-docs
 
 demo: install  ## Run one step of reinforcement learning on a small model; FAMILY=name
 	$(BIN)/lockstep demo $(if $(FAMILY),--family $(FAMILY))
@@ -118,6 +118,14 @@ lint: install-dev  ## Run ruff, mypy and the language check
 # Have git check the message of each commit.
 hooks:  ## Have git check the message of each commit
 	git config core.hooksPath tests/hooks
+
+# The site in build/site: links, anchors and pages that the nav lacks are errors.
+docs: install-dev  ## Build the documentation site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
+
+docs-serve: install-dev  ## Show the documentation site while you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 bench: install  ## Measure throughput, memory, refresh and ranks; PARTS=names
 	$(BIN)/python -m benchmarks.run $(if $(PARTS),--only $(PARTS))
