@@ -20,7 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("lockstep_rl", "rollout", "weight_sync", "capture", "eplb", "tests", "examples", "benchmarks", "docs")
+FOLDERS = (
+    "rollout",
+    "weight_sync",
+    "capture",
+    "eplb",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+    "deploy",
+    "lockstep_rl",
+)
 MAX_WORDS = 25
 """Words of a sentence in a document."""
 MAX_MESSAGE_WORDS = 20

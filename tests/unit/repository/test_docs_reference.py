@@ -50,7 +50,7 @@ def test_links_of_the_list_of_endpoints_lead_to_headings() -> None:
 
 def test_fields_of_a_body_and_of_an_object_in_it_are_listed() -> None:
     text = reference.part("endpoints of weights")
-    assert "| `coverage` | body | `full`, `partial` | `\"full\"` |" in text
+    assert '| `coverage` | body | `full`, `partial` | `"full"` |' in text
     assert "| `init_info.master_port` | body | integer | required |" in reference.part("endpoints of vllm_weights")
 
 
