@@ -40,6 +40,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "engine": ("Engine",),
 }
 """The public names of `lockstep_rl`, by the part of the reference that describes them."""
+STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
 SAME_AS = {"AsyncClient": "Client", "AsyncFleet": "Fleet"}
 """Classes whose methods are another one's, as coroutines."""
 OBJECT = set(dir(Exception))
@@ -116,16 +117,12 @@ def methods(kind: type) -> list[tuple[str, Any]]:
     found = {}
     for name in dir(kind):
         value = inspect.getattr_static(kind, name)
-        function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-        if isinstance(function, property):
-            function = function.fget
-        if (
-            name.startswith("_")
-            or name in OBJECT
-            or not inspect.isfunction(inspect.unwrap(function) if function else None)
-        ):
+        function: Any = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        bare: Any = function.fget if isinstance(function, property) else function
+        bare = inspect.unwrap(bare) if callable(bare) else None
+        if name.startswith("_") or name in OBJECT or not inspect.isfunction(bare):
             continue
-        if not (inspect.unwrap(function).__module__ or "").startswith(("rollout", "weight_sync", "capture", "eplb")):
+        if not bare.__module__.startswith(("rollout", "weight_sync", "capture", "eplb")):
             continue
         if issubclass(kind, Exception) and name not in vars(kind):
             continue
@@ -134,7 +131,7 @@ def methods(kind: type) -> list[tuple[str, Any]]:
 
 
 def _place(function: Any) -> tuple[str, int]:
-    bare = inspect.unwrap(function.fget if isinstance(function, property) else function)
+    bare: Any = inspect.unwrap(function.fget if isinstance(function, property) else function)  # type: ignore[arg-type]
     return bare.__module__, bare.__code__.co_firstlineno
 
 
@@ -162,7 +159,7 @@ def _marked(signature: inspect.Signature, bound: list[str]) -> list[str]:
 
 
 def _parameter(parameter: inspect.Parameter) -> str:
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    stars = STARS.get(parameter.kind, "")
     hint = "" if parameter.annotation is inspect.Parameter.empty else f": {_type(parameter.annotation)}"
     default = "" if parameter.default is inspect.Parameter.empty else f" = {_value(parameter.default)}"
     return f"{stars}{parameter.name}{hint}{default}"
