@@ -20,6 +20,7 @@ from tests.integrations.weights import assert_holds, scale_model, scaled, traine
 from tests.model_zoo import logical_tensors
 from tests.server_process import ServerProcess
 from weight_sync.process_group import free_port
+from weight_sync.sender import WeightSender
 
 cuda_as_cpu.install()
 vllm_trainer_side.install()
@@ -129,14 +130,10 @@ def test_async_weights_around_a_running_request(
     assert_holds(server, scaled(tensors, 4.0))
 
 
-def test_grpo_trainer_in_server_mode(
-    server: ServerProcess, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two steps of the whole trainer; afterwards the server holds what the trainer holds."""
-    join = VLLMClient.init_communicator
-    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: join(self, "cuda"))
+def grpo_trainer(server: ServerProcess, checkpoint: Path, folder: Path) -> Any:
+    """Return a trainer of two steps that samples from the server."""
     args = GRPOConfig(
-        output_dir=str(tmp_path / "run"),
+        output_dir=str(folder / "run"),
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=server.url,
@@ -151,16 +148,49 @@ def test_grpo_trainer_in_server_mode(
         report_to=[],
         save_strategy="no",
     )
-    questions = Dataset.from_dict({"prompt": [f"What is {number} + 3?" for number in range(8)]})
-    trainer = GRPOTrainer(
+    return GRPOTrainer(
         model=str(checkpoint),
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
         args=args,
-        train_dataset=questions,
+        train_dataset=Dataset.from_dict({"prompt": [f"What is {number} + 3?" for number in range(8)]}),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
     )
+
+
+def test_grpo_trainer_in_server_mode(
+    server: ServerProcess, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of the whole trainer; afterwards the server holds what the trainer holds."""
+    join = VLLMClient.init_communicator
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: join(self, "cuda"))
+    trainer = grpo_trainer(server, checkpoint, tmp_path)
     trainer.train()
     assert trainer.state.global_step == 2
     trainer.vllm_generation.sync_weights()
+    trainer.model.save_pretrained(tmp_path / "trained")
+    assert_holds(server, logical_tensors(tmp_path / "trained"))
+
+
+def test_grpo_trainer_with_our_sender_needs_no_nccl_of_vllm(
+    server: ServerProcess, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of docs/guides/trl.md: the client joins nothing, and a refresh is one of `WeightSender`."""
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: None)
+    trainer = grpo_trainer(server, checkpoint, tmp_path)
+    vllm_trainer_side.leave_groups()
+    sender = WeightSender(server.client)
+    sender.connect()
+    versions: list[str] = []
+
+    def refresh() -> None:
+        version = f"step-{trainer.state.global_step}"
+        sender.refresh(trainer.accelerator.unwrap_model(trainer.model), version)
+        versions.append(version)
+
+    trainer.vllm_generation.sync_weights = refresh
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    sender.close()
+    assert versions[-1] == server.client.weight_version() == "step-2" and len(versions) >= 2
     trainer.model.save_pretrained(tmp_path / "trained")
     assert_holds(server, logical_tensors(tmp_path / "trained"))

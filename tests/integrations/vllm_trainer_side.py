@@ -42,11 +42,16 @@ def install() -> None:
 
 def trainer_init(init_info: Mapping[str, Any]) -> _Communicator:
     """Join the group as rank 0, after leaving the one before: torch holds a name once."""
-    while _Communicator.joined:
-        _Communicator.joined.pop().destroy()
+    leave_groups()
     address, port = init_info["master_address"], int(init_info["master_port"])
     size = init_info["world_size"]
     return _Communicator(init_process_group(address, port, 0, size, WEIGHT_UPDATE_GROUP, "gloo", JOIN_S))
+
+
+def leave_groups() -> None:
+    """Leave every group that this process joined here."""
+    while _Communicator.joined:
+        _Communicator.joined.pop().destroy()
 
 
 class _Communicator:
