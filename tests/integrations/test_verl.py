@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import re
+import subprocess
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 
+from rollout.core.args.server_args import ServerArgs
 from tests.integrations import local_ray, stubs
 from tests.integrations.framework import Framework
 from tests.integrations.weights import scaled
@@ -25,6 +31,7 @@ stubs.install(
     *("sglang.srt.entrypoints.engine", "sglang.srt.entrypoints.http_server", "sglang.srt.managers.tokenizer_manager"),
 )
 import sglang.srt.utils.patch_torch  # noqa: E402
+import verl.trainer  # noqa: E402
 from verl.utils.device import get_visible_devices_keyword  # noqa: E402
 from verl.workers.config import HFModelConfig, RolloutConfig  # noqa: E402
 from verl.workers.rollout.base import get_rollout_class  # noqa: E402
@@ -45,6 +52,9 @@ FRAMEWORK = Framework(
     ),
     not_there=("delta_sharded (its own loader)", "LoRA"),
 )
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "examples" / "recipes" / "verl" / "train.sh"
+GUIDE = ROOT / "docs" / "guides" / "verl.md"
 PROMPT = [260, 315, 81, 377, 294]
 
 
@@ -150,3 +160,26 @@ def test_abort_for_a_partial_rollout(trial: Trial) -> None:
 
     first = trial.run(partial())
     assert first.stop_reason == "abort" and len(first.token_ids) == len(first.log_probs) < 3000
+
+
+def overrides(script: str) -> list[str]:
+    """Return the keys with values in the arrays of a script, as bash hands them on."""
+    (before, _, _) = script.partition("python3 -m verl.trainer.main_ppo")
+    echo = 'printf "%s\\n" "${ENGINE[@]}" "${ROUTES[@]}" "${CORRECTION[@]}" "${TRAINER[@]}"'
+    result = subprocess.run(["bash", "-c", before + echo], capture_output=True, text=True, check=True)
+    return result.stdout.splitlines()
+
+
+def test_overrides_of_the_recipe_are_keys_of_its_configuration() -> None:
+    given = overrides(RECIPE.read_text(encoding="utf-8"))
+    of_guide = re.findall(r"(\+?(?:actor_rollout_ref|algorithm)\.[\w.]+=\w[\w.]*)", GUIDE.read_text(encoding="utf-8"))
+    assert len(given) > 40 and len(of_guide) > 8
+    with initialize_config_dir(str(Path(verl.trainer.__path__[0]) / "config"), version_base=None):
+        config = compose("ppo_trainer", overrides=given)
+        compose("ppo_trainer", overrides=["model_engine=megatron", *of_guide])
+        with pytest.raises(ConfigCompositionException):
+            compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.enable_routing_replay=True"])
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.name, rollout.enable_rollout_routing_replay) == ("lockstep", True)
+    assert set(rollout.engine_kwargs.lockstep) <= {field.name for field in dataclasses.fields(ServerArgs)}
+    assert config.actor_rollout_ref.actor.megatron.router_replay.mode == "R3"
