@@ -18,7 +18,7 @@ PINS = (ROOT / "tests" / "integrations" / "requirements.txt").read_text(encoding
 MAX_BYTES = 12_000
 STEPS = ("Install", "Start the engine", "First rollout", "First refresh", "Check", "Limits", "What was run")
 NO_FRAMEWORKS = {"checkpoint-engine", "sglang-router", "smg", "vllm-router"}
-"""Rows of docs/integrations.md that are no framework for training."""
+"""Rows of docs/integrations.md that do not train."""
 
 
 def guide(name: str) -> str:
