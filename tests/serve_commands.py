@@ -26,8 +26,8 @@ def settings_of(words: list[str]) -> ServerArgs:
     A variable of the shell stands for a number.
     """
     found = own_words([re.sub(r"^\$PORT$", "1", word) for word in words])
-    if found.unknown or found.unused:
-        raise ValueError(f"unknown: {found.unknown}, without effect: {found.unused}")
+    if lost := {kind: flags for kind, flags in vars(found).items() if kind != "words" and flags}:
+        raise ValueError(f"not settings of this server: {lost}")
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_cli_args(parser)
     return server_args_from_namespace(parser.parse_args(found.words))

@@ -55,7 +55,7 @@ def test_every_foreign_flag_stands_on_a_page() -> None:
 def test_the_parser_reads_each_flag_as_its_table_states(page: str) -> None:
     renamed, valued, unused, *_ = re.split(r"^### .*$", written_part(page), flags=re.MULTILINE)[1:]
     for flag in re.findall(r"^\| `(--[\w-]+)`", renamed, re.MULTILINE):
-        assert own_words(["--model-path", "m", flag, "1"]).unknown == [], flag
+        assert own_words(["--model-path", "m", flag]).unknown == [], flag
     for flag in re.findall(r"`(--[\w-]+)`", unused):
         assert own_words(["--model-path", "m", flag]).unused == [flag]
     for flag, values in re.findall(r"^\| `(--[\w-]+)` \| (.*) \|$", valued, re.MULTILINE):
