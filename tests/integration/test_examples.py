@@ -47,8 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield Running(url, checkpoint)
 
 
-def run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+def run(*command: str, cwd: Path = ROOT) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -90,16 +90,27 @@ def test_the_example_openai_client_prints_each_answer(server: Running) -> None:
     assert {line.split(":")[0] for line in out.splitlines()} == {"completion", "chat", "weight version", "stream"}
 
 
-def test_first_requests_of_the_readme(server: Running) -> None:
-    """The Python blocks that name the default address, as they stand there, against this server."""
+def readme_blocks(server: Running) -> list[str]:
+    """Return the Python blocks of the README as they stand there, with the address of this server."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    blocks = [block.replace("http://127.0.0.1:30000", server.url) for block in blocks if "127.0.0.1:30000" in block]
-    assert len(blocks) == 2
-    outputs = [run(sys.executable, "-c", block) for block in blocks]
-    assert "VersionSpan(version=" in outputs[0] and "2, 3)" in outputs[0].splitlines()[-1]
+    return [block.replace("http://127.0.0.1:30000", server.url) for block in blocks]
+
+
+def test_the_first_request_of_the_readme(server: Running) -> None:
+    request, _ = readme_blocks(server)
+    out = run(sys.executable, "-c", request)
+    assert "VersionSpan(version=" in out and "2, 3)" in out.splitlines()[-1]
 
 
 def test_curl_request_of_the_readme(server: Running) -> None:
     (body,) = re.findall(r"-d '(\{.*?\})'", (ROOT / "README.md").read_text())
     reply = httpx.post(f"{server.url}/generate", content=body, headers={"content-type": "application/json"}, timeout=30)
     assert reply.status_code == 200 and len(reply.json()["meta_info"]["output_token_logprobs"]) == 8
+
+
+def test_the_refresh_of_the_readme_proves_the_weights(server: Running, tmp_path: Path) -> None:
+    """The last test of this server, whose weights it replaces."""
+    (tmp_path / "checkpoint").symlink_to(server.checkpoint)
+    out = run(sys.executable, "-c", "\n".join(readme_blocks(server)), cwd=tmp_path)
+    assert out.splitlines()[-1] == "1 True"
+    assert httpx.get(f"{server.url}/weight_version").json()["weight_version"] == "1"

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[3]
 API_PAGES = [*sorted((ROOT / "docs/reference/http").glob("*.md")), *sorted((ROOT / "docs/reference").glob("*.md"))]
 API = "\n".join(page.read_text() for page in API_PAGES)
 README = (ROOT / "README.md").read_text()
+FILES = (ROOT / "docs" / "files.md").read_text()
 MODELS = (ROOT / "docs" / "models.md").read_text()
 # Fields of OpenAI's own documentation, and the few that have no effect.
 OPENAI_FIELDS = {
@@ -107,8 +108,8 @@ def test_every_sampling_parameter_is_documented() -> None:
     assert not set(SamplingParams.__struct_fields__) - documented_names(API) - NOT_FOR_RL
 
 
-def test_the_files_named_in_the_readme_exist() -> None:
-    (tree,) = re.findall(r"^## Files\n\n```\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+def test_the_files_named_in_the_tree_exist() -> None:
+    (tree,) = re.findall(r"^```\n(.*?)```", FILES, re.MULTILINE | re.DOTALL)
     parents: list[str] = []
     for line in tree.splitlines():
         indent, name = re.match(r"( *)(\S+)", line).groups()  # type: ignore[union-attr]
