@@ -9,15 +9,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout.core.args import foreign_flags
-from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, SHORT, WITHOUT_EFFECT
+from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, REFUSED, SHORT, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"sglang": ROOT / "docs" / "migration" / "sglang.md", "vllm": ROOT / "docs" / "migration" / "vllm.md"}
 BEGIN, END = "<!-- written by python -m tests.migration_tables -->", "<!-- end -->"
 NAMES: dict[str, list[str]] = json.loads((ROOT / "tests" / "recorded" / "launch_flags.json").read_text())
 """Names of all launch flags of SGLang 0.5.23 and vLLM 0.32, and older ones that launch scripts still have."""
-REFUSED: dict[str, str] = vars(foreign_flags).get("REFUSED", {})
 NOTES = {
     "tp_size": "at most 8",
     "pp_size": "1 only",
