@@ -5,8 +5,8 @@ batch size keeps its choice.  Load is measured as assignments per stored expert,
 call: a benchmark may put others in their place, one row after the other, and its best rows are written here.
 
 Tiles were chosen by arithmetic (below).  On an H100 they were within 1 % of the best at all loads but two, and
-`grouped_mm` was never the best (docs/benchmarks/gpu.md).  Triton serves every load: one implementation keeps a token's bits the
-same in decode and prefill.
+`grouped_mm` was never the best (docs/benchmarks/gpu.md).  Triton serves every load: one implementation keeps a token's
+bits the same in decode and prefill.
 
     R small    reading the weights once is the limit: small tiles, so that the few experts of one token give every
                multiprocessor work, and many stages, so that enough bytes are under way
