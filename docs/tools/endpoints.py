@@ -146,7 +146,8 @@ async def _schema() -> tuple[dict[str, Any], frozenset[str]]:
         finally:
             channel.close()
         (gate,) = (middleware for middleware in app.user_middleware if "control_paths" in middleware.kwargs)
-        return app.openapi(), frozenset(gate.kwargs["control_paths"])
+        control_paths: Any = gate.kwargs["control_paths"]
+        return app.openapi(), frozenset(control_paths)
 
 
 def _fields(operation: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:

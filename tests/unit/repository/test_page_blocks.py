@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -130,3 +132,14 @@ def test_a_block_that_must_fail_may_fail(tmp_path: Path) -> None:
 def test_a_file_outside_the_folder_of_a_page_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="outside"):
         run(tmp_path, block("python", "\n", "file: ../b.py"))
+
+
+def test_a_page_has_a_network_of_its_own_where_the_system_gives_one() -> None:
+    """Take a port here, and the same one in a process that enters a new network; elsewhere it is refused."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        take = f"import socket; socket.create_server(('127.0.0.1', {port}))"
+        enter = "from tests.pages import network; network.enter() or exit(0); "
+        found = subprocess.run([sys.executable, "-c", f"{enter}{take}"], cwd=ROOT, capture_output=True)
+        refused = subprocess.run([sys.executable, "-c", take], capture_output=True)
+    assert (found.returncode, refused.returncode) == (0, 1), found.stderr.decode()
