@@ -46,6 +46,23 @@ def test_it_does_not_hold_on_plain_torch(folder: Path, settings: dict[str, Any],
     assert not holds and note.startswith(f"{parts} on plain torch: ") and reason in note
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"dtype": "bfloat16"}, ""),
+        ({"disable_native_kernels": True}, "--disable-native-kernels"),
+        ({"dtype": "float64"}, "there are no compiled operators for torch.float64"),
+    ],
+)
+def test_the_reason_for_plain_torch_is_a_fact_and_a_warning(
+    folder: Path, settings: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = Harness(folder, **settings).control(GetStateReqInput).data
+    assert state["plain_torch_reason"] == reason
+    is_chosen = "disable_native_kernels" in settings
+    assert ("WARNING: running on plain torch" in capsys.readouterr().err) == (bool(reason) and not is_chosen)
+
+
 def test_heads_that_the_attention_operator_does_not_take(tmp_path: Path) -> None:
     holds, note = facts(tiny_checkpoint(tmp_path / "model", head_dim=12))
     assert not holds and note.startswith("attention on plain torch: ") and "heads of 12" in note
@@ -68,7 +85,7 @@ def test_a_device_without_operators_is_the_reason_for_no_invariance() -> None:
     ("settings", "status", "line"),
     [
         ({}, KernelStatus(True), "Triton kernels for add_rms_norm, "),
-        ({}, KernelStatus(False, "triton is not installed"), "running on plain torch, several times slower: triton is"),
+        ({}, KernelStatus(False, "no triton"), "WARNING: running on plain torch, several times slower: no triton"),
         ({"disable_native_kernels": True}, KernelStatus(True), ""),
     ],
 )

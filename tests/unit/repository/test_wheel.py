@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -30,12 +31,10 @@ ENGINE = {
 TYPED = """
 from lockstep_rl import AsyncClient, Client, GenerationOutput, WeightSender, force_routes
 
-def sample(client: Client) -> GenerationOutput:
-    output = client.generate("x", sampling_params={"max_new_tokens": 8})
+def use(client: Client, output: GenerationOutput) -> None:
     reveal_type(client)
     reveal_type(WeightSender(client).refresh)
     output.no_such_field
-    return output
 """
 
 
@@ -144,20 +143,19 @@ def test_a_type_checker_outside_the_tree_sees_the_types(site: Path, tmp_path: Pa
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "wheel.pth").write_text(f"{site}\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(environment / "bin/python")]
-    done = subprocess.run(
-        [*command, "--disable-error-code", "import-not-found", "user.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert 'Revealed type is "rollout.client.client.RolloutClient"' in done.stdout, done.stdout
-    assert '"GenerationOutput" has no attribute "no_such_field"' in done.stdout
-    assert "def (" in done.stdout and "py.typed" not in done.stdout
-    (site / "capture/py.typed").rename(site / "capture/untyped")
-    (site / "rollout/py.typed").rename(site / "rollout/untyped")
-    done = subprocess.run([*command, "user.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
-    (site / "capture/untyped").rename(site / "capture/py.typed")
-    (site / "rollout/untyped").rename(site / "rollout/py.typed")
-    assert "py.typed" in done.stdout, "without the marker nothing has a type"
+    command += ["--disable-error-code", "import-not-found", "user.py"]
+
+    def check(cache: str) -> str:
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        words = [*command, "--cache-dir", cache]
+        return subprocess.run(
+            words, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=600, check=False
+        ).stdout
+
+    found = check("cache")
+    assert 'Revealed type is "rollout.client.client.RolloutClient"' in found, found
+    assert '"GenerationOutput" has no attribute "no_such_field"' in found and "py.typed" not in found
+    marker = site / "lockstep_rl/py.typed"
+    marker.rename(marker.with_name("untyped"))
+    assert "py.typed" in check("other-cache"), "without the marker nothing has a type"
+    marker.with_name("untyped").rename(marker)
