@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import lockstep_rl
 from docs.tools.tables import code, first_sentence, table
 
-FACE = "lockstep_rl"
-MODULES = (
-    *("rollout.client", "weight_sync.sender", "capture.replay", "capture.routed_experts", "capture.sampling_mask"),
-    *("capture.token_logprobs", "capture.errors", "weight_sync.errors", "rollout.core.errors", "rollout.numerics"),
-    "rollout.server.engine",
-)
-"""The modules of the public names, for a tree without `lockstep_rl`."""
-NAMED_ELSEWHERE = {"Client": "RolloutClient", "AsyncClient": "AsyncRolloutClient"}
-NAMED_ELSEWHERE |= {"Fleet": "RolloutFleet", "AsyncFleet": "AsyncRolloutFleet"}
 PUBLIC: dict[str, tuple[str, ...]] = {
     "clients": ("Client", "AsyncClient"),
     "fleets": ("Fleet", "AsyncFleet", "FleetPolicy"),
@@ -67,13 +57,7 @@ def part(name: str) -> str:
 
 def members(names: Sequence[str]) -> list[tuple[str, Any]]:
     """Return public names with their values."""
-    if importlib.util.find_spec(FACE) is not None:
-        face = importlib.import_module(FACE)
-        return [(name, getattr(face, name)) for name in names]
-    modules = [importlib.import_module(module) for module in MODULES]
-    there = {name: NAMED_ELSEWHERE.get(name, name) for name in names}
-    found = [(name, [vars(one)[there[name]] for one in modules if there[name] in vars(one)]) for name in names]
-    return [(name, values[0]) for name, values in found if values]
+    return [(name, getattr(lockstep_rl, name)) for name in names]
 
 
 def _described(name: str, value: Any) -> str:

@@ -18,6 +18,7 @@ from tests.wheels import ROOT, build, copy_of_tree, lockstep, names_in, unpacked
 PACKAGES = ("lockstep_rl", "rollout", "capture", "weight_sync", "eplb")
 LIGHT = {"numpy", "safetensors", "msgspec", "httpx", "rich", "zstandard", "xxhash", "blake3"}
 ENGINE = {
+    "pyyaml",
     "torch",
     "transformers",
     "tokenizers",
