@@ -28,6 +28,7 @@ from tests.model_zoo import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 API_PAGES = [*sorted((ROOT / "docs/reference/http").glob("*.md")), *sorted((ROOT / "docs/reference").glob("*.md"))]
+API_PAGES.append(ROOT / "docs/operate/dashboard.md")
 API = "\n".join(page.read_text() for page in API_PAGES)
 README = (ROOT / "README.md").read_text()
 FILES = (ROOT / "docs" / "files.md").read_text()
