@@ -214,6 +214,12 @@ class LoadRecorder(PassCounter[_Noted]):
             tensors |= self._token_tensors()
         return LoadDump(header, {name: tensor.numpy() for name, tensor in tensors.items()})
 
+    def expert_loads(self, window: int) -> tuple[int, torch.Tensor]:
+        """Return the number of passes, at most `window` and the last ones, and the counts of their experts [L, E]."""
+        self._count_noted()
+        recent = [item.counts_LE for item in self._recent][-window:]
+        return len(recent), sum(recent, torch.zeros_like(self._total_LE))
+
     def _window_facts(self) -> list[dict[str, Any]]:
         return [
             {

@@ -108,7 +108,7 @@ def live_server(
             listener = socket.socket()
             listener.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            history = ServerHistory(manager)
+            history = ServerHistory(manager, metrics)
             config = uvicorn.Config(build_app(manager, metrics, history), log_config=None, lifespan="off", ws="none")
             server = uvicorn.Server(config)
             serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -147,6 +147,15 @@ class Calls(GenerationCalls, WeightCalls):
     def stop_profile(self) -> Call[JsonObject]:
         """Write what was recorded; answers when the `files` are there."""
         return method_call(StopProfileReqInput, locals())
+
+    @method
+    def report_trainer_metrics(self, values: Mapping[str, float], step: int | None = None) -> Call[JsonObject]:
+        """Show numbers of the trainer, such as its KL divergence and its reward, on the server's dashboard over time.
+
+        At most 16 names in all.  Raises `ServerError` with status 404 on a server with --no-enable-metrics.
+        """
+        body = {"values": dict(values), "step": step}
+        return Call("POST", "/dashboard/trainer_metrics", verb_result, body, admin=True)
 
     @method
     def control(self, /, verb: type[ControlReqInput[AnyReply]], **fields: Any) -> Call[AnyReply]:

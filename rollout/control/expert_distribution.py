@@ -16,8 +16,10 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.core.messages.experts import (
     DumpExpertDistributionReply,
     DumpExpertDistributionReqInput,
+    ExpertLoadsReply,
     ExpertLoadState,
     ExpertLocationReply,
+    GetExpertLoadsReqInput,
     GetExpertLocationReqInput,
     StartExpertDistributionReply,
     StartExpertDistributionReqInput,
@@ -55,6 +57,7 @@ class ExpertDistribution:
             StartExpertDistributionReqInput: self._start,
             StopExpertDistributionReqInput: self._stop,
             DumpExpertDistributionReqInput: self._dump,
+            GetExpertLoadsReqInput: self._loads,
             GetExpertLocationReqInput: self._location,
         }
 
@@ -112,6 +115,11 @@ class ExpertDistribution:
         if verb.reset:
             recorder.reset()
         return verb.answer(DumpExpertDistributionReply(dump=dump.to_message()), "Dump the expert distribution.")
+
+    def _loads(self, verb: GetExpertLoadsReqInput) -> ControlReqOutput[ExpertLoadsReply]:
+        self._require_moe()
+        num_passes, loads_LE = self._require_recorder().expert_loads(verb.window)
+        return verb.answer(ExpertLoadsReply(num_passes=num_passes, expert_loads=loads_LE.tolist()), "")
 
     def _location(self, verb: GetExpertLocationReqInput) -> ControlReqOutput[ExpertLocationReply]:
         self._require_moe()

@@ -1,4 +1,4 @@
-"""`ServerHistory`: the last minutes of a server, for a page that may be opened later.
+"""`ServerHistory`: the last hour of a server, for a page that may be opened later.  It owns all that is kept.
 
 It asks the scheduler for its state once a second, as /metrics does at each scrape, and keeps what is shown over time.
 Everything is bounded.  Each entry gets the next number of one count, so that a reader asks for newer ones.
@@ -7,10 +7,11 @@ Everything is bounded.  Each entry gets the next number of one count, so that a 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -19,55 +20,53 @@ from rollout.core.errors import LockstepError
 from rollout.core.messages.experts import EplbState, ExpertLoadState
 from rollout.core.messages.io_struct import GetStateReqInput
 from rollout.core.messages.scheduler_state import SchedulerState
+from rollout.dashboard.answer_log import AnswerLog
+from rollout.dashboard.latencies import LatencyWindow
+from rollout.dashboard.machine import Machine
 from rollout.dashboard.refusals import RefusalLog
 from rollout.dashboard.route_probe import RouteProbe
+from rollout.dashboard.samples import Sample, SampleTiers
+from rollout.dashboard.trainer_log import TrainerLog, TrainerReport
+from rollout.http.metrics.metrics import Metrics
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
 
 SAMPLE_EVERY_S = 1.0
 ANSWER_S = 4.0
 """A scheduler that has not answered for this long is shown as silent."""
-SAMPLES_KEPT = 600
 UPDATES_KEPT = 200
 REBALANCES_KEPT = 400
+EPOCHS_KEPT = 1000
 WINDOW = 100
 """Forward passes over which expert loads are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The server at one moment.  `at`: seconds since 1970.  Rates cover the time since the sample before.
+class ServerHistory:
+    """Use from the manager's event loop, with `run()` as a task of it.
 
-    `balance`: by MoE layer, None where no loads were recorded since the sample before.
+    Tokens of samples are kept only where a key, or the reach of this machine alone, keeps strangers away.
     """
 
-    at: float
-    generated_per_s: float
-    prefilled_per_s: float
-    running: int
-    waiting: int
-    used_tokens: int
-    used_state_rows: int
-    paused: bool
-    weight_epoch: int
-    balance: list[float | None] | None
-
-
-class ServerHistory:
-    """Use from the manager's event loop, with `run()` as a task of it."""
-
-    def __init__(self, manager: TokenizerManager) -> None:
+    def __init__(self, manager: TokenizerManager, metrics: Metrics) -> None:
+        args = manager.server_args
         self.refusals = RefusalLog()
         self.probe = RouteProbe(manager)
+        self.answers = AnswerLog(args.is_local or args.api_key is not None)
         self.state: SchedulerState | None = None  # the last one
         self.answered_at: float | None = None
         self.unanswered: str | None = None  # why the last question has no answer
         self._manager = manager
+        self._latencies = LatencyWindow(metrics)
+        self._machine = Machine()
+        self._trainer = TrainerLog()
         self._count = 0
-        self._samples: deque[tuple[int, Sample]] = deque(maxlen=SAMPLES_KEPT)
+        self._samples = SampleTiers()
+        self._epochs: deque[float] = deque(maxlen=EPOCHS_KEPT)  # when each of the last came, by the monotonic clock
         self._updates: deque[tuple[int, dict[str, Any]]] = deque(maxlen=UPDATES_KEPT)
         self._rebalances: deque[tuple[int, dict[str, Any]]] = deque(maxlen=REBALANCES_KEPT)
         self._flips: deque[tuple[int, dict[str, Any]]] = deque(maxlen=UPDATES_KEPT)
         self._probing: asyncio.Task[None] | None = None
+        if args.enable_metrics:
+            manager.observe(self.answers)
 
     async def run(self) -> None:
         """Sample until cancelled."""
@@ -113,15 +112,16 @@ class ServerHistory:
 
     def _enter_sample(self, state: SchedulerState, now: float) -> None:
         before = self.state
-        generated = prefilled = 0.0
+        rates: dict[str, Any] = {}
         if before is not None and self.answered_at is not None and now > self.answered_at:
-            seconds = now - self.answered_at
-            generated = (state.num_generated_tokens - before.num_generated_tokens) / seconds
-            prefilled = (_num_prefilled(state) - _num_prefilled(before)) / seconds
+            rates = _rates(before, state, now - self.answered_at)
+        self._note_epoch(before, state)
+        percentiles: dict[str, Any] = {**self._latencies.percentiles(now)}
         sample = Sample(
             at=round(now, 3),
-            generated_per_s=round(generated, 1),
-            prefilled_per_s=round(prefilled, 1),
+            **{name: rates.get(name, 0.0) for name in RATES},
+            **self._of_answers(rates.get("seconds", 0.0)),
+            **percentiles,
             running=state.num_running_reqs,
             waiting=state.num_waiting_reqs,
             used_tokens=state.num_used_tokens,
@@ -129,8 +129,42 @@ class ServerHistory:
             paused=state.paused,
             weight_epoch=state.weight_epoch,
             balance=_balance(None if before is None else before.expert_distribution, state.expert_distribution),
+            age_running=self._age_running(),
+            **self._of_machine(now),
         )
-        self._samples.append((self._next(), sample))
+        self._samples.append(self._next(), sample)
+
+    def _note_epoch(self, before: SchedulerState | None, state: SchedulerState) -> None:
+        self.answers.weight_epoch = state.weight_epoch
+        if before is not None and before.weight_epoch < state.weight_epoch:
+            num_new = min(state.weight_epoch - before.weight_epoch, EPOCHS_KEPT)
+            self._epochs.extend([time.monotonic()] * num_new)
+
+    def _age_running(self) -> tuple[float, float] | None:
+        """Return the mean and the largest number of versions that came into force since a sample in flight arrived."""
+        arrivals = self._manager.arrivals_in_flight()
+        if not arrivals:
+            return None
+        epochs = list(self._epochs)
+        ages = [len(epochs) - bisect.bisect_right(epochs, arrival) for arrival in arrivals] if epochs else [0]
+        return round(sum(ages) / len(ages), 3), max(ages)
+
+    def _of_answers(self, seconds: float) -> dict[str, Any]:
+        """Return what the samples that ended since the last call were like."""
+        sums = self.answers.taken()
+        return {
+            "finished_per_s": round(sums.num_finished / seconds, 2) if seconds else 0.0,
+            "aborted_per_s": round(sums.num_aborted / seconds, 2) if seconds else 0.0,
+            "age_returned": (round(sums.age_sum / sums.aged_tokens, 3), sums.max_age) if sums.aged_tokens else None,
+            "logprob": round(sums.logprob_sum / sums.logprob_tokens, 4) if sums.logprob_tokens else None,
+            "entropy": round(sums.entropy_sum / sums.entropy_tokens, 4) if sums.entropy_tokens else None,
+        }
+
+    def _of_machine(self, now: float) -> dict[str, Any]:
+        usage = self._machine.look(now)
+        if usage is None:
+            return {}
+        return {"memory_bytes": (usage.own_bytes, usage.engine_bytes), "cpus": usage.cpus}
 
     def _enter_rebalances(self, eplb: EplbState, now: float) -> None:
         """Enter the rebalances that ended after the last known one, and that one again once its effect was measured."""
@@ -142,6 +176,10 @@ class ServerHistory:
             elif facts["number"] == last["number"] and new["balancedness_measured"] != last["balancedness_measured"]:
                 self._rebalances[-1] = (self._next(), last | {"balancedness_measured": new["balancedness_measured"]})
 
+    def note_training(self, values: Mapping[str, float], step: int | None) -> TrainerReport:
+        """Keep the numbers that a trainer posts.  Raises `BadRequest` as `TrainerLog.add` does."""
+        return self._trainer.add(self._next(), values, step, self._manager.weight_version)
+
     def _next(self) -> int:
         self._count += 1
         return self._count
@@ -150,21 +188,32 @@ class ServerHistory:
         """Return the entries after number `count`, oldest first.  Pass `count` of the reply in the next call."""
         return {
             "count": self._count,
-            "samples": [asdict(sample) for sample in _newer(self._samples, count)],
+            "samples": self._samples.newer(count),
             "updates": _newer(self._updates, count),
             "rebalances": _newer(self._rebalances, count),
             "flips": _newer(self._flips, count),
+            "trainer": self._trainer.newer(count),
             "refusals": self.refusals.entries(),
         }
 
 
+RATES = ("generated_per_s", "prefilled_per_s", "reused_per_s", "retracted_per_s")
+
+
+def _rates(before: SchedulerState, state: SchedulerState, seconds: float) -> dict[str, float]:
+    """Return the rates between two states that are `seconds` apart, and these seconds."""
+    reused = state.num_prompt_tokens_reused - before.num_prompt_tokens_reused
+    counts = {
+        "generated_per_s": state.num_generated_tokens - before.num_generated_tokens,
+        "prefilled_per_s": state.num_prompt_tokens - before.num_prompt_tokens - reused,
+        "reused_per_s": reused,
+        "retracted_per_s": state.num_retracted_reqs - before.num_retracted_reqs,
+    }
+    return {name: round(count / seconds, 1) for name, count in counts.items()} | {"seconds": seconds}
+
+
 def _newer(entries: Iterable[tuple[int, Any]], count: int) -> list[Any]:
     return [entry for number, entry in entries if number > count]
-
-
-def _num_prefilled(state: SchedulerState) -> int:
-    """Return the number of prompt tokens that were computed, not taken from the prefix cache."""
-    return state.num_prompt_tokens - state.num_prompt_tokens_reused
 
 
 def _balance(before: ExpertLoadState | None, record: ExpertLoadState | None) -> list[float | None] | None:

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout.core.args.addresses import is_loopback
 from rollout.core.args.server_args import ServerArgs
 from rollout.http.io import error_response, json_response
 from rollout.http.web_page import Page
@@ -44,9 +45,10 @@ class Gate:
     with 403 a request of another site's page.  It refuses with 503 a request over one connection too many, unless it is
     control.
 
-    With an admin key, control paths take that key and no other; without one they take the API key.  `OPEN_PATHS` take
-    anything.  A request that passes takes its turn, but for control and open paths.  `asking_pages`: by path, the page
-    that takes the place of the JSON of a 401 and asks for the key: a browser cannot send one when it opens a page.
+    With an admin key, control paths take that key and no other; without one they take the API key.  `OPEN_PATHS` and
+    `page_files` take anything.  A request that passes takes its turn, but for control and open paths.  `asking_pages`:
+    by path, the page that takes the place of the JSON of a 401 and asks for the key: a browser cannot send one when it
+    opens a page.
 
     `refused` hears of the application's errors.  It does not hear of refusals here, so that clients without a key
     cannot fill a log.
@@ -59,6 +61,7 @@ class Gate:
         args: ServerArgs,
         control_paths: Collection[str],
         asking_pages: Mapping[str, Page],
+        page_files: Collection[str],
         refused: Refused,
     ) -> None:
         self._app = app
@@ -67,8 +70,9 @@ class Gate:
         self._api_key = args.api_key
         self._admin_api_key = args.admin_api_key
         self._control_paths = frozenset(control_paths)
-        self._goes_first = self._control_paths | OPEN_PATHS
-        self._sites = SiteCheck(args)
+        self._open_paths = OPEN_PATHS | frozenset(page_files)
+        self._goes_first = self._control_paths | self._open_paths
+        self._sites = SiteCheck(args.host, args.allowed_hosts)
         self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +125,7 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
         path = scope["path"]
-        if path in OPEN_PATHS:
+        if path in self._open_paths:
             return None
         is_over_limit = scope.get("state", {}).get("is_over_limit")
         if is_over_limit is not None and is_over_limit() and path not in self._control_paths:
@@ -180,17 +184,17 @@ class Turns:
 class SiteCheck:
     """The check that a request does not come from a page of another site.
 
-    Names by which this server is known: addresses, names without a dot (of the local network only), `--host`,
-    `--allowed-hosts`.  A server that listens beyond this machine may have others; there, without `--allowed-hosts`,
-    only requests with an `Origin` are held to them.
+    Names by which this server is known: addresses, names without a dot (of the local network only), `host`, and
+    `allowed_hosts`, split by commas.  A server that listens beyond this machine may have others; there, without
+    `allowed_hosts`, only requests with an `Origin` are held to them.
     """
 
-    def __init__(self, args: ServerArgs) -> None:
-        given = [name.strip().lower() for name in (args.allowed_hosts or "").split(",") if name.strip()]
+    def __init__(self, host: str, allowed_hosts: str | None = None) -> None:
+        given = [name.strip().lower() for name in (allowed_hosts or "").split(",") if name.strip()]
         self._allowed = frozenset(given)
-        self._names = self._allowed | {args.host.lower()}
+        self._names = self._allowed | {host.lower()}
         self._any = "*" in given
-        self._is_strict = bool(given) or args.is_local
+        self._is_strict = bool(given) or is_loopback(host)
 
     def objection(self, headers: dict[bytes, bytes]) -> str | None:
         """Return why a request with these headers is refused, or None."""

@@ -226,6 +226,13 @@ class RouteProbeRequest(Body):
     input_ids: TokenIds | None = None
 
 
+class TrainerMetricsRequest(Body):
+    """POST /dashboard/trainer_metrics."""
+
+    values: dict[str, float]
+    step: int | None = None
+
+
 class AbortRequest(Body):
     rid: str | list[str] = ""
     abort_all: bool = False

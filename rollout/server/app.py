@@ -68,6 +68,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
             UpdateWeightsFromTensorReqInput: weights.from_tensor,
         },
     )
+    sessions = SessionRoutes(manager, metrics.sessions)
     control = [
         admin_verbs,
         sglang.router(),
@@ -81,12 +82,14 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         OpenAIRoutes(manager).router(),
         VllmGenerateRoutes(manager).router(),
         InfoRoutes(manager, metrics).router(),
-        SessionRoutes(manager, metrics.sessions).router(),
+        sessions.router(),
         pages.router(),
         api_verbs,
     ]
+    page_files: list[str] = []
     if args.enable_metrics:
-        dashboard = DashboardRoutes(manager, history)
+        dashboard = DashboardRoutes(manager, history, sessions)
+        page_files = dashboard.page_files
         open_to_clients.append(dashboard.page_router())
         control.append(dashboard.data_router())
     for router in (*open_to_clients, *control):
@@ -97,6 +100,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         args=args,
         control_paths=control_paths,
         asking_pages={"/docs": pages.api_page},
+        page_files=page_files,
         refused=history.refusals.note_answer,
     )
     app.add_exception_handler(RequestValidationError, _on_bad_query)

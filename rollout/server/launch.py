@@ -104,7 +104,7 @@ class _Server:
         channel = SchedulerChannel(self._folder, self._layout.num_replicas, self._host)
         metrics = Metrics(self._args.name, self._args.dp_size)
         manager = TokenizerManager(self._args, self._config, channel, observers=[metrics])
-        history = ServerHistory(manager)
+        history = ServerHistory(manager, metrics)
         http = _http_server(build_app(manager, metrics, history), self._args, self._max_connections)
         _share_time(asyncio.get_running_loop())
         quiet_about_files(asyncio.get_running_loop())

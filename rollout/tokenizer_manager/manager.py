@@ -72,7 +72,7 @@ class TokenizerManager:
         server_args: ServerArgs,
         model_config: ModelConfig,
         link: SchedulerLink,
-        observers: Sequence[RequestObserver] = (),
+        observers: Iterable[RequestObserver] = (),
     ) -> None:
         self.server_args = server_args
         self.model_config = model_config
@@ -85,7 +85,7 @@ class TokenizerManager:
         self.failure_message: str | None = None  # why the scheduler failed
         self.communicator = Communicator(link.send, server_args.dp_size)
         self._link = link
-        self._observers = observers
+        self._observers = list(observers)
         self._route_shape = RouteShape.of(model_config)
         self._tokenizer: Tokenizer | None = None
         self._limits: ServingLimits | None = None
@@ -139,6 +139,10 @@ class TokenizerManager:
         self._rids.clear()
         self.communicator.fail_all(self._failure)
 
+    def observe(self, observer: RequestObserver) -> None:
+        """Notify one more observer from now on."""
+        self._observers.append(observer)
+
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
@@ -147,6 +151,10 @@ class TokenizerManager:
         """Return the session of each sample in flight that has one."""
         ids = (sample.record.session_id for sample in self._in_flight.all())
         return [session_id for session_id in ids if session_id is not None]
+
+    def arrivals_in_flight(self) -> list[float]:
+        """Return when each sample in flight arrived, in seconds of the monotonic clock."""
+        return [sample.record.created_at for sample in self._in_flight.all()]
 
     @property
     def limits(self) -> ServingLimits:

@@ -153,6 +153,7 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
             {"method": "update_weights_from_ipc", "args": [{"cpu": "ipc:///dev/null"}], "kwargs": {"timeout": 1}},
         ],
         "/dashboard/route_probe": [{"input_ids": PROMPT}],
+        "/dashboard/trainer_metrics": [{"values": {"kl": 0.1, "reward": 1}, "step": 3}],
     }
 
 

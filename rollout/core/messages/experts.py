@@ -110,6 +110,21 @@ class DumpExpertDistributionReqInput(ControlReqInput[DumpExpertDistributionReply
     max_numbers: int | None = None
 
 
+class ExpertLoadsReply(Reply, kw_only=True):
+    """The tokens that each logical expert of each MoE layer got in the last `num_passes` forward passes, [L, E]."""
+
+    num_passes: int
+    expert_loads: list[list[int]]
+
+
+class GetExpertLoadsReqInput(ControlReqInput[ExpertLoadsReply]):
+    """Return the recorded load of each expert in the last `window` passes."""
+
+    endpoint = Endpoint(timeout_s=10.0)
+
+    window: int
+
+
 class ExpertLocationReply(Reply, kw_only=True):
     placement_epoch: int
     weight_version: str
@@ -164,6 +179,7 @@ VERBS: tuple[type[ControlReqInput[Any]], ...] = (
     StartExpertDistributionReqInput,
     StopExpertDistributionReqInput,
     DumpExpertDistributionReqInput,
+    GetExpertLoadsReqInput,
     GetExpertLocationReqInput,
     EplbRebalanceReqInput,
 )

@@ -190,6 +190,16 @@ class Metrics:
     def on_weight_load(self, source: str, seconds: float) -> None:
         self._weight_load.labels(self._model_name, source).observe(seconds)
 
+    def bucket_counts(self, key: str) -> tuple[list[float], list[float]]:
+        """Return a latency's bucket bounds and how many samples were within each: `first_token`, `latency`, ..."""
+        counts: dict[float, float] = {}
+        for metric in self._seconds[key].collect():
+            for sample in metric.samples:
+                if "le" in sample.labels:
+                    bound = float(sample.labels["le"])
+                    counts[bound] = counts.get(bound, 0.0) + sample.value
+        return list(counts), list(counts.values())
+
     def update(self, state: SchedulerState) -> None:
         """Take the gauges from the scheduler's state."""
         self._state.by_rank = state.of_ranks

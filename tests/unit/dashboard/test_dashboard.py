@@ -27,6 +27,8 @@ from rollout.dashboard import refusals
 from rollout.dashboard.history import ServerHistory
 from rollout.dashboard.refusals import RefusalLog, reason_in
 from rollout.dashboard.route_probe import MAX_TOKENS, flips
+from rollout.dashboard.samples import MERGED, MERGED_KEPT, RECENT_KEPT
+from rollout.http.metrics.metrics import Metrics
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import NUM_EXPERTS, route_rows
 from tests.tiny_tokenizer import write_model_folder
@@ -78,19 +80,48 @@ def is_allowed(policy: dict[str, str], kind: str, text: str) -> bool:
     return policy[kind] == f"'sha256-{digest}'"
 
 
-def test_the_page_runs_its_own_script_and_nothing_else(shared: Live) -> None:
+def test_the_page_runs_its_own_scripts_and_nothing_else(shared: Live) -> None:
     response = shared.client.get("/dashboard")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
     policy = policy_of(response)
-    (script,) = re.findall(r"<script>(.*)</script>", response.text, re.DOTALL)
-    (style,) = re.findall(r"<style>(.*)</style>", response.text, re.DOTALL)
-    assert is_allowed(policy, "script-src", script) and is_allowed(policy, "style-src", style)
-    assert not is_allowed(policy, "script-src", script + " ") and "unsafe" not in str(policy)
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert "unsafe" not in str(policy)
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
-    assert policy["connect-src"] == "'self'"
     assert response.headers["x-content-type-options"] == "nosniff"
     assert response.headers["x-frame-options"] == "DENY"
     assert response.headers["referrer-policy"] == "no-referrer"
+
+
+def modules_of(script: str) -> list[str]:
+    """Return the files that a script imports."""
+    return re.findall(r'from "\./([\w.-]+)"', script)
+
+
+def test_every_file_that_the_page_loads_is_served_without_a_key(folder: Path) -> None:
+    with live_server(folder, api_key="user") as live:
+        html = live.client.get("/dashboard").text
+        waiting, seen = re.findall(r'(?:src|href)="dashboard/files/([\w.-]+)"', html), set()
+        while waiting:
+            name = waiting.pop()
+            found = live.client.get(f"/dashboard/files/{name}")
+            assert found.status_code == 200 and found.headers["x-content-type-options"] == "nosniff", name
+            kind = "text/css" if name.endswith(".css") else "text/javascript"
+            assert found.headers["content-type"].startswith(kind)
+            seen.add(name)
+            waiting += [one for one in modules_of(found.text) if one not in seen]
+        assert {"main.js", "uPlot.iife.min.js"} < seen
+        scripts = {path.name for path in (SOURCES / "page").glob("*.js")} - {"fleet.js"}
+        assert scripts == {name for name in seen if not name.startswith("uPlot") and name.endswith(".js")}
+        for path in ("/dashboard/files/..%2Fhistory.py", "/dashboard/files/history.py", "/dashboard/files/"):
+            assert live.client.get(path).status_code in (401, 404)
+
+
+def test_a_file_that_the_browser_has_is_not_sent_again(shared: Live) -> None:
+    first = shared.client.get("/dashboard/files/main.js")
+    again = shared.client.get("/dashboard/files/main.js", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    other = shared.client.get("/dashboard/files/main.js", headers={"if-none-match": '"other"'})
+    assert other.content == first.content
 
 
 def test_the_page_holds_no_data(live: Live) -> None:
@@ -114,27 +145,48 @@ def loaded_by(html: str) -> list[str]:
     return [target for pair in found for target in pair if target and target != "data:,"]
 
 
-def test_the_script_makes_no_markup_of_what_it_is_sent() -> None:
-    script = (SOURCES / "page.js").read_text()
-    assert markup_in(script) == []
-    assert markup_in(script.replace("textContent =", "innerHTML =")) == ["innerHTML"]
+def test_the_scripts_make_no_markup_of_what_they_are_sent() -> None:
+    scripts = {path.name: path.read_text() for path in SOURCES.rglob("*.js")}
+    assert len(scripts) > 10
+    assert {name: markup_in(script) for name, script in scripts.items() if markup_in(script)} == {}
+    assert markup_in(scripts["dom.js"].replace("textContent =", "innerHTML =")) == ["innerHTML"]
 
 
-def test_the_page_loads_nothing() -> None:
-    html = (SOURCES / "page.html").read_text() + (SOURCES / "page.css").read_text()
-    assert loaded_by(html) == []
-    assert loaded_by(html + '<script src="https://cdn.example/x.js">') == ["https://cdn.example/x.js"]
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    html = (SOURCES / "page/dashboard.html").read_text() + (SOURCES / "page/page.css").read_text()
+    assert all(target.startswith("dashboard/files/") for target in loaded_by(html)) and loaded_by(html)
+    assert loaded_by('<script src="https://cdn.example/x.js">') == ["https://cdn.example/x.js"]
+    for path in SOURCES.rglob("*.js"):
+        assert "import(" not in path.read_text() and "http:" not in path.read_text().replace("http://www.w3.org/", "")
 
 
-@pytest.mark.parametrize("package", ["rollout.dashboard", "rollout.http.api_page"])
-def test_a_wheel_contains_the_page(package: str) -> None:
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+@pytest.mark.parametrize("path", sorted((SOURCES / "page").glob("*.js")), ids=lambda path: path.name)
+def test_a_script_is_short_and_states_its_purpose(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 400 and lines[0].startswith("// ")
+
+
+@pytest.mark.parametrize(
+    ("package", "folders"),
+    [("rollout.dashboard", ("page", "vendor")), ("rollout.http.api_page", (".",))],
+    ids=["dashboard", "api_page"],
+)
+def test_a_wheel_contains_the_page(package: str, folders: tuple[str, ...]) -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][package]
+    root = ROOT / package.replace(".", "/")
     found = [
-        path.name for path in (ROOT / package.replace(".", "/")).iterdir() if path.is_file() and path.suffix != ".py"
+        path.relative_to(root).as_posix()
+        for folder in folders
+        for path in (root / folder).iterdir()
+        if path.is_file() and path.suffix not in (".py", ".pyc")
     ]
-    assert sorted(found) == ["page.css", "page.html", "page.js"]
-    own = patterns[package]
-    assert all(any(fnmatch(name, pattern) for pattern in own) for name in found)
+    assert len(found) >= 3 and all(any(fnmatch(name, pattern) for pattern in patterns) for name in found)
+
+
+def test_the_chart_library_comes_with_its_licence() -> None:
+    vendor = SOURCES / "vendor"
+    assert "v1.6.32" in (vendor / "uPlot.iife.min.js").read_text()[:200]
+    assert "MIT License" in (vendor / "uPlot.LICENSE.txt").read_text()
 
 
 # --- the first page, and the endpoints --------------------------------------------------------------------------------
@@ -181,10 +233,14 @@ def test_data_take_the_admin_key_and_the_page_takes_none(
 ) -> None:
     with live_server(folder, **settings) as live:
         assert live.client.get("/dashboard").status_code == 200
-        for method, path in (("GET", "/dashboard/data"), ("POST", "/dashboard/route_probe")):
+        for method, path in (
+            *(("GET", f"/dashboard/{name}") for name in ("data", "samples", "sessions", "experts")),
+            *(("POST", f"/dashboard/{name}") for name in ("route_probe", "trainer_metrics")),
+        ):
             for headers in ({}, {"authorization": f"Bearer {wrong}"}, {"authorization": "Basic Ym9zcw=="}):
                 assert live.client.request(method, path, headers=headers).status_code == 401, (path, headers)
-            assert live.client.request(method, path, headers={"authorization": f"Bearer {right}"}).status_code == 200
+            allowed = live.client.request(method, path, headers={"authorization": f"Bearer {right}"})
+            assert allowed.status_code == (400 if path.endswith("/trainer_metrics") else 200)
         assert data_of(live, authorization=f"Bearer {right}")["refusals"] == [], "strangers do not fill the log"
 
 
@@ -282,29 +338,37 @@ def record(rank_loads: list[list[int]], *, recording: bool = True, num_passes: i
     )
 
 
+def samples_of(history: ServerHistory, count: int = 0) -> list[dict[str, Any]]:
+    """Return the samples after this number as the page gets them."""
+    found: list[dict[str, Any]] = msgspec.to_builtins(history.since(count)["samples"])
+    return found
+
+
 @pytest.fixture
 def history(shared: Live) -> ServerHistory:
     """An empty history."""
-    return ServerHistory(shared.manager)
+    return ServerHistory(shared.manager, Metrics("kept"))
 
 
 def test_rates_are_of_the_time_between_two_samples(history: ServerHistory) -> None:
     history.enter(a_state(num_generated_tokens=1000, num_prompt_tokens=500, num_prompt_tokens_reused=100), 100.0)
     history.enter(a_state(num_generated_tokens=1300, num_prompt_tokens=800, num_prompt_tokens_reused=300), 102.0)
-    first, second = history.since(0)["samples"]
+    first, second = samples_of(history)
     assert (first["generated_per_s"], first["prefilled_per_s"]) == (0.0, 0.0)
     assert (second["generated_per_s"], second["prefilled_per_s"]) == (150.0, 50.0)
     history.enter(a_state(num_generated_tokens=1300), 101.0)  # the clock was set back
-    assert history.since(0)["samples"][-1]["generated_per_s"] == 0.0
+    assert samples_of(history)[-1]["generated_per_s"] == 0.0
 
 
 def test_the_history_is_bounded(history: ServerHistory) -> None:
-    for number in range(1, 700):
+    for number in range(1, 4700):
         history.enter(a_state(ended_updates=[an_update(number)], eplb=balancer(number)), float(number))
     found = history.since(0)
-    assert len(found["samples"]) == kept.SAMPLES_KEPT and found["samples"][-1]["at"] == 699.0
-    assert len(found["updates"]) == kept.UPDATES_KEPT and found["updates"][-1]["weight_version"] == "v699"
-    assert len(found["rebalances"]) == kept.REBALANCES_KEPT and found["rebalances"][-1]["number"] == 699
+    samples = samples_of(history)
+    assert len(samples) < RECENT_KEPT + MERGED + MERGED_KEPT + 1 and samples[-1]["at"] == 4699.0
+    assert 3550 < samples[-1]["at"] - samples[0]["at"] < 3700, "an hour"
+    assert len(found["updates"]) == kept.UPDATES_KEPT and found["updates"][-1]["weight_version"] == "v4699"
+    assert len(found["rebalances"]) == kept.REBALANCES_KEPT and found["rebalances"][-1]["number"] == 4699
 
 
 def test_each_event_is_told_once(history: ServerHistory) -> None:
@@ -356,14 +420,14 @@ def test_balance_is_of_ranks_or_of_slots(
     history: ServerHistory, loads: ExpertLoadState | None, expected: list[float | None] | None
 ) -> None:
     history.enter(a_state(expert_distribution=loads), 1.0)
-    assert history.since(0)["samples"][0]["balance"] == expected
+    assert samples_of(history)[0]["balance"] == expected
 
 
 def test_an_idle_engine_has_no_balance(history: ServerHistory) -> None:
     """The balance of the last passes is not shown as the current one."""
     for num_passes in (4, 4, 5):
         history.enter(a_state(expert_distribution=record([[3, 1]], num_passes=num_passes)), 1.0)
-    assert [one["balance"] for one in history.since(0)["samples"]] == [[0.75], None, [0.75]]
+    assert [one["balance"] for one in samples_of(history)] == [[0.75], None, [0.75]]
 
 
 def test_a_sample_is_what_the_scheduler_says(live: Live) -> None:

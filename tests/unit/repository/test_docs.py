@@ -54,7 +54,8 @@ def app_paths(folder: Path) -> set[tuple[str, str]]:
         channel = SchedulerChannel(str(folder))
         try:
             manager = TokenizerManager(ServerArgs(model_path=str(folder)), load_model_config(folder), channel, [])
-            app = build_app(manager, Metrics("docs"), ServerHistory(manager))
+            metrics = Metrics("docs")
+            app = build_app(manager, metrics, ServerHistory(manager, metrics))
         finally:
             channel.close()
         return {(method, path) for path, methods in app.openapi()["paths"].items() for method in methods}
