@@ -1,4 +1,4 @@
 """The command `lockstep`: its subcommands, and parsers that need no torch.
 
-It imports `rollout.core`, `rollout.kernels` and `rollout.server`.
+It imports `rollout.core`, `rollout.dashboard`, `rollout.kernels` and `rollout.server`.
 """

@@ -39,6 +39,9 @@ COMMANDS = {
     "serve": Command(
         "rollout.server.serve", "serve a checkpoint over HTTP", "rollout.core.args.server_cli:serve_parser", True
     ),
+    "dashboard": Command(
+        "rollout.dashboard.fleet", "show several servers on one page", "rollout.dashboard.fleet_flags:parser"
+    ),
     "demo": Command(
         "examples.demo.run",
         "run one whole step of reinforcement learning on a small model",

@@ -77,7 +77,7 @@ class SampleTiers:
 
 
 def merged(samples: Sequence[Sample]) -> Sample:
-    """Return the mean of `samples`, without the numbers that are missing; time and epoch are those of the last one."""
+    """Return the mean of `samples`, without missing numbers.  Time and epoch are taken from the last one."""
     found: dict[str, Any] = {}
     for name in Sample.__struct_fields__:
         values = [getattr(sample, name) for sample in samples]

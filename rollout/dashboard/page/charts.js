@@ -48,7 +48,7 @@ function answers() {
     { name: "Returned, mean", colour: "one", value: (one) => one.age_returned?.[0] },
     { name: "oldest", colour: "two", value: (one) => one.age_returned?.[1] },
     { name: "Running, oldest", colour: "three", value: (one) => one.age_running?.[1] },
-  ], { most: 1, show: age, zeroIsIdle: false, none: "no samples yet" });
+  ], { most: 1, show: age, zeroIsIdle: false, smooth: false, none: "no samples yet" });
   timeChart("logprob", [
     { name: "Log-probability", colour: "one", value: (one) => one.logprob },
   ], { free: true, unit: precise, show: (value) => value.toFixed(3), none: "no request asked for log-probabilities" });

@@ -3,13 +3,14 @@
 import { drawAnswers, forgetSamples } from "./answers.js";
 import { drawCharts } from "./charts.js";
 import { ANSWER_MS, ask, hasKey, onAction, setKey, trouble } from "./connection.js";
-import { $, forgetDrawn, h, text } from "./dom.js";
+import { $, forgetDrawn, text } from "./dom.js";
 import { drawBalance, drawExperts, drawLoads, drawRebalances, followExperts, forgetExperts } from "./experts.js";
 import { drawFlips } from "./flips.js";
 import { clock, seconds } from "./numbers.js";
 import { drawErrors, drawGates, drawSessions, drawTiles, engineNotice, followSessions, forgetSessions, gate } from "./state.js";
-import { NARROW, SPANS, reset, store, take } from "./store.js";
-import { charts, onZoom, zoomTo } from "./time_chart.js";
+import { offerSpans } from "./spans.js";
+import { NARROW, reset, store, take } from "./store.js";
+import { charts } from "./time_chart.js";
 import { drawUpdates, drawUpdateUnderWay, drawVersions } from "./versions.js";
 
 const POLL_MS = 1000, SLOWEST_MS = 8000, OPEN_ON_A_PHONE = ["part-serving", "part-weights"];
@@ -96,7 +97,6 @@ async function poll() {
 }
 
 function drawAgain() {
-  $("reset").hidden = store.zoom === null;
   if ($("keys").hidden && store.data !== null) draw();
 }
 
@@ -118,25 +118,12 @@ function start() {
     $("keys").hidden = true;
     poll();
   });
-  for (const [size, name] of SPANS) {
-    const made = h("button", { type: "button", "aria-pressed": String(size === store.span) }, name);
-    made.addEventListener("click", () => {
-      store.span = size;
-      store.zoom = null;
-      for (const other of $("spans").children) other.setAttribute("aria-pressed", String(other === made));
-      drawAgain();
-    });
-    $("spans").append(made);
-  }
-  $("reset").addEventListener("click", () => zoomTo(null));
-  onZoom(drawAgain);
+  offerSpans(drawAgain);
   onAction(poll, (words) => {
     refusedUntil = performance.now() + 6000;
     notice(words);
   });
   document.addEventListener("visibilitychange", () => { if (!document.hidden && $("keys").hidden) poll(); });
-  window.addEventListener("resize", drawAgain);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAgain);
   window.lockstep = { charts, store };  // for a look from the browser's console
   poll();
 }

@@ -1,4 +1,4 @@
-"""What the dashboard keeps: thinned samples, percentiles, ages, log-probabilities, samples, a trainer's numbers."""
+"""Thinned samples of the dashboard, percentiles, ages, log-probabilities, samples, a trainer's numbers."""
 
 from __future__ import annotations
 

@@ -85,6 +85,7 @@ def test_every_documented_endpoint_exists(tmp_path: Path) -> None:
         GenerateRequest,
         protocol.AbortRequest,
         protocol.RouteProbeRequest,
+        protocol.TrainerMetricsRequest,
         *(body_of(verb) for verb in VERBS if verb.endpoint.path is not None),
         vllm_control_protocol.AbortRequestsRequest,
         vllm_control_protocol.ResetPrefixCacheRequest,
