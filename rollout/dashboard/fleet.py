@@ -66,8 +66,15 @@ class Engine:
             if answer["samples"]:
                 self._sample = answer["samples"][-1]
             self._answer, self.trouble, self.rate = answer, None, self._sample.get("generated_per_s")
+        except httpx.TimeoutException:
+            self._lose(f"no answer within {ANSWER_S:g} s")
+        except httpx.TransportError:
+            self._lose("cannot be reached")
         except (httpx.HTTPError, LockstepError, ValueError, LookupError, TypeError) as error:
-            self.trouble, self.rate, self._since = str(error) or type(error).__name__, None, NOTHING_YET
+            self._lose(str(error))
+
+    def _lose(self, reason: str) -> None:
+        self.trouble, self.rate, self._since = reason, None, NOTHING_YET
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -80,6 +80,7 @@ class DashboardRoutes:
                 "failure": manager.failure_message,
                 "moe_layer_ids": list(manager.model_config.moe_layer_ids),
                 "num_experts": manager.model_config.num_experts,
+                "can_release_memory": manager.server_args.enable_memory_saver,
             },
             "answered_at": history.answered_at,
             "unanswered": history.unanswered,

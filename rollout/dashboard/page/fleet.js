@@ -107,6 +107,7 @@ async function poll() {
   timer = setTimeout(poll, POLL_MS);
 }
 
+store.gapS = 12;
 offerSpans(draw);
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 window.lockstep = { charts, store };

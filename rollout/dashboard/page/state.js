@@ -67,10 +67,10 @@ export function drawGates() {
       [`Memory, ${tag.replaceAll("_", " ")}`, value.replaceAll("_", " "), value === "in_use" ? "good" : "warn"]),
   ];
   put("gates", rows, () => list(rows));
-  put("actions", [state.paused, isReleased], () => h("div", { class: "buttons" },
+  put("actions", [state.paused, isReleased, server.can_release_memory], () => h("div", { class: "buttons" },
     state.paused ? button("Continue generation", () => post("continue_generation", {})) : button("Pause generation", () => post("pause_generation", { mode: "in_place" })),
     button("Abort all requests", () => post("abort_request", { abort_all: true }), "End every request now?"),
-    isReleased ? button("Take memory again", () => post("resume_memory_occupation", {}))
+    !server.can_release_memory ? null : isReleased ? button("Take memory again", () => post("resume_memory_occupation", {}))
       : button("Release memory", () => post("release_memory_occupation", {}), "Stop serving, release memory?")));
   const facts = [
     ["Model", `${bytes(state.model_bytes)} of weights, ${state.dtype}, on ${state.device}`],

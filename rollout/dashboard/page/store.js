@@ -3,12 +3,13 @@
 const KEPT = { updates: 200, rebalances: 400, flips: 200, trainer: 1000 };
 const KEPT_S = 3600;
 export const SPANS = [[180, "3 min"], [600, "10 min"], [3600, "1 hour"]];
-export const LEAST_SPAN_S = 60, GAP_S = 4, MERGED_GAP_S = 25, NARROW = 760, NEAR_PX = 9;
+export const LEAST_SPAN_S = 60, MERGED_GAP_S = 25, NARROW = 760, NEAR_PX = 9;
 
 const empty = () => ({ count: 0, samples: [], updates: [], rebalances: [], flips: [], trainer: [] });
 
 // `data`: the last answer; `zoom`: [from, to] in seconds since 1970, or null for the last `span` seconds.
-export const store = { data: null, history: empty(), span: 600, zoom: null, hoverAt: null };
+// `gapS`: samples further apart than this are not joined by a line.
+export const store = { data: null, history: empty(), span: 600, zoom: null, hoverAt: null, gapS: 4 };
 
 export function reset() {
   store.data = null;
@@ -51,7 +52,7 @@ export function shownSamples([start, end]) {
 export const lastSample = () => store.history.samples.at(-1) ?? null;
 
 // Whether nothing is known of the time between two samples.  Older ones are means of ten seconds.
-export const isGap = (before, after) => after.at - before.at > (store.data.now - after.at > 560 ? MERGED_GAP_S : GAP_S);
+export const isGap = (before, after) => after.at - before.at > (store.data.now - after.at > 560 ? MERGED_GAP_S : store.gapS);
 
 export const moves = (one) => one.num_experts_moved + one.num_local_copies;
 export const isRefresh = (one) => one.kind === "committed" && one.num_tensors > 0;
