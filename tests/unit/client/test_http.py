@@ -74,6 +74,14 @@ VERBS = [
         ...,
     ),
     (lambda c: c.stop_profile(), OK, "POST", "/stop_profile", {}, ...),
+    (
+        lambda c: c.report_trainer_metrics({"kl": 0.5}, step=3),
+        {},
+        "POST",
+        "/dashboard/trainer_metrics",
+        {"values": {"kl": 0.5}, "step": 3},
+        ...,
+    ),
     (lambda c: c.release_memory_occupation(), {}, "POST", "/release_memory_occupation", {}, ...),
     (
         lambda c: c.resume_memory_occupation(["weights"]),

@@ -15,6 +15,7 @@ from eplb.load_dump import LoadDump
 from rollout.core.errors import StartupError
 from rollout.core.messages.experts import (
     DumpExpertDistributionReqInput,
+    GetExpertLoadsReqInput,
     GetExpertLocationReqInput,
     StartExpertDistributionReqInput,
     StopExpertDistributionReqInput,
@@ -72,6 +73,17 @@ def counts_of(results: list[Result]) -> np.ndarray:
 
 def outcome(results: list[Result]) -> list[tuple]:
     return [(result.token_ids, result.logprobs, result.routes.tolist()) for result in results]
+
+
+def test_loads_by_expert_are_of_the_last_passes(folder: Path) -> None:
+    harness = Harness(folder)
+    assert "nothing was recorded" in harness.control(GetExpertLoadsReqInput, window=100).message
+    start(harness)
+    results = harness.generate(PROMPTS, params={"max_new_tokens": 7})
+    whole = harness.control(GetExpertLoadsReqInput, window=100).data
+    assert whole["expert_loads"] == counts_of(results).tolist() and whole["num_passes"] > 2
+    last = harness.control(GetExpertLoadsReqInput, window=1).data
+    assert last["num_passes"] == 1 and 0 < np.sum(last["expert_loads"]) < np.sum(whole["expert_loads"])
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
