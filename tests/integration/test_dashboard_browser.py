@@ -362,7 +362,7 @@ def test_buttons_act_and_ask_before_what_cannot_be_undone(page: Browser, server:
     page.evaluate(f"{button('Continue')}.click()")
     page.wait_for("document.getElementById('gate').innerText === 'serving'")
     page.evaluate(f"{button('Release')}.click()")
-    page.wait_for_text("Stop serving, release memory?", "#actions")
+    page.wait_for_text("Stop serving, release KV memory?", "#actions")
     assert server.http.get("/dashboard/data").json()["state"]["memory"]["kv_cache"] == "in_use"
     page.evaluate(f"{button('Stop serving')}.click()")
     page.wait_for("document.getElementById('gate').innerText === 'memory released'")

@@ -71,7 +71,7 @@ export function drawGates() {
     state.paused ? button("Continue generation", () => post("continue_generation", {})) : button("Pause generation", () => post("pause_generation", { mode: "in_place" })),
     button("Abort all requests", () => post("abort_request", { abort_all: true }), "End every request now?"),
     !server.can_release_memory ? null : isReleased ? button("Take memory again", () => post("resume_memory_occupation", {}))
-      : button("Release memory", () => post("release_memory_occupation", {}), "Stop serving, release memory?")));
+      : button("Release KV memory", () => post("release_memory_occupation", { tags: ["kv_cache"] }), "Stop serving, release KV memory?")));
   const facts = [
     ["Model", `${bytes(state.model_bytes)} of weights, ${state.dtype}, on ${state.device}`],
     ["KV", `${bytes(state.kv_bytes)}; ${whole(state.num_cached_tokens)} tokens in the prefix cache`],
