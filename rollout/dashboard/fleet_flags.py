@@ -6,13 +6,14 @@ import argparse
 import os
 
 from rollout.core.args.addresses import objection_to_base_url
+from rollout.core.args.parser import Parser
 
 KEY_VARIABLE = "LOCKSTEP_ADMIN_API_KEY"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of `lockstep dashboard`."""
-    found = argparse.ArgumentParser(
+    found = Parser(
         prog="lockstep dashboard",
         description="Show several servers on one page. It is served to this machine alone.",
     )
