@@ -142,7 +142,8 @@ async def _schema() -> tuple[dict[str, Any], frozenset[str]]:
         channel = SchedulerChannel(folder)
         try:
             manager = TokenizerManager(args, load_model_config(Path(folder)), channel, [])
-            app = build_app(manager, Metrics("docs"), ServerHistory(manager))
+            metrics = Metrics("docs")
+            app = build_app(manager, metrics, ServerHistory(manager, metrics))
         finally:
             channel.close()
         (gate,) = (middleware for middleware in app.user_middleware if "control_paths" in middleware.kwargs)
