@@ -1,1 +1,1 @@
-"""What the examples share that train a real model against a live server: the server, the progress, the last layers."""
+"""The parts of the examples that train a real model against a live server: server, progress, last layers."""

@@ -16,8 +16,8 @@ WARMUP_STEPS = 5
 class LastLayers:
     """AdamW over the last `count` decoder layers of a transformers model.
 
-    The model may have any dtype; its weights are the float32 masters, rounded to bfloat16.  The learning rate rises over
-    the first steps, stays, and falls to a tenth over the last half of `num_steps`.
+    The model may have any dtype; its weights are the float32 masters, rounded to bfloat16.  The learning rate rises
+    over the first steps, stays, and falls to a tenth over the last half of `num_steps`.
     """
 
     def __init__(self, model: Any, count: int, learning_rate: float, num_steps: int) -> None:

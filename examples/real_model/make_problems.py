@@ -1,7 +1,7 @@
 """`python -m examples.real_model.make_problems`: write data/train.jsonl and data/held_out.jsonl anew.
 
-Problems are made from templates and small numbers with a fixed seed, so the files are the same every time.  The held-out
-file has templates, names, things and pairs of numbers that the training file does not have.
+Problems are made from templates and small numbers with a fixed seed, so the files are the same every time.  The
+held-out file has templates, names, things and pairs of numbers that the training file does not have.
 """
 
 from __future__ import annotations
@@ -27,34 +27,52 @@ TRAIN_TEMPLATES = {
     "add": (
         "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?",
         "There are {a} {things} in a box. {name} puts in {b} more. How many {things} are in the box?",
-        "{name} found {a} {things} on Monday and {b} on Tuesday. How many {things} is that in all?",
+        "{name} found {a} {things} on Monday and {b} on Tuesday. How many {things} did {name} find?",
         "{name} has {a} red {things} and {b} blue {things}. How many {things} does {name} have?",
+        "There are {a} {things} on the table and {b} {things} on the floor. How many {things} are there?",
+        "{name} had {a} {things} and bought {b} more. How many {things} does {name} have?",
+        "A friend gave {name} {b} {things}. Before that {name} had {a}. How many {things} are there now?",
+        "{a} {things} are in the house and {b} {things} are in the garden. How many {things} are there?",
+        "{name} counted {a} {things}, and then {b} more. How many {things} did {name} count?",
     ),
     "subtract": (
         "{name} had {a} {things} and gave away {b}. How many {things} are left?",
         "There were {a} {things} in a bag. {name} took out {b}. How many {things} are still in the bag?",
         "{name} had {a} {things} and lost {b} of them. How many {things} does {name} have now?",
         "{name} has {a} {things}. A friend has {b} fewer. How many {things} does the friend have?",
+        "A store had {a} {things}. It sold {b} of them. How many {things} are left in the store?",
+        "{name} had {a} {things} and broke {b}. How many {things} are still whole?",
+        "Of {a} {things} on a table, {b} fell down. How many {things} are still on the table?",
+        "{name} took {a} {things} to school and left {b} there. How many {things} came back?",
+        "There were {a} {things}. {name} used {b}. How many {things} remain?",
     ),
     "multiply": (
         "There are {a} boxes with {b} {things} each. How many {things} are there in all?",
         "{name} buys {a} bags. Each bag holds {b} {things}. How many {things} did {name} buy?",
         "{name} puts {b} {things} on each of {a} plates. How many {things} is that?",
         "Each of {a} children has {b} {things}. How many {things} do they have together?",
+        "A wall has {a} shelves of {b} {things}. How many {things} are on the wall?",
+        "{name} makes {a} rows with {b} {things} in each row. How many {things} are in the rows?",
+        "{a} friends bring {b} {things} each. How many {things} do they bring?",
+        "{name} gets {b} {things} every day for {a} days. How many {things} does {name} get?",
+        "One basket holds {b} {things}. How many {things} do {a} baskets hold?",
     ),
 }
 HELD_OUT_TEMPLATES = {
     "add": (
         "{name} owned {a} {things} and bought {b} more at the market. How many {things} does {name} own?",
-        "{a} {things} lie on a table and {b} {things} lie under it. How many {things} are there?",
+        "{a} {things} lie on the chair and {b} {things} lie under it. How many {things} are there?",
+        "{name} picked {a} {things} in the morning and {b} in the evening. How many {things} is that together?",
     ),
     "subtract": (
         "{name} carried {a} {things} home and dropped {b} on the way. How many {things} came home?",
         "A shop had {a} {things} and sold {b}. How many {things} does the shop still have?",
+        "{name} had {a} {things}. A brother took {b} of them. How many {things} does {name} have left?",
     ),
     "multiply": (
         "{name} fills {a} jars with {b} {things} each. How many {things} are in the jars?",
-        "A shelf has {a} rows of {b} {things}. How many {things} are on the shelf?",
+        "A garden has {a} rows of {b} {things}. How many {things} are in the garden?",
+        "Every one of {a} drawers has {b} {things} in it. How many {things} are in the drawers?",
     ),
 }
 
@@ -81,12 +99,12 @@ def is_held_out(kind: str, a: int, b: int) -> bool:
 
 
 def pairs(kind: str) -> list[tuple[int, int]]:
-    """Return the pairs of numbers of a kind of problem; results lie between 1 and 30."""
+    """Return the pairs of numbers of a kind of problem."""
     if kind == "add":
         return [(a, b) for a in range(2, 20) for b in range(2, 12)]
     if kind == "subtract":
         return [(a, b) for a in range(4, 24) for b in range(2, 12) if a > b]
-    return [(a, b) for a in range(2, 7) for b in range(2, 10) if a * b <= 30]
+    return [(a, b) for a in range(2, 10) for b in range(2, 10)]
 
 
 def records(*, held_out: bool) -> Iterator[Record]:

@@ -1,7 +1,7 @@
 """The trainer's side: log-probabilities of the engine's samples, with each prompt computed once for its whole group.
 
 A row holds a group: the prompt, then its answers one after the other.  An answer sees the prompt and itself, and its
-positions follow those of the prompt, so that the numbers are those of separate rows.
+positions follow the positions of the prompt.  Separate rows would give the same numbers.
 
 Shapes: G groups, S positions of a row, T output tokens of all groups, V vocabulary, H hidden size.
 """
@@ -40,9 +40,7 @@ class Packed:
 
 def pack(groups: Sequence[Group]) -> Packed:
     """Pack groups whose outputs carry log-probabilities and the ids of the prompt."""
-    lengths = [
-        len(group.prompt_ids) + sum(len(output.output_ids) - 1 for output in group.outputs) for group in groups
-    ]
+    lengths = [len(group.prompt_ids) + sum(len(output.output_ids) - 1 for output in group.outputs) for group in groups]
     shape = (len(groups), max(lengths))
     input_ids_GS, positions_GS = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     visible_GSS = torch.eye(shape[1], dtype=torch.bool).repeat(shape[0], 1, 1)  # padding sees itself alone

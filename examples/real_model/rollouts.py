@@ -32,7 +32,7 @@ class Group:
 
     @property
     def differs(self) -> bool:
-        """Whether the rewards differ.  A group whose rewards are equal has no advantages, and teaches nothing."""
+        """True where the rewards differ.  A group whose rewards are equal has no advantages, and teaches nothing."""
         return len(set(self.rewards)) > 1
 
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from examples.live.checkpoint import save_beside
 from examples.live.progress import ProgressLines
 from examples.live.server import interruptible, reason, serving
 from examples.real_model.plots import plot_rewards, results_table
@@ -60,7 +61,16 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
     result = Result(seed)
     torch.manual_seed(seed)
     flags = [
-        *("--dtype", "bfloat16", "--weight-version", "0", "--num-threads", str(args.threads), "--random-seed", str(seed)),
+        *(
+            "--dtype",
+            "bfloat16",
+            "--weight-version",
+            "0",
+            "--num-threads",
+            str(args.threads),
+            "--random-seed",
+            str(seed),
+        ),
         *("--context-length", "256", "--max-total-tokens", "32768", "--max-running-requests", "256"),
     ]
     with ProgressLines(lambda text: console.print(text, markup=False, highlight=False)) as progress:
@@ -71,7 +81,7 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
             ).eval()
             asyncio.run(Training(model, url, plan, result, progress).run())
         if args.save:
-            model.save_pretrained(args.save / str(seed))
+            save_beside(model, args.checkpoint, args.save / str(seed))
     (args.out / f"seed-{seed}.json").write_bytes(msgspec.json.encode(result))
 
 
@@ -88,7 +98,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, default=1, help="compute threads of the trainer and of the server (default: 1)"
     )
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="what to train (default: %(default)s)")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=CHECKPOINT, help="folder of the model (default: %(default)s)"
+    )
     parser.add_argument("--save", type=Path, help="folder that gets the trained model of each seed")
     parser.add_argument("--out", type=Path, default=Path("real-model-results"), help="folder of results and plots")
     args = parser.parse_args(argv)

@@ -32,13 +32,13 @@ from weight_sync.sender import WeightSender
 class Plan:
     """The sizes and rates of a run.  `groups`: problems a step, `samples`: answers to each."""
 
-    steps: int = 60
+    steps: int = 40
     groups: int = 8
     samples: int = 8
     layers: int = 8
-    rate: float = 3e-5
+    rate: float = 1e-4
     judge_every: int = 10
-    judged: int = 160
+    judged: int = 100
 
 
 @dataclass(frozen=True)
