@@ -25,12 +25,14 @@ def convert(target: Path) -> None:
         raise SystemExit(f"{PACKAGE} is not installed; make real-model installs it")
     package = Path(found.submodule_search_locations[0])  # not imported, because it imports a GGUF reader of its own
     file = next(package.glob("*.gguf")).name
-    tokenizer = transformers.AutoTokenizer.from_pretrained(package, gguf_file=file)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(package, gguf_file=file, trust_remote_code=False)
     # Older versions of transformers unpack the weights without being asked.
     unpacked: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
         unpacked = {"quantization_config": transformers.GgufConfig(dequantize=True)}
-    model = transformers.AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype=torch.bfloat16, **unpacked)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        package, gguf_file=file, dtype=torch.bfloat16, trust_remote_code=False, **unpacked
+    )
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         model.save_pretrained(temporary)
