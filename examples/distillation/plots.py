@@ -48,8 +48,9 @@ def plot_curves(results: Sequence[Result], path: Path) -> Path:
         kl.plot(steps, [each.kl for each in judgements], color=colour, marker="o", label=f"seed {result.seed}")
         greedy.plot(steps, [each.greedy for each in judgements], color=colour, marker="o")
         greedy.axhline(result.teacher_greedy, color="grey", linestyle=":", linewidth=1)
-    kl.set(xlabel="step", ylabel="reverse KL a token", yscale="log", title="student's own samples; points: held out")
+    kl.set(xlabel="step", ylabel="reverse KL a token", title="student's own samples; points: held out")
     greedy.set(xlabel="step", ylabel="greedy answers right", ylim=(0, 1), title="held-out problems; dotted: teacher")
+    kl.set_ylim(bottom=0)
     for axis in (kl, greedy):
         axis.grid(alpha=0.2)
     kl.legend(loc="best", fontsize=8)

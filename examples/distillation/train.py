@@ -35,7 +35,7 @@ class Plan:
     It trains all layers above the gap.  `groups`: problems a step, `samples`: answers to each.
     """
 
-    steps: int = 60
+    steps: int = 40
     first_removed: int = 12
     removed: int = 6
     groups: int = 8
