@@ -21,7 +21,7 @@ def results_table(results: Sequence[Result]) -> Table:
     """Return a table with a row for each run."""
     table = Table(title="GRPO on word problems, SmolLM2-135M-Instruct: held-out reward")
     for name in ("seed", "before", "after", "greedy before", "greedy after", "steps", "seconds", "groups used",
-                 "KL(engine, trainer)"):  # fmt: skip
+                 "KL, same version"):  # fmt: skip
         table.add_column(name, justify="right")
     for result in results:
         first, last = result.judgements[0], result.judgements[-1]
