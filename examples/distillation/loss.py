@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rollout.client import ScoredSequence
+from lockstep_rl import ScoredSequence
 
 LEAST_REST = 1e-6  # of a probability: log-probabilities of the K are float32, and their sum may round to 1
 

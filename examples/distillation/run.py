@@ -26,8 +26,7 @@ from examples.live.checkpoint import save_beside
 from examples.live.progress import ProgressLines
 from examples.live.server import interruptible, reason, serving
 from examples.real_model.run import CHECKPOINT
-from rollout.core.errors import LockstepError
-from weight_sync.errors import WeightSyncError
+from lockstep_rl import LockstepError, WeightSyncError
 
 INTERRUPTED = 130
 

@@ -24,8 +24,7 @@ from examples.live.progress import ProgressLines
 from examples.real_model.policy import output_logits, pack
 from examples.real_model.problems import load, shuffled
 from examples.real_model.rollouts import Group, sample
-from rollout.client import AsyncRolloutClient, RolloutClient
-from weight_sync.sender import WeightSender
+from lockstep_rl import AsyncClient, Client, WeightSender
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Distillation:
         """Run all steps.  Raises what a server or a refresh raises."""
         plan = self._plan
         stream = shuffled(load("train"), self._result.seed)
-        async with AsyncRolloutClient(self._student_url) as student, AsyncRolloutClient(self._teacher_url) as teacher:
+        async with AsyncClient(self._student_url) as student, AsyncClient(self._teacher_url) as teacher:
             self._progress.doing("the teacher answers held-out problems")
             self._result.teacher_greedy = _mean_reward(await sample(teacher, self._held_out, 1, 0.0))
             with self._refreshing() as refresh:
@@ -122,7 +121,7 @@ class Distillation:
     @contextlib.contextmanager
     def _refreshing(self) -> Iterator[Callable[[str], None]]:
         """Yield a call that brings the trained layers to the student's server under a version."""
-        with RolloutClient(self._student_url) as client:
+        with Client(self._student_url) as client:
             sender = WeightSender(client)
             sender.connect()
 
@@ -134,7 +133,7 @@ class Distillation:
             finally:
                 sender.close()
 
-    async def _scored(self, teacher: AsyncRolloutClient, groups: Sequence[Group]) -> TeacherScores:
+    async def _scored(self, teacher: AsyncClient, groups: Sequence[Group]) -> TeacherScores:
         """Score the output tokens of all samples, in the order in which `pack` has them."""
         sequences = [group.prompt_ids + output.output_ids for group in groups for output in group.outputs]
         starts = [len(group.prompt_ids) for group in groups for _ in group.outputs]
@@ -152,7 +151,7 @@ class Distillation:
             f"greedy answers right {last.greedy:.2f}"
         )
 
-    async def _judge(self, student: AsyncRolloutClient, teacher: AsyncRolloutClient, step: int) -> None:
+    async def _judge(self, student: AsyncClient, teacher: AsyncClient, step: int) -> None:
         """Judge held-out answers of the version that the trainer has now."""
         self._progress.doing(f"step {step}: answering {len(self._held_out)} held-out problems")
         groups = await sample(student, self._held_out, 1, 1.0)

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.client import RolloutClient
-from rollout.core.errors import LockstepError
+from lockstep_rl import Client, LockstepError
 from rollout.server.child_process import ChildProcess
 from weight_sync.process_group import free_port
 
@@ -30,7 +29,7 @@ def serving(checkpoint: Path, log: Path, flags: Sequence[str] = ()) -> Iterator[
         *(sys.executable, "-m", "rollout.cli.main", "serve", "--model-path", str(checkpoint), "--port", str(port)),
         *flags,
     ]
-    with ChildProcess("server", command, log) as server, RolloutClient(url) as client:
+    with ChildProcess("server", command, log) as server, Client(url) as client:
         deadline = time.monotonic() + READY_S
         while not client.health(timeout=2.0):
             if server.exit_status() is not None or time.monotonic() > deadline:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from examples.real_model.problems import Problem
-from rollout.client import AsyncRolloutClient, GenerationOutput
+from lockstep_rl import AsyncClient, GenerationOutput
 
 MAX_NEW_TOKENS = 12
 
@@ -41,7 +41,7 @@ def reward_of(problem: Problem, output: GenerationOutput) -> float:
     return problem.reward(output.text or "", ended=ended)
 
 
-async def sample(client: AsyncRolloutClient, problems: Sequence[Problem], n: int, temperature: float) -> list[Group]:
+async def sample(client: AsyncClient, problems: Sequence[Problem], n: int, temperature: float) -> list[Group]:
     """Sample `n` answers of one line to each problem, all at once."""
     params = {"temperature": temperature, "n": n, "max_new_tokens": MAX_NEW_TOKENS, "stop": ["\n"]}
 

@@ -25,8 +25,7 @@ from examples.live.progress import ProgressLines
 from examples.live.server import interruptible, reason, serving
 from examples.real_model.plots import plot_rewards, results_table
 from examples.real_model.train import Plan, Result, Training
-from rollout.core.errors import LockstepError
-from weight_sync.errors import WeightSyncError
+from lockstep_rl import LockstepError, WeightSyncError
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "build" / "real-model" / "checkpoint"
 INTERRUPTED = 130

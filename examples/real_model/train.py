@@ -24,8 +24,7 @@ from examples.live.progress import ProgressLines
 from examples.real_model.policy import output_logprobs, pack
 from examples.real_model.problems import Problem, load, shuffled
 from examples.real_model.rollouts import Group, sample
-from rollout.client import AsyncRolloutClient, RolloutClient
-from weight_sync.sender import WeightSender
+from lockstep_rl import AsyncClient, Client, WeightSender
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Training:
         """Run all steps.  Raises what the server or a refresh raises."""
         plan = self._plan
         stream = shuffled(load("train"), self._result.seed)
-        async with AsyncRolloutClient(self._url) as client:
+        async with AsyncClient(self._url) as client:
             await self._judge(client, 0)
             with self._refreshing() as refresh:
                 coming = self._sampling(client, stream)
@@ -117,14 +116,14 @@ class Training:
                         await coming
         self._result.seconds = self._seconds()
 
-    def _sampling(self, client: AsyncRolloutClient, stream: Iterator[Problem]) -> asyncio.Task[list[Group]]:
+    def _sampling(self, client: AsyncClient, stream: Iterator[Problem]) -> asyncio.Task[list[Group]]:
         problems = list(islice(stream, self._plan.groups))
         return asyncio.create_task(sample(client, problems, self._plan.samples, 1.0))
 
     @contextlib.contextmanager
     def _refreshing(self) -> Iterator[Callable[[str], None]]:
         """Yield a call that brings the trained layers to the server under a version; the others are as they were."""
-        with RolloutClient(self._url) as client:
+        with Client(self._url) as client:
             sender = WeightSender(client)
             sender.connect()
 
@@ -157,7 +156,7 @@ class Training:
             f"{len(groups)} groups used, held out {self._result.judgements[-1].sampled:.2f}"
         )
 
-    async def _judge(self, client: AsyncRolloutClient, step: int) -> None:
+    async def _judge(self, client: AsyncClient, step: int) -> None:
         """Judge held-out answers of the version that the trainer has now: nothing is refreshed meanwhile."""
         self._progress.doing(f"step {step}: answering {len(self._held_out)} held-out problems")
         sampled = await sample(client, self._held_out, 1, 1.0)
