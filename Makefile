@@ -26,7 +26,7 @@ demo: install  ## Run one step of reinforcement learning on a small model; FAMIL
 
 # A target is listed with the text after its two hash signs.
 help:  ## Print this list
-	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # GRPO on a small model against a live server (some minutes); results and plots in grpo-results/.
 # SEEDS="0 1 2" VARIANTS="replay plain exact" runs each of these.
