@@ -18,7 +18,7 @@ REAL_MODEL := build/real-model
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
 .PHONY: demo example-fleet example-grpo example-real-model example-distillation check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
-	check-gpu-imports install install-dev wheels clean
+	check-gpu-imports install install-dev install-examples wheels clean
 .PHONY: help test-oldest test-part docs docs-serve test-docs
 
 demo: install  ## Run one step of reinforcement learning on a small model; FAMILY=name
@@ -29,11 +29,12 @@ help:  ## Print this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # GRPO on a small model against a live server (some minutes); results and plots in grpo-results/.
-# SEEDS="0 1 2" VARIANTS="replay plain exact" runs each of these.
+# SEEDS="0 1 2" VARIANTS="replay plain exact" runs each of these; STEPS=60 is a quick look.
 SEEDS ?= 0
 VARIANTS ?= replay
-example-grpo: install-dev  ## Train a small model with GRPO against a live server
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.grpo.run --seeds $(SEEDS) --variants $(VARIANTS)
+example-grpo: install-examples  ## Train a small model with GRPO against a live server; STEPS=number
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.grpo.run --seeds $(SEEDS) --variants $(VARIANTS) \
+		$(if $(STEPS),--steps $(STEPS))
 
 # GRPO of a trained model of 135 million parameters (about ten minutes a seed); results and a plot in real-model-results/.
 # SEEDS="0 1 2" STEPS=30 runs other seeds and fewer steps.
@@ -161,6 +162,7 @@ check-gpu-imports: $(GPU_IMPORTS)/.installed  ## Check the code against torch wi
 
 install: $(VENV)/.installed  ## Make .venv with torch and the engine; TORCH=requirement INDEX=url
 install-dev: $(VENV)/.installed-dev  ## Add the tools for tests and lint to .venv
+install-examples: $(VENV)/.installed-examples  ## Add what the plots of examples need to .venv
 
 PIP_INSTALL := $(BIN)/pip --disable-pip-version-check install
 TORCH_BY_PIP = $(PIP_INSTALL) $(if $(INDEX),--extra-index-url "$(INDEX)") "$(TORCH)"
@@ -185,6 +187,10 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 	$(PIP_INSTALL) -e ".[dev]"
+	@touch $@
+
+$(VENV)/.installed-examples: $(VENV)/.installed pyproject.toml
+	$(PIP_INSTALL) -e ".[examples]"
 	@touch $@
 
 # The wheel with compiled CPU operators and the source distribution, in dist/ (an hour of CPU once; objects are kept).

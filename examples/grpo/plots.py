@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 from rich.table import Table
 
+from examples.grpo.measure import Mismatch
 from examples.grpo.policy import VARIANTS
 from examples.grpo.train import Result
 
@@ -24,28 +25,36 @@ NAMES = {
 }
 
 
-def results_table(results: Sequence[Result]) -> Table:
-    """Return a table with a row for each run; mismatches are means over its judgements."""
-    table = Table(title="GRPO against a live server: held-out reward, and trainer against engine on the same weights")
-    for name in ("variant", "seed", "reward before", "after", "best", "GRPO", "KL", "ratios .1 % .. 99.9 %",
-                 "tokens off by 5 %", "same bits", "flips by layer"):  # fmt: skip
-        table.add_column(name, justify="left" if name == "variant" else "right")
+def results_tables(results: Sequence[Result]) -> list[Table]:
+    """Return a table of rewards and one of mismatches, a row for each run; mismatches are means over its judgements."""
+    rewards = _table("Held-out reward", ("variant", "seed", "before", "after", "best", "steps", "time"))
+    titles = ("variant", "seed", "KL", "ratios", "off by 5 %", "same bits", "flips")
+    mismatches = _table("Trainer against engine, same weights; ratios: 0.1 and 99.9 %", titles)
     for result in results:
-        rewards = [judgement.reward for judgement in result.judgements]
-        found = [judgement.mismatch for judgement in result.judgements]
-        flips = np.mean([each.flips_by_layer for each in found], axis=0)
-        table.add_row(
-            result.variant,
-            str(result.seed),
-            *(f"{reward:.3f}" for reward in (rewards[0], rewards[-1], max(rewards))),
-            f"{result.steps[-1].step} steps, {result.judgements[-1].seconds:.0f} s",
-            f"{np.mean([each.kl for each in found]):.2g}",
-            f"{np.mean([each.ratio_low for each in found]):.3f} .. {np.mean([each.ratio_high for each in found]):.3f}",
-            f"{np.mean([each.share_off for each in found]):.2%}",
-            f"{sum(each.bits_equal for each in found)} of {len(found)}",
-            " ".join(f"{flip:.2%}" for flip in flips),
-        )
+        run = (result.variant, str(result.seed))
+        found = [judgement.reward for judgement in result.judgements]
+        seconds = f"{result.judgements[-1].seconds:.0f} s"
+        steps = str(result.steps[-1].step)
+        rewards.add_row(*run, *(f"{reward:.3f}" for reward in (found[0], found[-1], max(found))), steps, seconds)
+        mismatches.add_row(*run, *_mismatch_cells([judgement.mismatch for judgement in result.judgements]))
+    return [rewards, mismatches]
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
     return table
+
+
+def _mismatch_cells(found: Sequence[Mismatch]) -> list[str]:
+    return [
+        f"{np.mean([each.kl for each in found]):.2g}",
+        f"{np.mean([each.ratio_low for each in found]):.3f}, {np.mean([each.ratio_high for each in found]):.3f}",
+        f"{np.mean([each.share_off for each in found]):.2%}",
+        f"{sum(each.bits_equal for each in found)} of {len(found)}",
+        f"{np.mean([each.flips_by_layer for each in found]):.2%}",
+    ]
 
 
 def plot_all(results: Sequence[Result], folder: Path) -> list[Path]:

@@ -9,35 +9,33 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from examples.grpo.plots import plot_all, results_table
+from examples.grpo.plots import plot_all, results_tables
 from examples.grpo.policy import VARIANTS, new_model
-from examples.grpo.train import Grpo, Plan, Report, Result, load_tokenizer, numerics_of, supervise
-from rollout.client import RolloutClient
+from examples.grpo.train import Grpo, Plan, Result, load_tokenizer, numerics_of, supervise
+from examples.support.progress import progress
+from examples.support.server import interruptible, reason, server
 from rollout.core.errors import LockstepError
-from rollout.server.child_process import ChildProcess
 from weight_sync.errors import WeightSyncError
-from weight_sync.process_group import free_port
 
-READY_S = 120.0
 INTERRUPTED = 130
-LINE_EVERY = 50  # steps, where there is no terminal for a bar
+LINE_WIDTH = 118  # where there is no terminal
+SERVER_FLAGS = (
+    *("--return-sampling-mask", "--enable-return-routed-experts"),
+    *("--max-running-requests", "512", "--max-total-tokens", "32768"),
+)
 
 
 def main(argv: Sequence[str], plan: Plan | None = None) -> int:
@@ -45,21 +43,22 @@ def main(argv: Sequence[str], plan: Plan | None = None) -> int:
     args = _parse(argv)
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    console = Console() if sys.stdout.isatty() else Console(width=118)
+    console = Console() if sys.stdout.isatty() else Console(width=LINE_WIDTH)
     plan = replace(plan or Plan(), steps=args.steps)
     args.out.mkdir(parents=True, exist_ok=True)
     try:
-        with _interruptible(), tempfile.TemporaryDirectory(prefix="lockstep-grpo-") as name:
+        with interruptible(), tempfile.TemporaryDirectory(prefix="lockstep-grpo-") as name:
             for seed in args.seeds:
                 _run_seed(seed, args, plan, Path(name) / str(seed), console)
     except KeyboardInterrupt:
         console.print("interrupted; the server has been stopped")
         return INTERRUPTED
     except (LockstepError, WeightSyncError, ExceptionGroup, TimeoutError) as error:
-        console.print(f"example-grpo: error: {_reason(error)}", style="red", markup=False, highlight=False)
+        console.print(f"example-grpo: error: {reason(error)}", style="red", markup=False, highlight=False)
         return 1
     results = load_results(args.out)
-    console.print(results_table(results))
+    for table in results_tables(results):
+        console.print(table)
     for path in plot_all(results, args.out):
         console.print(f"wrote {path}", highlight=False)
     return 0
@@ -69,7 +68,7 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
     started = time.monotonic()
     model = new_model(folder, seed)
     tokenizer = load_tokenizer(folder)
-    with _progress(console) as report:
+    with progress(console) as report:
         reached = supervise(model, tokenizer, plan, seed, report)
     model.to(torch.bfloat16).save_pretrained(folder)
     seconds = time.monotonic() - started
@@ -78,7 +77,11 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
         started = time.monotonic()
         result = Result(seed, variant)
         trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-        with _server(folder, args.threads) as url, _progress(console) as report, numerics_of(trained, variant):
+        with (
+            server(folder, args.threads, SERVER_FLAGS) as url,
+            progress(console) as report,
+            numerics_of(trained, variant),
+        ):
             asyncio.run(Grpo(trained, tokenizer, url, plan, result, report).run())
         (args.out / f"{seed}-{variant}.json").write_bytes(msgspec.json.encode(result))
         rewards = [judgement.reward for judgement in result.judgements]
@@ -87,73 +90,6 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
             f"steps, {time.monotonic() - started:.0f} s",
             highlight=False,
         )
-
-
-@contextlib.contextmanager
-def _server(folder: Path, threads: int) -> Iterator[str]:
-    """Start a server of the checkpoint and yield its URL.  Raises `LockstepError` if it does not become ready."""
-    port = free_port()
-    url, log = f"http://127.0.0.1:{port}", folder / "server.log"
-    command = [
-        *(sys.executable, "-m", "rollout.cli.main", "serve", "--model-path", str(folder), "--port", str(port)),
-        *("--weight-version", "0", "--num-threads", str(threads), "--return-sampling-mask"),
-        *("--enable-return-routed-experts", "--max-running-requests", "512", "--max-total-tokens", "32768"),
-    ]
-    with ChildProcess("server", command, log) as server, RolloutClient(url) as client:
-        deadline = time.monotonic() + READY_S
-        while not client.health(timeout=2.0):
-            if server.exit_status() is not None or time.monotonic() > deadline:
-                raise LockstepError(f"the server did not become ready\n{server.last_words()}")
-            time.sleep(0.2)
-        try:
-            yield url
-        except BaseException:
-            if server.exit_status() is not None:
-                raise LockstepError(f"the server ended\n{server.last_words()}") from None
-            raise
-
-
-@contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Report]:
-    columns = (TextColumn("{task.description:<17}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(
-        *columns,
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[beside]}"),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def report(phase: str, done: int, total: int, beside: str) -> None:
-            if not console.is_terminal and done % LINE_EVERY == 0:
-                console.print(f"{phase} {done}/{total}: {beside}", highlight=False)
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=total, beside="")
-            progress.update(tasks[phase], completed=done, beside=beside)
-
-        yield report
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGTERM act like Ctrl-C inside the block, so that every way out ends the server."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _reason(error: BaseException) -> str:
-    """Return the type and text of an error; for a group, of its first error."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
 
 
 def load_results(folder: Path) -> list[Result]:

@@ -36,11 +36,11 @@ from examples.grpo.policy import (
 )
 from examples.grpo.rollouts import Batch, FreshGroups, Group, Rollouts, Sampling, make_batch
 from examples.grpo.task import problems
+from examples.support.progress import Report
 from rollout.client import AsyncRolloutClient, RolloutClient
 from rollout.numerics import use_engine_numerics
 from weight_sync.sender import WeightSender
 
-Report = Callable[[str, int, int, str], None]  # phase, done, total, a note to show with it
 GROUP_TIMEOUT_S = 120.0
 
 

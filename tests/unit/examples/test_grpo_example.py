@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from capture.sampling_mask import SamplingMask
 from examples.grpo.measure import Mismatch
-from examples.grpo.plots import plot_all, results_table
+from examples.grpo.plots import plot_all, results_tables
 from examples.grpo.policy import policy_loss
 from examples.grpo.rollouts import FreshGroups, Group, advantages, make_batch
 from examples.grpo.run import load_results, main
@@ -95,12 +97,22 @@ def result(variant: Any, seed: int) -> Result:
     return Result(seed, variant, [Judgement(0, 0.0, 0.2, found), Judgement(1, 2.0, 0.6, found)], [step])
 
 
-def test_table_and_plots_of_every_variant(tmp_path: Path) -> None:
+def test_plots_of_every_variant(tmp_path: Path) -> None:
     results = [result(variant, seed) for variant in ("replay", "plain", "exact") for seed in (0, 1)]
-    assert results_table(results).row_count == 6
     for path in plot_all(results, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
     assert load_results(tmp_path) == []
+
+
+@pytest.mark.parametrize("width", [80, 118])
+def test_tables_have_a_line_for_each_row(width: int) -> None:
+    results = [result(variant, seed) for variant in ("replay", "plain", "exact") for seed in (0, 1)]
+    for table in results_tables(results):
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(table)
+        lines = console.export_text().splitlines()
+        assert len(lines) == 1 + 4 + len(results), "a title, a header, three rules and a line for each run"
+        assert not any("…" in line for line in lines)
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--variants", "best"], ["--seeds"], ["--threads", "-1"]])
