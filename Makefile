@@ -36,6 +36,10 @@ example-grpo: install-examples  ## Train a small model with GRPO against a live 
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.grpo.run --seeds $(SEEDS) --variants $(VARIANTS) \
 		$(if $(STEPS),--steps $(STEPS))
 
+# An agent with a calculator (some minutes); results and plot in agent-results/.
+example-agent: install-examples  ## Train an agent that uses a tool; STEPS=number SEEDS="0 1"
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.agent.run --seeds $(SEEDS) $(if $(STEPS),--steps $(STEPS))
+
 # GRPO of a trained model of 135 million parameters (about ten minutes a seed); results and a plot in real-model-results/.
 # SEEDS="0 1 2" STEPS=30 runs other seeds and fewer steps.
 example-real-model: real-model install-dev  ## Train SmolLM2-135M on word problems with GRPO; SEEDS, STEPS
