@@ -29,12 +29,12 @@ help:  ## Print this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # GRPO on a small model against a live server (some minutes); results and plots in grpo-results/.
-# SEEDS="0 1 2" VARIANTS="replay plain exact" runs each of these; STEPS=60 is a quick look.
+# SEEDS="0 1 2" VARIANTS="replay masks plain" runs each of these; SETTING=bf16 is the other setting; STEPS=20 a quick look.
 SEEDS ?= 0
 VARIANTS ?= replay
-example-grpo: install-examples  ## Train a small model with GRPO against a live server; STEPS=number
+example-grpo: install-examples  ## Train a small model with GRPO against a live server; STEPS=number SETTING=bf16
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.grpo.run --seeds $(SEEDS) --variants $(VARIANTS) \
-		$(if $(STEPS),--steps $(STEPS))
+		$(if $(SETTING),--setting $(SETTING)) $(if $(STEPS),--steps $(STEPS))
 
 # An agent with a calculator (some minutes); results and plot in agent-results/.
 example-agent: install-examples  ## Train an agent that uses a tool; STEPS=number SEEDS="0 1"

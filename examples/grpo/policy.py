@@ -1,8 +1,9 @@
 """The trainer's side: a small MoE model, its log-probabilities of the engine's samples, and the two kinds of steps.
 
-Three ways to compute them, `VARIANTS`:
+Four ways to compute them, `VARIANTS`:
 
     replay   float32 transformers, experts as the engine chose them, renormalised over the engine's sampling masks
+    masks    float32 transformers, its own experts, renormalised over the engine's sampling masks
     plain    float32 transformers, its own experts, all tokens
     exact    the engine's own operators in bfloat16, renormalised over its masks; nothing to replay, the bits are equal
 
@@ -13,7 +14,7 @@ Shapes: N samples, S positions, O output positions, T output tokens, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -25,24 +26,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from capture.replay import force_routes, masked_logprobs
 from examples.grpo.rollouts import Batch
-from examples.grpo.task import Problem, problems
+from examples.grpo.task import Problem
 from examples.make_checkpoint.run import make_checkpoint
 from examples.make_checkpoint.spec import CheckpointSpec
 from rollout.numerics import engine_logprobs
 
-Variant = Literal["replay", "plain", "exact"]
+Variant = Literal["replay", "masks", "plain", "exact"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
-SPEC = CheckpointSpec(
-    vocab_size=320, hidden_size=96, layers=3, dense_first=0, heads=4, kv_heads=2, head_dim=32, experts=8, top_k=2,
-    moe_intermediate_size=96, context_length=128,
-)  # fmt: skip
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 WARMUP_STEPS = 20
 
 
-def new_model(folder: Path, seed: int) -> Any:
+def new_model(folder: Path, spec: CheckpointSpec, seed: int) -> Any:
     """Return a randomly initialised model; `folder` gets its configuration and tokenizer."""
-    make_checkpoint(folder, SPEC, force=True)
+    make_checkpoint(folder, spec, force=True)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype=torch.float32
@@ -84,20 +81,26 @@ class Masters:
             weight.copy_(master.to(torch.bfloat16))
 
 
-def supervised_step(model: Any, optimizer: Masters, examples: Sequence[list[int]], prompt_len: int) -> float:
-    """Take one step on whole examples of one length, prompt and answer; return the loss over the answers."""
+def supervised_step(
+    model: Any, optimizer: Masters, examples: Sequence[list[int]], prompt_len: int, balance: float = 0.0
+) -> float:
+    """Take one step on whole examples of one length, prompt and answer; return the loss over the answers.
+
+    `balance` times the load-balancing loss of transformers is added to it, as in the pretraining of such models.
+    """
     ids_NS = torch.tensor(examples)
-    logits_NOV = model(input_ids=ids_NS, use_cache=False).logits[:, prompt_len - 1 : -1]
+    output = model(input_ids=ids_NS, use_cache=False, output_router_logits=balance > 0)
+    logits_NOV = output.logits[:, prompt_len - 1 : -1]
     loss = F.cross_entropy(logits_NOV.flatten(0, 1), ids_NS[:, prompt_len:].flatten())
-    loss.backward()
+    (loss + balance * output.aux_loss if balance > 0 else loss).backward()
     optimizer.step()
     return loss.item()
 
 
 @torch.no_grad()
-def expected_reward(model: Any, encode: Any, end_id: int, count: int = 256) -> float:
-    """Return the probability of right answers to training problems at temperature 1, without sampling any."""
-    chosen: list[Problem] = list(islice(problems(-1, held_out=False), count))
+def expected_reward(model: Any, encode: Any, end_id: int, problems: Iterable[Problem], count: int = 256) -> float:
+    """Return the probability of right answers to problems at temperature 1, without sampling any."""
+    chosen = list(islice(problems, count))
     ids_NS = torch.tensor([[*encode(each.question + each.answer), end_id] for each in chosen])
     prompt_len = len(encode(chosen[0].question))
     logits_NOV = model(input_ids=ids_NS, use_cache=False).logits[:, prompt_len - 1 : -1]

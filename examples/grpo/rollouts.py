@@ -20,23 +20,22 @@ import torch
 
 from capture.routed_experts import RoutedExperts
 from capture.sampling_mask import SamplingMask
-from examples.grpo.task import DIGITS, Problem
+from examples.grpo.task import Problem
 from rollout.client import AsyncRolloutClient, GenerationOutput
-
-MAX_NEW_TOKENS = DIGITS + 3
 
 
 @dataclass(frozen=True)
 class Sampling:
     """The sampling of answers, in training and when they are judged."""
 
+    max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 0.95
     group_size: int = 8
 
     def params(self, n: int) -> dict[str, float]:
         return {
-            "temperature": self.temperature, "top_p": self.top_p, "n": n, "max_new_tokens": MAX_NEW_TOKENS,
+            "temperature": self.temperature, "top_p": self.top_p, "n": n, "max_new_tokens": self.max_new_tokens,
         }  # fmt: skip
 
 

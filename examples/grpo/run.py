@@ -1,8 +1,8 @@
-"""`make example-grpo`: GRPO on sums of three digits, from random weights, in a few minutes on two cores.
+"""`make example-grpo`: GRPO on sums of digits, from random weights, in a few minutes on two cores.
 
 each seed:      random model -> supervised steps -> checkpoint
-each variant:   `lockstep serve` of that checkpoint -> GRPO -> OUT/SEED-VARIANT.json
-end:            a table, and plots of all results in OUT (also of earlier runs)
+each variant:   `lockstep serve` of that checkpoint -> GRPO -> OUT/SETTING/SEED-VARIANT.json
+end:            a table, and plots of all results in OUT/SETTING (also of earlier runs)
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from examples.grpo.fp8 import fp8_checkpoint
 from examples.grpo.plots import plot_all, results_tables
 from examples.grpo.policy import VARIANTS, new_model
+from examples.grpo.settings import SETTINGS, Setting
 from examples.grpo.train import Grpo, Plan, Result, load_tokenizer, numerics_of, supervise
 from examples.support.progress import progress
 from examples.support.server import interruptible, reason, server
@@ -44,33 +46,39 @@ def main(argv: Sequence[str], plan: Plan | None = None) -> int:
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
     console = Console() if sys.stdout.isatty() else Console(width=LINE_WIDTH)
-    plan = replace(plan or Plan(), steps=args.steps)
-    args.out.mkdir(parents=True, exist_ok=True)
+    setting = SETTINGS[args.setting]
+    setting = replace(setting, plan=plan or setting.plan)
+    if args.steps is not None:
+        setting = replace(setting, plan=replace(setting.plan, steps=args.steps))
+    out = args.out / args.setting
+    out.mkdir(parents=True, exist_ok=True)
     try:
         with interruptible(), tempfile.TemporaryDirectory(prefix="lockstep-grpo-") as name:
             for seed in args.seeds:
-                _run_seed(seed, args, plan, Path(name) / str(seed), console)
+                _run_seed(seed, setting, args, Path(name) / str(seed), console)
     except KeyboardInterrupt:
         console.print("interrupted; the server has been stopped")
         return INTERRUPTED
     except (LockstepError, WeightSyncError, ExceptionGroup, TimeoutError) as error:
         console.print(f"example-grpo: error: {reason(error)}", style="red", markup=False, highlight=False)
         return 1
-    results = load_results(args.out)
+    results = load_results(out)
     for table in results_tables(results):
         console.print(table)
-    for path in plot_all(results, args.out):
+    for path in plot_all(results, out):
         console.print(f"wrote {path}", highlight=False)
     return 0
 
 
-def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, console: Console) -> None:
+def _run_seed(seed: int, setting: Setting, args: argparse.Namespace, folder: Path, console: Console) -> None:
     started = time.monotonic()
-    model = new_model(folder, seed)
+    model = new_model(folder, setting.spec, seed)
     tokenizer = load_tokenizer(folder)
     with progress(console) as report:
-        reached = supervise(model, tokenizer, plan, seed, report)
+        reached = supervise(model, tokenizer, setting.task, setting.plan, seed, report)
     model.to(torch.bfloat16).save_pretrained(folder)
+    served = fp8_checkpoint(folder, folder / "served") if setting.is_fp8 else folder
+    flags = [*SERVER_FLAGS, "--quantize-weight-updates"] if setting.is_fp8 else SERVER_FLAGS
     seconds = time.monotonic() - started
     console.print(f"seed {seed}: right answers have probability {reached:.2f} after {seconds:.0f} s", highlight=False)
     for variant in args.variants:
@@ -78,12 +86,12 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
         result = Result(seed, variant)
         trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         with (
-            server(folder, args.threads, SERVER_FLAGS) as url,
+            server(served, args.threads, flags) as url,
             progress(console) as report,
             numerics_of(trained, variant),
         ):
-            asyncio.run(Grpo(trained, tokenizer, url, plan, result, report).run())
-        (args.out / f"{seed}-{variant}.json").write_bytes(msgspec.json.encode(result))
+            asyncio.run(Grpo(trained, tokenizer, url, setting.task, setting.plan, result, report).run())
+        (args.out / args.setting / f"{seed}-{variant}.json").write_bytes(msgspec.json.encode(result))
         rewards = [judgement.reward for judgement in result.judgements]
         console.print(
             f"seed {seed}, {variant}: held-out reward {rewards[0]:.2f} -> {rewards[-1]:.2f} in {len(result.steps)} "
@@ -99,18 +107,19 @@ def load_results(folder: Path) -> list[Result]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make example-grpo", description="GRPO on sums of three digits.")
+    parser = argparse.ArgumentParser(prog="make example-grpo", description="GRPO on sums of digits.")
+    parser.add_argument("--setting", default="fp8", choices=SETTINGS, help="model and task (default: fp8)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="runs, one after the other (default: 0)")
     parser.add_argument(
         "--variants", nargs="+", default=["replay"], choices=VARIANTS, help="variants to run (default: replay)"
     )
-    parser.add_argument("--steps", type=int, default=Plan.steps, help=f"training steps (default: {Plan.steps})")
+    parser.add_argument("--steps", type=int, help="training steps (default: of the setting)")
     parser.add_argument(
         "--threads", type=int, default=1, help="compute threads of the trainer and of the server (default: 1)"
     )
     parser.add_argument("--out", type=Path, default=Path("grpo-results"), help="folder of results and plots")
     args = parser.parse_args(argv)
-    if args.steps < 1 or args.threads < 1:
+    if (args.steps is not None and args.steps < 1) or args.threads < 1:
         parser.error("--steps and --threads must be at least 1")
     return args
 

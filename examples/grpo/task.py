@@ -1,4 +1,7 @@
-"""The task: sums of two numbers of three digits, spelled digit by digit.  An answer is right or wrong.
+"""The tasks.  An answer is right or wrong.
+
+    sums       012+345=      0357            two numbers of three digits, digit by digit
+    running    314159265=    348397181       the running sums of the digits modulo ten: a longer answer
 
 A problem is held out by its hash, whatever the seed of the run: no such problem is ever trained on.
 """
@@ -9,23 +12,16 @@ import random
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
 
-DIGITS = 3
 HELD_OUT_SHARE = 16  # one problem in this many
 
 
 @dataclass(frozen=True)
 class Problem:
-    a: int
-    b: int
-
-    @property
-    def question(self) -> str:
-        return f"{self.a:0{DIGITS}d}+{self.b:0{DIGITS}d}="
-
-    @property
-    def answer(self) -> str:
-        return f"{self.a + self.b:0{DIGITS + 1}d}"
+    question: str
+    answer: str
 
     @property
     def is_held_out(self) -> bool:
@@ -36,10 +32,35 @@ class Problem:
         return float(text.strip() == self.answer)
 
 
-def problems(seed: int, *, held_out: bool) -> Iterator[Problem]:
-    """Yield problems of one of the two kinds without end.  The same seed gives the same problems."""
-    generator, end = random.Random(seed), 10**DIGITS
-    while True:
-        problem = Problem(generator.randrange(end), generator.randrange(end))
-        if problem.is_held_out is held_out:
-            yield problem
+@dataclass(frozen=True)
+class Task:
+    """`digits`: of each number of `sums`, of the sequence of `running`."""
+
+    kind: Literal["sums", "running"]
+    digits: int
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The tokens of an answer, its end, and one to spare."""
+        return self.digits + (3 if self.kind == "sums" else 2)
+
+    def problems(self, seed: int, *, held_out: bool) -> Iterator[Problem]:
+        """Yield problems of one of the two kinds without end.  The same seed gives the same problems."""
+        generator, end = random.Random(seed), 10**self.digits
+        while True:
+            if self.kind == "sums":
+                problem = sum_of(generator.randrange(end), generator.randrange(end), self.digits)
+            else:
+                problem = running_sums(f"{generator.randrange(end):0{self.digits}d}")
+            if problem.is_held_out is held_out:
+                yield problem
+
+
+def sum_of(a: int, b: int, digits: int = 3) -> Problem:
+    """Return the problem of adding two numbers, with zeros in front."""
+    return Problem(f"{a:0{digits}d}+{b:0{digits}d}=", f"{a + b:0{digits + 1}d}")
+
+
+def running_sums(digits: str) -> Problem:
+    """Return the problem of the running sums of the digits modulo ten."""
+    return Problem(f"{digits}=", "".join(str(total % 10) for total in accumulate(map(int, digits))))

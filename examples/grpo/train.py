@@ -3,7 +3,7 @@
     supervised steps -> checkpoint -> server
                                         |   groups, asynchronously (rollouts)
         every step:   batch <-----------'
-                      one clipped step, each token against the version that sampled it (policy)
+                      clipped steps, each token against the version that sampled it (policy)
                       refresh, while samples are in flight  --> server
 
 Shapes: N samples, S positions, O output positions, T output tokens.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -35,7 +35,7 @@ from examples.grpo.policy import (
     trainer_logprobs,
 )
 from examples.grpo.rollouts import Batch, FreshGroups, Group, Rollouts, Sampling, make_batch
-from examples.grpo.task import problems
+from examples.grpo.task import Problem, Task
 from examples.support.progress import Report
 from rollout.client import AsyncRolloutClient, RolloutClient
 from rollout.numerics import use_engine_numerics
@@ -46,19 +46,23 @@ GROUP_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Plan:
-    """The length and rates of a run.  Supervision ends where right answers have the probability `supervised_until`."""
+    """The length and rates of a run.  Supervision ends where right answers have the probability `supervised_until`.
+
+    A step takes `updates` optimiser steps, each on a part of its groups, and then refreshes the server.
+    """
 
     supervised_until: float = 0.15
     supervised_steps: int = 2000
     supervised_batch: int = 128
     supervised_rate: float = 1e-3
+    balance: float = 0.0
     steps: int = 600
     groups_per_step: int = 32
+    updates: int = 1
     in_flight: int = 8
     rate: float = 3e-4
     judge_every: int = 10
     judged: int = 256
-    sampling: Sampling = field(default_factory=Sampling)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,13 @@ class Step:
     spanning: int  # samples that more than one version made
     ratio_low: float
     ratio_high: float
+
+
+@dataclass(frozen=True)
+class _Update:
+    loss: float
+    gradient_norm: float
+    ratios_T: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -95,16 +106,17 @@ class Result:
     num_groups_dropped: int = 0  # finished, and older than the groups that a step took
 
 
-def supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, report: Report) -> float:
+def supervise(model: Any, tokenizer: Tokenizer, task: Task, plan: Plan, seed: int, report: Report) -> float:
     """Take supervised steps until right answers are likely enough; return how likely they are then."""
     end_id, optimizer = model.config.eos_token_id, Masters(model, plan.supervised_rate)
-    stream, reached = problems(seed, held_out=False), 0.0
+    stream, reached = task.problems(seed, held_out=False), 0.0
     for step in range(1, plan.supervised_steps + 1):
         chosen = list(islice(stream, plan.supervised_batch))
         examples = [[*encode(tokenizer, each.question + each.answer), end_id] for each in chosen]
-        loss = supervised_step(model, optimizer, examples, len(encode(tokenizer, chosen[0].question)))
+        loss = supervised_step(model, optimizer, examples, len(encode(tokenizer, chosen[0].question)), plan.balance)
         if step % 10 == 0:
-            reached = expected_reward(model, lambda text: encode(tokenizer, text), end_id)
+            judged = task.problems(-1, held_out=False)
+            reached = expected_reward(model, lambda text: encode(tokenizer, text), end_id, judged)
         report("supervised steps", step, plan.supervised_steps, f"loss {loss:.3f}, right answers {reached:.3f}")
         if reached >= plan.supervised_until:
             break
@@ -118,32 +130,36 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 class Grpo:
     """GRPO of `model` against the server at `url`, which serves its weights as version 0."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, url: str, plan: Plan, result: Result, report: Report) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, url: str, task: Task, plan: Plan, result: Result, report: Report
+    ) -> None:
         self._model = model
+        self._task = task
         self._tokenizer = tokenizer
         self._url = url
         self._plan = plan
         self._result = result
         self._report = report
-        self._optimizer = Masters(model, plan.rate, plan.steps)
+        self._optimizer = Masters(model, plan.rate, plan.steps * plan.updates)
         self._started = time.monotonic()
 
     async def run(self) -> None:
         """Run all steps.  Raises what the server or a refresh raises."""
         plan = self._plan
         async with AsyncRolloutClient(self._url) as client:
-            rollouts = Rollouts(client, lambda text: encode(self._tokenizer, text), plan.sampling)
-            held_out = problems(1, held_out=True)
+            sampling = Sampling(self._task.max_new_tokens)
+            rollouts = Rollouts(client, lambda text: encode(self._tokenizer, text), sampling)
+            held_out = self._task.problems(1, held_out=True)
             await self._judge(0, rollouts, held_out)
             finished = FreshGroups(plan.groups_per_step)
             with self._refreshing() as refresh:
                 producer = asyncio.create_task(
-                    rollouts.produce(problems(self._result.seed, held_out=False), finished, plan.in_flight)
+                    rollouts.produce(self._task.problems(self._result.seed, held_out=False), finished, plan.in_flight)
                 )
                 try:
                     for step in range(1, plan.steps + 1):
-                        batch = make_batch(await _next(finished, producer))
-                        self._result.steps.append(await asyncio.to_thread(self._step, step, batch))
+                        groups = await _next(finished, producer)
+                        self._result.steps.append(await asyncio.to_thread(self._step, step, groups))
                         await asyncio.to_thread(refresh, str(step))
                         if step % plan.judge_every == 0:
                             await self._judge(step, rollouts, held_out)
@@ -164,33 +180,39 @@ class Grpo:
             finally:
                 sender.close()
 
-    def _step(self, step: int, batch: Batch) -> Step:
-        variant = self._result.variant
-        logprobs_T = trainer_logprobs(output_logits(self._model, batch, variant), batch, variant)
-        engine_T = behaviour_logprobs(batch, variant)
-        advantages_T = batch.advantages_N[:, None].expand_as(batch.mask_NO)[batch.mask_NO]
-        loss = policy_loss(logprobs_T, engine_T, advantages_T)
-        loss.backward()
-        norm = self._optimizer.step()
-        ratios_T = (logprobs_T.detach() - engine_T).exp().double()
+    def _step(self, step: int, groups: Sequence[Group]) -> Step:
+        plan = self._plan
+        updates = [self._update(make_batch(groups[part :: plan.updates])) for part in range(plan.updates)]
+        batch = make_batch(groups)
         lags_T = (step - 1 - batch.versions_NO)[batch.mask_NO]
         oldest_N = torch.where(batch.mask_NO, batch.versions_NO, step).min(1).values
         newest_N = torch.where(batch.mask_NO, batch.versions_NO, -1).max(1).values
+        ratios_T = torch.cat([update.ratios_T for update in updates])
         reward = float(batch.rewards_N.mean())
-        self._report("GRPO", step, self._plan.steps, f"reward {reward:.3f}, held out {self._last_reward():.3f}")
+        self._report("GRPO", step, plan.steps, f"reward {reward:.3f}, held out {self._last_reward():.3f}")
         return Step(
             step=step,
             seconds=time.monotonic() - self._started,
             reward=reward,
-            loss=loss.item(),
-            gradient_norm=norm,
+            loss=sum(update.loss for update in updates) / plan.updates,
+            gradient_norm=sum(update.gradient_norm for update in updates) / plan.updates,
             lags=(torch.bincount(lags_T) / len(lags_T)).tolist(),
             spanning=int((oldest_N < newest_N).sum()),
             ratio_low=float(ratios_T.quantile(0.001)),
             ratio_high=float(ratios_T.quantile(0.999)),
         )
 
-    async def _judge(self, step: int, rollouts: Rollouts, held_out: Iterator[Any]) -> None:
+    def _update(self, batch: Batch) -> _Update:
+        """Take one step of the optimiser."""
+        variant = self._result.variant
+        logprobs_T = trainer_logprobs(output_logits(self._model, batch, variant), batch, variant)
+        engine_T = behaviour_logprobs(batch, variant)
+        advantages_T = batch.advantages_N[:, None].expand_as(batch.mask_NO)[batch.mask_NO]
+        loss = policy_loss(logprobs_T, engine_T, advantages_T)
+        loss.backward()
+        return _Update(loss.item(), self._optimizer.step(), (logprobs_T.detach() - engine_T).exp().double())
+
+    async def _judge(self, step: int, rollouts: Rollouts, held_out: Iterator[Problem]) -> None:
         """Judge held-out samples of the version that the trainer has now: nothing is refreshed meanwhile."""
         groups = await rollouts.held_out(held_out, self._plan.judged)
         batch = make_batch(groups)

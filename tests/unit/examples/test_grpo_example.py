@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,34 +14,62 @@ import torch
 from rich.console import Console
 
 from capture.sampling_mask import SamplingMask
+from examples.grpo.fp8 import fp8_checkpoint
 from examples.grpo.measure import Mismatch
 from examples.grpo.plots import plot_all, results_tables
-from examples.grpo.policy import policy_loss
+from examples.grpo.policy import new_model, policy_loss
 from examples.grpo.rollouts import FreshGroups, Group, advantages, make_batch
 from examples.grpo.run import load_results, main
-from examples.grpo.task import Problem, problems
+from examples.grpo.settings import SETTINGS
+from examples.grpo.task import Problem, Task, running_sums, sum_of
 from examples.grpo.train import Judgement, Result, Step
 from rollout.client import FinishReason, GenerationOutput, VersionSpan
+from tests.fp8_reference import quantised, stored_tensors
 
 
-def test_no_problem_is_both_trained_on_and_held_out() -> None:
-    held_out = set(islice(problems(1, held_out=True), 500))
-    trained = {problem for seed in range(3) for problem in islice(problems(seed, held_out=False), 3000)}
+@pytest.mark.parametrize("task", [Task("sums", 3), Task("running", 6)], ids=["sums", "running"])
+def test_no_problem_is_both_trained_on_and_held_out(task: Task) -> None:
+    held_out = set(islice(task.problems(1, held_out=True), 500))
+    trained = {problem for seed in range(3) for problem in islice(task.problems(seed, held_out=False), 3000)}
     assert not held_out & trained
     assert all(problem.is_held_out for problem in held_out)
-    assert list(islice(problems(5, held_out=True), 9)) == list(islice(problems(5, held_out=True), 9))
+    assert list(islice(task.problems(5, held_out=True), 9)) == list(islice(task.problems(5, held_out=True), 9))
+    assert all(len(problem.answer) < task.max_new_tokens for problem in held_out)
 
 
 @pytest.mark.parametrize(("text", "reward"), [("0046", 1.0), (" 0046\n", 1.0), ("46", 0.0), ("0047", 0.0), ("", 0.0)])
 def test_only_the_right_answer_is_rewarded(text: str, reward: float) -> None:
-    assert Problem(12, 34).question == "012+034="
-    assert Problem(12, 34).reward(text) == reward
+    assert sum_of(12, 34).question == "012+034="
+    assert sum_of(12, 34).reward(text) == reward
+
+
+def test_running_sums_are_modulo_ten() -> None:
+    assert running_sums("907164") == Problem("907164=", "996737")
 
 
 def test_advantages_of_a_group() -> None:
     assert advantages([1.0, 1.0]).tolist() == advantages([0.0]).tolist() * 2 == [0.0, 0.0]
     torch.testing.assert_close(advantages([0.0, 0.0, 0.0, 1.0]).sum(), torch.tensor(0.0))
     assert advantages([0.0, 1.0]).tolist() == [-1.0, 1.0]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    model = new_model(tmp_path / "plain", replace(SETTINGS["fp8"].spec, experts=4, top_k=2), 0)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def test_the_fp8_checkpoint_is_as_deepseek_ships_them(checkpoint: Path) -> None:
+    made = fp8_checkpoint(checkpoint, checkpoint.parent / "made")
+    expected = quantised(stored_tensors(checkpoint))  # by its definition, element by element
+    found = stored_tensors(made)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+    kept = {name for name in found if found[name].dtype == torch.bfloat16}
+    assert "model.layers.0.mlp.gate.weight" in kept and "lm_head.weight" in kept
+    assert not any("proj" in name for name in kept)
 
 
 def test_the_loss_pushes_rewarded_tokens_up_until_they_are_clipped() -> None:
@@ -63,17 +92,17 @@ def output(ids: list[int], versions: list[tuple[str, int, int]], text: str = "")
 
 def test_a_batch_says_which_version_sampled_each_token() -> None:
     outputs = [output([5, 6, 7], [("3", 0, 2), ("4", 2, 3)], "0003"), output([8], [("4", 0, 1)])]
-    batch = make_batch([Group(Problem(1, 2), [1, 2], outputs)])
+    batch = make_batch([Group(sum_of(1, 2), [1, 2], outputs)])
     assert batch.versions_NO[batch.mask_NO].tolist() == [3, 3, 4, 4]
     assert batch.input_ids_NS.tolist() == [[1, 2, 5, 6, 7], [1, 2, 8, 0, 0]]
     assert batch.rewards_N.tolist() == [1.0, 0.0] and batch.advantages_N.tolist() == [1.0, -1.0]
     assert batch.masks.to_lists() == [[5], [6], [7], [8]]
     with pytest.raises(ValueError, match="must have equal lengths"):
-        make_batch([Group(Problem(1, 2), prompt, outputs) for prompt in ([1], [1, 2])])
+        make_batch([Group(sum_of(1, 2), prompt, outputs) for prompt in ([1], [1, 2])])
 
 
 def test_the_freshest_groups_are_taken_and_the_others_counted() -> None:
-    groups = [Group(Problem(i, 0), [i], []) for i in range(5)]
+    groups = [Group(sum_of(i, 0), [i], []) for i in range(5)]
 
     async def scenario() -> list[Group]:
         fresh = FreshGroups(3)
