@@ -43,11 +43,15 @@ class Episode:
 
 
 class Agent:
-    """Plays episodes through the server at `url`.  An asynchronous context; `tokenizer` makes the ids of the tool's turns alone."""
+    """Plays episodes through the server at `url`; `tokenizer` makes the ids of the tool's turns alone.
+
+    An asynchronous context.
+    """
 
     def __init__(self, url: str, tokenizer: Tokenizer) -> None:
-        limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits)
+        # A server closes connections that were idle through a step of the trainer: each request gets its own.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False)
         self._tokenizer = tokenizer
         self._numbers = itertools.count()
 

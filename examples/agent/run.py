@@ -76,9 +76,12 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
     started = time.monotonic()
     result = Result(seed)
     trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-    with progress(console) as report, server(folder, args.threads, SERVER_FLAGS) as url:
-        asyncio.run(Training(trained, tokenizer, url, plan, result, report).run())
-    (args.out / f"{seed}.json").write_bytes(msgspec.json.encode(result))
+    try:
+        with progress(console) as report, server(folder, args.threads, SERVER_FLAGS) as url:
+            asyncio.run(Training(trained, tokenizer, url, plan, result, report).run())
+    finally:
+        if result.steps:  # a run that is interrupted keeps what it has
+            (args.out / f"{seed}.json").write_bytes(msgspec.json.encode(result))
     rewards = [judgement.reward for judgement in result.judgements]
     console.print(
         f"seed {seed}: held-out reward {rewards[0]:.2f} -> {rewards[-1]:.2f} in {len(result.steps)} steps, "
