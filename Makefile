@@ -29,7 +29,7 @@ help:  ## Print this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "%-20s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # GRPO on a small model against a live server (some minutes); results and plots in grpo-results/.
-# SEEDS="0 1 2" VARIANTS="replay masks plain" runs each of these; SETTING=bf16 is the other setting; STEPS=20 a quick look.
+# SEEDS="0 1 2" VARIANTS="replay plain" runs each of these; SETTING=bf16 is the other setting; STEPS=20 a quick look.
 SEEDS ?= 0
 VARIANTS ?= replay
 example-grpo: install-examples  ## Train a small model with GRPO against a live server; STEPS=number SETTING=bf16

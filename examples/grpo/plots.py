@@ -17,12 +17,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-COLOURS = {"replay": "#1f6feb", "masks": "#cf222e", "plain": "#d29922", "exact": "#2da44e"}
+COLOURS = {"replay": "#1f6feb", "plain": "#d29922", "exact": "#2da44e"}
 NAMES = {
-    "replay": "routes and masks replayed",
-    "masks": "masks alone replayed",
+    "replay": "routes replayed",
     "plain": "nothing replayed",
-    "exact": "engine numerics, masks replayed",
+    "exact": "engine numerics",
 }
 
 

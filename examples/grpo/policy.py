@@ -1,9 +1,8 @@
 """The trainer's side: a small MoE model, its log-probabilities of the engine's samples, and the two kinds of steps.
 
-Four ways to compute them, `VARIANTS`:
+Three ways to compute them, `VARIANTS`:
 
     replay   float32 transformers, experts as the engine chose them, renormalised over the engine's sampling masks
-    masks    float32 transformers, its own experts, renormalised over the engine's sampling masks
     plain    float32 transformers, its own experts, all tokens
     exact    the engine's own operators in bfloat16, renormalised over its masks; nothing to replay, the bits are equal
 
@@ -31,7 +30,7 @@ from examples.make_checkpoint.run import make_checkpoint
 from examples.make_checkpoint.spec import CheckpointSpec
 from rollout.numerics import engine_logprobs
 
-Variant = Literal["replay", "masks", "plain", "exact"]
+Variant = Literal["replay", "plain", "exact"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 WARMUP_STEPS = 20
@@ -123,7 +122,7 @@ def output_logits(model: Any, batch: Batch, variant: Variant) -> torch.Tensor:
 
 def trainer_logprobs(logits_TV: torch.Tensor, batch: Batch, variant: Variant) -> torch.Tensor:
     """Return the log-probability of every output token [T], as the loss takes it."""
-    if variant == "plain":
+    if variant == "plain" or batch.masks is None:
         return full_logprobs(logits_TV, batch)
     return masked_logprobs(logits_TV, batch.target_ids_NO[batch.mask_NO], batch.masks)
 

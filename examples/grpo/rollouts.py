@@ -29,8 +29,8 @@ class Sampling:
     """The sampling of answers, in training and when they are judged."""
 
     max_new_tokens: int
+    top_p: float
     temperature: float = 1.0
-    top_p: float = 0.95
     group_size: int = 8
 
     def params(self, n: int) -> dict[str, float]:
@@ -59,6 +59,7 @@ class Batch:
     Of the output positions [N, O], `mask_NO` is true where there is a token, and `versions_NO` has the number of the
     weight version that sampled it.  `logprobs_NO` has the engine's log-probability among all tokens, and
     `masked_logprobs_NO` among the tokens of its sampling mask.  `masks` has the output tokens of all samples in order.
+    It is None without a top-p, where every token is in the mask.
     """
 
     prompt_len: int
@@ -70,7 +71,7 @@ class Batch:
     rewards_N: torch.Tensor
     advantages_N: torch.Tensor
     routes: list[RoutedExperts]
-    masks: SamplingMask
+    masks: SamplingMask | None
 
     @property
     def target_ids_NO(self) -> torch.Tensor:
@@ -90,8 +91,9 @@ def make_batch(groups: Sequence[Group]) -> Batch:
         length = len(output.output_ids)
         input_ids_NS[row, : prompt_len + length] = torch.tensor(group.prompt_ids + output.output_ids)
         versions = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
-        for column, values in zip(columns, (versions, output.logprobs, output.sampling_logprobs)):
+        for column, values in zip(columns, (versions, output.logprobs, output.sampling_logprobs or output.logprobs)):
             column[row, :length] = torch.tensor(values, dtype=torch.float32)
+    masks = [output.sampling_mask for _, output in samples if output.sampling_mask is not None]
     lengths_N = torch.tensor([len(output.output_ids) for _, output in samples])
     return Batch(
         prompt_len=prompt_len,
@@ -103,7 +105,7 @@ def make_batch(groups: Sequence[Group]) -> Batch:
         rewards_N=torch.tensor([reward for group in groups for reward in group.rewards]),
         advantages_N=torch.cat([advantages(group.rewards) for group in groups]),
         routes=[output.routed_experts for _, output in samples if output.routed_experts is not None],
-        masks=SamplingMask.joined([output.sampling_mask for _, output in samples if output.sampling_mask is not None]),
+        masks=SamplingMask.joined(masks) if masks else None,
     )
 
 
@@ -155,7 +157,7 @@ class Rollouts:
             sampling_params=self._sampling.params(n),
             return_logprob=True,
             return_routed_experts=True,
-            return_sampling_mask=True,
+            return_sampling_mask=self._sampling.top_p < 1,
         )
         assert isinstance(outputs, list)
         return Group(problem, prompt_ids, outputs)

@@ -1,7 +1,10 @@
 """The settings: which model, which task, how long and at which rates.
 
-fp8    32 experts, 4 of them a token; running sums of 12 digits; the engine has FP8 weights; 4 updates a step
-bf16   8 experts, 2 of them a token; sums of three digits; the engine has the trainer's bfloat16; 1 update a step
+            fp8                                         bf16
+model       4 layers of 32 experts, 1 a token           3 layers of 8 experts, 2 a token
+task        running sums of 12 digits                   sums of two numbers of 3 digits
+engine      weights in FP8                              the trainer's weights in bfloat16
+a step      4 updates, ratios to the trainer itself     1 update, ratios to the engine
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ class Setting:
 
 SETTINGS = {
     "fp8": Setting(
-        replace(BF16_SPEC, experts=32, top_k=4, moe_intermediate_size=32),
+        replace(BF16_SPEC, layers=4, experts=32, top_k=1, moe_intermediate_size=64, norm_topk_prob=False),
         Task("running", 12),
-        Plan(steps=80, updates=4, rate=1e-4, balance=0.02),
+        Plan(steps=60, updates=4, rate=2e-4, falls=False, balance=0.02, top_p=1.0, corrected=False),
         is_fp8=True,
     ),
     "bf16": Setting(BF16_SPEC, Task("sums", 3), Plan()),

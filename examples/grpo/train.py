@@ -48,7 +48,9 @@ GROUP_TIMEOUT_S = 120.0
 class Plan:
     """The length and rates of a run.  Supervision ends where right answers have the probability `supervised_until`.
 
-    A step takes `updates` optimiser steps, each on a part of its groups, and then refreshes the server.
+    A step takes `updates` optimiser steps, each on a part of its groups, and then refreshes the server.  Ratios are to
+    the engine's log-probabilities; if not `corrected`, to the trainer's own before the step, as where a framework
+    recomputes them.  `falls`: the rate falls to a tenth.
     """
 
     supervised_until: float = 0.15
@@ -61,6 +63,9 @@ class Plan:
     updates: int = 1
     in_flight: int = 8
     rate: float = 3e-4
+    falls: bool = True
+    top_p: float = 0.95
+    corrected: bool = True
     judge_every: int = 10
     judged: int = 256
 
@@ -140,14 +145,14 @@ class Grpo:
         self._plan = plan
         self._result = result
         self._report = report
-        self._optimizer = Masters(model, plan.rate, plan.steps * plan.updates)
+        self._optimizer = Masters(model, plan.rate, plan.steps * plan.updates if plan.falls else None)
         self._started = time.monotonic()
 
     async def run(self) -> None:
         """Run all steps.  Raises what the server or a refresh raises."""
         plan = self._plan
         async with AsyncRolloutClient(self._url) as client:
-            sampling = Sampling(self._task.max_new_tokens)
+            sampling = Sampling(self._task.max_new_tokens, plan.top_p)
             rollouts = Rollouts(client, lambda text: encode(self._tokenizer, text), sampling)
             held_out = self._task.problems(1, held_out=True)
             await self._judge(0, rollouts, held_out)
@@ -182,7 +187,9 @@ class Grpo:
 
     def _step(self, step: int, groups: Sequence[Group]) -> Step:
         plan = self._plan
-        updates = [self._update(make_batch(groups[part :: plan.updates])) for part in range(plan.updates)]
+        parts = [make_batch(groups[part :: plan.updates]) for part in range(plan.updates)]
+        old = [self._old_logprobs(part) for part in parts]
+        updates = [self._update(part, old_T) for part, old_T in zip(parts, old)]
         batch = make_batch(groups)
         lags_T = (step - 1 - batch.versions_NO)[batch.mask_NO]
         oldest_N = torch.where(batch.mask_NO, batch.versions_NO, step).min(1).values
@@ -202,15 +209,22 @@ class Grpo:
             ratio_high=float(ratios_T.quantile(0.999)),
         )
 
-    def _update(self, batch: Batch) -> _Update:
-        """Take one step of the optimiser."""
+    def _logprobs(self, batch: Batch) -> torch.Tensor:
         variant = self._result.variant
-        logprobs_T = trainer_logprobs(output_logits(self._model, batch, variant), batch, variant)
-        engine_T = behaviour_logprobs(batch, variant)
+        return trainer_logprobs(output_logits(self._model, batch, variant), batch, variant)
+
+    @torch.no_grad()
+    def _old_logprobs(self, batch: Batch) -> torch.Tensor:
+        """Return the log-probabilities [T] that ratios are to."""
+        return behaviour_logprobs(batch, self._result.variant) if self._plan.corrected else self._logprobs(batch)
+
+    def _update(self, batch: Batch, old_T: torch.Tensor) -> _Update:
+        """Take one step of the optimiser."""
+        logprobs_T = self._logprobs(batch)
         advantages_T = batch.advantages_N[:, None].expand_as(batch.mask_NO)[batch.mask_NO]
-        loss = policy_loss(logprobs_T, engine_T, advantages_T)
+        loss = policy_loss(logprobs_T, old_T, advantages_T)
         loss.backward()
-        return _Update(loss.item(), self._optimizer.step(), (logprobs_T.detach() - engine_T).exp().double())
+        return _Update(loss.item(), self._optimizer.step(), (logprobs_T.detach() - old_T).exp().double())
 
     async def _judge(self, step: int, rollouts: Rollouts, held_out: Iterator[Problem]) -> None:
         """Judge held-out samples of the version that the trainer has now: nothing is refreshed meanwhile."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from capture.sampling_mask import SamplingMask
 from examples.grpo.fp8 import fp8_checkpoint
@@ -22,7 +23,7 @@ from examples.grpo.rollouts import FreshGroups, Group, advantages, make_batch
 from examples.grpo.run import load_results, main
 from examples.grpo.settings import SETTINGS
 from examples.grpo.task import Problem, Task, running_sums, sum_of
-from examples.grpo.train import Judgement, Result, Step
+from examples.grpo.train import Grpo, Judgement, Result, Step
 from rollout.client import FinishReason, GenerationOutput, VersionSpan
 from tests.fp8_reference import quantised, stored_tensors
 
@@ -93,12 +94,35 @@ def output(ids: list[int], versions: list[tuple[str, int, int]], text: str = "")
 def test_a_batch_says_which_version_sampled_each_token() -> None:
     outputs = [output([5, 6, 7], [("3", 0, 2), ("4", 2, 3)], "0003"), output([8], [("4", 0, 1)])]
     batch = make_batch([Group(sum_of(1, 2), [1, 2], outputs)])
+    assert batch.masks is not None
     assert batch.versions_NO[batch.mask_NO].tolist() == [3, 3, 4, 4]
     assert batch.input_ids_NS.tolist() == [[1, 2, 5, 6, 7], [1, 2, 8, 0, 0]]
     assert batch.rewards_N.tolist() == [1.0, 0.0] and batch.advantages_N.tolist() == [1.0, -1.0]
     assert batch.masks.to_lists() == [[5], [6], [7], [8]]
     with pytest.raises(ValueError, match="must have equal lengths"):
         make_batch([Group(sum_of(1, 2), prompt, outputs) for prompt in ([1], [1, 2])])
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_ratios_are_to_the_engine_or_to_the_trainer(corrected: bool, checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    batch = make_batch([Group(sum_of(1, 2), [1, 2], [output([5, 6, 7], [("3", 0, 3)])])])
+    setting = SETTINGS["fp8"]
+    plan = replace(setting.plan, corrected=corrected)
+    grpo = Grpo(model, None, "", setting.task, plan, Result(0, "plain"), lambda *_: None)  # type: ignore[arg-type]
+    old_T = grpo._old_logprobs(batch)
+    with torch.no_grad():
+        logprobs_SV = model(input_ids=batch.input_ids_NS).logits[0].log_softmax(-1)
+    own_T = logprobs_SV[[1, 2, 3], [5, 6, 7]]
+    torch.testing.assert_close(old_T, torch.full((3,), -0.5) if corrected else own_T)
+    assert not old_T.requires_grad and not torch.allclose(own_T, torch.tensor(-0.5))
+
+
+def test_without_top_p_there_are_no_masks() -> None:
+    whole = replace(output([5, 6], [("3", 0, 2)]), sampling_mask=None, sampling_logprobs=None)
+    batch = make_batch([Group(sum_of(1, 2), [1, 2], [whole])])
+    assert batch.masks is None
+    assert torch.equal(batch.masked_logprobs_NO, batch.logprobs_NO)
 
 
 def test_the_freshest_groups_are_taken_and_the_others_counted() -> None:
