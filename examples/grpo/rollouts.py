@@ -162,6 +162,10 @@ class Rollouts:
         assert isinstance(outputs, list)
         return Group(problem, prompt_ids, outputs)
 
+    async def groups(self, problems: Sequence[Problem]) -> list[Group]:
+        """Sample the groups of these problems, all at once."""
+        return list(await asyncio.gather(*(self.group(problem, self._sampling.group_size) for problem in problems)))
+
     async def held_out(self, stream: Iterator[Problem], count: int) -> list[Group]:
         """Sample one answer to each of the next `count` problems, all at once."""
         return list(await asyncio.gather(*(self.group(problem, 1) for problem in islice(stream, count))))

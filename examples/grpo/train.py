@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -50,7 +50,8 @@ class Plan:
 
     A step takes `updates` optimiser steps, each on a part of its groups, and then refreshes the server.  Ratios are to
     the engine's log-probabilities; if not `corrected`, to the trainer's own before the step, as where a framework
-    recomputes them.  `falls`: the rate falls to a tenth.
+    recomputes them.  `falls`: the rate falls to a tenth.  `in_flight`: groups at the server at any time; with 0 it
+    samples between steps only.
     """
 
     supervised_until: float = 0.15
@@ -156,23 +157,34 @@ class Grpo:
             rollouts = Rollouts(client, lambda text: encode(self._tokenizer, text), sampling)
             held_out = self._task.problems(1, held_out=True)
             await self._judge(0, rollouts, held_out)
-            finished = FreshGroups(plan.groups_per_step)
+            stream = self._task.problems(self._result.seed, held_out=False)
             with self._refreshing() as refresh:
-                producer = asyncio.create_task(
-                    rollouts.produce(self._task.problems(self._result.seed, held_out=False), finished, plan.in_flight)
-                )
-                try:
+                async with self._batches(rollouts, stream) as next_batch:
                     for step in range(1, plan.steps + 1):
-                        groups = await _next(finished, producer)
+                        groups = await next_batch()
                         self._result.steps.append(await asyncio.to_thread(self._step, step, groups))
                         await asyncio.to_thread(refresh, str(step))
                         if step % plan.judge_every == 0:
                             await self._judge(step, rollouts, held_out)
-                finally:
-                    producer.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await producer
-                    self._result.num_groups_dropped = finished.num_dropped
+
+    @contextlib.asynccontextmanager
+    async def _batches(
+        self, rollouts: Rollouts, stream: Iterator[Problem]
+    ) -> AsyncIterator[Callable[[], Awaitable[list[Group]]]]:
+        """Yield a call for the groups of the next step: the freshest of a stream, or new ones of the newest version."""
+        count, in_flight = self._plan.groups_per_step, self._plan.in_flight
+        if in_flight == 0:
+            yield lambda: rollouts.groups(list(islice(stream, count)))
+            return
+        finished = FreshGroups(count)
+        producer = asyncio.create_task(rollouts.produce(stream, finished, in_flight))
+        try:
+            yield lambda: _next(finished, producer)
+        finally:
+            producer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await producer
+            self._result.num_groups_dropped = finished.num_dropped
 
     @contextlib.contextmanager
     def _refreshing(self) -> Iterator[Callable[[str], None]]:
