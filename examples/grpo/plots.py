@@ -71,8 +71,8 @@ def _plot_rewards(results: Sequence[Result], path: Path) -> Path:
         for axis, values in zip(axes, (x, minutes)):
             axis.plot(values, [judgement.reward for judgement in judgements], color=COLOURS[result.variant], alpha=0.85)
     for axis, label in zip(axes, ("step of GRPO", "minutes of GRPO")):
-        axis.set(xlabel=label, ylabel="held-out reward", ylim=(0, 1))
-        axis.axhline(0.6, color="grey", linewidth=0.8, linestyle=":")
+        axis.set(xlabel=label, ylabel="held-out reward")
+        axis.set_ylim(bottom=0)
         axis.grid(alpha=0.2)
     _legend(axes[0], results)
     figure.suptitle("Problems never trained on, one sample each")

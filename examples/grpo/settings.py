@@ -36,7 +36,7 @@ SETTINGS = {
     "fp8": Setting(
         replace(BF16_SPEC, layers=4, experts=32, top_k=1, moe_intermediate_size=64, norm_topk_prob=False),
         Task("running", 12),
-        Plan(steps=60, updates=4, in_flight=0, rate=2e-4, falls=False, balance=0.02, top_p=1.0, corrected=False),
+        Plan(steps=60, updates=4, in_flight=0, rate=1e-4, falls=False, balance=0.02, top_p=1.0, corrected=False),
         is_fp8=True,
     ),
     "bf16": Setting(BF16_SPEC, Task("sums", 3), Plan()),
