@@ -17,7 +17,7 @@ GPU_IMPORTS := build/gpu-imports
 REAL_MODEL := build/real-model
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-fleet example-grpo example-real-model example-distillation check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
+.PHONY: demo example-agent example-fleet example-grpo example-real-model example-distillation check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev install-examples wheels clean
 .PHONY: help test-oldest test-part docs docs-serve test-docs
 
