@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from rollout.core.messages.scheduler_state import SchedulerState
 from rollout.http.metrics.experts import ExpertMetrics
+from rollout.http.metrics.weights import WeightMetrics
 from rollout.http.sessions import SessionBook
 from rollout.tokenizer_manager.sample import SampleRecord
 
@@ -155,6 +156,8 @@ class Metrics:
         )
         self._experts = ExpertMetrics(model_name)
         self._registry.register(self._experts)
+        self._weights = WeightMetrics(model_name, self._registry)
+        ProcessCollector(registry=self._registry)  # memory, files and start of the process that serves HTTP
         self.sessions = SessionBook(model_name, self._registry)
 
     # --- RequestObserver -----------------------------------------------------------------------------------------
@@ -183,6 +186,7 @@ class Metrics:
                 seconds["per_token"] = seconds["decode"] / (len(record.output_ids) - 1)
         for key, value in seconds.items():
             self._seconds[key].labels(*labels).observe(value)
+        self._weights.on_finished(finished.weight_versions)
         self.sessions.on_finished(record)
 
     # --- other sources -------------------------------------------------------------------------------------------
@@ -205,6 +209,7 @@ class Metrics:
         self._state.by_rank = state.of_ranks
         self._experts.recorder = state.expert_distribution
         self._experts.balancer = state.eplb
+        self._weights.update(state)
         self._updated_at = time.monotonic()
 
     def note_scrape_failure(self, error: Exception) -> None:
