@@ -15,11 +15,12 @@ FLEET := .venv-fleet
 OLDEST := .venv-oldest
 GPU_IMPORTS := build/gpu-imports
 REAL_MODEL := build/real-model
+DEPLOY_TOOLS := build/deploy-tools
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
 .PHONY: demo example-agent example-fleet example-grpo example-real-model example-distillation check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev install-examples wheels clean
-.PHONY: help test-oldest test-part docs docs-serve test-docs
+.PHONY: help test-oldest test-part check-deploy docs docs-serve test-docs
 
 demo: install  ## Run one step of reinforcement learning on a small model; FAMILY=name
 	$(BIN)/lockstep demo $(if $(FAMILY),--family $(FAMILY))
@@ -128,6 +129,10 @@ lint: install-dev  ## Run ruff, mypy and the language check
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.language
+
+# Images, manifests, unit and rules of deploy/ against hadolint, schemas, systemd-analyze, kubectl and promtool.
+check-deploy: $(DEPLOY_TOOLS)/.installed  ## Check the files of deploy/ with the tools of their formats
+	$(DEPLOY_TOOLS)/bin/python -m tests.deployment.check
 
 # Have git check the message of each commit.
 hooks:  ## Have git check the message of each commit
@@ -260,6 +265,11 @@ $(GPU_IMPORTS)/.installed: $(VENV)/.installed-dev tests/gpu/requirements.txt
 	$(call over_venv,$(GPU_IMPORTS))
 	$(GPU_IMPORTS)/bin/pip install --quiet --disable-pip-version-check -r tests/gpu/requirements.txt
 	$(GPU_IMPORTS)/bin/python $(WHEELS) flashinfer-python==0.7.2.post1
+	@touch $@
+
+$(DEPLOY_TOOLS)/.installed: tests/deployment/requirements.txt
+	$(PYTHON) -m venv --clear $(DEPLOY_TOOLS)
+	$(DEPLOY_TOOLS)/bin/python $(WHEELS) -r tests/deployment/requirements.txt
 	@touch $@
 
 $(REAL_MODEL)/.made: $(VENV)/.installed-dev examples/real_model/requirements.txt examples/real_model/convert.py
