@@ -7,19 +7,23 @@ files are listed as not checked.  The exit status is 1 if a check fails.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ("1.31", "1.34", "1.37")
+OF_DATA_SOURCE = {"definition", "step", "textFormat", "titleFormat", "useValueForTime"}
+"""Fields of queries, whose form the data source for Prometheus defines."""
 MAX_EXPOSURE = 2.0
-"""Of systemd-analyze security, from 0 to 10."""
+"""A bound of what systemd-analyze security computes, from 0 to 10."""
 TOOL_S = 120.0
 
 
@@ -54,7 +58,7 @@ def main() -> int:
             fault = outcome(check)
             result = "ok" if fault is None else f"FAILED\n{fault}"
             failures += fault is not None
-        print(f"{check.files:34} {check.tool:20} {result}", flush=True)
+        print(f"{check.files:34} {check.tool:23} {result}", flush=True)
     return 1 if failures else 0
 
 
@@ -121,6 +125,30 @@ def _unit(root: Path) -> str | None:
     return None if float(found[1]) <= MAX_EXPOSURE else f"exposure {found[1]} is over {MAX_EXPOSURE}"
 
 
+def _dashboard(root: Path) -> str | None:
+    """Read the dashboard by Grafana's own model of its format, which drops fields that it does not know."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    given = json.loads((root / "deploy" / "grafana" / "lockstep.json").read_text())
+    kept = json.loads(JSONEncoder().encode(Dashboard.from_json(given)))
+    dropped = set(_dropped(given, kept)) - OF_DATA_SOURCE
+    return f"unknown fields: {', '.join(sorted(dropped))}" if dropped else None
+
+
+def _dropped(given: Any, kept: Any) -> Iterator[str]:
+    """Yield the names of the fields of `given` that `kept` lacks."""
+    if isinstance(given, dict):
+        for name, value in given.items():
+            if name not in kept:
+                yield name
+            else:
+                yield from _dropped(value, kept[name])
+    elif isinstance(given, list):
+        for one, other in zip(given, kept, strict=True):
+            yield from _dropped(one, other)
+
+
 def _prometheus(root: Path) -> str | None:
     folder = root / "deploy" / "prometheus"
     for words in (("check", "config", "prometheus.yml"), ("test", "rules", "alerts_test.yml")):
@@ -149,6 +177,10 @@ CHECKS = [
     Check(
         *("systemd/lockstep.service", "systemd-analyze", "Debian's systemd", _unit),
         *("deploy/systemd/lockstep.service", "ProtectSystem=strict", "ProtectSystem=sometimes"),
+    ),
+    Check(
+        *("grafana/lockstep.json", "grafana_foundation_sdk", "PyPI's grafana-foundation-sdk", _dashboard),
+        *("deploy/grafana/lockstep.json", '"gridPos"', '"gridPosition"'),
     ),
     Check(
         *("prometheus/*.yml", "promtool", "Debian's prometheus", _prometheus),
