@@ -80,7 +80,7 @@ def words_of_file(path: Path) -> list[str]:
 def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the settings of variables `LOCKSTEP_...` as flags, and lines about others that are like one.
 
-    Keys are not among the words: `server_args_from_namespace` reads them.  Raises `StartupError`.
+    Raises `StartupError`.
     """
     variables = {f"{ENVIRONMENT_PREFIX}{name.upper()}": name for name in names_of_settings()}
     words: list[str] = []
@@ -96,7 +96,9 @@ def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], lis
                 notes.append(f"${variable} is not a setting; did you mean {ENVIRONMENT_PREFIX}{meant.upper()}?")
         elif text.startswith(_OF_KUBERNETES) and name == "port":
             notes.append(f"${variable} is left out: Kubernetes sets it for a Service named lockstep")
-        elif not name.endswith("api_key"):
+        elif name.endswith("api_key"):
+            words.append(f"{flag_name(name)}={text}")
+        else:
             setting = names_of_settings()[name]
             if setting in seen:
                 raise StartupError(f"${seen[setting]} and ${variable} are the same setting; give only one")

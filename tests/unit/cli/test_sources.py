@@ -154,6 +154,10 @@ def test_keys_are_read_from_each_place_and_never_printed(
 ) -> None:
     path = written(tmp_path, "a.yaml", "api_key: from-file\n")
     assert settings(f"m --config {path}").api_key == "from-file"
+    assert settings(f"m --config {path}", {"LOCKSTEP_API_KEY": "--from-variable"}).api_key == "--from-variable"
+    assert settings(f"m --config {path} --api-key flag", {"LOCKSTEP_API_KEY": "variable"}).api_key == "flag"
+    key = written(tmp_path, "key", "in a file\n")
+    assert settings("m", {"LOCKSTEP_API_KEY": f"@{key}"}).api_key == "in a file"
     monkeypatch.setenv("LOCKSTEP_API_KEY", "from-variable")
     assert settings("m", {"LOCKSTEP_API_KEY": "from-variable"}).api_key == "from-variable"
     bad = written(tmp_path, "b.json", json.dumps({"api_key": ["hidden"], "port": 1}))
