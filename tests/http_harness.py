@@ -25,8 +25,11 @@ from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
 from tests.stand_in_scheduler import StandInScheduler
+from tests.troubleshooting import require_entry
 
 WAIT_S = 10.0
+INVENTED = frozenset({"the queue is full", "queue is full", "broken pipe", "the scheduler process ended"})
+"""Messages of stand-ins in tests.  All others have an entry in docs/troubleshooting."""
 
 
 @dataclass
@@ -51,6 +54,8 @@ class Live:
         response = self.client.post(path, json=body)
         error = response.json()["error"]
         assert set(error) == {"type", "message"} and error["message"]
+        if error["message"] not in INVENTED:
+            require_entry(error["message"])
         return response.status_code, error["message"]
 
     def call_in_loop(self, function: Callable[[], Any]) -> None:

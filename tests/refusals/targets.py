@@ -31,6 +31,7 @@ from rollout.scheduler.scheduler import Scheduler
 from tests.logical_weights_fake import FakeWeights, bits
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater
 from tests.scheduler_harness import Harness, Result
+from tests.troubleshooting import require_entry
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import WeightSyncError
 from weight_sync.fingerprint import digest
@@ -41,6 +42,10 @@ from weight_sync.transaction import WeightTransaction
 
 Tensors = dict[str, torch.Tensor]
 REFUSALS = (WeightSyncError, OSError)
+INVENTED = re.compile(
+    "no such luck|no such tensor|no vote in time|the sender is gone|broken pipe|a fault of one rank"
+)  # fmt: skip
+"""Messages of injected faults.  All others have an entry in docs/troubleshooting."""
 PROBE = [3, 1, 4, 1, 5, 9, 2, 6]
 PROBED, RUNNING = 4, 40
 """Tokens of a probe, and of each request under way."""
@@ -77,6 +82,8 @@ def require_unchanged(
     before = target.served()
     refusal = refuse()
     assert re.search(reason, refusal.message) and refusal.is_a(kind), refusal
+    if not INVENTED.search(refusal.message):
+        require_entry(refusal.message)
     assert target.served() == before
     target.refresh()
     assert target.served() != before, "the comparison sees no refresh"
