@@ -18,6 +18,8 @@ from docs.tools import reference, site_links  # noqa: E402
 
 WORKER = "https://unpkg.com/iframe-worker/shim"
 """The script that the theme loads from the network for pages that are opened from a folder."""
+MESSAGES, BOOST = "troubleshooting/", 2
+"""Pages that a search lists before others: most searches there are for the words of a message."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -35,6 +37,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Fill the generated parts of a page, and change its links and lists."""
+    if page.file.src_uri.startswith(MESSAGES):
+        page.meta["search"] = {"boost": BOOST}
     if page.file.generated_by is not None:
         return markdown
     return _rendered(markdown, f"docs/{page.file.src_uri}", files, config)
