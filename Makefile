@@ -145,7 +145,7 @@ docs: install-dev  ## Build the documentation site
 
 # Links, anchors, and every block of commands and Python of README and docs, against real servers: docs/testing.md.
 test-docs: install-dev  ## Check the documents and run their examples
-	$(BIN)/python -m pytest --tier full tests/unit/repository/test_pages.py tests/unit/repository/test_page_blocks.py \
+	$(BIN)/python -m pytest --tier full tests/unit/repository/test_document_pages.py tests/unit/repository/test_page_blocks.py \
 		tests/unit/repository/test_docs_reference.py tests/unit/repository/test_site.py tests/integration/test_page_stories.py
 
 docs-serve: install-dev  ## Show the documentation site while you write

@@ -109,7 +109,7 @@ def build_scheduler(
     kernels = _load_kernels(args, device)
     ops = select_ops(dtype, device, kernels.available, args.cpu_weight_format)
     plain_reason = plain_torch_reason(ops, kernels.reason, dtype)
-    if plain_reason and (kernels.available or device.type != "cpu"):  # `_load_kernels` warns of a CPU's
+    if plain_reason and kernels.available:  # else `_load_kernels` has warned
         say(f"running on plain torch, several times slower: {plain_reason}", "WARNING")
     pages = select_pages(device) if args.enable_memory_saver else None
     weight_memory = nullcontext() if pages is None else pages.pool("weights")
@@ -202,8 +202,9 @@ def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
         return KernelStatus(available=False, reason="--disable-native-kernels")
     if device.type == "cuda":
         status = load_gpu_kernels()
-        if status.available:
-            say(f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest")
+        triton = f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest"
+        plain = f"running on plain torch, several times slower: {status.reason}"
+        say(triton) if status.available else say(plain, "WARNING")
         return status
     if device.type != "cpu":
         return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")

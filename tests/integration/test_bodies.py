@@ -41,7 +41,9 @@ def test_every_structured_field_is_seeded_and_mutated(model: Path) -> None:
         bodies = Bodies(victim, SEED)
         wanted = {(one.path, name) for one in victim.operations for name in structured(one) if one.path not in EXCLUDED}
         good = {one.path: seeds(victim)[one.path] for one in victim.operations if one.schema}
-        for number in range(6000):
+        for number in range(40000):
+            if not wanted:
+                break
             one, content = bodies.make(number)
             assert bodies.make(number) == (one, content), "a number names one body"
             body = json.loads(content)

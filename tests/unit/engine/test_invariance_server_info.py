@@ -60,7 +60,7 @@ def test_the_reason_for_plain_torch_is_a_fact_and_a_warning(
     state = Harness(folder, **settings).control(GetStateReqInput).data
     assert state["plain_torch_reason"] == reason
     is_chosen = "disable_native_kernels" in settings
-    assert ("WARNING: running on plain torch" in capsys.readouterr().err) == (bool(reason) and not is_chosen)
+    assert ("WARNING lockstep: running on plain torch" in capsys.readouterr().err) == (bool(reason) and not is_chosen)
 
 
 def test_heads_that_the_attention_operator_does_not_take(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_device_without_operators_is_the_reason_for_no_invariance() -> None:
     ("settings", "status", "line"),
     [
         ({}, KernelStatus(True), "Triton kernels for add_rms_norm, "),
-        ({}, KernelStatus(False, "no triton"), "WARNING: running on plain torch, several times slower: no triton"),
+        ({}, KernelStatus(False, "no triton"), "running on plain torch, several times slower: no triton"),
         ({"disable_native_kernels": True}, KernelStatus(True), ""),
     ],
 )

@@ -15,6 +15,7 @@ import lockstep_rl
 from lockstep_rl._origin import OWN_LINE, PACKAGES
 from rollout.client import RolloutClient
 from rollout.core.version import VERSION
+from tests.model_zoo import tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN = {"MissingPackage", "PackageClash"}
@@ -105,7 +106,7 @@ def test_a_missing_package_is_named_with_its_remedy(name: str, words: str) -> No
 
 @pytest.mark.parametrize("command", ["serve", "demo", "bench"])
 def test_a_command_without_the_engine_names_the_extra(command: str, tmp_path: Path) -> None:
-    words = [command, "--model-path", str(tmp_path / "none")] if command != "demo" else [command]
+    words = [command, "--model-path", str(tiny_checkpoint(tmp_path / "model"))] if command != "demo" else [command]
     done = run(f"{LIGHT}\nfrom lockstep_rl.command import main\nsys.argv[1:] = {words}\nsys.exit(main())")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"lockstep: error: lockstep {command} needs the package ")

@@ -119,7 +119,7 @@ def test_a_file_with_a_first_token_puts_it_before_a_prompt_and_not_before_a_chat
 
 def test_the_oldest_environment_has_the_lowest_versions_that_are_allowed() -> None:
     root = Path(__file__).resolve().parents[3]
-    allowed = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    allowed = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]
     pinned = dict(re.findall(r"^(\w+)==(\S+)$", (root / "tests/oldest/requirements.txt").read_text(), re.MULTILINE))
     for name in ("transformers", "tokenizers"):
         (lowest,) = (text.partition(">=")[2].partition(",")[0] for text in allowed if text.startswith(f"{name}>="))
