@@ -16,6 +16,12 @@ DOC = (ROOT / "docs" / "testing.md").read_text()
 FILES = [*ROOT.glob("tests/unit/*/test_*.py"), *ROOT.glob("tests/integration/test_*.py")]
 
 
+def test_each_test_file_has_a_name_of_its_own() -> None:
+    """Pytest imports files by their base names; it collects only one of two that share a name."""
+    names = [path.name for path in FILES]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
 class Item:
     """A test as pytest collects it: `markers`, the closest first."""
 
