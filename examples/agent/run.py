@@ -25,8 +25,8 @@ from transformers.utils import logging as transformers_logging
 from examples.agent.plots import plot, results_table
 from examples.agent.policy import load_tokenizer, new_model
 from examples.agent.train import Plan, Result, Training, supervise
-from examples.support.progress import progress
-from examples.support.server import interruptible, reason, server
+from examples.live.progress import progress
+from examples.live.server import interruptible, reason, serving
 from rollout.core.errors import LockstepError
 from weight_sync.errors import WeightSyncError
 
@@ -64,10 +64,10 @@ def main(argv: Sequence[str], plan: Plan | None = None) -> int:
 
 def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, console: Console) -> None:
     started = time.monotonic()
-    with progress(console) as report:
+    with progress(console) as shown:
         model = new_model(folder, seed)
         tokenizer = load_tokenizer(folder)
-        reached = supervise(model, tokenizer, plan, seed, report)
+        reached = supervise(model, tokenizer, plan, seed, shown)
     model.to(torch.bfloat16).save_pretrained(folder)
     console.print(
         f"seed {seed}: the demonstrated way has probability {reached:.2f} after {time.monotonic() - started:.0f} s",
@@ -77,8 +77,8 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
     result = Result(seed)
     trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     try:
-        with progress(console) as report, server(folder, args.threads, SERVER_FLAGS) as url:
-            asyncio.run(Training(trained, tokenizer, url, plan, result, report).run())
+        with progress(console) as shown, serving(folder, folder / "server.log", args.threads, SERVER_FLAGS) as url:
+            asyncio.run(Training(trained, tokenizer, url, plan, result, shown).run())
     finally:
         if result.steps:  # a run that is interrupted keeps what it has
             (args.out / f"{seed}.json").write_bytes(msgspec.json.encode(result))

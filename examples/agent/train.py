@@ -30,7 +30,7 @@ from examples.agent.policy import (
 from examples.agent.task import problems
 from examples.grpo.policy import Masters, policy_loss
 from examples.grpo.rollouts import advantages
-from examples.support.progress import Report
+from examples.live.progress import Shown
 from rollout.client import RolloutClient
 from weight_sync.sender import WeightSender
 
@@ -84,7 +84,7 @@ class Result:
     steps: list[Step] = field(default_factory=list)
 
 
-def supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, report: Report) -> float:
+def supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, shown: Shown) -> float:
     """Take supervised steps until the way with the tool is likely enough; return how likely it is then."""
     optimizer, reached = Masters(model, plan.supervised_rate), 0.0
     stream = demonstrations(tokenizer, seed, plan.tool_share)
@@ -92,7 +92,9 @@ def supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, report: R
         loss = supervised_step(model, optimizer, list(islice(stream, plan.supervised_batch)))
         if step % 10 == 0:
             reached = expected_reward(model, tokenizer)
-        report("supervised steps", step, plan.supervised_steps, f"loss {loss:.3f}, demonstrated way {reached:.3f}")
+        shown.report(
+            "supervised steps", step, plan.supervised_steps, f"loss {loss:.3f}, demonstrated way {reached:.3f}"
+        )
         if reached >= plan.supervised_until * plan.tool_share:
             break
     return reached
@@ -101,13 +103,13 @@ def supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, report: R
 class Training:
     """Policy gradient of `model` against the server at `url`, which serves its weights as version 0."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, url: str, plan: Plan, result: Result, report: Report) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, url: str, plan: Plan, result: Result, shown: Shown) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._url = url
         self._plan = plan
         self._result = result
-        self._report = report
+        self._shown = shown
         self._optimizer = Masters(model, plan.rate)
         self._started = time.monotonic()
 
@@ -136,7 +138,7 @@ class Training:
         difference = policy_step(self._model, self._optimizer, episodes, self._plan.group_size)
         records = [episode.record for episode in episodes]
         reward, calls = _mean([each.reward for each in episodes]), _mean([each.num_calls for each in episodes])
-        self._report("policy gradient", step, self._plan.steps, f"reward {reward:.3f}, calls {calls:.2f}")
+        self._shown.report("policy gradient", step, self._plan.steps, f"reward {reward:.3f}, calls {calls:.2f}")
         return Step(
             step=step,
             seconds=time.monotonic() - self._started,

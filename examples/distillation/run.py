@@ -23,7 +23,7 @@ from examples.distillation.plots import plot_curves, results_table
 from examples.distillation.student import without_layers
 from examples.distillation.train import Distillation, Plan, Result
 from examples.live.checkpoint import save_beside
-from examples.live.progress import ProgressLines
+from examples.live.progress import progress
 from examples.live.server import interruptible, reason, serving
 from examples.real_model.run import CHECKPOINT
 from lockstep_rl import LockstepError, WeightSyncError
@@ -59,21 +59,20 @@ def main(argv: Sequence[str], plan: Plan | None = None) -> int:
 def _run(args: argparse.Namespace, plan: Plan, folder: Path, console: Console) -> Result:
     torch.manual_seed(args.seed)
     flags = [
-        *("--dtype", "bfloat16", "--weight-version", "0", "--num-threads", str(args.threads)),
-        *("--random-seed", str(args.seed)),
+        *("--dtype", "bfloat16", "--random-seed", str(args.seed)),
         *("--context-length", "256", "--max-total-tokens", "32768", "--max-running-requests", "256"),
     ]
-    with ProgressLines(lambda text: console.print(text, markup=False, highlight=False)) as progress:
-        progress.doing("loading the models and starting two servers")
+    with progress(console) as shown:
+        shown.doing("loading the models and starting two servers")
         student = without_layers(args.teacher, plan.first_removed, plan.removed)
         save_beside(student, args.teacher, folder / "student")
         with (
-            serving(args.teacher, folder / "teacher.log", flags) as teacher_url,
-            serving(folder / "student", folder / "student.log", flags) as student_url,
+            serving(args.teacher, folder / "teacher.log", args.threads, flags) as teacher_url,
+            serving(folder / "student", folder / "student.log", args.threads, flags) as student_url,
         ):
             kept = len(student.model.layers)
             result = Result(args.seed, (kept + plan.removed, kept))
-            asyncio.run(Distillation(student, student_url, teacher_url, plan, result, progress).run())
+            asyncio.run(Distillation(student, student_url, teacher_url, plan, result, shown).run())
     return result
 
 

@@ -20,7 +20,7 @@ import torch
 
 from examples.distillation.loss import TeacherScores, agreement, joined, reverse_kl
 from examples.live.layers import LastLayers
-from examples.live.progress import ProgressLines
+from examples.live.progress import Shown
 from examples.real_model.policy import output_logits, pack
 from examples.real_model.problems import load, shuffled
 from examples.real_model.rollouts import Group, sample
@@ -84,7 +84,7 @@ class Distillation:
     """A run of `student`, which `student_url` serves as version 0, towards the model at `teacher_url`."""
 
     def __init__(
-        self, student: Any, student_url: str, teacher_url: str, plan: Plan, result: Result, progress: ProgressLines
+        self, student: Any, student_url: str, teacher_url: str, plan: Plan, result: Result, progress: Shown
     ) -> None:
         self._model = student
         self._student_url = student_url

@@ -27,8 +27,8 @@ from examples.grpo.plots import plot_all, results_tables
 from examples.grpo.policy import VARIANTS, new_model
 from examples.grpo.settings import SETTINGS, Setting
 from examples.grpo.train import Grpo, Plan, Result, load_tokenizer, numerics_of, supervise
-from examples.support.progress import progress
-from examples.support.server import interruptible, reason, server
+from examples.live.progress import progress
+from examples.live.server import interruptible, reason, serving
 from rollout.core.errors import LockstepError
 from weight_sync.errors import WeightSyncError
 
@@ -74,8 +74,8 @@ def _run_seed(seed: int, setting: Setting, args: argparse.Namespace, folder: Pat
     started = time.monotonic()
     model = new_model(folder, setting.spec, seed)
     tokenizer = load_tokenizer(folder)
-    with progress(console) as report:
-        reached = supervise(model, tokenizer, setting.task, setting.plan, seed, report)
+    with progress(console) as shown:
+        reached = supervise(model, tokenizer, setting.task, setting.plan, seed, shown)
     model.to(torch.bfloat16).save_pretrained(folder)
     served = fp8_checkpoint(folder, folder / "served") if setting.is_fp8 else folder
     flags = [*SERVER_FLAGS, "--quantize-weight-updates"] if setting.is_fp8 else SERVER_FLAGS
@@ -86,11 +86,11 @@ def _run_seed(seed: int, setting: Setting, args: argparse.Namespace, folder: Pat
         result = Result(seed, variant)
         trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
         with (
-            server(served, args.threads, flags) as url,
-            progress(console) as report,
+            serving(served, served / "server.log", args.threads, flags) as url,
+            progress(console) as shown,
             numerics_of(trained, variant),
         ):
-            asyncio.run(Grpo(trained, tokenizer, url, setting.task, setting.plan, result, report).run())
+            asyncio.run(Grpo(trained, tokenizer, url, setting.task, setting.plan, result, shown).run())
         (args.out / args.setting / f"{seed}-{variant}.json").write_bytes(msgspec.json.encode(result))
         rewards = [judgement.reward for judgement in result.judgements]
         console.print(

@@ -36,7 +36,7 @@ from examples.grpo.policy import (
 )
 from examples.grpo.rollouts import Batch, FreshGroups, Group, Rollouts, Sampling, make_batch
 from examples.grpo.task import Problem, Task
-from examples.support.progress import Report
+from examples.live.progress import Shown
 from rollout.client import AsyncRolloutClient, RolloutClient
 from rollout.numerics import use_engine_numerics
 from weight_sync.sender import WeightSender
@@ -112,7 +112,7 @@ class Result:
     num_groups_dropped: int = 0  # finished, and older than the groups that a step took
 
 
-def supervise(model: Any, tokenizer: Tokenizer, task: Task, plan: Plan, seed: int, report: Report) -> float:
+def supervise(model: Any, tokenizer: Tokenizer, task: Task, plan: Plan, seed: int, shown: Shown) -> float:
     """Take supervised steps until right answers are likely enough; return how likely they are then."""
     end_id, optimizer = model.config.eos_token_id, Masters(model, plan.supervised_rate)
     stream, reached = task.problems(seed, held_out=False), 0.0
@@ -123,7 +123,7 @@ def supervise(model: Any, tokenizer: Tokenizer, task: Task, plan: Plan, seed: in
         if step % 10 == 0:
             judged = task.problems(-1, held_out=False)
             reached = expected_reward(model, lambda text: encode(tokenizer, text), end_id, judged)
-        report("supervised steps", step, plan.supervised_steps, f"loss {loss:.3f}, right answers {reached:.3f}")
+        shown.report("supervised steps", step, plan.supervised_steps, f"loss {loss:.3f}, right answers {reached:.3f}")
         if reached >= plan.supervised_until:
             break
     return reached
@@ -137,7 +137,7 @@ class Grpo:
     """GRPO of `model` against the server at `url`, which serves its weights as version 0."""
 
     def __init__(
-        self, model: Any, tokenizer: Tokenizer, url: str, task: Task, plan: Plan, result: Result, report: Report
+        self, model: Any, tokenizer: Tokenizer, url: str, task: Task, plan: Plan, result: Result, shown: Shown
     ) -> None:
         self._model = model
         self._task = task
@@ -145,7 +145,7 @@ class Grpo:
         self._url = url
         self._plan = plan
         self._result = result
-        self._report = report
+        self._shown = shown
         self._optimizer = Masters(model, plan.rate, plan.steps * plan.updates if plan.falls else None)
         self._started = time.monotonic()
 
@@ -208,7 +208,7 @@ class Grpo:
         newest_N = torch.where(batch.mask_NO, batch.versions_NO, -1).max(1).values
         ratios_T = torch.cat([update.ratios_T for update in updates])
         reward = float(batch.rewards_N.mean())
-        self._report("GRPO", step, plan.steps, f"reward {reward:.3f}, held out {self._last_reward():.3f}")
+        self._shown.report("GRPO", step, plan.steps, f"reward {reward:.3f}, held out {self._last_reward():.3f}")
         return Step(
             step=step,
             seconds=time.monotonic() - self._started,

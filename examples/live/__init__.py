@@ -1,1 +1,1 @@
-"""The parts of the examples that train a real model against a live server: server, progress, last layers."""
+"""The parts that training examples share: a server of their own, progress, the end by a signal, last layers."""

@@ -18,8 +18,8 @@ READY_S = 180.0
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, log: Path, flags: Sequence[str] = ()) -> Iterator[str]:
-    """Serve a checkpoint and yield the URL.  `flags`: further flags of `lockstep serve`.
+def serving(checkpoint: Path, log: Path, threads: int, flags: Sequence[str] = ()) -> Iterator[str]:
+    """Serve a checkpoint as weight version 0 and yield the URL.  `flags`: further flags of `lockstep serve`.
 
     Raises `LockstepError` if the server does not become ready, or ends meanwhile.
     """
@@ -27,7 +27,7 @@ def serving(checkpoint: Path, log: Path, flags: Sequence[str] = ()) -> Iterator[
     url = f"http://127.0.0.1:{port}"
     command = [
         *(sys.executable, "-m", "rollout.cli.main", "serve", "--model-path", str(checkpoint), "--port", str(port)),
-        *flags,
+        *("--weight-version", "0", "--num-threads", str(threads), *flags),
     ]
     with ChildProcess("server", command, log) as server, Client(url) as client:
         deadline = time.monotonic() + READY_S

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from examples.live.checkpoint import save_beside
-from examples.live.progress import ProgressLines
+from examples.live.progress import progress
 from examples.live.server import interruptible, reason, serving
 from examples.real_model.plots import plot_rewards, results_table
 from examples.real_model.train import Plan, Result, Training
@@ -60,25 +60,16 @@ def _run_seed(seed: int, args: argparse.Namespace, plan: Plan, folder: Path, con
     result = Result(seed)
     torch.manual_seed(seed)
     flags = [
-        *(
-            "--dtype",
-            "bfloat16",
-            "--weight-version",
-            "0",
-            "--num-threads",
-            str(args.threads),
-            "--random-seed",
-            str(seed),
-        ),
+        *("--dtype", "bfloat16", "--random-seed", str(seed)),
         *("--context-length", "256", "--max-total-tokens", "32768", "--max-running-requests", "256"),
     ]
-    with ProgressLines(lambda text: console.print(text, markup=False, highlight=False)) as progress:
-        progress.doing("loading the model and starting the server")
-        with serving(args.checkpoint, folder / f"server-{seed}.log", flags) as url:
+    with progress(console) as shown:
+        shown.doing("loading the model and starting the server")
+        with serving(args.checkpoint, folder / f"server-{seed}.log", args.threads, flags) as url:
             model = AutoModelForCausalLM.from_pretrained(
                 args.checkpoint, dtype=torch.bfloat16, trust_remote_code=False
             ).eval()
-            asyncio.run(Training(model, url, plan, result, progress).run())
+            asyncio.run(Training(model, url, plan, result, shown).run())
         if args.save:
             save_beside(model, args.checkpoint, args.save / str(seed))
     (args.out / f"seed-{seed}.json").write_bytes(msgspec.json.encode(result))

@@ -20,7 +20,7 @@ import torch
 
 from examples.grpo.policy import policy_loss
 from examples.live.layers import LastLayers
-from examples.live.progress import ProgressLines
+from examples.live.progress import Shown
 from examples.real_model.policy import output_logprobs, pack
 from examples.real_model.problems import Problem, load, shuffled
 from examples.real_model.rollouts import Group, sample
@@ -80,7 +80,7 @@ class Result:
 class Training:
     """A run of `model` against the server at `url`, which serves its weights as version 0."""
 
-    def __init__(self, model: Any, url: str, plan: Plan, result: Result, progress: ProgressLines) -> None:
+    def __init__(self, model: Any, url: str, plan: Plan, result: Result, progress: Shown) -> None:
         self._model = model
         self._url = url
         self._plan = plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.live.layers import LastLayers
-from examples.live.progress import ProgressLines
 from examples.real_model import make_problems
 from examples.real_model.plots import plot_rewards, results_table
 from examples.real_model.policy import output_logprobs, pack
@@ -165,17 +163,6 @@ def test_small_steps_add_up_in_the_masters() -> None:
         norm.grad = torch.ones_like(norm)
         layers.step()
     assert float(norm.detach()[0]) == pytest.approx(0.99, abs=4e-3)
-
-
-def test_progress_is_repeated_when_nothing_is_printed() -> None:
-    lines: list[str] = []
-    with ProgressLines(lines.append, quiet_s=0.05) as progress:
-        progress.line("first")
-        progress.doing("waiting")
-        deadline = time.monotonic() + 5.0
-        while len(lines) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert lines[0] == "[ 0:00] first" and lines[1] == lines[2] == "[ 0:00] waiting ..."
 
 
 def test_table_and_plot_of_two_seeds(tmp_path: Path) -> None:
