@@ -79,8 +79,18 @@ def was_refused(error: BaseException) -> bool:
 
     Anything else leaves open whether it did: silence, a broken connection, an error on the way.
     """
+    status = _status(error)
+    return status is not None and 400 <= status < 500
+
+
+def was_not_found(error: BaseException) -> bool:
+    """Return whether the engine has answered that it does not have what the call names, such as a group."""
+    return _status(error) == 404
+
+
+def _status(error: BaseException) -> int | None:
     status = getattr(error, "status_code", getattr(error, "status", None))
-    return isinstance(status, int) and 400 <= status < 500
+    return status if isinstance(status, int) else None
 
 
 class EngineError(WeightSyncError):

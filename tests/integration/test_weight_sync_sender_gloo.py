@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 from tests.logical_weights_fake import NORM, fused, version
 from tests.weight_engine_process import Engine
-from tests.weight_group_helpers import TIMEOUT_S, content_of, names, seeds
+from tests.weight_group_helpers import TIMEOUT_S, content_of, in_background, names, seeds
+from weight_sync.errors import TransactionStateError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.process_group import GroupHandle
 from weight_sync.sender import EngineError, WeightSender
@@ -193,6 +195,35 @@ def test_sender_is_told_at_once_when_the_engine_refuses_before_receiving(engine:
     sender.refresh(version(seed).items())
     assert engine.call("content") == content_of(seed)
     sender.close()
+
+
+def test_closing_accepts_an_engine_that_has_left_the_group(engine: Engine, sender: WeightSender) -> None:
+    engine.destroy_weights_update_group(group_name=sender._links["engine"]._group.name)  # type: ignore[union-attr]
+    sender.close()
+    assert not sender.connected
+
+
+def test_closing_ends_a_refresh_on_another_thread(engine: Engine, sender: WeightSender) -> None:
+    """As in a `finally` after Ctrl-C, while `asyncio.to_thread` waits for the refresh."""
+    before, on_its_way = engine.call("content"), threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        on_its_way.set()
+        time.sleep(0.2)
+
+    outcome = in_background(lambda: sender.refresh(version(99).items(), bucket_bytes=1, progress=progress))
+    assert on_its_way.wait(TIMEOUT_S)
+    start = time.monotonic()
+    sender.close()
+    ended = outcome(0.5)
+    assert time.monotonic() - start < 5.0
+    assert isinstance(ended, TransactionStateError) and "is being closed" in str(ended), ended
+    assert not sender.connected and not engine.call("status")["open"]
+    assert engine.call("content") == before
+    sender.connect(group_name=next(names))
+    seed = next(seeds)
+    sender.refresh(version(seed).items())
+    assert engine.call("content") == content_of(seed)
 
 
 def test_a_bit_that_flips_on_the_way(engine: Engine, sender: WeightSender, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weight_sync.bucket import cut_pieces
-from weight_sync.engine_control import EngineControl, refusal
+from weight_sync.engine_control import EngineControl, refusal, was_not_found
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late, resolve_backend
 from weight_sync.receivers.distributed import PIECE_BYTES, PIECES
@@ -142,7 +142,10 @@ class EngineLink:
         return Sending(self, self._group, call, bucket)
 
     def leave(self) -> None:
-        """Leave the group and have the engine leave it.  Raises what the engine refused; the group is left anyway."""
+        """Leave the group and have the engine leave it, unless it has.
+
+        Raises what the engine refused; the group is left anyway.
+        """
         group, self._group = self._group, None
         if group is None:
             return
@@ -151,7 +154,9 @@ class EngineLink:
             wait([call], timeout=self.timeout_s)
             if not call.done():
                 raise TransportError(f"the engine did not leave the group within {self.timeout_s:g} s")
-            call.result()
+            refused = refusal(call)
+            if refused is not None and not was_not_found(refused):
+                raise refused
         finally:
             group.destroy()
 

@@ -6,6 +6,7 @@ Needs torch only.  Engines are reached through `EngineControl`, which an HTTP cl
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -33,7 +34,7 @@ from weight_sync.timing import Parts
 
 
 class WeightSender:
-    """`engines`: one engine's control, or many by name.  Not thread-safe.
+    """`engines`: one engine's control, or many by name.  Not thread-safe, but for `close`.
 
     With a model that is sharded over trainer ranks every rank has a `WeightSender` and calls `refresh` with the same
     arguments; rank 0 of `trainer_group` (None: the default group) sends, and the others give no engines.  The ranks of
@@ -63,6 +64,8 @@ class WeightSender:
         self._trainer_group = trainer_group
         self._device = torch.device("cpu")
         self._areas: list[torch.Tensor] = []
+        self._sending = threading.RLock()  # held by a refresh and by `connect`
+        self._closing = threading.Event()
 
     @property
     def connected(self) -> list[str]:
@@ -111,20 +114,21 @@ class WeightSender:
         if self._links and not missing:
             raise TransactionStateError("already connected; close first")
         failed: dict[str, BaseException] = {}
-        for position, link in enumerate(self._links.values()):
-            if link not in missing:
-                continue
-            try:
-                link.connect(
-                    master_address=master_address,
-                    master_port=None if master_port is None else master_port + position,
-                    engine_world_size=engine_world_size,
-                    group_name=group_name if len(self._links) == 1 else f"{group_name}-{link.name}",
-                    backend=backend,
-                    device=device,
-                )
-            except Exception as error:
-                failed[link.name] = error
+        with self._sending:
+            for position, link in enumerate(self._links.values()):
+                if link not in missing:
+                    continue
+                try:
+                    link.connect(
+                        master_address=master_address,
+                        master_port=None if master_port is None else master_port + position,
+                        engine_world_size=engine_world_size,
+                        group_name=group_name if len(self._links) == 1 else f"{group_name}-{link.name}",
+                        backend=backend,
+                        device=device,
+                    )
+                except Exception as error:
+                    failed[link.name] = error
         self._device = torch.device("cpu" if resolve_backend(backend, device) == "gloo" else device)
         if failed:
             raise EngineError(failed) from next(iter(failed.values()))
@@ -221,15 +225,20 @@ class WeightSender:
     def close(self) -> None:
         """Leave all groups and have the engines leave them.
 
-        Raises `EngineError` with what they refused; the groups are left anyway.
+        A refresh that runs on another thread ends first, and raises: it is aborted with the bucket on its way, or after
+        the call that it waits for.  So may a `finally` do after Ctrl-C.
+        Raises `EngineError` with what engines refused; the groups are left anyway.
         """
         failed: dict[str, BaseException] = {}
-        for link in self._links.values():
-            try:
-                link.leave()
-            except Exception as error:
-                failed[link.name] = error
-        self._areas.clear()
+        self._closing.set()
+        with self._sending:
+            self._closing.clear()
+            for link in self._links.values():
+                try:
+                    link.leave()
+                except Exception as error:
+                    failed[link.name] = error
+            self._areas.clear()
         if failed:
             raise EngineError(failed) from next(iter(failed.values()))
 
@@ -286,11 +295,11 @@ class WeightSender:
         if not self._links:
             raise TransactionStateError("there are no engines to update")
         fields = {"update_id": uuid.uuid4().hex} | fields
-        return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress)
+        return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing)
 
     def _lead(self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]], parts: Parts) -> None:
         try:
-            with update:
+            with self._sending, update:
                 for position, bucket in enumerate(buckets):
                     with parts.timed("pack"):
                         flat = self._area(position, sum(meta.nbytes for meta in bucket))

@@ -9,6 +9,7 @@ What one engine's failure means for the others: `weight_sync/joint_update.py`.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,13 +28,15 @@ Progress = Callable[[int, int], None]
 
 _POLL_S = 0.0005
 _MAX_POLL_S = 0.005
+_CLOSING_S = 1.0
+"""What a bucket on its way still gets once the sender is being closed."""
 
 
 class WeightUpdate(JointUpdate):
     """A transaction on the engines behind `links`, used once.
 
     `fields`: of begin, `update_id` among them.  `num_bytes`: how many will be sent, for `progress(done, total)`; None:
-    not known.
+    not known.  `closing`: set by another thread that closes the sender; the update is aborted then.
     """
 
     def __init__(
@@ -44,11 +47,13 @@ class WeightUpdate(JointUpdate):
         fields: dict[str, Any],
         num_bytes: int | None = None,
         progress: Progress | None = None,
+        closing: threading.Event | None = None,
     ) -> None:
         super().__init__(links, on_engine_failure, fields)
         self._links = links
         self._device = device
         self._num_bytes, self._progress = num_bytes, progress
+        self._closing = closing or threading.Event()
         self._sending: deque[tuple[Bucket, dict[str, Sending]]] = deque()  # by engine name; the oldest bucket first
         self.bytes_sent = 0
         self.buckets_sent = 0
@@ -72,6 +77,7 @@ class WeightUpdate(JointUpdate):
             _await(
                 [one for _, sending in self._sending for one in sending.values()],
                 lambda one: one.poll() or one.has_begun,
+                self._require_open,
             )
             label, links = self._fields["weight_version"], self._links
             self._sending.append(
@@ -93,8 +99,10 @@ class WeightUpdate(JointUpdate):
 
     def _finish(self) -> None:
         """Wait for the engines' answers to the oldest bucket on its way.  Raises `EngineError`."""
-        bucket, sending = self._sending.popleft()
-        self._settle(self._drain(sending))
+        bucket, sending = self._sending[0]
+        failed = self._drain(sending, self._require_open)
+        self._sending.popleft()
+        self._settle(failed)
         self.bytes_sent += bucket.num_bytes
         self.buckets_sent += 1
         if self._progress is not None:
@@ -108,26 +116,32 @@ class WeightUpdate(JointUpdate):
 
     def _leave(self, cause: BaseException | None) -> None:
         """Leave the update; an interrupt does not wait for the bucket on its way, whose groups are left then."""
-        if cause is not None and not isinstance(cause, Exception):
+        is_interrupted = cause is not None and not isinstance(cause, Exception)
+        if is_interrupted or self._closing.is_set():
             for one in (one for _, sending in self._sending for one in sending.values()):
-                one.shorten_deadline(0.0)
+                one.shorten_deadline(0.0 if is_interrupted else _CLOSING_S)
         while self._sending:
-            self._drain(self._sending.popleft()[1])
+            self._drain(self._sending.popleft()[1], _nothing)
         super()._leave(cause)
 
-    def _drain(self, sending: dict[str, Sending]) -> dict[str, BaseException]:
+    def _require_open(self) -> None:
+        if self._closing.is_set():
+            raise TransactionStateError("the sender is being closed on another thread")
+
+    def _drain(self, sending: dict[str, Sending], check: Callable[[], None]) -> dict[str, BaseException]:
         """Wait for a bucket on its way; which engines failed, and with what."""
-        _await(sending.values(), Sending.poll)
+        _await(sending.values(), Sending.poll, check)
         failed = {name: one.failure for name, one in sending.items() if one.failure is not None}
         for name in sending.keys() - failed.keys():
             self.engines[name].num_bytes += sending[name].bucket.num_bytes
         return failed
 
 
-def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool]) -> None:
-    """Wait until it is so of all.  Checks at once when an engine answers, else less and less often: engines on this
-    machine need its cores."""
+def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool], check: Callable[[], None]) -> None:
+    """Wait until it is so of all.  Looks at once when an engine answers, else less and less often: engines on this
+    machine need its cores.  Raises what `check` raises, which is called before each look."""
     poll_s = _POLL_S
+    check()
     while pending := [one for one in everything if not is_so(one)]:
         unanswered = [one.call for one in pending if not one.call.done()]
         if unanswered:
@@ -135,3 +149,8 @@ def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool]) ->
         else:
             time.sleep(poll_s)
         poll_s = min(1.1 * poll_s, _MAX_POLL_S)
+        check()
+
+
+def _nothing() -> None:
+    """Check nothing: the wait goes to its end."""
