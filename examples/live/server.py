@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from lockstep_rl import Client, LockstepError
 from rollout.server.child_process import ChildProcess
@@ -45,16 +45,25 @@ def serving(checkpoint: Path, log: Path, threads: int, flags: Sequence[str] = ()
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGTERM act like Ctrl-C inside the block, so that every way out ends the server."""
+    """Let SIGINT and SIGTERM act like Ctrl-C inside the block, so that every way out ends the server.
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+    A shell has the jobs that a script starts in the background ignore SIGINT; they end by it here, too.
+    """
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)  # an event loop has its own, which cancels the main task
+        if not callable(handler):
+            raise KeyboardInterrupt
+        handler(number, frame)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def reason(error: BaseException) -> str:
