@@ -19,10 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from capture.replay import pad_routes
-from rollout.client import GenerationOutput, RolloutClient
-from rollout.numerics import engine_logprobs, use_engine_numerics
-from weight_sync.sender import WeightSender
+from lockstep_rl import Client, GenerationOutput, WeightSender, engine_logprobs, pad_routes, use_engine_numerics
 
 PROMPT = "Once upon a time"
 
@@ -37,7 +34,7 @@ class Samples(NamedTuple):
     logprobs_T: torch.Tensor
 
 
-def sample(client: RolloutClient, n: int, seed: int) -> Samples:
+def sample(client: Client, n: int, seed: int) -> Samples:
     """Sample `n` answers of at most 48 tokens."""
     prompt_ids = client.tokenize(PROMPT)
     sampling = {"temperature": 1.0, "max_new_tokens": 48, "n": n, "sampling_seed": seed}
@@ -121,7 +118,7 @@ def main() -> int:
     args = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32, trust_remote_code=False).eval()
-    with RolloutClient(args.url) as client:
+    with Client(args.url) as client:
         sender = WeightSender(client)
         sender.connect()
         try:

@@ -1,7 +1,7 @@
 """A whole reinforcement-learning loop against a running server, in plain PyTorch and transformers.
 
     lockstep make-checkpoint ./checkpoint
-    lockstep serve --model-path ./checkpoint --dtype bfloat16 --enable-return-routed-experts
+    lockstep serve ./checkpoint --dtype bfloat16 --enable-return-routed-experts
     python examples/minimal_trainer.py --model-path ./checkpoint --url http://127.0.0.1:30000
 
 Each step: sample, recompute the log-probabilities under the engine's routes, step, refresh the server.  The reward is
@@ -19,9 +19,7 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM
 
-from capture.replay import force_routes
-from rollout.client import GenerationOutput, RolloutClient
-from weight_sync.sender import WeightSender
+from lockstep_rl import Client, GenerationOutput, WeightSender, force_routes
 
 PROMPT = "Once upon a time"
 
@@ -32,7 +30,7 @@ def reward(text: str) -> float:
     return sum(letter in "aeiou" for letter in letters) / max(len(letters), 1)
 
 
-def sample(client: RolloutClient, prompt_ids: Sequence[int], n: int, seed: int) -> list[GenerationOutput]:
+def sample(client: Client, prompt_ids: Sequence[int], n: int, seed: int) -> list[GenerationOutput]:
     """Sample `n` answers with log-probabilities and routed experts.  The client refuses incomplete ones."""
     sampling = {"temperature": 1.0, "max_new_tokens": 24, "n": n, "sampling_seed": seed}
     outputs = client.generate(
@@ -72,7 +70,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32, trust_remote_code=False).eval()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
-    with RolloutClient(args.url) as client:
+    with Client(args.url) as client:
         prompt_ids = client.tokenize(PROMPT)
         sender = WeightSender(client)
         sender.connect()  # joins a gloo group with the server
