@@ -20,6 +20,8 @@ WORKER = "https://unpkg.com/iframe-worker/shim"
 """The script that the theme loads from the network for pages that are opened from a folder."""
 MESSAGES, BOOST = "troubleshooting/", 2
 """Pages that a search lists before others: most searches there are for the words of a message."""
+NAME = re.compile(r"<code>(?=[^<\s]{1,40}</code>)")
+"""The begin of a flag, field or other name in a sentence.  It stays on one line: browsers break it at each hyphen."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -42,6 +44,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.generated_by is not None:
         return markdown
     return _rendered(markdown, f"docs/{page.file.src_uri}", files, config)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark names in sentences, so that the style keeps each on one line."""
+    return NAME.sub('<code class="name">', html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

@@ -53,6 +53,14 @@ def test_the_nav_takes_the_pages_of_a_pattern_in_order() -> None:
     assert hooks.expanded(nav, pages, ["a/d"]) == ["x.md", {"A": ["a/index.md", "a/d.md", "a/b.md", "a/c.md"]}]
 
 
+def test_names_in_sentences_are_marked_and_programs_are_not() -> None:
+    hooks = pytest.importorskip("docs.tools.hooks", reason="mkdocs is not installed", exc_type=ImportError)
+    long_name = "a" * 41
+    shown = f"<code>--dp-size</code> <code>a b</code> <code>{long_name}</code> <code><span>x</span></code>"
+    marked = hooks.on_page_content(shown, None, None, None)
+    assert marked == shown.replace("<code>--dp-size", '<code class="name">--dp-size')
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site as `make docs` does: broken links, missing anchors and pages outside the nav are errors."""
