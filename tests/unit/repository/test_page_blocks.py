@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import subprocess
 import sys
@@ -42,6 +43,29 @@ def test_few_blocks_are_not_run_and_each_has_a_reason(capsys: pytest.CaptureFixt
     with capsys.disabled():
         print("", *(f"{one.place} is not run: {marks.text_of(one)}" for one in skipped), sep="\n    ")
     assert len(skipped) == MAX_NOT_RUN, "let MAX_NOT_RUN fall with the number of blocks that are not run"
+
+
+def objections_of_make(text: str) -> list[str]:
+    """List the lines of a block that make refuses, and the variables whose value reaches no command of it."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("make "):
+            words = shlex.split(line, comments=True)
+            planned = subprocess.run([*words, "--dry-run", "--always-make"], cwd=ROOT, capture_output=True, text=True)
+            values = [word.partition("=")[2] for word in words if "=" in word]
+            if planned.returncode != 0 or any(value not in planned.stdout for value in values):
+                found.append(f"{line}: {planned.stderr}")
+    return found
+
+
+def test_make_has_the_targets_and_variables_of_the_pages() -> None:
+    """Hold also the commands that no page runs: trainings of minutes, and installations."""
+    assert [objection for one in BLOCKS if one.language == "bash" for objection in objections_of_make(one.text)] == []
+
+
+@pytest.mark.parametrize("wrong", ["make example-gro", "make example-grpo STEP=7177  # no such variable"])
+def test_a_wrong_command_of_make_is_noticed(wrong: str) -> None:
+    assert objections_of_make(f"cd .\n{wrong}\n")
 
 
 @pytest.mark.parametrize(
