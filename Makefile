@@ -192,7 +192,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@echo "Lockstep is in $(VENV).  Next:"
 	@echo "    source $(BIN)/activate     # then \`lockstep\` is a command of this shell"
 	@echo "    make demo                     # one step of reinforcement learning, in a minute"
-	@echo "    lockstep make-checkpoint ./checkpoint && lockstep serve --model-path ./checkpoint"
+	@echo "    lockstep make-checkpoint ./checkpoint && lockstep serve ./checkpoint"
 
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
 	$(PIP_INSTALL) -e ".[dev]"

@@ -185,7 +185,7 @@ def before_page(mark: str, checkpoint: Path | None, folder: Path) -> list[Block]
     if checkpoint is not None:
         shutil.copytree(checkpoint, folder / "checkpoint")
         made = Block("page", 0, "bash", "", "true\n")
-    serve = f"lockstep serve --model-path ./checkpoint --enable-return-routed-experts {flags}\n"
+    serve = f"lockstep serve ./checkpoint --enable-return-routed-experts {flags}\n"
     return [made, Block("page", 0, "bash", "", serve)] if what == "server" else [made]
 
 
