@@ -12,6 +12,8 @@ from rollout.core.args.server_args import DTYPES
 WATCHED_EVERY = 6
 """Decode steps from one that is watched to the next."""
 MIN_OUTPUT_LEN = 4 * WATCHED_EVERY
+LONG_PROMPT = 2048
+"""Tokens of the long prompt.  It is shorter where the model's context is."""
 
 
 def parser() -> Parser:
@@ -38,9 +40,8 @@ def parser() -> Parser:
     add(
         "--prefill",
         type=_count(0),
-        default=2048,
         metavar="N",
-        help="tokens of one long prompt; 0: none (default: 2048)",
+        help=f"tokens of one long prompt; 0: none (default: {LONG_PROMPT}, less in a shorter context)",
     )
     add("--temperature", type=_temperature, default=0.0, help="sampling temperature; 0 is greedy (default: 0)")
     add("--chunked-prefill-size", type=int, default=2048, help="maximum prompt tokens of a step (default: 2048)")

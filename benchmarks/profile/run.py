@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.profile.flags import parser
+from benchmarks.profile.flags import LONG_PROMPT, parser
 from benchmarks.profile.machine import Machine, measure_machine
 from benchmarks.profile.profile import Profile, Profiler, Workload, decode_head_start, runs_of
 from benchmarks.profile.report import as_json, machine_line, noise_line, operator_table, overview, phase_table
@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _bench(args: argparse.Namespace, model_path: Path) -> int:
     config = load_model_config(model_path)
+    if args.prefill is None:
+        args.prefill = min(LONG_PROMPT, config.max_position_embeddings - 1)
     _check(args, config)
     if args.threads is not None:
         torch.set_num_threads(args.threads)

@@ -244,6 +244,13 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert names.count("forward") == names.count("step") == 1 + 4 + 1
 
 
+def test_the_long_prompt_is_as_long_as_the_context_allows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_checkpoint(tmp_path / "model")
+    words = [word for word in SMALL if word not in ("--prefill", "16")]
+    assert cli.main(["bench", "--model-path", str(folder), *words]) == 0
+    assert "prefill of 511" in capsys.readouterr().out
+
+
 def refuse_to_measure() -> Machine:
     raise AssertionError("must be refused before anything is measured")
 

@@ -90,6 +90,6 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 @pytest.mark.full
 def test_the_site_has_the_reference_and_can_be_searched(site: Path) -> None:
     flags = (site / "reference" / "flags.html").read_text(encoding="utf-8")
-    assert "<code>--max-total-tokens</code>" in flags and "<!-- generated" not in flags
+    assert '<code class="name">--max-total-tokens</code>' in flags and "<!-- generated" not in flags
     assert "begin_weight_update" in (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert (site / "project" / "contributing.html").exists() and (site / "examples" / "grpo.html").exists()
