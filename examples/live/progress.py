@@ -16,7 +16,7 @@ QUIET_S = 8.0
 
 
 class Shown(Protocol):
-    """What a run reports to."""
+    """The display that a run reports to."""
 
     def line(self, text: str) -> None:
         """Print an event, with the time since the start."""

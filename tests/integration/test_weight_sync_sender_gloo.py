@@ -204,7 +204,7 @@ def test_closing_accepts_an_engine_that_has_left_the_group(engine: Engine, sende
 
 
 def test_closing_ends_a_refresh_on_another_thread(engine: Engine, sender: WeightSender) -> None:
-    """As in a `finally` after Ctrl-C, while `asyncio.to_thread` waits for the refresh."""
+    """Close as a `finally` does after Ctrl-C, while `asyncio.to_thread` waits for the refresh."""
     before, on_its_way = engine.call("content"), threading.Event()
 
     def progress(done: int, total: int) -> None:

@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]
 _POLL_S = 0.0005
 _MAX_POLL_S = 0.005
 _CLOSING_S = 1.0
-"""What a bucket on its way still gets once the sender is being closed."""
+"""The deadline of a bucket on its way once the sender is being closed."""
 
 
 class WeightUpdate(JointUpdate):
