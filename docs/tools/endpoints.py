@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from docs.tools.tables import code, first_sentence, table
+from docs.tools.tables import code, table
 from rollout.core.args.server_args import ServerArgs
 from rollout.dashboard.history import ServerHistory
 from rollout.families.registry import load_model_config
@@ -192,8 +192,3 @@ def _type(schema: dict[str, Any]) -> str:
     if kind == "array":
         return f"list of {_type(schema.get('items', {}))}"
     return str(kind)
-
-
-def summary(one: Endpoint) -> str:
-    """Return the first sentence of an endpoint's description."""
-    return first_sentence(one.description)
