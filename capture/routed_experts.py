@@ -124,11 +124,13 @@ class RoutedExperts:
 
     @property
     def num_moe_layers(self) -> int:
+        """The number of layers with experts."""
         num_layers: int = self.logical_ids_TLK.shape[1]
         return num_layers
 
     @property
     def top_k(self) -> int:
+        """The number of experts of a token in a layer."""
         top_k: int = self.logical_ids_TLK.shape[2]
         return top_k
 

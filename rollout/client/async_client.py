@@ -40,6 +40,7 @@ class AsyncRolloutClient(Calls, Awaiting):
         return OneByOne(KEEPALIVE_S)
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> AsyncRolloutClient:

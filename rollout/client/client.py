@@ -43,6 +43,7 @@ class RolloutClient(Calls, Blocking):
     _semaphore = threading.Semaphore
 
     def close(self) -> None:
+        """Close all connections."""
         self._http.close()
 
     def __enter__(self) -> RolloutClient:

@@ -26,6 +26,7 @@ class LockstepError(Exception):
 
     @property
     def kind(self) -> str:
+        """The name of the class, which is the `type` of an error in an answer."""
         return type(self).__name__
 
 

@@ -71,6 +71,7 @@ class Engine:
         return self._run(self._manager.control(verb, timeout_s=_CONTROL_TIMEOUT_S, **fields))
 
     def close(self) -> None:
+        """End the engine.  Its memory is free once nothing refers to it."""
         self._loop.close()
 
     async def _generate(self, request: GenerateReqInput) -> dict[str, Any] | list[dict[str, Any]]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import re
+from typing import Any
 
 import pytest
 
+import lockstep_rl
 from docs.tools import endpoints, events, metrics, python_api, reference
 from rollout.core.args.server_args import ServerArgs
 from rollout.http.metrics.metrics import Metrics
@@ -68,11 +71,40 @@ def test_lines_of_the_log_are_read_from_every_form_of_a_call() -> None:
     assert {"info", "warning", "error"} <= {one.level for one in events.lines()}
 
 
-def test_every_public_name_has_a_part_and_a_docstring() -> None:
-    names = {name for part in python_api.PUBLIC.values() for name, _ in python_api.members(part)}
-    assert names >= {"Client", "Fleet", "WeightSender", "Engine", "force_routes", "use_engine_numerics"}
-    for part in python_api.PUBLIC:
-        text = reference.part(f"python {part}")
-        for name, value in python_api.members(python_api.PUBLIC[part]):
-            assert f"## {name}\n" in text
-            assert value.__doc__, name
+def test_the_parts_have_each_public_name_once() -> None:
+    listed = [name for names in python_api.PUBLIC.values() for name in names]
+    assert sorted(listed) == sorted(set(lockstep_rl.__all__) - {"__version__"})
+    for part, names in python_api.PUBLIC.items():
+        assert re.findall(r"^## (.*)$", reference.part(f"python {part}"), re.MULTILINE) == list(names)
+
+
+def test_links_of_the_list_of_names_lead_to_headings() -> None:
+    links = re.findall(r"\]\((\w+)\.md#(\S+?)\)", reference.part("python"))
+    assert len(links) == len(lockstep_rl.__all__) - 1
+    for page, anchor in links:
+        assert anchor in markdown.anchors(reference.part(f"python {page}"))
+
+
+def test_every_public_name_and_method_has_a_docstring_of_its_own() -> None:
+    for name, value in python_api.members(lockstep_rl.__all__):
+        if name != "__version__":
+            assert has_docstring(value), name
+            for method, function in python_api.methods(value) if inspect.isclass(value) else ():
+                assert has_docstring(function), f"{name}.{method}"
+
+
+def has_docstring(value: Any) -> bool:
+    """Tell a written docstring from an inherited one, and from the one that `dataclass` makes."""
+    written = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    return bool(written) and not (inspect.isclass(value) and written.startswith(f"{value.__name__}("))
+
+
+def test_a_docstring_that_nobody_wrote_does_not_count() -> None:
+    @dataclasses.dataclass
+    class Made:
+        size: int
+
+    class Inherited(lockstep_rl.LockstepError):
+        pass
+
+    assert not has_docstring(Made) and not has_docstring(Inherited)
