@@ -36,6 +36,21 @@ def test_a_broken_link_of_each_kind_is_found(tmp_path: Path) -> None:
         assert not markdown.broken(Link("a.md", 1, target), tmp_path), target
 
 
+def directions_to_other_pages(source: str) -> list[str]:
+    """Return links called "below" or "above" that leave their page, as they do once a page is cut in two."""
+    return [found for line in markdown.prose(source) for found in re.findall(r"\[(?:below|above)\]\([^#)].*?\)", line)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_link_called_below_stays_on_its_page(page: str) -> None:
+    assert directions_to_other_pages(read(page)) == []
+
+
+def test_a_direction_to_another_page_is_found() -> None:
+    assert directions_to_other_pages("[below](#a) `[below](b.md)`\n") == []
+    assert directions_to_other_pages("x; [below](b.md#a) [above](c.md)\n") == ["[below](b.md#a)", "[above](c.md)"]
+
+
 def test_links_are_read_outside_code_alone() -> None:
     source = '[a](b.md) `[c](d.md)`\n```\n[e](f.md)\n```\n<!-- [g](h.md) -->\n![i](j.svg "k")\n<img src="l.png">\n'
     assert [(link.line, link.target) for link in markdown.links("p.md", source)] == [
