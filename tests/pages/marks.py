@@ -17,7 +17,7 @@ from tests.pages.markdown import ROOT, Block
 
 RUN = ("bash", "python")
 PARSED = ("json", "yaml", "toml")
-NOT_RUN, RUN_BY, FILE, FAILS, SAME = "not run:", "run by:", "file:", "fails", "same as above"
+NOT_RUN, RUN_BY, FILE = "not run:", "run by:", "file:"
 OF_TOOLS = ("generated:", "written by", "end")
 """Comments of other tools, which may stand above a block."""
 
@@ -27,8 +27,6 @@ def kind(block: Block) -> str:
     for mark in (NOT_RUN, RUN_BY, FILE):
         if block.mark.startswith(mark):
             return mark
-    if block.mark in (FAILS, SAME):
-        return block.mark
     if not block.mark or block.mark.startswith(OF_TOOLS):
         return ""
     raise ValueError(f"{block.place}: no mark of a block is called {block.mark!r}")
@@ -40,7 +38,7 @@ def text_of(block: Block) -> str:
 
 
 def is_run(block: Block) -> bool:
-    return block.language in RUN and kind(block) in ("", FAILS)
+    return block.language in RUN and not kind(block)
 
 
 def objection(block: Block) -> str:
