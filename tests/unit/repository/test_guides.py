@@ -19,6 +19,8 @@ MAX_BYTES = 12_000
 STEPS = ("Install", "Start the engine", "First rollout", "First refresh", "Check", "Limits", "What was run")
 NO_FRAMEWORKS = {"checkpoint-engine", "sglang-router", "smg", "vllm-router"}
 """Rows of docs/integrations.md that do not train."""
+OF_PRIME_RL = {"renderers", "verifiers"}
+"""Libraries that prime-rl samples with: its guide is theirs."""
 
 
 def guide(name: str) -> str:
@@ -87,7 +89,9 @@ def test_steps_of_the_table_are_those_of_the_integration_tests() -> None:
     run = dict(
         re.findall(r"^\| (\w[\w -]*?)(?:, admin client)? \| [^|]+ \| (\d+) of \d+ \|", INTEGRATIONS, re.MULTILINE)
     )
-    for name, cell in re.findall(r"^\| \[([\w-]+)\]\(.*\| ([^|]+) \|$", INDEX, re.MULTILINE):
+    rows = re.findall(r"^\| \[([\w-]+)\]\(.*\| ([^|]+) \|$", INDEX, re.MULTILINE)
+    assert {name for name, _ in rows} == frameworks(INTEGRATIONS) - OF_PRIME_RL
+    for name, cell in rows:
         assert re.search(r"\d+", cell)[0] == run[name], name  # type: ignore[index]
 
 
