@@ -11,6 +11,7 @@ from docs.tools.tables import code, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("rollout", "weight_sync", "capture", "eplb")
+CONSOLE = "rollout.core.console"
 LEVELS = ("info", "warning", "error", "exception", "critical")
 
 
@@ -18,7 +19,7 @@ LEVELS = ("info", "warning", "error", "exception", "critical")
 class Line:
     level: str
     text: str
-    """The format of the line: `%s` and `%d` stand for values."""
+    """The format of the line: `%s`, `%d` and `...` stand for values."""
     path: str
 
 
@@ -27,20 +28,37 @@ def parts() -> dict[str, Callable[[], str]]:
 
 
 def log_lines() -> str:
-    """Return a table of all lines of the log."""
+    """Return a table of the lines of the log whose text stands in their call."""
     rows = sorted((LEVELS.index(one.level), one.text, one.path) for one in lines())
     return table(("level", "line", "module"), [(LEVELS[level], code(text), code(path)) for level, text, path in rows])
 
 
 def lines() -> Iterator[Line]:
-    """Yield each call of a logger in the packages."""
+    """Yield the lines that the packages may write: calls of a logger, and of `say`, which prints a line of the log."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and _is_logged(node.func) and node.args:
-                    assert isinstance(node.func, ast.Attribute)
-                    level = "error" if node.func.attr == "exception" else node.func.attr
-                    yield Line(level, text_of(node.args[0]), str(path.relative_to(ROOT)))
+            for level, text in lines_of(path.read_text(encoding="utf-8")):
+                yield Line(level, text, str(path.relative_to(ROOT)))
+
+
+def lines_of(source: str) -> Iterator[tuple[str, str]]:
+    """Yield level and text of each line of a file.  A line that is all values has no text of its own."""
+    nodes = list(ast.walk(ast.parse(source)))
+    has_say = any(
+        isinstance(node, ast.ImportFrom) and node.module == CONSOLE and any(name.name == "say" for name in node.names)
+        for node in nodes
+    )
+    for node in nodes:
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        if isinstance(node.func, ast.Attribute) and _is_logged(node.func):
+            yield "error" if node.func.attr == "exception" else node.func.attr, text_of(node.args[0])
+        elif has_say and isinstance(node.func, ast.Name) and node.func.id == "say":
+            message, *level = node.args
+            forms = [message.body, message.orelse] if isinstance(message, ast.IfExp) else [message]
+            for text in map(text_of, forms):
+                if any(map(str.isalpha, text)):
+                    yield text_of(level[0]).lower() if level else "info", text
 
 
 def _is_logged(function: ast.expr) -> bool:

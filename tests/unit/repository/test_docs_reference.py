@@ -71,6 +71,15 @@ def test_lines_of_the_log_are_read_from_every_form_of_a_call() -> None:
     assert {"info", "warning", "error"} <= {one.level for one in events.lines()}
 
 
+def test_lines_that_the_console_prints_are_lines_of_the_log() -> None:
+    source = 'say(f"ready at {url}")\nsay("a" if b else "c", "WARNING")\nsay(line)\nlogger.exception("d")\n'
+    logged = [("error", "d")]
+    assert list(events.lines_of(source)) == logged, "another function of that name"
+    found = list(events.lines_of(f"from rollout.core.console import say\n{source}"))
+    assert found == [("info", "ready at ..."), ("warning", "a"), ("warning", "c"), *logged]
+    assert "| info | `ready at ...` | `rollout/server/launch.py` |" in reference.part("log lines")
+
+
 def test_the_parts_have_each_public_name_once() -> None:
     listed = [name for names in python_api.PUBLIC.values() for name in names]
     assert sorted(listed) == sorted(set(lockstep_rl.__all__) - {"__version__"})
