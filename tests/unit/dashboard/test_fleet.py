@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 
 from rollout.dashboard.fleet import Engine, FleetPage
 from rollout.dashboard.fleet_flags import parser
+from tests.dashboard_harness import in_loop
 from tests.http_harness import Live, live_server
 from tests.ports import free_ports_in_a_row
 from tests.tiny_tokenizer import write_model_folder
-from tests.unit.dashboard.test_dashboard import in_loop
 
 KEY = "very-secret"
 

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,10 @@ from rollout.dashboard.samples import MERGED, RECENT_KEPT, Sample, SampleTiers, 
 from rollout.dashboard.trainer_log import TrainerLog
 from rollout.http.metrics.metrics import Metrics
 from rollout.tokenizer_manager.sample import SampleRecord
+from tests.dashboard_harness import a_state, in_loop, samples_of
 from tests.http_harness import Live, live_server
-from tests.tiny_tokenizer import write_model_folder
-from tests.unit.dashboard.test_dashboard import a_state, in_loop, samples_of
 
 INF = float("inf")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(Path(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def live(folder: Path) -> Iterator[Live]:
-    with live_server(folder) as server:
-        yield server
 
 
 # --- thinning ---------------------------------------------------------------------------------------------------------
