@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from pathlib import Path
 from typing import NamedTuple
 
-PROC = Path("/proc")
+LOOKS_PER_SEARCH = 30
+"""Looks until children are searched for again: a search reads a file for each thread of each process."""
 
 
 class Usage(NamedTuple):
@@ -26,6 +27,8 @@ class Machine:
     def __init__(self, pid: int | None = None) -> None:
         self._pid = os.getpid() if pid is None else pid
         self._last: tuple[float, dict[int, int]] | None = None  # time, ticks by process
+        self._children: list[int] = []
+        self._looks_left = 0  # until the next search
 
     def look(self, now: float) -> Usage | None:
         """Return the usage since the look before; `now`: seconds of any clock that goes on."""
@@ -33,8 +36,11 @@ class Machine:
             own = _facts(self._pid)
         except (OSError, ValueError, IndexError):
             return None
+        if not self._looks_left:
+            self._children, self._looks_left = _descendants(self._pid), LOOKS_PER_SEARCH
+        self._looks_left -= 1
         ticks, engine_bytes = {self._pid: own[1]}, 0
-        for pid in _descendants(self._pid):
+        for pid in self._children:
             try:
                 num_bytes, ticks[pid] = _facts(pid)
             except (OSError, ValueError, IndexError):
@@ -51,7 +57,7 @@ class Machine:
 
 def _facts(pid: int) -> tuple[int, int]:
     """Return the resident bytes of a process and its ticks of processor time."""
-    fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), int(fields[11]) + int(fields[12])
 
 
@@ -59,11 +65,25 @@ def _descendants(pid: int) -> list[int]:
     found: list[int] = []
     waiting = [pid]
     while waiting:
-        try:
-            tasks = list((PROC / str(waiting.pop()) / "task").iterdir())
-            children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        except (OSError, ValueError):
-            continue
+        children = _children(waiting.pop())
         found += children
         waiting += children
     return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # the process has just ended
+        for task in os.scandir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # the thread has
+                found += [int(child) for child in _read(f"/proc/{pid}/task/{task.name}/children").split()]
+    return found
+
+
+def _read(path: str) -> bytes:
+    """Return the content of a file of /proc, without the objects of `open`: there may be a thousand."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 1 << 16)
+    finally:
+        os.close(descriptor)

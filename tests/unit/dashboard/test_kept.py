@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ from rollout.core.messages.experts import GetExpertLoadsReqInput
 from rollout.core.messages.io_struct import ControlReqOutput, TokenizedGenerateReqInput
 from rollout.core.messages.req_output import Alternatives, FinishedRecord, FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
+from rollout.dashboard import machine as usage
 from rollout.dashboard import trainer_log
 from rollout.dashboard.answer_log import OUTPUT_TOKENS_KEPT, SAMPLES_KEPT, AnswerLog, entropy_of, length_edges
 from rollout.dashboard.history import ServerHistory
@@ -314,3 +317,26 @@ def test_a_process_that_has_ended_has_no_usage() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     assert Machine(process.pid).look(1.0) is None
+
+
+def test_children_are_searched_for_in_few_of_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search reads a file for each thread of each rank, in the event loop of the HTTP process."""
+    searches: list[int] = []
+    monkeypatch.setattr(usage, "_descendants", lambda pid: searches.append(pid) or [])
+    machine = Machine(os.getpid())
+    for second in range(usage.LOOKS_PER_SEARCH + 1):
+        assert machine.look(float(second)) is not None
+    assert searches == [os.getpid()] * 2
+
+
+def test_a_thread_that_has_just_ended_does_not_hide_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with os.scandir(f"/proc/{os.getpid()}/task") as found_threads:
+            threads = [SimpleNamespace(name="0"), *found_threads]
+        monkeypatch.setattr(os, "scandir", lambda path: threads)
+        found = Machine(os.getpid()).look(0.0)
+        assert found is not None and found.engine_bytes > 0
+    finally:
+        child.kill()
+        child.wait()
