@@ -26,7 +26,7 @@ def start_report(args: ServerArgs, config: ModelConfig, ready: SchedulerReady, s
         "parameters": f"{_count(ready.num_parameters)} in {state.dtype}, {model_bytes}",
         "KV cache": f"{ready.max_total_num_tokens} tokens, {kv_bytes}; context {ready.context_length}",
         "device": f"{state.device}, {'1 rank' if ranks == 1 else f'{ranks} ranks'}, {_threads(ready.num_threads)} each",
-        "operators": f"compiled for {state.cpu_isa}" if state.cpu_isa else _operators(state),
+        "operators": _operators(state),
         "batch invariant": "yes" if state.batch_invariant else f"no: {state.batch_invariance_note}",
         "routes": "recorded" if ready.capture_routed_experts else "not recorded (--enable-return-routed-experts)",
         "versions": f"lockstep {VERSION}, torch {_version('torch')}, Python {platform.python_version()}",
@@ -43,7 +43,9 @@ def base_url(args: ServerArgs) -> str:
 
 
 def _operators(state: SchedulerState) -> str:
-    return "Triton and torch" if state.device.startswith("cuda") else "plain torch"
+    if state.plain_torch_reason:
+        return f"plain torch: {state.plain_torch_reason}"
+    return f"compiled for {state.cpu_isa}" if state.cpu_isa else "Triton and torch"
 
 
 def _threads(number: int) -> str:

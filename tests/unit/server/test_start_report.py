@@ -27,6 +27,7 @@ STATE = SimpleNamespace(
     kv_bytes=3 << 20,
     device="cpu",
     cpu_isa="amx",
+    plain_torch_reason="",
     batch_invariant=True,
     batch_invariance_note="",
 )
@@ -52,14 +53,26 @@ def test_ten_lines_name_what_is_served_on_what_and_where_n18() -> None:
 
 
 def test_what_a_server_lacks_is_stated_with_its_reason() -> None:
-    found = facts(
-        replace(ARGS, enable_metrics=False, tp_size=2), cpu_isa="", batch_invariant=False, batch_invariance_note="x"
-    )
-    assert (found["operators"], found["batch invariant"]) == ("plain torch", "no: x")
+    found = facts(replace(ARGS, enable_metrics=False, tp_size=2), batch_invariant=False, batch_invariance_note="x")
+    assert found["batch invariant"] == "no: x"
     assert found["dashboard"] == "off (--enable-metrics)" and "2 ranks" in found["device"]
     assert found["parameters"].endswith("61.0 GiB a rank") and "3.0 MiB a rank" in found["KV cache"]
     assert facts(replace(ARGS, dp_size=2))["parameters"].endswith("30.5 GiB a rank")  # the state has the sum of both
-    assert facts(device="cuda", cpu_isa="")["operators"] == "Triton and torch"
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({}, "compiled for amx"),
+        ({"device": "cuda", "cpu_isa": ""}, "Triton and torch"),
+        ({"cpu_isa": "", "plain_torch_reason": "no compiler"}, "plain torch: no compiler"),
+        ({"plain_torch_reason": "no operators for float64"}, "plain torch: no operators for float64"),
+        ({"device": "cuda", "cpu_isa": "", "plain_torch_reason": "no Triton"}, "plain torch: no Triton"),
+    ],
+)
+def test_the_operators_named_are_those_that_run(state: dict[str, str], words: str) -> None:
+    """Compiled ones may be loaded and yet not fit the type of the weights."""
+    assert facts(**state)["operators"] == words
 
 
 @pytest.mark.parametrize(
