@@ -38,7 +38,7 @@ NOTHING_YET = 2**53 - 1
 HOST = "127.0.0.1"
 FACTS = (
     *("num_running_reqs", "num_waiting_reqs", "max_running_requests", "num_used_tokens", "max_total_num_tokens"),
-    *("paused", "withheld", "poisoned", "weight_version", "weight_epoch", "memory"),
+    *("paused", "withheld", "poisoned", "weight_version", "weight_epoch", "weight_update", "memory"),
 )
 
 
@@ -87,15 +87,10 @@ class Engine:
             "trouble": self.trouble,
             "unanswered": self._answer.get("unanswered"),
             "server": {name: server.get(name) for name in ("model", "version", "started_at", "phase", "failure")},
-            "state": {name: state[name] for name in FACTS} | _of_update(state) if state else None,
+            "state": {name: state[name] for name in FACTS} if state else None,
             "sample": self._sample,
             "num_refusals": sum(one["times"] for one in self._answer.get("refusals", ())),
         }
-
-
-def _of_update(state: dict[str, Any]) -> dict[str, Any]:
-    update = state["weight_update"]
-    return {"update_open": update.get("open", False), "steps_held": update.get("steps_held", False)}
 
 
 class FleetPage:

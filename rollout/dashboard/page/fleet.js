@@ -4,6 +4,7 @@ import { get } from "./connection.js";
 import { $, h, put, table, text } from "./dom.js";
 import { clock, percent, seconds, short, upTime, whole } from "./numbers.js";
 import { offerSpans } from "./spans.js";
+import { gateOf } from "./state.js";
 import { store } from "./store.js";
 import { charts, timeChart } from "./time_chart.js";
 
@@ -17,13 +18,8 @@ function status(one) {
   if (one.trouble !== null) return ["bad", one.trouble];
   if (server.phase === "failed") return ["bad", server.failure ? "failed: " + server.failure : "failed"];
   if (one.unanswered) return ["bad", one.unanswered];
-  if (state === null) return ["warn", server.phase ?? "no state yet"];
-  if (state.poisoned !== null) return ["bad", "weights poisoned"];
-  if (server.phase !== "serving") return ["warn", server.phase === "stopping" ? "draining" : server.phase];
-  if (state.withheld !== null) return ["warn", Object.values(state.memory).includes("released") ? "memory released" : "withheld"];
-  if (state.paused) return ["warn", "paused"];
-  if (state.steps_held) return ["warn", "steps held by an update"];
-  return ["good", state.update_open ? "serving, update open" : "serving"];
+  const [colour, words] = gateOf(server.phase, state);
+  return [colour, words === "serving" && state.weight_update.open ? "serving, update open" : words];
 }
 
 // The version that most servers serve.

@@ -24,10 +24,15 @@ export function drawTiles() {
 
 // [class, words] of the gate that matters most.
 export function gate(data) {
-  const state = data?.state ?? null, phase = data?.server.phase;
+  const phase = data?.server.phase;
   if (trouble.failures) return ["bad", "no answer"];
   if (phase === "failed") return ["bad", "failed"];
   if (engineNotice(data) !== null) return ["bad", "engine does not answer"];
+  return gateOf(phase, data?.state ?? null);
+}
+
+// The same of a server whose engine answers.
+export function gateOf(phase, state) {
   if (phase === "starting") return ["warn", "starting"];
   if (state !== null && state.poisoned !== null) return ["bad", "weights poisoned"];
   if (phase === "stopping") return ["warn", "draining"];
