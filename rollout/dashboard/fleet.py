@@ -31,6 +31,8 @@ from rollout.http.web_page import FilesPage
 
 POLL_S = 2.0
 ANSWER_S = 5.0
+STALE_S = 5.0
+"""A sample that is older is not shown as the current one: the engine behind the server stands still."""
 ROWS_KEPT = 1800
 """Rounds of questions that are kept: an hour."""
 NOTHING_YET = 2**53 - 1
@@ -52,26 +54,43 @@ class Engine:
         self.rate: float | None = None  # tokens generated per second
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=ANSWER_S)
         self._since = NOTHING_YET
-        self._answer: dict[str, Any] = {}
         self._sample: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {"unanswered": None, "server": {}, "state": None, "sample": {}, "num_refusals": 0}
 
     async def ask(self) -> None:
         """Ask for the state and the newest samples.  Never raises."""
+        status = 0
         try:
             response = await self._http.get("/dashboard/data", params={"since": self._since})
+            status = response.status_code
             answer = response.json()
-            if response.status_code != 200:
-                raise LockstepError(answer["error"]["message"])
-            self._since = answer["count"]
-            if answer["samples"]:
-                self._sample = answer["samples"][-1]
-            self._answer, self.trouble, self.rate = answer, None, self._sample.get("generated_per_s")
+            if status == 200:
+                self._keep(answer)
+            elif status == 404:
+                self._lose("has no dashboard: it runs with --no-enable-metrics, or is another program")
+            else:
+                self._lose(f"refuses with status {status}: {answer['error']['message']}")
         except httpx.TimeoutException:
             self._lose(f"no answer within {ANSWER_S:g} s")
-        except httpx.TransportError:
+        except httpx.HTTPError:
             self._lose("cannot be reached")
-        except (httpx.HTTPError, LockstepError, ValueError, LookupError, TypeError) as error:
-            self._lose(str(error))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            self._lose(f"answers with status {status} and not as lockstep {VERSION} does")
+
+    def _keep(self, answer: dict[str, Any]) -> None:
+        """Keep what the page shows of an answer.  Raises if parts are missing or of another kind."""
+        state, server, unanswered = answer["state"], answer["server"], answer["unanswered"]
+        last = answer["samples"][-1] if answer["samples"] else self._sample
+        sample = last if last and answer["now"] - last["at"] <= STALE_S else {}
+        self._facts = {
+            "unanswered": unanswered,
+            "server": {name: server[name] for name in ("model", "version", "started_at", "phase", "failure")},
+            "state": None if state is None else {name: state[name] for name in FACTS},
+            "sample": sample,
+            "num_refusals": sum(one["times"] for one in answer["refusals"]),
+        }
+        self._since, self._sample = answer["count"], last
+        self.trouble, self.rate = None, sample.get("generated_per_s")
 
     def _lose(self, reason: str) -> None:
         self.trouble, self.rate, self._since = reason, None, NOTHING_YET
@@ -81,16 +100,7 @@ class Engine:
 
     def shown(self) -> dict[str, Any]:
         """Return the facts of the last answer that the page shows."""
-        state, server = self._answer.get("state") or {}, self._answer.get("server", {})
-        return {
-            "url": self.url,
-            "trouble": self.trouble,
-            "unanswered": self._answer.get("unanswered"),
-            "server": {name: server.get(name) for name in ("model", "version", "started_at", "phase", "failure")},
-            "state": {name: state[name] for name in FACTS} if state else None,
-            "sample": self._sample,
-            "num_refusals": sum(one["times"] for one in self._answer.get("refusals", ())),
-        }
+        return {"url": self.url, "trouble": self.trouble} | self._facts
 
 
 class FleetPage:
@@ -172,6 +182,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener = config.bind_socket()
     except SystemExit:
         return fail(f"port {args.port} cannot be opened: take another --port")
-    say(f"the dashboard of {len(dict.fromkeys(args.urls))} servers is at http://{HOST}:{args.port}")
+    say(f"the dashboard is at http://{HOST}:{args.port}")
     server.run(sockets=[listener])
     return 0

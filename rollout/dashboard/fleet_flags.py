@@ -18,7 +18,7 @@ def parser() -> Parser:
         description="Show several servers on one page. It is served to this machine alone.",
     )
     found.add_argument("urls", nargs="+", metavar="URL", type=_url, help="addresses of servers, as http://host:30000")
-    found.add_argument("--port", type=int, default=30080, help="port of the page (default: 30080)")
+    found.add_argument("--port", type=_port, default=30080, help="port of the page (default: 30080)")
     found.add_argument(
         "--admin-api-key",
         default=os.environ.get(KEY_VARIABLE),
@@ -33,3 +33,9 @@ def _url(text: str) -> str:
     if objection is not None:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be the address of a server: {objection}")
     return url.rstrip("/")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, not {text!r}")
+    return int(text)

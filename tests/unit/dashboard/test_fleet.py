@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from rollout.dashboard.fleet import Engine, FleetPage
+from rollout.dashboard.fleet import FleetPage
 from rollout.dashboard.fleet_flags import parser
 from tests.dashboard_harness import in_loop
 from tests.http_harness import Live, live_server
@@ -83,19 +84,74 @@ def test_pages_of_other_names_get_no_data(live: Live) -> None:
     assert client.get("/dashboard/files/history.py").status_code == 404
 
 
-def test_an_answer_that_is_no_state_is_trouble() -> None:
-    async def lost() -> str | None:
-        engine = Engine("http://127.0.0.1:1", None)
-        try:
-            await engine.ask()
-        finally:
-            await engine.close()
-        return engine.trouble
+def after(*answers: httpx.Response) -> FleetPage:
+    """Return the page after a server has given these answers."""
+    left = list(answers)
 
-    assert asyncio.run(lost()) == "cannot be reached"
+    async def ask() -> FleetPage:
+        page = FleetPage(["http://node-1"], None)
+        (engine,) = page._engines
+        await engine.close()
+        transport = httpx.MockTransport(lambda request: left.pop(0))
+        engine._http = httpx.AsyncClient(transport=transport, base_url=engine.url)
+        for _ in answers:
+            await page.ask()
+        await engine.close()
+        return page
+
+    return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("words", [[], ["ftp://x"], ["http://"], ["http://x/?a=1"], ["x", "--port", "high"]])
+def shown_by(page: FleetPage) -> dict[str, Any]:
+    (engine,) = TestClient(page.app(), base_url="http://127.0.0.1:30080").get("/fleet/data").json()["engines"]
+    return engine
+
+
+@pytest.fixture
+def answer(live: Live) -> dict[str, Any]:
+    """An answer of a real server, with a sample of now."""
+    in_loop(live, live.history.sample())
+    return live.client.get("/dashboard/data", headers={"authorization": f"Bearer {KEY}"}).json()
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "words"),
+    [
+        (200, "<html>", "not as lockstep"),
+        (200, "[]", "not as lockstep"),
+        (200, '{"count": 3}', "not as lockstep"),
+        (502, "<html>", "status 502"),
+        (502, '{"error": "x"}', "status 502"),
+        (503, '{"error": {"message": "draining"}}', "refuses with status 503: draining"),
+        (404, '{"error": {"message": "Not Found"}}', "--no-enable-metrics"),
+    ],
+)
+def test_an_answer_that_is_no_state_is_trouble(status: int, content: str, words: str) -> None:
+    assert words in shown_by(after(httpx.Response(status, text=content)))["trouble"]
+
+
+@pytest.mark.parametrize("part", ["server", "state"])
+def test_a_server_of_another_version_does_not_end_the_page(answer: dict[str, Any], part: str) -> None:
+    """Its answer may lack a part that this version shows."""
+    old = answer | {part: {name: value for name, value in answer[part].items() if name not in ("withheld", "phase")}}
+    page = after(httpx.Response(200, json=answer), httpx.Response(200, json=old))
+    found = shown_by(page)
+    assert "status 200 and not as lockstep" in found["trouble"] and found["state"]["weight_version"] == "v0"
+
+
+def test_the_rate_of_an_engine_that_stands_still_is_not_shown(answer: dict[str, Any]) -> None:
+    """Its server answers on, without samples."""
+    answer["samples"][-1]["generated_per_s"] = 90.0
+    later = answer | {"now": answer["now"] + 20, "samples": [], "unanswered": "the scheduler did not answer"}
+    page = after(httpx.Response(200, json=answer), httpx.Response(200, json=later))
+    assert [row["rates"] for _, row in page._rows] == [[90.0], [None]]
+    found = shown_by(page)
+    assert found["unanswered"] and found["sample"] == {} and found["state"]["weight_version"] == "v0"
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["ftp://x"], ["http://"], ["http://x/?a=1"], ["x", "--port", "high"], ["x", "--port", "70000"]]
+)
 def test_words_that_name_no_server_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parser().parse_args(words)
