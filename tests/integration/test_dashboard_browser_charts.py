@@ -58,6 +58,32 @@ def test_dragging_zooms_all_charts_until_it_is_reset(page: Browser) -> None:
     assert page.console == []
 
 
+def record(server: ServerProcess) -> None:
+    """Make the server have loads of experts in two of its samples at least."""
+    server.http.post("/start_expert_distribution_record", json={})
+    for _ in range(3):
+        generate(server)
+        time.sleep(1.1)
+
+
+@pytest.mark.parametrize("drawing", ["chart-versions", "chart-balance"])
+def test_a_drag_that_outlasts_a_poll_zooms(page: Browser, server: ServerProcess, drawing: str) -> None:
+    """These drawings are made anew at each poll."""
+    record(server)
+    page.wait_for(f"document.querySelector('#{drawing} svg') !== null")
+    left, top, width = page.evaluate(
+        f"(() => {{ const one = document.querySelector('#{drawing} svg'); one.scrollIntoView({{block: 'center'}});"
+        "const box = one.getBoundingClientRect(); return [box.left + 52, box.top + 20, box.width - 62]; })()"
+    )
+    for kind, share in (("mouseMoved", 0.2), ("mousePressed", 0.2), ("mouseMoved", 0.5)):
+        move(page, kind, left + share * width, top)
+    time.sleep(2.2)
+    for kind in ("mouseMoved", "mouseReleased"):
+        move(page, kind, left + 0.7 * width, top)
+    page.wait_for("lockstep.store.zoom !== null")
+    assert page.console == []
+
+
 def test_the_value_under_the_mouse_is_shown(page: Browser) -> None:
     page.wait_for("lockstep.charts.get('kv').places.length > 2")
     hover(page, "kv", "lockstep.charts.get('kv').places[1].at")

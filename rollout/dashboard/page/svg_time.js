@@ -10,7 +10,7 @@ export const LEFT = 52, RIGHT = 10, TOP = 8, BOTTOM = 20;
 export function frame(host, height) {
   const width = Math.max(220, $(host).clientWidth), [start, end] = shownTime();
   return {
-    width, height, start, end, bottom: height - BOTTOM,
+    host, width, height, start, end, bottom: height - BOTTOM,
     x: (at) => LEFT + (width - LEFT - RIGHT) * (at - start) / (end - start),
     at: (x) => start + (end - start) * (x - LEFT) / (width - LEFT - RIGHT),
   };
@@ -29,29 +29,32 @@ export function timeAxis(box) {
   return found;
 }
 
+let drag = null;  // {host, at}: the drawing and the time at which one began; the drawing is made anew meanwhile
+
 // Dragging zooms, and a double click shows all again, as in the charts.
 export function zoomable(box, svg, y1, y2) {
-  let from = null;
   const band = s("rect", { class: "band", y: y1, height: y2 - y1, width: 0 });
   const place = (event) => Math.min(box.width - RIGHT, Math.max(LEFT, event.clientX - svg.getBoundingClientRect().left));
+  const isDragged = () => drag !== null && drag.host === box.host;
   svg.addEventListener("pointerdown", (event) => {
-    if (event.pointerType === "mouse" && event.button === 0) from = place(event);
+    if (event.pointerType === "mouse" && event.button === 0) drag = { host: box.host, at: box.at(place(event)) };
   });
   svg.addEventListener("pointermove", (event) => {
-    if (from === null) return;
-    band.setAttribute("x", Math.min(from, place(event)));
-    band.setAttribute("width", Math.abs(place(event) - from));
+    if (!isDragged()) return;
+    const x = Math.max(LEFT, box.x(drag.at));
+    band.setAttribute("x", Math.min(x, place(event)));
+    band.setAttribute("width", Math.abs(place(event) - x));
   });
   svg.addEventListener("pointerleave", () => {
-    from = null;
+    if (svg.isConnected) drag = null;
     band.setAttribute("width", 0);
   });
   svg.addEventListener("pointerup", (event) => {
-    if (from === null) return;
-    const range = [box.at(Math.min(from, place(event))), box.at(Math.max(from, place(event)))];
-    const isDrag = Math.abs(place(event) - from) >= 6 && range[1] - range[0] >= 2;
-    from = null;
-    if (isDrag) zoomTo(range);
+    if (!isDragged()) return;
+    const range = [drag.at, box.at(place(event))].sort((a, b) => a - b);
+    const isLong = Math.abs(place(event) - box.x(drag.at)) >= 6 && range[1] - range[0] >= 2;
+    drag = null;
+    if (isLong) zoomTo(range);
   });
   svg.addEventListener("dblclick", () => { if (store.zoom !== null) zoomTo(null); });
   svg.append(band);
