@@ -84,6 +84,15 @@ def test_a_drag_that_outlasts_a_poll_zooms(page: Browser, server: ServerProcess,
     assert page.console == []
 
 
+def test_a_time_without_loads_has_no_legend_of_the_balance(page: Browser, server: ServerProcess) -> None:
+    record(server)
+    for _ in range(2):
+        page.wait_for_text("even", "#legend-balance")
+        page.evaluate("lockstep.store.zoom = [0, 10]")
+        page.wait_for("document.getElementById('legend-balance').innerText === ''")
+        page.evaluate("lockstep.store.zoom = null")
+
+
 def test_the_value_under_the_mouse_is_shown(page: Browser) -> None:
     page.wait_for("lockstep.charts.get('kv').places.length > 2")
     hover(page, "kv", "lockstep.charts.get('kv').places[1].at")

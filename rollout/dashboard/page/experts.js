@@ -134,7 +134,7 @@ export function drawBalance() {
   const samples = columns(shownSamples([box.start, box.end]).filter((one) => one.balance !== null), (box.width - LEFT - RIGHT) / 2);
   if (!layers.length || store.data.state.experts === null || !samples.length) {
     host.replaceChildren();
-    put("legend-balance", 0);
+    $("legend-balance").replaceChildren();
     return;
   }
   const known = samples.flatMap((one) => one.balance).filter((value) => value !== null);
