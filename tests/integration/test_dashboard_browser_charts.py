@@ -93,6 +93,15 @@ def test_a_time_without_loads_has_no_legend_of_the_balance(page: Browser, server
         page.evaluate("lockstep.store.zoom = null")
 
 
+def test_charts_of_a_trainer_that_names_more_numbers_replace_the_old_ones(page: Browser, server: ServerProcess) -> None:
+    server.client.report_trainer_metrics({"kl": 0.1})
+    page.wait_for("lockstep.charts.has('trainer-0')")
+    page.evaluate("window.old = lockstep.charts.get('trainer-0').plot")
+    server.client.report_trainer_metrics({"a-new-name": 0.1})
+    page.wait_for("lockstep.charts.get('trainer-0').plot !== window.old")
+    assert page.evaluate("uPlot.sync('time').plots.includes(window.old)") is False
+
+
 def test_the_value_under_the_mouse_is_shown(page: Browser) -> None:
     page.wait_for("lockstep.charts.get('kv').places.length > 2")
     hover(page, "kv", "lockstep.charts.get('kv').places[1].at")

@@ -82,7 +82,10 @@ function trainer() {
   const host = $("trainer-charts");
   if (host.dataset.names !== JSON.stringify(names)) {
     host.dataset.names = JSON.stringify(names);
-    for (const name of [...charts.keys()].filter((one) => one.startsWith("trainer-"))) charts.delete(name);
+    for (const name of [...charts.keys()].filter((one) => one.startsWith("trainer-"))) {
+      charts.get(name).plot?.destroy();
+      charts.delete(name);
+    }
     host.replaceChildren(...names.map((name, index) => h("section", { class: "card" }, h("h3", {}, name),
       h("div", { class: "legend", id: `legend-trainer-${index}` }), h("div", { class: "chart", id: `chart-trainer-${index}` }))));
   }
