@@ -102,6 +102,22 @@ def test_charts_of_a_trainer_that_names_more_numbers_replace_the_old_ones(page: 
     assert page.evaluate("uPlot.sync('time').plots.includes(window.old)") is False
 
 
+@pytest.mark.parametrize(
+    ("shown", "words"),
+    [
+        ("seconds(119.7)", "2 min 0 s"),
+        ("seconds(119.4)", "1 min 59 s"),
+        ("seconds(0.0123)", "12 ms"),
+        ("clock(new Date(2026, 0, 1).getTime() / 1000)", "00:00:00"),
+        ("precise(0.00213049)", "0.00213"),
+        ("bytes(1536)", "1.5 KiB"),
+        ("short(15000)", "15k"),
+    ],
+)
+def test_numbers_are_written_as_people_read_them(page: Browser, shown: str, words: str) -> None:
+    assert page.evaluate(f"import('./dashboard/files/numbers.js').then((one) => one.{shown})") == words
+
+
 def test_the_value_under_the_mouse_is_shown(page: Browser) -> None:
     page.wait_for("lockstep.charts.get('kv').places.length > 2")
     hover(page, "kv", "lockstep.charts.get('kv').places[1].at")

@@ -12,9 +12,9 @@ export function short(value) {
 
 export const whole = (value) => Math.round(value).toLocaleString("en");
 export const percent = (share, digits = 1) => (100 * share).toFixed(digits) + " %";
-export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en", { hour12: false });
+export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en", { hourCycle: "h23" });
 
-// Three digits that matter, for numbers of any size.
+// At most four digits that matter, for numbers of any size.
 export function precise(value) {
   if (value === 0) return "0";
   const size = Math.abs(value);
@@ -23,7 +23,8 @@ export function precise(value) {
 }
 
 export function seconds(value) {
-  if (value >= 90) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  const rounded = Math.round(value);
+  if (value >= 90) return `${Math.floor(rounded / 60)} min ${rounded % 60} s`;
   if (value >= 10) return value.toFixed(0) + " s";
   return value >= 1 ? value.toFixed(1) + " s" : (1000 * value).toFixed(value < 0.01 ? 1 : 0) + " ms";
 }
