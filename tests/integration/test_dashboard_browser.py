@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chromium import Browser
-from tests.dashboard_browser import NEEDS_BROWSER, SETTINGS, enter
+from tests.dashboard_browser import NEEDS_BROWSER, SETTINGS, enter, generate
 from tests.dashboard_harness import HOSTILE
 from tests.server_process import ServerProcess
 
@@ -131,6 +131,23 @@ def test_a_refused_action_is_shown_with_its_reason(page: Browser, server: Server
         "import('./dashboard/files/connection.js').then((one) => one.post('stop_expert_distribution_record', {}))"
     )
     page.wait_for_text("is not being recorded", "#notice")
+
+
+def test_a_log_probability_that_is_not_finite_does_not_end_the_page(page: Browser, server: ServerProcess) -> None:
+    """JSON has null for it."""
+    page.evaluate(
+        "(() => { const own = fetch; window.fetch = async (...all) => { const answer = await own(...all);"
+        "if (!all[0].includes('dashboard/samples')) return answer; const body = await answer.json();"
+        "for (const one of body.samples) one.logprobs = [null];"
+        "return {ok: true, status: 200, json: async () => body}; }; })()"
+    )
+    generate(server, max_new_tokens=7)
+    page.wait_for("lockstep.store.data.answers.last_sample > 0")
+    page.wait_for(
+        "(document.querySelector('#samples-bar button')?.click(), document.getElementById('samples').innerText"
+        ".includes('+ 7 tokens'))"
+    )
+    assert page.evaluate("document.getElementById('notice').hidden") and page.console == []
 
 
 def test_there_are_no_phantom_rows_and_buttons_ask_for_what_is_missing_n33(browser: Browser, model: Path) -> None:

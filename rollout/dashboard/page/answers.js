@@ -1,6 +1,6 @@
 // Lengths and finish reasons of the last samples, and the samples themselves, with their tokens coloured by version.
 
-import { $, button, clip, empty, h, put, s, text } from "./dom.js";
+import { $, button, clip, empty, h, put, s } from "./dom.js";
 import { clock, percent, precise, seconds, whole } from "./numbers.js";
 import { get } from "./connection.js";
 import { store } from "./store.js";
@@ -85,7 +85,7 @@ function tokens(one) {
     h("span", { class: "quiet" }, one.prompt_ids.map((_, index) => words(one.prompt, one.prompt_ids, index)).join("")),
     ...one.output_ids.map((id, index) => {
       const span = one.spans.find((found) => found[1] <= index && index < found[2]);
-      const logprob = one.logprobs[index] === undefined ? "" : `, log-probability ${precise(one.logprobs[index])}`;
+      const logprob = (one.logprobs[index] ?? null) === null ? "" : `, log-probability ${precise(one.logprobs[index])}`;
       return h("span", { class: span === undefined ? null : `v${span[3] % TINTS}`, title: `token ${index}: id ${id}${logprob}, ${span?.[0] ?? "version not known"}` },
         words(one.output, one.output_ids, index));
     }),
