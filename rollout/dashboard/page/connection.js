@@ -1,6 +1,7 @@
 // Calls to the server, with the key that the page was given.  It is kept in memory alone: a reload forgets it.
 
-export const ANSWER_MS = 5000, ACTION_MS = 60000;
+export const ANSWER_MS = 5000;
+const ACTION_MS = 60000;
 export const trouble = { failures: 0 };
 const held = { key: null };
 const hooks = { done: () => {}, failed: () => {} };

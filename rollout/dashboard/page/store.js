@@ -3,7 +3,8 @@
 const KEPT = { updates: 200, rebalances: 400, flips: 200, trainer: 1000 };
 const KEPT_S = 3600;
 export const SPANS = [[180, "3 min"], [600, "10 min"], [3600, "1 hour"]];
-export const LEAST_SPAN_S = 60, MERGED_GAP_S = 25, NARROW = 760, NEAR_PX = 9;
+export const NARROW = 760;
+const LEAST_SPAN_S = 60, MERGED_GAP_S = 25, NEAR_PX = 9;
 
 const empty = () => ({ count: 0, samples: [], updates: [], rebalances: [], flips: [], trainer: [] });
 

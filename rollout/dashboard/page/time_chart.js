@@ -61,7 +61,7 @@ function drawPauses(chart, plot) {
 }
 
 // Spans of time in which generation was paused.
-export function pauses(samples) {
+function pauses(samples) {
   const found = [];
   let since = null, last = null;
   for (const one of [...samples, null]) {

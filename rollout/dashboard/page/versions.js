@@ -13,7 +13,7 @@ const KEYS = [
 const OUTCOMES = { committed: ["good", "committed"], aborted: ["bad", "aborted"], lost: ["bad", "lost"] };
 
 // Labels of epochs, as far as they are known.
-export function labels() {
+function labels() {
   const found = new Map(store.data.state.versions);
   for (const one of store.history.updates) {
     if (one.weight_epoch !== null && !found.has(one.weight_epoch)) found.set(one.weight_epoch, one.weight_version);
