@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rollout.cli.main import COMMANDS
 from rollout.core.args.config_file import _READERS
 from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, REFUSED, SHORT, WITHOUT_EFFECT
 
@@ -20,6 +21,11 @@ def table(header: str) -> list[tuple[list[str], str]]:
     rows = PAGE.partition(f"| {header} |")[2].partition("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return [(re.findall(r"`([^`]+)`", first), second) for first, second in cells]
+
+
+def test_the_page_begins_with_every_command() -> None:
+    first = PAGE.partition("```\n")[2].partition("```")[0]
+    assert sorted(set(re.findall(r"[a-z][a-z-]+", first)) - {"lockstep", "flags"}) == sorted(COMMANDS)
 
 
 def test_the_page_has_every_other_spelling() -> None:
