@@ -115,12 +115,8 @@ class FleetPage:
         self._count = 0
 
     def app(self) -> Starlette:
-        routes = [
-            Route("/", self.page),
-            Route("/dashboard/files/{name}", self.file),
-            Route("/fleet/data", self.data),
-        ]
-        return Starlette(routes=routes, lifespan=self._life)
+        routes = [("/", self.page), ("/dashboard/files/{name}", self.file), ("/fleet/data", self.data)]
+        return Starlette(routes=[Route(path, act) for path, act in routes], lifespan=self._life)
 
     async def ask(self) -> None:
         """Ask all servers at once, and keep a row."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -29,6 +30,8 @@ from rollout.dashboard.samples import Sample, SampleTiers
 from rollout.dashboard.trainer_log import TrainerLog, TrainerReport
 from rollout.http.metrics.metrics import Metrics
 from rollout.tokenizer_manager.manager import Phase, TokenizerManager
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 1.0
 ANSWER_S = 4.0
@@ -69,10 +72,13 @@ class ServerHistory:
             manager.observe(self.answers)
 
     async def run(self) -> None:
-        """Sample until cancelled."""
+        """Sample until cancelled.  An error costs one sample."""
         try:
             while True:
-                await self.sample()
+                try:
+                    await self.sample()
+                except Exception:
+                    logger.exception("the dashboard has no sample of this second")
                 await asyncio.sleep(SAMPLE_EVERY_S)
         finally:
             if self._probing is not None:
@@ -162,9 +168,7 @@ class ServerHistory:
 
     def _of_machine(self, now: float) -> dict[str, Any]:
         usage = self._machine.look(now)
-        if usage is None:
-            return {}
-        return {"memory_bytes": (usage.own_bytes, usage.engine_bytes), "cpus": usage.cpus}
+        return {} if usage is None else {"memory_bytes": (usage.own_bytes, usage.engine_bytes), "cpus": usage.cpus}
 
     def _enter_rebalances(self, eplb: EplbState, now: float) -> None:
         """Enter the rebalances that ended after the last known one, and that one again once its effect was measured."""
@@ -239,5 +243,4 @@ def _rebalance(facts: dict[str, Any]) -> dict[str, Any]:
     )
     balances = ("balancedness_before", "balancedness_after", "balancedness_measured")
     balance = {name: (facts.get(name) or {}).get("mean") for name in balances}
-    moved = {"num_local_copies": facts.get("num_local_copies", 0)}
-    return {name: facts[name] for name in names} | balance | moved
+    return {name: facts[name] for name in names} | balance | {"num_local_copies": facts.get("num_local_copies", 0)}

@@ -27,8 +27,8 @@ class Refusal:
     path: str
     status: int
     reason: str
-    times: int = 1
-    at: float = field(default_factory=time.time)
+    times: int = field(default=1, compare=False)
+    at: float = field(default_factory=time.time, compare=False)
 
 
 class RefusalLog:
@@ -45,9 +45,7 @@ class RefusalLog:
     def note(self, method: str, path: str, status: int, reason: str) -> None:
         new = Refusal(method[:16], _cut(path, MAX_PATH_CHARS), status, _cut(reason, MAX_REASON_CHARS))
         last = self._entries[-1] if self._entries else None
-        if last is not None and (last.method, last.path, last.status, last.reason) == (
-            new.method, new.path, new.status, new.reason,
-        ):  # fmt: skip
+        if last is not None and last == new:
             last.times, last.at = last.times + 1, new.at
         else:
             self._entries.append(new)

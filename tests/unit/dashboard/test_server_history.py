@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from rollout.core.messages.experts import EplbState, ExpertLoadState, ExpertLoadWindow
 from rollout.core.messages.io_struct import ControlReqOutput, GetStateReqInput
+from rollout.core.messages.scheduler_state import SchedulerState
 from rollout.core.messages.update_state import EndedUpdateState
 from rollout.dashboard import history as kept
 from rollout.dashboard.history import ServerHistory
@@ -194,6 +196,31 @@ def test_a_scheduler_that_does_not_answer_is_told_with_the_reason(live: Live, mo
     live.scheduler.answers.clear()
     in_loop(live, live.history.sample())
     assert data_of(live)["unanswered"] is None
+
+
+def test_an_error_costs_one_sample(
+    live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    history, seconds = ServerHistory(live.manager, Metrics("kept")), iter(range(100))
+    enter = history.enter
+
+    def broken_at_first(state: SchedulerState, now: float) -> None:
+        assert next(seconds), "broken"
+        enter(state, now)
+
+    async def work() -> None:
+        task = asyncio.create_task(history.run())
+        while len(samples_of(history)) < 2:
+            assert not task.done()
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr(kept, "SAMPLE_EVERY_S", 0.01)
+    monkeypatch.setattr(history, "enter", broken_at_first)
+    in_loop(live, work())
+    (line,) = [line for line in caplog.records if line.name == kept.__name__]
+    assert line.exc_text or line.exc_info
 
 
 def test_the_end_of_the_scheduler_is_told(live: Live) -> None:
