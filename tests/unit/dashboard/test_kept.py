@@ -22,7 +22,15 @@ from rollout.core.messages.req_output import Alternatives, FinishedRecord, Finis
 from rollout.core.sampling_params import SamplingParams
 from rollout.dashboard import machine as usage
 from rollout.dashboard import trainer_log
-from rollout.dashboard.answer_log import OUTPUT_TOKENS_KEPT, SAMPLES_KEPT, AnswerLog, entropy_of, length_edges
+from rollout.dashboard.answer_log import (
+    ALTERNATIVES_READ,
+    OUTPUT_TOKENS_KEPT,
+    PROMPT_TOKENS_KEPT,
+    SAMPLES_KEPT,
+    AnswerLog,
+    entropy_of,
+    length_edges,
+)
 from rollout.dashboard.history import ServerHistory
 from rollout.dashboard.latencies import LatencyWindow, quantile
 from rollout.dashboard.machine import Machine
@@ -115,7 +123,11 @@ def ended(*spans: tuple[int, int, int], num_tokens: int = 4, reason: Any = "leng
     """Return the record of a sample with these spans (start, end, epoch) that ended after 2 s."""
     params = source.pop("sampling_params", SamplingParams())
     message = TokenizedGenerateReqInput(
-        rid=source.pop("rid", "r"), input_ids=[1, 2, 3], sampling_params=params, return_logprob=True, **source
+        rid=source.pop("rid", "r"),
+        input_ids=source.pop("input_ids", [1, 2, 3]),
+        sampling_params=params,
+        return_logprob=True,
+        **source,
     )
     record = SampleRecord(message, created_at=10.0, weight_version="v")
     record.output_ids = list(range(num_tokens))
@@ -134,22 +146,39 @@ def test_the_age_of_tokens_is_counted_in_versions() -> None:
     log.on_finished(ended((0, 4, 7)))  # the state of a second ago knew of version 5 only
     assert log.taken().max_age == 0 and log.weight_epoch == 7
     assert log.taken().num_finished == 0
+    log.on_finished(ended((0, 4, 7), reason="abort"))
+    sums = log.taken()
+    assert (sums.num_finished, sums.num_aborted) == (1, 1)
 
 
 def test_log_probabilities_and_entropy_are_of_tokens() -> None:
     log = AnswerLog(keeps_samples=False)
     log.on_finished(ended((0, 4, 0)))
-    log.on_finished(ended((0, 2, 0), num_tokens=2, sampling_params=SamplingParams(temperature=0.0)))
+    for params in ({"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 2}, {"temperature": 0.5}):
+        log.on_finished(ended((0, 2, 0), num_tokens=2, sampling_params=SamplingParams(**params)))
     sums = log.taken()
-    assert (sums.logprob_sum, sums.logprob_tokens) == (-3.0, 6)
-    assert (sums.entropy_sum, sums.entropy_tokens) == (2.0, 4), "greedy tokens tell nothing of the entropy"
-    record = ended((0, 4, 0), top_logprobs_num=2)
-    pair = np.log(np.array([[0.5, 0.25]] * 4, dtype="<f4"))
-    record.output_alternatives.append(Alternatives(top_logprobs=pair.tobytes(), top_ids=bytes(32)))
+    assert (sums.logprob_sum, sums.logprob_tokens) == (-6.0, 12)
+    assert (sums.entropy_sum, sums.entropy_tokens) == (2.0, 4), "tokens of other distributions tell nothing of it"
+
+
+def test_the_entropy_is_read_of_the_first_alternatives() -> None:
+    log, num_tokens = AnswerLog(keeps_samples=False), ALTERNATIVES_READ + 44
+    record = ended((0, num_tokens, 0), num_tokens=num_tokens, top_logprobs_num=2)
+    pairs = np.log(np.array([[0.5, 0.25]] * num_tokens, dtype="<f4"))
+    record.output_alternatives.append(Alternatives(top_logprobs=pairs.tobytes(), top_ids=bytes(8 * num_tokens)))
     log.on_finished(record)
     sums = log.taken()
     exact = 0.5 * math.log(2) + 2 * 0.25 * math.log(4)
-    assert sums.entropy_tokens == 4 and sums.entropy_sum == pytest.approx(4 * exact, rel=1e-5)
+    assert sums.entropy_tokens == ALTERNATIVES_READ
+    assert sums.entropy_sum == pytest.approx(ALTERNATIVES_READ * exact, rel=1e-5)
+
+
+def test_a_log_probability_that_is_not_finite_is_in_no_mean() -> None:
+    log, record = AnswerLog(keeps_samples=False), ended((0, 4, 0))
+    record.output_logprobs[1] = -INF
+    log.on_finished(record)
+    sums = log.taken()
+    assert (sums.num_finished, sums.logprob_tokens, sums.entropy_tokens) == (1, 0, 0)
 
 
 def test_an_entropy_of_certain_tokens_is_zero() -> None:
@@ -159,9 +188,10 @@ def test_an_entropy_of_certain_tokens_is_zero() -> None:
 def test_samples_are_kept_cut_and_bounded() -> None:
     log = AnswerLog(keeps_samples=True)
     for number in range(SAMPLES_KEPT + 5):
-        log.on_finished(ended((0, 5000, 0), num_tokens=5000, rid=f"r{number}"))
+        log.on_finished(ended((0, 5000, 0), num_tokens=5000, rid=f"r{number}" + "-" * 100, input_ids=list(range(100))))
     found = log.samples()
-    assert len(found) == SAMPLES_KEPT and found[0].rid == f"r{SAMPLES_KEPT + 4}"
+    assert len(found) == SAMPLES_KEPT and found[0].rid.startswith(f"r{SAMPLES_KEPT + 4}-")
+    assert len(found[0].rid) == 80 and found[0].prompt_ids == list(range(100 - PROMPT_TOKENS_KEPT, 100))
     assert len(found[0].output_ids) == len(found[0].logprobs) == OUTPUT_TOKENS_KEPT
     assert (found[0].num_output_tokens, found[0].seconds) == (5000, 2.0)
     assert log.shown()["last_sample"] == SAMPLES_KEPT + 5
@@ -255,12 +285,14 @@ def test_loads_by_expert_are_asked_for_on_demand(live: Live) -> None:
 
 def test_numbers_of_a_trainer_are_shown_with_the_version(live: Live) -> None:
     live.scheduler.version = "step-7"
+    live.client.get("/server_info")  # the manager hears of it with each state
     body = {"values": {"kl": 0.002, "reward": 1}, "step": 7}
     answer = live.client.post("/dashboard/trainer_metrics", json=body).json()
-    assert answer["success"] and "weight_version" in answer
+    assert answer["success"] and answer["weight_version"] == "step-7"
     found = live.client.get("/dashboard/data").json()
     (report,) = found["trainer"]
-    assert report["values"] == {"kl": 0.002, "reward": 1.0} and report["step"] == 7
+    assert report["values"] == {"kl": 0.002, "reward": 1.0}
+    assert (report["step"], report["weight_version"]) == (7, "step-7")
     assert live.client.get("/dashboard/data", params={"since": found["count"]}).json()["trainer"] == []
 
 
@@ -288,6 +320,10 @@ def test_the_log_of_a_trainer_is_bounded() -> None:
     for number in range(trainer_log.REPORTS_KEPT + 10):
         log.add(number, {"kl": 1.0}, number, "v")
     assert len(log.newer(-1)) == trainer_log.REPORTS_KEPT
+    for number in range(trainer_log.MAX_NAMES - 1):
+        log.add(0, {f"name {number}": 1.0}, None, "v")
+    with pytest.raises(BadRequest, match="at most 16 names"):
+        log.add(0, {"one more": 1.0}, None, "v")
     with pytest.raises(BadRequest, match="must be finite"):
         log.add(0, {"kl": INF}, None, "v")
 
