@@ -107,9 +107,7 @@ class DashboardRoutes:
 
     async def sessions(self) -> Response:
         """Return the sessions of `GET /sessions`, at most 50, under the key of the dashboard."""
-        found, pinned = await self._sessions.reports()
-        sessions = list(found.values())[:MAX_SESSIONS]
-        return json_response({"sessions": sessions, "num_sessions": len(found), "num_pinned_tokens": pinned})
+        return await self._sessions.sessions(MAX_SESSIONS)
 
     async def experts(self) -> Response:
         """Return the recorded load of each expert in the last 100 forward passes, [L, E]."""

@@ -111,19 +111,19 @@ class SessionRoutes:
 
     async def sessions(self, limit: Annotated[int, Query(ge=1, le=MAX_SESSIONS)] = 100) -> Response:
         """List the sessions that keep KV, then the running ones, then the last used ones; at most `limit`."""
-        found, pinned = await self.reports()
+        found, pinned = await self._reports()
         return json_response(
             {"sessions": list(found.values())[:limit], "num_sessions": len(found), "num_pinned_tokens": pinned}
         )
 
     async def session(self, session_id: str) -> Response:
         """Return the report of one session; 404 if it is not known, or not any more."""
-        found, _ = await self.reports()
+        found, _ = await self._reports()
         if session_id not in found:
             raise NotFound(f"no session {session_id[:80]!r} is known")
         return json_response(found[session_id])
 
-    async def reports(self) -> tuple[dict[str, dict[str, Any]], int]:
+    async def _reports(self) -> tuple[dict[str, dict[str, Any]], int]:
         """Return the report of each known session, and the tokens that are pinned for all of them."""
         answer = await self._manager.control(GetSessionsReqInput)
         if not answer.success:
