@@ -67,6 +67,11 @@ export function table(columns, rows) {
     })))));
 }
 
+// `rows`: [name, value].
+export function tiles(rows) {
+  put("tiles", rows, ...rows.map(([name, value]) => () => h("div", { class: "tile" }, h("span", {}, name), h("b", { title: value }, value))));
+}
+
 export function list(rows) {
   return h("dl", {}, ...rows.flatMap(([name, value, colour]) => [h("dt", {}, name), h("dd", { class: colour }, value)]));
 }

@@ -1,7 +1,7 @@
 // Several servers on one page.  The process that serves it asks them.
 
 import { get } from "./connection.js";
-import { $, h, put, table, text } from "./dom.js";
+import { $, h, put, table, text, tiles } from "./dom.js";
 import { clock, percent, seconds, short, upTime, whole } from "./numbers.js";
 import { offerSpans } from "./spans.js";
 import { gateOf } from "./state.js";
@@ -37,13 +37,12 @@ function draw() {
   const good = engines.filter((one) => status(one)[0] === "good").length, sum = (value) => alive.reduce((total, one) => total + value(one), 0);
   $("gate").className = `chip ${good === engines.length ? "good" : good ? "warn" : "bad"}`;
   text("gate", `${good} of ${engines.length} serve`);
-  const tiles = [
+  tiles([
     ["Servers", whole(engines.length)], ["Generated, tok/s", short(sum((one) => one.sample.generated_per_s ?? 0))],
     ["Running", whole(sum((one) => one.state.num_running_reqs))], ["Waiting", whole(sum((one) => one.state.num_waiting_reqs))],
     ["KV tokens in use", alive.length ? percent(sum((one) => one.state.num_used_tokens) / sum((one) => one.state.max_total_num_tokens)) : "–"],
     ["Version of most", common ?? "–"], ["On another version", whole(ahead.length)], ["Refused requests", whole(engines.reduce((total, one) => total + one.num_refusals, 0))],
-  ];
-  put("tiles", tiles, ...tiles.map(([name, value]) => () => h("div", { class: "tile" }, h("span", {}, name), h("b", { title: value }, value))));
+  ]);
   drawRates(engines);
   drawEngines(engines, common);
 }

@@ -1,6 +1,6 @@
 // The server now: tiles, gates, what an operator may ask for, sessions, errors.
 
-import { $, button, empty, h, list, put, table, text } from "./dom.js";
+import { $, button, empty, h, list, put, table, text, tiles } from "./dom.js";
 import { bytes, clock, percent, seconds, short, upTime, whole } from "./numbers.js";
 import { get, post, trouble } from "./connection.js";
 import { lastSample, store } from "./store.js";
@@ -12,14 +12,13 @@ export function forgetSessions() { sessions = null; }
 
 export function drawTiles() {
   const { state, server, now } = store.data, last = lastSample();
-  const tiles = [
+  tiles([
     ["Generated, tok/s", last === null ? "–" : short(last.generated_per_s)],
     ["Prefilled, tok/s", last === null ? "–" : short(last.prefilled_per_s)],
     [`Running, of ${whole(state.max_running_requests)}`, whole(state.num_running_reqs)], ["Waiting", whole(state.num_waiting_reqs)],
     ["KV tokens in use", percent(state.num_used_tokens / state.max_total_num_tokens)],
     ["Weight version", state.weight_version], ["Weight epoch", whole(state.weight_epoch)], ["Up", upTime(now - server.started_at)],
-  ];
-  put("tiles", tiles, ...tiles.map(([name, value]) => () => h("div", { class: "tile" }, h("span", {}, name), h("b", { title: value }, value))));
+  ]);
 }
 
 // [class, words] of the gate that matters most.
