@@ -21,7 +21,7 @@ from rollout.core.messages.io_struct import ControlReqOutput, TokenizedGenerateR
 from rollout.core.messages.req_output import Alternatives, FinishedRecord, FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
 from rollout.dashboard import machine as usage
-from rollout.dashboard import trainer_log
+from rollout.dashboard import routes, trainer_log
 from rollout.dashboard.answer_log import (
     ALTERNATIVES_READ,
     OUTPUT_TOKENS_KEPT,
@@ -237,6 +237,14 @@ def test_the_last_samples_come_with_their_texts(live: Live) -> None:
     assert [one["session_id"] for one in sessions["sessions"]] == ["agent"]
 
 
+def test_the_page_gets_the_first_sessions_and_their_number(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "MAX_SESSIONS", 2)
+    for number in range(3):
+        live.generate(text="ab", sampling_params={"max_new_tokens": 1}, session_id=f"agent-{number}")
+    found = live.client.get("/dashboard/sessions").json()
+    assert len(found["sessions"]) == 2 and found["num_sessions"] == 3
+
+
 def test_a_sample_shows_what_has_ended_since_the_one_before(live: Live) -> None:
     in_loop(live, live.history.sample())
     live.generate(text="ab", sampling_params={"max_new_tokens": 3}, return_logprob=True)
@@ -245,6 +253,7 @@ def test_a_sample_shows_what_has_ended_since_the_one_before(live: Live) -> None:
     _, second, third = live.client.get("/dashboard/data").json()["samples"]
     assert second["finished_per_s"] > 0 and second["age_returned"] == [0.0, 0] and second["logprob"] < 0
     assert second["latency_s"][0] > 0 and second["memory_bytes"][0] > 10**7
+    assert second["aborted_per_s"] == 0
     assert (third["finished_per_s"], third["age_returned"], third["logprob"]) == (0.0, None, None)
 
 

@@ -89,10 +89,14 @@ def record(rank_loads: list[list[int]], *, recording: bool = True, num_passes: i
 
 def test_rates_are_of_the_time_between_two_samples(history: ServerHistory) -> None:
     history.enter(a_state(num_generated_tokens=1000, num_prompt_tokens=500, num_prompt_tokens_reused=100), 100.0)
-    history.enter(a_state(num_generated_tokens=1300, num_prompt_tokens=800, num_prompt_tokens_reused=300), 102.0)
+    later = a_state(
+        num_generated_tokens=1300, num_prompt_tokens=800, num_prompt_tokens_reused=300, num_retracted_reqs=4
+    )
+    history.enter(later, 102.0)
     first, second = samples_of(history)
     assert (first["generated_per_s"], first["prefilled_per_s"]) == (0.0, 0.0)
     assert (second["generated_per_s"], second["prefilled_per_s"]) == (150.0, 50.0)
+    assert (second["reused_per_s"], second["retracted_per_s"]) == (100.0, 2.0)
     history.enter(a_state(num_generated_tokens=1300), 101.0)  # the clock was set back
     assert samples_of(history)[-1]["generated_per_s"] == 0.0
 
