@@ -60,7 +60,7 @@ def test_samples_that_grow_old_become_means() -> None:
     found = tiers.newer(0)
     assert [one.at for one in found[:3]] == [10.0, 20.0, 21.0] and len(found) == RECENT_KEPT + 2
     assert (found[0].running, found[1].running) == (5.5, 15.5)
-    assert found[0].paused and not found[1].paused
+    assert found[0].paused is True and found[1].paused is False
     assert [one.at for one in tiers.newer(RECENT_KEPT + 18)] == [619.0, 620.0]
     assert len(tiers.newer(15)) == RECENT_KEPT + 1, "a mean has the number of its last sample"
 

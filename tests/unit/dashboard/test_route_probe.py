@@ -78,9 +78,10 @@ def test_a_refresh_is_measured_once(hostile: Live, monkeypatch: pytest.MonkeyPat
     assert len(data_of(hostile)["flips"]) == 1
 
 
-def test_nothing_is_scored_while_paused(live: Live) -> None:
+@pytest.mark.parametrize("gate", [{"paused": True}, {"withheld": "why"}, {"poisoned": "why"}])
+def test_nothing_is_scored_while_no_request_can_run(live: Live, gate: dict[str, Any]) -> None:
     live.client.post("/dashboard/route_probe", json={"input_ids": [1, 2, 3]})
-    in_force(live, "v1", 1, paused=True)
+    in_force(live, "v1", 1, **gate)
     probed(live)
     assert data_of(live)["flips"] == []
     in_force(live, "v1", 1)
@@ -101,14 +102,14 @@ def test_a_refresh_during_the_probe_gives_no_number(hostile: Live) -> None:
     assert (flip["from_version"], flip["to_version"], flip["to_epoch"]) == (HOSTILE, "v2", 2)
 
 
-def in_force(live: Live, version: str, epoch: int | Callable[[], int], *, paused: bool = False) -> None:
-    """Make the stand-in report this version, epoch and pause from now on."""
+def in_force(live: Live, version: str, epoch: int | Callable[[], int], **changes: Any) -> None:
+    """Make the stand-in report this version and epoch, and these changes, from now on."""
     scheduler = live.scheduler
     scheduler.version = version
 
     def answer(verb: GetStateReqInput) -> ControlReqOutput:
         number = epoch if isinstance(epoch, int) else epoch()
-        facts = scheduler._state() | {"weight_epoch": number, "paused": paused}
+        facts = scheduler._state() | {"weight_epoch": number} | changes
         return ControlReqOutput(request_id=verb.request_id, success=True, data=facts)
 
     scheduler.answers[GetStateReqInput] = answer
