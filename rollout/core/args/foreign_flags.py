@@ -181,13 +181,14 @@ class OwnWords:
     unknown: list[str] = field(default_factory=list)
 
 
-def own_words(argv: Sequence[str]) -> OwnWords:
+def own_words(argv: Sequence[str], outranked: Sequence[str] = ()) -> OwnWords:
     """Sort the flags of a command line, and spell values as the server does.
 
-    The one word that belongs to no flag is the model, as for `vllm serve`.
+    The one word that belongs to no flag is the model, as for `vllm serve`.  `outranked`: flags of other places, over
+    which the command line wins.
     """
-    found, spreads_experts, bare = OwnWords(), False, list[str]()
-    for written, name, values in _flags(argv):
+    found, spreads_experts, bare, given = OwnWords(), False, list[str](), list(_flags(argv))
+    for written, name, values in (*_flags(outranked), *given):
         base = name.removeprefix("no_")
         if not written:
             bare += values
@@ -202,8 +203,8 @@ def own_words(argv: Sequence[str]) -> OwnWords:
         else:
             found.unknown.append(written)
             found.words += [written, *values]
-    if len(bare) == 1 and not any(name in _names("model_path") for _, name, _ in _flags(found.words)):
-        found.words = [*_joined("--model-path", bare), *found.words]
+    if len(bare) == 1 and not any(name in _names("model_path") for _, name, _ in given):
+        found.words += _joined("--model-path", bare)
     else:
         found.unknown += bare
         found.words += bare

@@ -38,7 +38,7 @@ def parse_words(
         parser.error(str(error))
     for words, source in ((from_file, path), (variables, "environment")):
         _checked(parser, own_words(words), source)
-    given = own_words([*from_file, *variables, *argv])
+    given = own_words(argv, [*from_file, *variables])
     namespace = parser.parse_args(given.words)
     if not namespace.model_path:
         parser.error("give the folder of a checkpoint: lockstep serve MODEL")

@@ -45,6 +45,13 @@ def test_the_command_line_wins_over_variables_and_those_over_the_file_n16(tmp_pa
     assert found.max_running_requests == ServerArgs().max_running_requests
 
 
+@pytest.mark.parametrize("words", ["other", "--model-path other", "--port 1 other"])
+def test_the_model_of_the_command_line_wins_too(tmp_path: Path, words: str) -> None:
+    path = written(tmp_path, "a.yaml", "model: m\n")
+    assert settings(f"{words} --config {path}").model_path == "other"
+    assert settings(words, {"LOCKSTEP_MODEL_PATH": "m"}).model_path == "other"
+
+
 def test_the_file_may_be_named_by_a_variable(tmp_path: Path) -> None:
     first, second = (written(tmp_path, f"{port}.yaml", f"model: m\nport: {port}") for port in (1, 2))
     assert settings("", {"LOCKSTEP_CONFIG": str(first)}).port == 1
