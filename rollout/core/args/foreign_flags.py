@@ -82,7 +82,7 @@ WITHOUT_EFFECT = SWITCHES | {
     *("guided_decoding_backend", "structured_outputs_config", "max_logprobs"),
     *("weight_transfer_config", "mm_processor_cache_gb", "limit_mm_per_prompt", "safetensors_load_strategy"),
 }
-_MANY_NUMBERS = ("cuda_graph_bs", "cudagraph_capture_sizes")
+_MANY_NUMBERS = ("cuda_graph_bs", "cudagraph_capture_sizes", "numa_node")
 # Flags that are harmless with these values only.
 HARMLESS_VALUES = {
     "load_format": {"auto", "safetensors"},

@@ -148,6 +148,7 @@ def test_what_nobody_has_is_refused_by_name(line: str, error: str, capsys: pytes
         "--trust-remote-code folder --port=1",
         "--disable-log-requests --port 1 --swap-space 4 folder",
         "--cuda-graph-bs 1 2 4 folder --port 1",
+        "--numa-node 0 0 1 1 folder --port 1",
         "--disable-radix-cache folder --port 1",
         "--no-enable-lora folder --port 1",
     ],
