@@ -93,6 +93,8 @@ def test_each_format_holds_the_same(tmp_path: Path, name: str, text: str) -> Non
         ("a.ini", "", "the name must end with one of .yaml, .yml, .json, .toml"),
         ("a.yaml", "config: b.yaml", "a file cannot name another one"),
         ("a.yaml", "api_key: 123", "api_key must be text: put it in quotes"),
+        ("a.yaml", "weight_version: 2024-13-45", "has a value that is not of its kind"),
+        ("a.yaml", "weight_version: @a", "line 1: found character '@' that cannot start any token"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_the_file(
@@ -100,7 +102,15 @@ def test_what_is_wrong_in_a_file_is_named_with_the_file(
 ) -> None:
     path = written(tmp_path, name, text)
     error = refusal(f"m --config {path}", {}, capsys)
-    assert message in error and (str(path) in error or "--config" in error)
+    assert message in error and str(path) in error
+
+
+@pytest.mark.parametrize("value", ["*hidden", "!hidden x", '!!int "hidden"', "!hid'den x", "hidden: x"])
+def test_a_key_in_a_file_that_cannot_be_read_is_not_repeated(
+    tmp_path: Path, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(f"m --config {written(tmp_path, 'a.yaml', f'api_key: {value}')}", {}, capsys)
+    assert "a.yaml" in error and "hid" not in error.partition("a.yaml")[2]
 
 
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
