@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from rollout.core.args.foreign_flags import ALIASES, OPPOSITES, SHORT
+from rollout.core.args.foreign_flags import ALIASES, OPPOSITES
 from rollout.core.args.server_args import ServerArgs
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -59,13 +59,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Every setting, once: a title of the help, and its flags in the order of the help."""
 
-ENVIRONMENT_PREFIX = "LOCKSTEP_"
-
 
 class Flag(NamedTuple):
     """A setting on the command line.  `choices`: None where any value of `type` may stand.
 
-    `aliases`: other spellings of `name`; `opposites`: flags that switch it off.  `environment`: its variable.
+    `aliases`: other spellings of `name`; `opposites`: flags that switch it off.
     """
 
     setting: str
@@ -76,9 +74,7 @@ class Flag(NamedTuple):
     choices: tuple[str, ...] | None
     default: Any
     is_required: bool
-    is_secret: bool
     help: str
-    environment: str
 
 
 class FlagGroup(NamedTuple):
@@ -104,7 +100,6 @@ def _flag_of(item: dataclasses.Field[Any], hint: Any) -> Flag:
     kind, choices = _kind(hint)
     name = flag_name(item.name)
     aliases = [flag_name(alias) for alias in ALIASES.get(item.name, ())]
-    short = [dashed for dashed, flag in SHORT.items() if flag == name]
     opposites: list[str] = []
     if kind is bool and item.name.startswith("disable_"):
         others = [other for other, setting in OPPOSITES.items() if setting == item.name]
@@ -115,15 +110,13 @@ def _flag_of(item: dataclasses.Field[Any], hint: Any) -> Flag:
     return Flag(
         item.name,
         name,
-        (*aliases, *short),
+        tuple(aliases),
         tuple(opposites),
         kind,
         metadata.get("choices", choices),
         item.default,
         metadata.get("required", False),
-        metadata.get("secret", False),
         metadata["help"],
-        f"{ENVIRONMENT_PREFIX}{item.name.upper()}",
     )
 
 

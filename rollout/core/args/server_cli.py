@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.core.args.flag_groups import GROUPS, Flag, flags_of
+from rollout.core.args.flag_groups import Flag, flag_groups, flags_of
 from rollout.core.args.foreign_flags import settings_of_call
 from rollout.core.args.parser import Parser
 from rollout.core.args.server_args import ServerArgs
@@ -35,11 +34,10 @@ def serve_parser() -> Parser:
         epilog=EPILOG,
     )
     parser.add_argument("--config", metavar="FILE", help="settings in YAML, JSON or TOML, by the names of the flags")
-    flags = {flag.setting: flag for flag in flags_of(ServerArgs)}
-    for title, names in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name in names:
-            _add(group, flags[name])
+    for group in flag_groups():
+        shown = parser.add_argument_group(group.title)
+        for flag in group.flags:
+            _add(shown, flag)
     return parser
 
 
@@ -50,7 +48,7 @@ def add_cli_args(parser: argparse.ArgumentParser, settings: type = ServerArgs) -
 
 
 def _add(parser: argparse._ActionsContainer, flag: Flag, *, required: bool = False) -> None:
-    names = [flag.name, *(alias for alias in flag.aliases if alias.startswith("--"))]
+    names = [flag.name, *flag.aliases]
     if flag.type is bool:
         _add_switch(parser, flag, names)
         return
@@ -112,21 +110,15 @@ def args_of_call(settings: Mapping[str, Any]) -> ServerArgs:
 def server_args_from_namespace(namespace: argparse.Namespace) -> ServerArgs:
     """Return the validated settings of a parsed command line.  Raises `StartupError`."""
     settings = {f.name: getattr(namespace, f.name) for f in dataclasses.fields(ServerArgs)}
-    secrets = {
-        f.name: _secret(f.name, settings[f.name]) for f in dataclasses.fields(ServerArgs) if f.metadata.get("secret")
-    }
+    keys = [f.name for f in dataclasses.fields(ServerArgs) if f.metadata.get("secret") and settings[f.name]]
+    secrets = {name: _secret(name, settings[name]) for name in keys}
     args = ServerArgs(**settings | secrets)
     args.validate()
     return args
 
 
-def _secret(name: str, given: str | None) -> str | None:
-    """Return a key from the command line, from a file, or from the environment.
-
-    Other users of the machine can read the command line.
-    """
-    if given is None:
-        return os.environ.get(f"LOCKSTEP_{name.upper()}")
+def _secret(name: str, given: str) -> str:
+    """Return a key as it was given, or from `@FILE`: other users of the machine can read the command line."""
     if not given.startswith("@"):
         return given
     try:

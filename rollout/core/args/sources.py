@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout.core.args.flag_groups import ENVIRONMENT_PREFIX, flag_name
+from rollout.core.args.flag_groups import flag_name
 from rollout.core.args.foreign_flags import OwnWords, is_known, names_of_settings, own_words, takes_no_value
 from rollout.core.args.parser import Parser, closest, hint
 from rollout.core.errors import StartupError
 
+ENVIRONMENT_PREFIX = "LOCKSTEP_"
 CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _LIKENESS = 0.75  # from which a variable is taken for a misspelled setting
@@ -80,7 +81,7 @@ def words_of_file(path: Path) -> list[str]:
 def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the settings of variables `LOCKSTEP_...` as flags, and lines about others that are like one.
 
-    Raises `StartupError`.
+    An empty one is left out, but an empty key is not: the server refuses it.  Raises `StartupError`.
     """
     variables = {f"{ENVIRONMENT_PREFIX}{name.upper()}": name for name in names_of_settings()}
     words: list[str] = []
@@ -88,7 +89,8 @@ def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], lis
     seen: dict[str, str] = {}
     for variable, text in sorted(environment.items()):
         name = variables.get(variable)
-        if not variable.startswith(ENVIRONMENT_PREFIX) or not text or variable == CONFIG_VARIABLE:
+        is_key = name is not None and _is_key(name)
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE or not (text or is_key):
             continue
         if name is None:
             meant = closest(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), names_of_settings(), _LIKENESS)
@@ -96,7 +98,7 @@ def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], lis
                 notes.append(f"${variable} is not a setting; did you mean {ENVIRONMENT_PREFIX}{meant.upper()}?")
         elif text.startswith(_OF_KUBERNETES) and name == "port":
             notes.append(f"${variable} is left out: Kubernetes sets it for a Service named lockstep")
-        elif name.endswith("api_key"):
+        elif is_key:
             words.append(f"{flag_name(name)}={text}")
         else:
             setting = names_of_settings()[name]
@@ -105,6 +107,10 @@ def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], lis
             seen[setting] = variable
             words += _words(f"${variable}", name, _switch(text) if takes_no_value(name) else text)
     return words, notes
+
+
+def _is_key(name: str) -> bool:
+    return name.endswith("api_key")
 
 
 def _switch(text: str) -> bool | str:
@@ -122,7 +128,7 @@ def _words(where: str, name: str, value: Any) -> list[str]:
     is_own = name in names_of_settings()
     if isinstance(value, bool) and (takes_no_value(name) or not is_own):
         return [flag if value else flag.replace("--", "--no-", 1)]
-    if name.endswith("api_key") and not isinstance(value, str):
+    if _is_key(name) and not isinstance(value, str):
         raise StartupError(f"{where} must be text: put it in quotes")
     if isinstance(value, bool | list) and is_own:
         raise StartupError(f"{where} must be one text or number")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from rollout.core.args.server_args import ServerArgs
-from rollout.core.args.server_cli import add_cli_args, server_args_from_namespace
+from rollout.core.args.server_cli import serve_parser, server_args_from_namespace
+from rollout.core.args.sources import parse_words
 from rollout.core.errors import StartupError
 from tests.http_harness import Live, live_server
 
@@ -92,9 +93,8 @@ def test_engine_15_w13_beyond_this_machine_only_pages_are_held_to_names(folder: 
 
 
 def parsed(*words: str) -> ServerArgs:
-    parser = argparse.ArgumentParser()
-    add_cli_args(parser)
-    return server_args_from_namespace(parser.parse_args(["--model-path", "m", *words]))
+    namespace, _ = parse_words(serve_parser(), ["--model-path", "m", *words], os.environ)
+    return server_args_from_namespace(namespace)
 
 
 def test_engine_22_keys_come_from_files_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
