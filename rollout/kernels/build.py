@@ -166,9 +166,12 @@ def build_kernels(
 
 
 def cache_folder() -> Path:
-    """Return the folder that keeps compiled operators, with one folder for each key."""
+    """Return the folder that keeps compiled operators, with one folder for each key.  Raises `KernelBuildError`."""
     given = os.environ.get("LOCKSTEP_KERNEL_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "lockstep" / "kernels"
+    try:
+        return Path(given) if given else Path.home() / ".cache" / "lockstep" / "kernels"
+    except RuntimeError:
+        raise KernelBuildError("no home folder to keep compiled operators in: set $LOCKSTEP_KERNEL_CACHE") from None
 
 
 def cache_key(sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str:

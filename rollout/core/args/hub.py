@@ -46,11 +46,12 @@ def objection_to_folder(model_path: str) -> str | None:
 
 def cached_snapshot(hub_name: str) -> Path | None:
     """Return the folder of a hub's model in the cache of this machine, of its main revision; None without one."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
-    root = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
-    folder = root / (_CACHED + hub_name.replace("/", "--"))
     try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        home = os.environ.get("HF_HOME") or Path(cache, "huggingface")
+        root = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
+        folder = root / (_CACHED + hub_name.replace("/", "--"))
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
         return snapshot if (snapshot / "config.json").is_file() else None
-    except OSError:
+    except (OSError, RuntimeError):  # a user without a home folder, in a container
         return None

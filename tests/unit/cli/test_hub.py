@@ -51,6 +51,16 @@ def test_a_hub_name_in_the_cache_gets_its_path(cache: Path) -> None:
     assert model_name(str(path)) == NAME
 
 
+def test_a_user_without_a_home_folder_has_no_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for variable in ("HOME", "HF_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    assert "Download it with" in str(objection_to_folder(NAME))
+
+
 def test_other_paths_get_their_own_way(cache: Path) -> None:
     Path("file").write_text("")
     assert str(objection_to_folder("file")).startswith("file is a file, and not a folder")

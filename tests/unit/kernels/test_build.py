@@ -162,6 +162,20 @@ def test_a_cache_that_cannot_be_created_is_an_answer(sources: Path, monkeypatch:
         build_kernels(sources=sources)
 
 
+def test_a_user_without_a_home_folder_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user that it does not know."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for variable in ("HOME", "LOCKSTEP_KERNEL_CACHE"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(KernelBuildError, match="no home folder to keep compiled operators in: set"):
+        build_kernels()
+    assert build._answer_of(build.shipped.FOLDER / "torch-2.13/amx_bf16.so") is None
+
+
 def test_the_compiler_is_found_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", f"{sys.executable} -flag")
     assert find_compiler() == [sys.executable, "-flag"]
