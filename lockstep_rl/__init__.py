@@ -7,6 +7,7 @@
 
 Names are loaded when they are first used.  `import lockstep_rl` therefore needs neither torch nor the engine, and a
 name that needs a missing package raises `MissingPackage`, which names the package and the command that installs it.
+The first use also raises `PackageClash` where another project's package stands in the place of one of this project's.
 docs/stability.md describes what stays the same from version to version.
 
 | needs | names |
@@ -25,8 +26,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from lockstep_rl._origin import MissingPackage, PackageClash, check_origin, missing_package
-
-check_origin()
 
 if TYPE_CHECKING:
     from capture.errors import CaptureError as CaptureError
@@ -173,10 +172,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name on first use.  Raises `MissingPackage` where it needs a package that is not installed."""
+    """Load a public name on first use.
+
+    Raises `PackageClash`, and `MissingPackage` where the name needs a package that is not installed.
+    """
     place = _PLACES.get(name)
     if place is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_origin()  # not at the import, of which the command could not catch the error
     module, _, attribute = place.partition(":")
     try:
         found: object = getattr(import_module(module), attribute or name)

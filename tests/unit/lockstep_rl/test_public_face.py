@@ -130,30 +130,30 @@ def test_a_foreign_package_before_ours_is_one_clear_line(name: str, kind: str, i
     file = foreign / name / "__init__.py" if kind == "package" else foreign / f"{name}.py"
     file.parent.mkdir(exist_ok=True)
     file.write_text("value = 1\n")
-    done = run("import lockstep_rl", foreign, installed, cwd=tmp_path)
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1
-    assert last == (
-        f"lockstep_rl._origin.PackageClash: lockstep-rl needs its own package {name}, but Python finds {file} first. "
+    done = run("from lockstep_rl import Client", foreign, installed, cwd=tmp_path)
+    clash = (
+        f"lockstep-rl needs its own package {name}, but Python finds {file} first. "
         f"Rename that one, or remove its folder from sys.path or put {installed} before it"
     )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"lockstep_rl._origin.PackageClash: {clash}"
     command = run(
         "import sys; from lockstep_rl.command import main; sys.exit(main())", foreign, installed, cwd=tmp_path
     )
-    assert command.returncode == 1 and str(file) in command.stderr.splitlines()[-1]
+    assert command.returncode == 1 and command.stderr == f"lockstep: error: {clash}\n"
     after = run("import lockstep_rl; lockstep_rl.Client; print('ours')", installed, foreign, cwd=tmp_path)
     assert after.stdout == "ours\n", after.stderr
 
 
 def test_a_foreign_package_that_is_loaded_already_is_noticed(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "eplb.py").write_text("value = 1\n")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import eplb; sys.path.pop(0); import lockstep_rl"
-    done = run(code, installed, cwd=installed)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import eplb; sys.path.pop(0)"
+    done = run(f"{code}; from lockstep_rl import Client", installed, cwd=installed)
     assert f"Python finds {tmp_path / 'eplb.py'} first" in done.stderr.splitlines()[-1]
 
 
 def test_a_package_that_was_written_over_ours_is_noticed(installed: Path, tmp_path: Path) -> None:
     (installed / "eplb/__init__.py").write_text('"""Another project\'s."""\n')
-    done = run("import lockstep_rl", installed, cwd=tmp_path)
+    done = run("from lockstep_rl import Client", installed, cwd=tmp_path)
     assert "another project has written over" in done.stderr.splitlines()[-1]
     assert all(OWN_LINE in (ROOT / name / "__init__.py").read_text() for name in PACKAGES)
