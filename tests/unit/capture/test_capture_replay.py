@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from capture import replay
 from capture.errors import CaptureError, RouteValueError, UnsupportedRouterError
 from capture.replay import find_routers, force_routes, pad_routes, record_routes
 from capture.routed_experts import RoutedExperts, id_dtype, missing_id
 from tests.family_zoo import family_model
+from tests.trainer_moe import trainer_model
 
 BATCH, SEQ, EXPERTS, TOP_K, LAYERS = 2, 7, 8, 3, 2
 
@@ -19,31 +19,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def tiny_model(seed=0, norm_topk_prob=True, dtype=torch.float32, experts=EXPERTS):
-    """Build a model of three layers, the first dense, with routers scaled up so that their choices are decisive."""
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=experts,
-        num_experts_per_tok=TOP_K,
-        mlp_only_layers=[0],
-        norm_topk_prob=norm_topk_prob,
-        experts_implementation="eager" if dtype == torch.float64 else None,  # the default kernel has no float64
-    )
-    model = Qwen3MoeForCausalLM(config).to(dtype).eval()
-    with torch.no_grad():
-        for router in find_routers(model):
-            router.weight.normal_(std=1.0)
-    return model
 
 
 def tokens(seed=0):
@@ -73,7 +48,7 @@ def leftovers(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_forcing_what_was_recorded_reproduces_the_logits_exactly(seed, dtype, norm_topk_prob):
-    model = tiny_model(seed, norm_topk_prob, dtype)
+    model = trainer_model(seed, norm_topk_prob, dtype)
     routes, logits = recorded(model, tokens(seed))
     assert torch.equal(logits, logits_of(model, tokens(seed)))
     with force_routes(model, routes) as forced:
@@ -82,7 +57,7 @@ def test_forcing_what_was_recorded_reproduces_the_logits_exactly(seed, dtype, no
 
 
 def test_recorded_choices_are_those_of_a_plain_top_k():
-    model = tiny_model()
+    model = trainer_model()
     seen = []
     handles = [router.register_forward_pre_hook(lambda m, x: seen.append((m, x[0]))) for router in find_routers(model)]
     routes, _ = recorded(model, tokens())
@@ -94,7 +69,7 @@ def test_recorded_choices_are_those_of_a_plain_top_k():
 
 
 def test_forcing_other_routes_changes_the_logits_and_is_what_the_experts_see():
-    model = tiny_model()
+    model = trainer_model()
     routes, logits = recorded(model, tokens())
     with force_routes(model, other_routes(routes)), record_routes(model) as record:
         changed = logits_of(model, tokens())
@@ -103,7 +78,7 @@ def test_forcing_other_routes_changes_the_logits_and_is_what_the_experts_see():
 
 
 def test_forced_weights_are_the_current_scores_of_the_forced_experts():
-    model = tiny_model()
+    model = trainer_model()
     routes = other_routes(recorded(model, tokens())[0])
     router = find_routers(model)[0]
     hidden = torch.randn(BATCH * SEQ, 32)
@@ -120,7 +95,7 @@ def test_forced_weights_are_the_current_scores_of_the_forced_experts():
 @pytest.mark.mutant
 def test_a_replay_that_keeps_its_own_weights_would_be_caught(monkeypatch):
     """Deliberately wrong: forced ids combined with the weights of the model's own choice."""
-    model = tiny_model()
+    model = trainer_model()
     routes, _ = recorded(model, tokens())
     with force_routes(model, other_routes(routes)):
         right = logits_of(model, tokens())
@@ -136,7 +111,7 @@ def test_a_replay_that_keeps_its_own_weights_would_be_caught(monkeypatch):
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 def test_gradients_reach_the_router_and_equal_those_of_the_unforced_model(norm_topk_prob):
-    model = tiny_model(norm_topk_prob=norm_topk_prob)
+    model = trainer_model(norm_topk_prob=norm_topk_prob)
     routes, _ = recorded(model, tokens())
     logits_of(model, tokens()).logsumexp(-1).sum().backward()
     free = [router.weight.grad.clone() for router in find_routers(model)]
@@ -150,7 +125,7 @@ def test_gradients_reach_the_router_and_equal_those_of_the_unforced_model(norm_t
 
 def test_gradient_of_forced_routes_matches_a_finite_difference():
     """Other routes than the model's own, so that a gradient through the wrong experts would show."""
-    model = tiny_model(dtype=torch.float64)
+    model = trainer_model(dtype=torch.float64)
     routes = other_routes(recorded(model, tokens())[0])
     weight = find_routers(model)[1].weight
     direction = torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(3))
@@ -172,7 +147,7 @@ def test_gradient_of_forced_routes_matches_a_finite_difference():
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
 def test_gradient_checkpointing_inside_the_context():
-    model = tiny_model().train()
+    model = trainer_model().train()
     routes = other_routes(recorded(model, tokens())[0])
     with force_routes(model, routes):
         logits_of(model, tokens()).logsumexp(-1).sum().backward()
@@ -187,7 +162,7 @@ def test_gradient_checkpointing_inside_the_context():
 
 
 def test_the_last_position_has_no_row_and_routes_by_itself():
-    model = tiny_model()
+    model = trainer_model()
     routes, _ = recorded(model, tokens())
     changed = other_routes(routes)
     with force_routes(model, changed[:, :-1]) as forced, record_routes(model) as record:
@@ -200,7 +175,7 @@ def test_the_last_position_has_no_row_and_routes_by_itself():
 
 @pytest.mark.parametrize("form", ["tensor", "list", "records", "unsigned arrays"])
 def test_missing_rows_fall_back_to_the_models_own_routing(form):
-    model = tiny_model()
+    model = trainer_model()
     routes, logits = recorded(model, tokens())
     given = routes[:, :-1].clone()
     given[0, 2] = given[1, 0] = -1
@@ -217,7 +192,7 @@ def test_missing_rows_fall_back_to_the_models_own_routing(form):
 
 
 def test_sequences_of_different_lengths_and_starts():
-    model = tiny_model()
+    model = trainer_model()
     routes = other_routes(recorded(model, tokens())[0])
     record = RoutedExperts(routes[0, 2:6].numpy().astype(np.uint8), EXPERTS, (1, 2), 3, start=2)
     with force_routes(model, [record, routes[1, :3]]) as forced, record_routes(model) as seen:
@@ -230,7 +205,7 @@ def test_sequences_of_different_lengths_and_starts():
 
 @pytest.mark.parametrize("mask_len", [SEQ, SEQ - 2])
 def test_the_mask_chooses_the_forced_positions(mask_len):
-    model = tiny_model()
+    model = trainer_model()
     routes, _ = recorded(model, tokens())
     mask = torch.rand(BATCH, mask_len, generator=torch.Generator().manual_seed(1)) < 0.5
     with force_routes(model, other_routes(routes), mask) as forced, record_routes(model) as record:
@@ -243,7 +218,7 @@ def test_the_mask_chooses_the_forced_positions(mask_len):
 
 
 def test_several_forwards_under_one_set_of_routes():
-    model = tiny_model()
+    model = trainer_model()
     routes, logits = recorded(model, tokens())
     with force_routes(model, routes) as forced:
         for _ in range(3):
@@ -252,7 +227,7 @@ def test_several_forwards_under_one_set_of_routes():
 
 
 def test_recording_several_forwards_concatenates_them():
-    model = tiny_model()
+    model = trainer_model()
     with record_routes(model) as record:
         logits_of(model, tokens(0))
         logits_of(model, tokens(1)[:, :3])
@@ -260,14 +235,14 @@ def test_recording_several_forwards_concatenates_them():
 
 
 def test_nothing_recorded_is_an_error():
-    with record_routes(tiny_model()) as record:
+    with record_routes(trainer_model()) as record:
         pass
     with pytest.raises(CaptureError, match="no forward"):
         record.ids()
 
 
 def test_the_model_is_restored_after_use_and_after_exceptions():
-    model = tiny_model()
+    model = trainer_model()
     routes, logits = recorded(model, tokens())
     assert leftovers(model) == []
     with pytest.raises(RuntimeError, match="ours"), force_routes(model, other_routes(routes)), record_routes(model):
@@ -281,7 +256,7 @@ def test_the_model_is_restored_after_use_and_after_exceptions():
 
 
 def test_a_forward_over_other_tokens_than_the_routes_is_refused():
-    model = tiny_model()
+    model = trainer_model()
     routes, _ = recorded(model, tokens())
     with force_routes(model, routes), pytest.raises(RouteValueError, match="cannot follow"):
         logits_of(model, torch.zeros(3, 5, dtype=torch.int64))
@@ -292,7 +267,7 @@ def test_a_forward_over_other_tokens_than_the_routes_is_refused():
 
 
 def test_wrong_routes_are_refused_on_entry():
-    model = tiny_model()
+    model = trainer_model()
     routes, _ = recorded(model, tokens())
     partly = routes.clone()
     partly[0, 0, 0, 0] = -1
