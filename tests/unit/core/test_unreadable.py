@@ -228,8 +228,7 @@ def manager(folder: Path) -> TokenizerManager:
     made = TokenizerManager(args, load_model_config(folder), Link())
     ready = SchedulerReady(
         max_total_num_tokens=1000, max_running_requests=8, context_length=100, capture_routed_experts=True,
-        num_threads=1, num_parameters=1,
- model_bytes=1, weight_version="v",
+        num_threads=1, num_parameters=1, model_bytes=1, weight_version="v",
     )  # fmt: skip
     made.serve(ready, None)
     return made
