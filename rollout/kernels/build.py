@@ -176,18 +176,14 @@ def cache_folder() -> Path:
 
 def cache_key(sources: Path = SOURCES, extra_flags: tuple[str, ...] = ()) -> str:
     """Return a hash of everything that the compiled library depends on, except the compiler."""
-    digest = hashlib.sha256()
-    for path in sorted(sources.iterdir()):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest = shipped.digest_of(sorted(sources.iterdir()))
     digest.update("\0".join((*FLAGS, *extra_flags, torch.__version__, *_cpu_features())).encode())
     return digest.hexdigest()[:24]
 
 
 def object_key(source: Path, flags: tuple[str, ...], compiler: list[str], target: Target) -> str:
     """Return a hash of everything that the object of one source depends on, except the compiler's version."""
-    digest = hashlib.sha256()
-    for path in (*sorted(source.parent.glob("*.h")), source):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest = shipped.digest_of((*sorted(source.parent.glob("*.h")), source))
     digest.update("\0".join((*compiler, *flags, target.torch_version, *target.features)).encode())
     return digest.hexdigest()[:24]
 

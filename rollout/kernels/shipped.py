@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -61,7 +62,12 @@ def folder_name(torch_version: str) -> str:
 
 
 def hash_of_sources(sources: Path) -> str:
+    return digest_of(sorted((*sources.glob("*.h"), *sources.glob("*.cpp")))).hexdigest()
+
+
+def digest_of(files: Iterable[Path]) -> hashlib._Hash:
+    """Return the digest of the names and the content of files, in this order."""
     digest = hashlib.sha256()
-    for path in sorted((*sources.glob("*.h"), *sources.glob("*.cpp"))):
+    for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return digest
