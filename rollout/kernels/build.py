@@ -98,10 +98,11 @@ def load_kernels(progress: Progress | None = None, isa: str | None = None) -> Ke
 
 def _load(wanted: str, progress: Progress | None) -> None:
     """Load the wheel's operators where they fit this torch and this processor, else what is compiled here."""
+    library = _library_for(wanted, progress)
     try:
-        torch.ops.load_library(_library_for(wanted, progress))
+        torch.ops.load_library(library)
     except OSError as error:
-        if shipped.folder() is None:
+        if not shipped.holds(library):
             raise
         if progress is not None:
             progress(f"the operators of the wheel do not load into torch {torch.__version__}: {error}")

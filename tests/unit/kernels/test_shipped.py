@@ -111,6 +111,19 @@ def test_operators_of_a_wheel_load_without_a_compiler(tmp_path: Path) -> None:
     assert "reason='no C++ compiler found: g++, clang++, c++'" in said
 
 
+@pytest.mark.usefixtures("wheel")
+def test_a_library_that_was_compiled_here_is_not_taken_for_one_of_the_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "kernels.so"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(build, "_library_for", lambda *_, **__: broken)
+    said: list[str] = []
+    with pytest.raises(OSError, match=r"kernels\.so"):
+        build._load("portable", said.append)
+    assert said == []
+
+
 def test_a_folder_for_a_wheel_is_compiled_and_matches_its_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
