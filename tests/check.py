@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOPS = ("rollout", "weight_sync", "capture", "eplb", "tests", "examples", "benchmarks")
+TOPS = ("lockstep_rl", "rollout", "weight_sync", "capture", "eplb", "tests", "examples", "benchmarks", "docs")
 TIERS = ("unit", "integration")
 """Folders of tests under `tests`, in the order in which they run."""
 WORKERS = 2

@@ -43,6 +43,11 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_every_folder_with_python_files_is_in_the_graph() -> None:
+    listed = subprocess.run(["git", "ls-files", "*/*.py"], cwd=check.ROOT, capture_output=True, text=True, check=True)
+    assert {name.partition("/")[0] for name in listed.stdout.splitlines()} == set(check.TOPS)
+
+
 def names(files: list[str]) -> list[str]:
     return [Path(file).stem.removeprefix("test_") for file in files]
 
