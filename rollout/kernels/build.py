@@ -253,7 +253,7 @@ def compile_library(
     includes = [f"-I{target.torch_root / 'include'}", f"-I{target.torch_root / 'include/torch/csrc/api/include'}"]
     libraries = [f"-L{target.torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]
     kept = _private_folder(cache_folder() / "objects")
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=kept) as scratch:
 
         def compile_one(source: Path) -> str:
             found = kept / f"{object_key(source, flags, compiler, target)}.o"
@@ -269,6 +269,7 @@ def compile_library(
             running = [pool.submit(compile_one, source) for source in sorted(sources.glob("*.cpp"))]
             _wait_for(running, progress)
         objects = [future.result() for future in running]
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:  # the cache may lie on another file system
         linked = Path(scratch) / library.name
         _run([*compiler, "-shared", *flags, *objects, *libraries, "-o", str(linked)], timeout_s)
         linked.replace(library)

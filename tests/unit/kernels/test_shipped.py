@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,26 @@ def test_a_folder_for_a_wheel_is_compiled_and_matches_its_sources(
     assert driver is not None and ctypes.CDLL(str(driver)).lockstep_pages_open
     (folder / "driver/sources").write_text("of another version\n")
     assert shipped.driver_library() is None
+
+
+def test_a_folder_for_a_wheel_may_lie_on_another_file_system_than_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, cache = tmp_path / "csrc", tmp_path / "cache"
+    sources.mkdir()
+    (sources / "answer.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(shipped, "SOURCES", sources)
+    monkeypatch.setenv("LOCKSTEP_KERNEL_CACHE", str(cache))
+    replace = Path.replace
+
+    def replace_within(self: Path, target: Path) -> Path:
+        if self.is_relative_to(cache) != target.is_relative_to(cache):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace_within)
+    assert prebuild.main([str(tmp_path / "shipped"), "--isa", "avx2"]) == 0
+    assert [path.suffix for path in (cache / "objects").iterdir()] == [".o", ".o"], "nothing else is left"
 
 
 def test_a_folder_without_torch_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
