@@ -42,6 +42,9 @@ SHORT = {"-tp": "--tp-size", "-dp": "--dp-size", "-pp": "--pp-size"}
 OPPOSITES = {"enable_prefix_caching": "disable_radix_cache"}
 """Names that turn on what a setting turns off.  Every `disable_x` also has `enable_x`."""
 
+EXPERT_PARALLEL = "enable_expert_parallel"
+"""vLLM's flag that spreads whole experts over all ranks: `ep_size` is `tp_size`."""
+
 # Flags without a value that tune kernels, graphs, processes and logs of SGLang or vLLM, and change no answer here.
 SWITCHES = frozenset(
     {
@@ -164,6 +167,7 @@ REFUSED = {
 """Flags that would change answers, or that ask for something that the server lacks, and the reason."""
 _DTYPES = {"half": "float16", "float": "float32"}
 _COUNTS = ("max_model_len", "max_num_batched_tokens")
+_COUNTED = ("context_length", "chunked_prefill_size")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -192,7 +196,7 @@ def own_words(argv: Sequence[str], outranked: Sequence[str] = ()) -> OwnWords:
         base = name.removeprefix("no_")
         if not written:
             bare += values
-        elif base == "enable_expert_parallel":
+        elif base == EXPERT_PARALLEL:
             spreads_experts = base == name
         elif base in _KNOWN or name in _KNOWN:
             found.words += _joined(written, _own_values(base, values))
@@ -233,7 +237,7 @@ def takes_no_value(name: str) -> bool:
 
 def is_known(name: str) -> bool:
     """Return whether this server has the flag, or a table here names it."""
-    return name in _KNOWN or name == "enable_expert_parallel" or name in WITHOUT_EFFECT or name in REFUSED
+    return name in _KNOWN or name == EXPERT_PARALLEL or name in WITHOUT_EFFECT or name in REFUSED
 
 
 def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,15 +250,28 @@ def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
     names = names_of_settings()
     for name, value in given.items():
         setting = names.get(name)
+        is_opposite = name in OPPOSITES or name in _ENABLING
+        if name == EXPERT_PARALLEL or (is_opposite and value is None):
+            continue
         if setting is None:
             _check_foreign(name, value)
             continue
         if setting in own:
             both = [other for other in given if names.get(other) == setting]
             raise StartupError(f"{' and '.join(both)} are the same setting: give only one")
-        is_opposite = name in OPPOSITES or name in _ENABLING
-        own[setting] = not value if is_opposite else json.dumps(value) if isinstance(value, dict) else value
+        own[setting] = not value if is_opposite else _own_value(setting, name, value)
+    if given.get(EXPERT_PARALLEL):
+        own.setdefault("ep_size", own.get("tp_size", 1))
     return own
+
+
+def _own_value(setting: str, name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        return value
+    (text,) = _own_values(name, [value])
+    return int(text) if setting in _COUNTED and text.isdigit() else text
 
 
 def _check_foreign(name: str, value: Any) -> None:
@@ -339,7 +356,7 @@ _KNOWN = frozenset(_SETTINGS | _OWN_NAMES.keys() | OPPOSITES.keys() | _ENABLING 
 _SWITCHED = {item.name for item in dataclasses.fields(ServerArgs) if str(item.type).startswith("bool")}
 _ON_OFF = frozenset(
     {name for name in _KNOWN if _OWN_NAMES.get(name, name) in _SWITCHED}
-    | {"enable_expert_parallel"}
+    | {EXPERT_PARALLEL}
     | OPPOSITES.keys()
     | _ENABLING
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 _HELP_COLUMN = 32
-_KINDS: dict[object, str] = {int: "is not a whole number", float: "is not a number"}
+KINDS: dict[object, str] = {int: "is not a whole number", float: "is not a number"}
 _OTHER_NAMES = re.compile(r"^argument (-[\w-]+)(?:/\S+)?: ")
 
 
@@ -97,6 +97,6 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
-            if action.type not in _KINDS:
+            if action.type not in KINDS:
                 raise
-            raise argparse.ArgumentError(action, f"{arg_string} {_KINDS[action.type]}") from error
+            raise argparse.ArgumentError(action, f"{arg_string} {KINDS[action.type]}") from error

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout.core.args.flag_groups import Flag, flag_groups, flags_of
 from rollout.core.args.foreign_flags import settings_of_call
-from rollout.core.args.parser import Parser
+from rollout.core.args.parser import KINDS, Parser
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 
@@ -102,9 +102,22 @@ def args_of_call(settings: Mapping[str, Any]) -> ServerArgs:
 
     Raises `StartupError`.
     """
-    args = ServerArgs(**settings_of_call(settings))
+    given = settings_of_call(settings)
+    for flag in flags_of(ServerArgs):
+        _check_kind(flag, given.get(flag.setting))
+    args = ServerArgs(**given)
     args.validate()
     return args
+
+
+def _check_kind(flag: Flag, value: Any) -> None:
+    """Raise `StartupError` for text in the place of a number or a switch, and for a choice that there is not."""
+    if isinstance(value, str) and flag.type is bool:
+        raise StartupError(f"{flag.setting} is {value}: it must be true or false")
+    if isinstance(value, str) and flag.type in KINDS:
+        raise StartupError(f"{flag.setting}: {value} {KINDS[flag.type]}")
+    if flag.choices and value is not None and value not in flag.choices:
+        raise StartupError(f"{flag.setting}: {value} is not one of {', '.join(flag.choices)}")
 
 
 def server_args_from_namespace(namespace: argparse.Namespace) -> ServerArgs:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from rollout.core.args.flag_groups import flag_name
-from rollout.core.args.foreign_flags import OwnWords, is_known, names_of_settings, own_words, takes_no_value
+from rollout.core.args.foreign_flags import (
+    EXPERT_PARALLEL,
+    OwnWords,
+    is_known,
+    names_of_settings,
+    own_words,
+    takes_no_value,
+)
 from rollout.core.args.parser import Parser, closest, hint
 from rollout.core.errors import StartupError
 
@@ -83,7 +90,8 @@ def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], lis
 
     An empty one is left out, but an empty key is not: the server refuses it.  Raises `StartupError`.
     """
-    variables = {f"{ENVIRONMENT_PREFIX}{name.upper()}": name for name in names_of_settings()}
+    settings = names_of_settings()
+    variables = {f"{ENVIRONMENT_PREFIX}{name.upper()}": name for name in (*settings, EXPERT_PARALLEL)}
     words: list[str] = []
     notes: list[str] = []
     seen: dict[str, str] = {}
@@ -93,7 +101,7 @@ def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], lis
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE or not (text or is_key):
             continue
         if name is None:
-            meant = closest(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), names_of_settings(), _LIKENESS)
+            meant = closest(variable.removeprefix(ENVIRONMENT_PREFIX).lower(), settings, _LIKENESS)
             if meant is not None:
                 notes.append(f"${variable} is not a setting; did you mean {ENVIRONMENT_PREFIX}{meant.upper()}?")
         elif text.startswith(_OF_KUBERNETES) and name == "port":
@@ -101,7 +109,7 @@ def words_of_environment(environment: Mapping[str, str]) -> tuple[list[str], lis
         elif is_key:
             words.append(f"{flag_name(name)}={text}")
         else:
-            setting = names_of_settings()[name]
+            setting = settings.get(name, name)
             if setting in seen:
                 raise StartupError(f"${seen[setting]} and ${variable} are the same setting; give only one")
             seen[setting] = variable

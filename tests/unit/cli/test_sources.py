@@ -164,6 +164,7 @@ def test_harmless_flags_of_others_in_a_file_are_named_in_a_warning(tmp_path: Pat
 def test_experts_spread_over_the_ranks_that_another_place_names(tmp_path: Path) -> None:
     path = written(tmp_path, "a.yaml", "enable_expert_parallel: true")
     assert settings(f"m --config {path}", {"LOCKSTEP_TENSOR_PARALLEL_SIZE": "4"}).ep_size == 4
+    assert settings("m --tp 4", {"LOCKSTEP_ENABLE_EXPERT_PARALLEL": "1"}).ep_size == 4
 
 
 def test_keys_are_read_from_each_place_and_never_printed(

@@ -170,6 +170,30 @@ def test_a_call_in_python_takes_the_other_names_too() -> None:
         args_of_call({"model": "m", "model_path": "m"})
 
 
+def test_a_call_in_python_spells_values_as_the_command_line_does() -> None:
+    args = args_of_call(
+        {"model": "m", "tp": 2, "enable_expert_parallel": True, "max_model_len": "32k", "dtype": "half"}
+    )
+    assert (args.ep_size, args.context_length, args.dtype) == (2, 32000, "float16")
+    assert args_of_call({"model": "m", "tp": 2, "enable_expert_parallel": False}).ep_size == 1
+    assert args_of_call({"model": "m", "tp": 2, "ep": 1, "enable_expert_parallel": True}).ep_size == 1
+    assert args_of_call({"model": "m", "enable_overlap_schedule": None}).disable_overlap_schedule is None
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"max_total_tokens": "many"}, "max_total_tokens: many is not a whole number"),
+        ({"mem_fraction_static": "half"}, "mem_fraction_static: half is not a number"),
+        ({"enable_memory_saver": "yes"}, "enable_memory_saver is yes: it must be true or false"),
+        ({"dtype": "bf16"}, "dtype: bf16 is not one of auto, float32, "),
+    ],
+)
+def test_a_value_of_a_wrong_kind_in_a_call_is_named(given: dict[str, str], error: str) -> None:
+    with pytest.raises(StartupError, match=error):
+        args_of_call({"model": "m"} | given)
+
+
 def test_a_call_in_python_has_the_same_table() -> None:
     assert args_of_call({"model": "m", "enable_prefix_caching": False}).disable_radix_cache
     with pytest.warns(UserWarning, match="trust_remote_code of vLLM or SGLang has no effect"):
