@@ -9,29 +9,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import msgspec
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from examples.agent.plots import plot, results_table
 from examples.agent.policy import load_tokenizer, new_model
 from examples.agent.train import Plan, Result, Training, supervise
+from examples.live.command import add_seeds, parsed, prepare, run_parser
+from examples.live.ending import status_of
 from examples.live.progress import progress
-from examples.live.server import interruptible, reason, serving
-from rollout.core.errors import LockstepError
-from weight_sync.errors import WeightSyncError
+from examples.live.server import serving
 
-INTERRUPTED = 130
-LINE_WIDTH = 118  # where there is no terminal
 SERVER_FLAGS = (
     *("--tool-call-parser", "hermes", "--session-pin-fraction", "0.5", "--enable-return-routed-experts"),
     *("--max-running-requests", "256", "--max-total-tokens", "32768"),
@@ -41,21 +36,18 @@ SERVER_FLAGS = (
 def main(argv: Sequence[str], plan: Plan | None = None) -> int:
     """Run the example and return 0 if every run ended, 1 if something broke, 130 if interrupted."""
     args = _parse(argv)
-    transformers_logging.disable_progress_bar()
-    torch.set_num_threads(args.threads)
-    console = Console() if sys.stdout.isatty() else Console(width=LINE_WIDTH)
-    plan = replace(plan or Plan(), steps=args.steps)
+    console = prepare(args.threads)
+    plan = plan or Plan()
+    plan = replace(plan, steps=args.steps or plan.steps)
     args.out.mkdir(parents=True, exist_ok=True)
-    try:
-        with interruptible(), tempfile.TemporaryDirectory(prefix="lockstep-agent-") as name:
-            for seed in args.seeds:
-                _run_seed(seed, args, plan, Path(name) / str(seed), console)
-    except KeyboardInterrupt:
-        console.print("interrupted; the server has been stopped")
-        return INTERRUPTED
-    except (LockstepError, WeightSyncError, ExceptionGroup, httpx.HTTPError) as error:
-        console.print(f"example-agent: error: {reason(error)}", style="red", markup=False, highlight=False)
-        return 1
+
+    def run(folder: Path) -> None:
+        for seed in args.seeds:
+            _run_seed(seed, args, plan, folder / str(seed), console)
+
+    status = status_of(run, "example-agent", console)
+    if status != 0:
+        return status
     results = load_results(args.out)
     console.print(results_table(results))
     console.print(f"wrote {plot(results, args.out / 'rewards.png')}", highlight=False)
@@ -97,17 +89,11 @@ def load_results(folder: Path) -> list[Result]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make example-agent", description="An agent learns to use a calculator.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="runs, one after the other (default: 0)")
-    parser.add_argument("--steps", type=int, default=Plan.steps, help=f"training steps (default: {Plan.steps})")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="compute threads of the trainer and of the server (default: 1)"
+    parser = run_parser(
+        "example-agent", "An agent learns to use a calculator.", steps=str(Plan.steps), out="agent-results"
     )
-    parser.add_argument("--out", type=Path, default=Path("agent-results"), help="folder of results and plots")
-    args = parser.parse_args(argv)
-    if args.steps < 1 or args.threads < 1:
-        parser.error("--steps and --threads must be at least 1")
-    return args
+    add_seeds(parser)
+    return parsed(parser, argv)
 
 
 if __name__ == "__main__":

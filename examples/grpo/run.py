@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,20 +19,17 @@ import msgspec
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from examples.grpo.fp8 import fp8_checkpoint
 from examples.grpo.plots import plot_all, results_tables
 from examples.grpo.policy import VARIANTS, new_model
 from examples.grpo.settings import SETTINGS, Setting
 from examples.grpo.train import Grpo, Plan, Result, load_tokenizer, numerics_of, supervise
+from examples.live.command import add_seeds, parsed, prepare, run_parser
+from examples.live.ending import status_of
 from examples.live.progress import progress
-from examples.live.server import interruptible, reason, serving
-from rollout.core.errors import LockstepError
-from weight_sync.errors import WeightSyncError
+from examples.live.server import serving
 
-INTERRUPTED = 130
-LINE_WIDTH = 118  # where there is no terminal
 SERVER_FLAGS = (
     *("--return-sampling-mask", "--enable-return-routed-experts"),
     *("--max-running-requests", "512", "--max-total-tokens", "32768"),
@@ -43,25 +39,21 @@ SERVER_FLAGS = (
 def main(argv: Sequence[str], plan: Plan | None = None) -> int:
     """Run the example and return 0 if every run ended, 1 if something broke, 130 if interrupted."""
     args = _parse(argv)
-    transformers_logging.disable_progress_bar()
-    torch.set_num_threads(args.threads)
-    console = Console() if sys.stdout.isatty() else Console(width=LINE_WIDTH)
+    console = prepare(args.threads)
     setting = SETTINGS[args.setting]
     setting = replace(setting, plan=plan or setting.plan)
     if args.steps is not None:
         setting = replace(setting, plan=replace(setting.plan, steps=args.steps))
     out = args.out / args.setting
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        with interruptible(), tempfile.TemporaryDirectory(prefix="lockstep-grpo-") as name:
-            for seed in args.seeds:
-                _run_seed(seed, setting, args, Path(name) / str(seed), console)
-    except KeyboardInterrupt:
-        console.print("interrupted; the server has been stopped")
-        return INTERRUPTED
-    except (LockstepError, WeightSyncError, ExceptionGroup, TimeoutError) as error:
-        console.print(f"example-grpo: error: {reason(error)}", style="red", markup=False, highlight=False)
-        return 1
+
+    def run(folder: Path) -> None:
+        for seed in args.seeds:
+            _run_seed(seed, setting, args, folder / str(seed), console)
+
+    status = status_of(run, "example-grpo", console)
+    if status != 0:
+        return status
     results = load_results(out)
     for table in results_tables(results):
         console.print(table)
@@ -107,21 +99,13 @@ def load_results(folder: Path) -> list[Result]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make example-grpo", description="GRPO on sums of digits.")
+    parser = run_parser("example-grpo", "GRPO on sums of digits.", steps="of the setting", out="grpo-results")
+    add_seeds(parser)
     parser.add_argument("--setting", default="fp8", choices=SETTINGS, help="model and task (default: fp8)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="runs, one after the other (default: 0)")
     parser.add_argument(
         "--variants", nargs="+", default=["replay"], choices=VARIANTS, help="variants to run (default: replay)"
     )
-    parser.add_argument("--steps", type=int, help="training steps (default: of the setting)")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="compute threads of the trainer and of the server (default: 1)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("grpo-results"), help="folder of results and plots")
-    args = parser.parse_args(argv)
-    if (args.steps is not None and args.steps < 1) or args.threads < 1:
-        parser.error("--steps and --threads must be at least 1")
-    return args
+    return parsed(parser, argv)
 
 
 if __name__ == "__main__":

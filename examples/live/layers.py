@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
+from lockstep_rl import LockstepError
+
 WARMUP_STEPS = 5
+
+
+class LayersError(LockstepError, ValueError):
+    """The model does not have the layers that were asked for."""
 
 
 class LastLayers:
@@ -23,7 +29,7 @@ class LastLayers:
     def __init__(self, model: Any, count: int, learning_rate: float, num_steps: int) -> None:
         layers = model.model.layers
         if not 1 <= count <= len(layers):
-            raise ValueError(f"the model has {len(layers)} layers, and {count} of them cannot be trained")
+            raise LayersError(f"the model has {len(layers)} layers, and {count} of them cannot be trained")
         model.requires_grad_(False)
         first = len(layers) - count
         self.named: dict[str, torch.Tensor] = {
