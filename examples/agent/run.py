@@ -23,7 +23,7 @@ from examples.agent.plots import plot, results_table
 from examples.agent.policy import load_tokenizer, new_model
 from examples.agent.train import Plan, Result, Training, supervise
 from examples.live.command import add_seeds, parsed, prepare, run_parser
-from examples.live.ending import status_of
+from examples.live.ending import leave, status_of
 from examples.live.progress import progress
 from examples.live.server import serving
 
@@ -97,4 +97,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

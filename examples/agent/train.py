@@ -8,7 +8,6 @@ supervised steps -> checkpoint -> server
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from examples.agent.policy import (
 from examples.agent.task import problems
 from examples.grpo.policy import Masters, policy_loss
 from examples.grpo.rollouts import advantages
+from examples.live.ending import in_thread
 from examples.live.progress import Shown
 from rollout.client import RolloutClient
 from weight_sync.sender import WeightSender
@@ -125,10 +125,8 @@ class Training:
                     await self._judge(0, agent, list(islice(held_out, plan.judged)))
                     for step in range(1, plan.steps + 1):
                         episodes = await agent.play(list(islice(training, plan.problems_per_step)), plan.group_size)
-                        self._result.steps.append(await asyncio.to_thread(self._step, step, episodes))
-                        await asyncio.to_thread(
-                            sender.refresh, self._model, weight_version=str(step), dtype=torch.bfloat16
-                        )
+                        self._result.steps.append(await in_thread(self._step, step, episodes))
+                        await in_thread(sender.refresh, self._model, weight_version=str(step), dtype=torch.bfloat16)
                         if step % plan.judge_every == 0 or step == plan.steps:
                             await self._judge(step, agent, list(islice(held_out, plan.judged)))
                 finally:

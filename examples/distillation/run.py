@@ -22,7 +22,7 @@ from examples.distillation.student import without_layers
 from examples.distillation.train import Distillation, Plan, Result
 from examples.live.checkpoint import save_beside
 from examples.live.command import parsed, prepare, run_parser
-from examples.live.ending import status_of
+from examples.live.ending import leave, status_of
 from examples.live.progress import progress
 from examples.live.server import serving
 from examples.real_model.run import CHECKPOINT
@@ -83,4 +83,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -8,7 +8,6 @@ student's server   a refresh brings the trained layers
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from examples.distillation.loss import TeacherScores, agreement, joined, reverse_kl
+from examples.live.ending import in_thread
 from examples.live.layers import LastLayers
 from examples.live.progress import Shown
 from examples.real_model.policy import output_logits, pack
@@ -112,8 +112,8 @@ class Distillation:
                     self._progress.doing(f"step {step}: scoring by the teacher")
                     scores = await self._scored(teacher, groups)
                     self._progress.doing(f"step {step}: training")
-                    await asyncio.to_thread(self._step, step, groups, scores)
-                    await asyncio.to_thread(refresh, str(step))
+                    await in_thread(self._step, step, groups, scores)
+                    await in_thread(refresh, str(step))
                     if step % plan.judge_every == 0 or step == plan.steps:
                         await self._judge(student, teacher, step)
         self._result.seconds = self._seconds()
@@ -158,7 +158,7 @@ class Distillation:
         greedy = _mean_reward(await sample(student, self._held_out, 1, 0.0))
         scores = await self._scored(teacher, groups)
         with torch.no_grad():
-            logits_TV = await asyncio.to_thread(output_logits, self._model, pack(groups))
+            logits_TV = await in_thread(output_logits, self._model, pack(groups))
             kl, same = float(reverse_kl(logits_TV, scores).mean()), agreement(logits_TV, scores)
         self._result.judgements.append(Judgement(step, self._seconds(), kl, same, greedy))
         self._progress.line(

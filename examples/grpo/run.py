@@ -26,7 +26,7 @@ from examples.grpo.policy import VARIANTS, new_model
 from examples.grpo.settings import SETTINGS, Setting
 from examples.grpo.train import Grpo, Plan, Result, load_tokenizer, numerics_of, supervise
 from examples.live.command import add_seeds, parsed, prepare, run_parser
-from examples.live.ending import status_of
+from examples.live.ending import leave, status_of
 from examples.live.progress import progress
 from examples.live.server import serving
 
@@ -109,4 +109,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

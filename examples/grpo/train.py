@@ -36,6 +36,7 @@ from examples.grpo.policy import (
 )
 from examples.grpo.rollouts import Batch, FreshGroups, Group, Rollouts, Sampling, make_batch
 from examples.grpo.task import Problem, Task
+from examples.live.ending import in_thread
 from examples.live.progress import Shown
 from rollout.client import AsyncRolloutClient, RolloutClient
 from rollout.numerics import use_engine_numerics
@@ -162,8 +163,8 @@ class Grpo:
                 async with self._batches(rollouts, stream) as next_batch:
                     for step in range(1, plan.steps + 1):
                         groups = await next_batch()
-                        self._result.steps.append(await asyncio.to_thread(self._step, step, groups))
-                        await asyncio.to_thread(refresh, str(step))
+                        self._result.steps.append(await in_thread(self._step, step, groups))
+                        await in_thread(refresh, str(step))
                         if step % plan.judge_every == 0:
                             await self._judge(step, rollouts, held_out)
 
@@ -242,7 +243,7 @@ class Grpo:
         """Judge held-out samples of the version that the trainer has now: nothing is refreshed meanwhile."""
         groups = await rollouts.held_out(held_out, self._plan.judged)
         batch = make_batch(groups)
-        found = await asyncio.to_thread(mismatch, self._model, batch, self._result.variant)
+        found = await in_thread(mismatch, self._model, batch, self._result.variant)
         seconds = time.monotonic() - self._started
         self._result.judgements.append(Judgement(step, seconds, float(batch.rewards_N.mean()), found))
 

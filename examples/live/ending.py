@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn, ParamSpec, TypeVar
 
 import httpx
 from rich.console import Console
 
 from lockstep_rl import LockstepError, WeightSyncError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 INTERRUPTED = 130
 # Errors with a message for the user.  Any other is a fault of the example, and has its traceback.
 EXPECTED = (LockstepError, WeightSyncError, TimeoutError, httpx.HTTPError)
@@ -65,3 +73,39 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+async def in_thread(call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call in a thread of its own, as `asyncio.to_thread` does; but no end of the event loop waits for the thread.
+
+    A step of a trainer takes many seconds on a slow machine, and an interrupted run has no use for it.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[R] = loop.create_future()
+
+    def settle(set_outcome: Callable[[], None]) -> None:
+        if not future.done():  # else the caller was cancelled
+            set_outcome()
+
+    def run() -> None:
+        try:
+            result = call(*args, **kwargs)
+        except BaseException as error:
+            outcome = partial(future.set_exception, error)
+        else:
+            outcome = partial(future.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await future
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once, with what still runs in threads.
+
+    The interpreter would first tear torch and transformers down, which takes over a second of a core.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.live.checkpoint import save_beside
 from examples.live.command import add_seeds, parsed, prepare, run_parser
-from examples.live.ending import status_of
+from examples.live.ending import leave, status_of
 from examples.live.progress import progress
 from examples.live.server import serving
 from examples.real_model.plots import plot_rewards, results_table
@@ -89,4 +89,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from examples.grpo.policy import policy_loss
+from examples.live.ending import in_thread
 from examples.live.layers import LastLayers
 from examples.live.progress import Shown
 from examples.real_model.policy import output_logprobs, pack
@@ -105,9 +106,9 @@ class Training:
                         if step < plan.steps:
                             coming = self._sampling(client, stream)
                         self._progress.doing(f"step {step}: training")
-                        await asyncio.to_thread(self._step, step, groups)
+                        await in_thread(self._step, step, groups)
                         self._progress.doing(f"step {step}: refreshing the server")
-                        await asyncio.to_thread(refresh, str(step))
+                        await in_thread(refresh, str(step))
                         if step % plan.judge_every == 0 or step == plan.steps:
                             await self._judge(client, step)
                 finally:

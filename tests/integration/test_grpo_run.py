@@ -48,6 +48,9 @@ def test_an_interrupt_ends_it(tmp_path: Path) -> None:
         assert running.stdout is not None
         assert "supervised steps" in running.stdout.readline()
         running.send_signal(signal.SIGINT)
-        out, _ = running.communicate(timeout=60.0)
+        try:
+            out, _ = running.communicate(timeout=60.0)
+        finally:
+            running.kill()
     assert running.returncode == 130, out
     assert "interrupted" in out

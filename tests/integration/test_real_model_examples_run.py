@@ -13,22 +13,18 @@ from examples.distillation.run import load_results as load_distillations
 from examples.distillation.run import main as distil
 from examples.distillation.train import Plan as DistillationPlan
 from examples.make_checkpoint.run import make_checkpoint
-from examples.make_checkpoint.spec import CheckpointSpec
 from examples.real_model.problems import Problem
 from examples.real_model.run import load_results, main
 from examples.real_model.train import Plan
+from tests.interrupted_example import TRAINED
 
 pytestmark = pytest.mark.full
-SPEC = CheckpointSpec(
-    family="llama", vocab_size=512, hidden_size=64, layers=20, heads=4, kv_heads=2, head_dim=16, intermediate_size=96,
-    tie=True, context_length=256,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint(folder, SPEC, force=True)
+    make_checkpoint(folder, TRAINED, force=True)
     return folder
 
 
@@ -73,6 +69,9 @@ def test_an_interrupt_ends_it(checkpoint: Path, tmp_path: Path, module: str) -> 
         assert running.stdout is not None
         assert running.stdout.readline().startswith("[ 0:")
         running.send_signal(signal.SIGINT)
-        out, _ = running.communicate(timeout=60.0)
+        try:
+            out, _ = running.communicate(timeout=60.0)
+        finally:
+            running.kill()
     assert running.returncode == 130, out
     assert "interrupted" in out

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +17,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from examples.live.ending import status_of
+from examples.live.ending import in_thread, status_of
 from examples.live.layers import LayersError
 from lockstep_rl import LockstepError, WeightSyncError
 
@@ -66,3 +71,48 @@ def test_a_run_that_returns_is_well() -> None:
     output = io.StringIO()
     assert status_of(lambda folder: None, "example-x", Console(file=output)) == 0
     assert output.getvalue() == ""
+
+
+def test_a_call_in_a_thread_returns_or_raises() -> None:
+    assert asyncio.run(in_thread(divmod, 7, 2)) == (3, 1)
+    assert asyncio.run(in_thread(int, "11", base=2)) == 3
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(in_thread(divmod, 7, 0))
+
+
+def test_a_cancelled_run_does_not_wait_for_its_thread() -> None:
+    started, released = threading.Event(), threading.Event()
+
+    def step() -> None:
+        started.set()
+        released.wait(20.0)
+
+    async def run() -> None:
+        task = asyncio.create_task(in_thread(step))
+        while not started.is_set():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    start = time.monotonic()
+    try:
+        asyncio.run(run())
+        assert time.monotonic() - start < 10.0
+    finally:
+        released.set()
+
+
+LEAVING = """
+import atexit, sys, threading
+from examples.live.ending import leave
+atexit.register(print, "torn down")
+threading.Thread(target=threading.Event().wait).start()
+print("written", end="")
+leave(130)
+"""
+
+
+def test_a_process_leaves_at_once_with_what_it_wrote() -> None:
+    ended = subprocess.run([sys.executable, "-c", LEAVING], stdout=subprocess.PIPE, text=True, timeout=60.0)
+    assert (ended.returncode, ended.stdout) == (130, "written")
