@@ -31,8 +31,7 @@ from examples.grpo.policy import Masters, policy_loss
 from examples.grpo.rollouts import advantages
 from examples.live.ending import in_thread
 from examples.live.progress import Shown
-from rollout.client import RolloutClient
-from weight_sync.sender import WeightSender
+from examples.live.refreshing import connected_sender
 
 
 @dataclass(frozen=True)
@@ -118,19 +117,14 @@ class Training:
         plan = self._plan
         training, held_out = problems(self._result.seed, held_out=False), problems(1, held_out=True)
         async with Agent(self._url, self._tokenizer) as agent:
-            with RolloutClient(self._url) as client:
-                sender = WeightSender(client)
-                sender.connect()
-                try:
-                    await self._judge(0, agent, list(islice(held_out, plan.judged)))
-                    for step in range(1, plan.steps + 1):
-                        episodes = await agent.play(list(islice(training, plan.problems_per_step)), plan.group_size)
-                        self._result.steps.append(await in_thread(self._step, step, episodes))
-                        await in_thread(sender.refresh, self._model, weight_version=str(step), dtype=torch.bfloat16)
-                        if step % plan.judge_every == 0 or step == plan.steps:
-                            await self._judge(step, agent, list(islice(held_out, plan.judged)))
-                finally:
-                    sender.close()
+            with connected_sender(self._url) as sender:
+                await self._judge(0, agent, list(islice(held_out, plan.judged)))
+                for step in range(1, plan.steps + 1):
+                    episodes = await agent.play(list(islice(training, plan.problems_per_step)), plan.group_size)
+                    self._result.steps.append(await in_thread(self._step, step, episodes))
+                    await in_thread(sender.refresh, self._model, weight_version=str(step), dtype=torch.bfloat16)
+                    if step % plan.judge_every == 0 or step == plan.steps:
+                        await self._judge(step, agent, list(islice(held_out, plan.judged)))
 
     def _step(self, step: int, episodes: Sequence[Episode]) -> Step:
         difference = policy_step(self._model, self._optimizer, episodes, self._plan.group_size)

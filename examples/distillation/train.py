@@ -8,9 +8,8 @@ student's server   a refresh brings the trained layers
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -21,10 +20,11 @@ from examples.distillation.loss import TeacherScores, agreement, joined, reverse
 from examples.live.ending import in_thread
 from examples.live.layers import LastLayers
 from examples.live.progress import Shown
+from examples.live.refreshing import connected_sender
 from examples.real_model.policy import output_logits, pack
 from examples.real_model.problems import load, shuffled
-from examples.real_model.rollouts import Group, sample
-from lockstep_rl import AsyncClient, Client, WeightSender
+from examples.real_model.rollouts import Group, mean_reward, sample
+from lockstep_rl import AsyncClient, WeightSender
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Distillation:
         stream = shuffled(load("train"), self._result.seed)
         async with AsyncClient(self._student_url) as student, AsyncClient(self._teacher_url) as teacher:
             self._progress.doing("the teacher answers held-out problems")
-            self._result.teacher_greedy = _mean_reward(await sample(teacher, self._held_out, 1, 0.0))
-            with self._refreshing() as refresh:
+            self._result.teacher_greedy = mean_reward(await sample(teacher, self._held_out, 1, 0.0))
+            with connected_sender(self._student_url) as sender:
                 await self._judge(student, teacher, 0)
                 for step in range(1, plan.steps + 1):
                     self._progress.doing(f"step {step}: sampling")
@@ -113,25 +113,14 @@ class Distillation:
                     scores = await self._scored(teacher, groups)
                     self._progress.doing(f"step {step}: training")
                     await in_thread(self._step, step, groups, scores)
-                    await in_thread(refresh, str(step))
+                    await in_thread(self._refresh, sender, str(step))
                     if step % plan.judge_every == 0 or step == plan.steps:
                         await self._judge(student, teacher, step)
         self._result.seconds = self._seconds()
 
-    @contextlib.contextmanager
-    def _refreshing(self) -> Iterator[Callable[[str], None]]:
-        """Yield a call that brings the trained layers to the student's server under a version."""
-        with Client(self._student_url) as client:
-            sender = WeightSender(client)
-            sender.connect()
-
-            def refresh(version: str) -> None:
-                sender.refresh(self._layers.tensors(), version, dtype=torch.bfloat16, coverage="partial")
-
-            try:
-                yield refresh
-            finally:
-                sender.close()
+    def _refresh(self, sender: WeightSender, version: str) -> None:
+        """Bring the trained layers to the server; the others are as they were."""
+        sender.refresh(self._layers.tensors(), version, dtype=torch.bfloat16, coverage="partial")
 
     async def _scored(self, teacher: AsyncClient, groups: Sequence[Group]) -> TeacherScores:
         """Score the output tokens of all samples, in the order in which `pack` has them."""
@@ -155,7 +144,7 @@ class Distillation:
         """Judge held-out answers of the version that the trainer has now."""
         self._progress.doing(f"step {step}: answering {len(self._held_out)} held-out problems")
         groups = await sample(student, self._held_out, 1, 1.0)
-        greedy = _mean_reward(await sample(student, self._held_out, 1, 0.0))
+        greedy = mean_reward(await sample(student, self._held_out, 1, 0.0))
         scores = await self._scored(teacher, groups)
         with torch.no_grad():
             logits_TV = await in_thread(output_logits, self._model, pack(groups))
@@ -168,8 +157,3 @@ class Distillation:
 
     def _seconds(self) -> float:
         return time.monotonic() - self._started
-
-
-def _mean_reward(groups: Sequence[Group]) -> float:
-    rewards = [reward for group in groups for reward in group.rewards]
-    return sum(rewards) / len(rewards)

@@ -38,7 +38,8 @@ from examples.grpo.rollouts import Batch, FreshGroups, Group, Rollouts, Sampling
 from examples.grpo.task import Problem, Task
 from examples.live.ending import in_thread
 from examples.live.progress import Shown
-from rollout.client import AsyncRolloutClient, RolloutClient
+from examples.live.refreshing import connected_sender
+from rollout.client import AsyncRolloutClient
 from rollout.numerics import use_engine_numerics
 from weight_sync.sender import WeightSender
 
@@ -159,12 +160,12 @@ class Grpo:
             held_out = self._task.problems(1, held_out=True)
             await self._judge(0, rollouts, held_out)
             stream = self._task.problems(self._result.seed, held_out=False)
-            with self._refreshing() as refresh:
+            with connected_sender(self._url) as sender:
                 async with self._batches(rollouts, stream) as next_batch:
                     for step in range(1, plan.steps + 1):
                         groups = await next_batch()
                         self._result.steps.append(await in_thread(self._step, step, groups))
-                        await in_thread(refresh, str(step))
+                        await in_thread(self._refresh, sender, str(step))
                         if step % plan.judge_every == 0:
                             await self._judge(step, rollouts, held_out)
 
@@ -187,16 +188,8 @@ class Grpo:
                 await producer
             self._result.num_groups_dropped = finished.num_dropped
 
-    @contextlib.contextmanager
-    def _refreshing(self) -> Iterator[Callable[[str], None]]:
-        """Yield a call that brings the model to the server under a version."""
-        with RolloutClient(self._url) as client:
-            sender = WeightSender(client)
-            sender.connect()
-            try:
-                yield lambda version: void(sender.refresh(self._model, weight_version=version, dtype=torch.bfloat16))
-            finally:
-                sender.close()
+    def _refresh(self, sender: WeightSender, version: str) -> None:
+        sender.refresh(self._model, weight_version=version, dtype=torch.bfloat16)
 
     def _step(self, step: int, groups: Sequence[Group]) -> Step:
         plan = self._plan
@@ -261,10 +254,6 @@ async def _next(finished: FreshGroups, producer: asyncio.Task[None]) -> list[Gro
     if producer in done:
         producer.result()
     raise TimeoutError(f"the server did not return a batch of samples within {GROUP_TIMEOUT_S:g} s")
-
-
-def void(_: object) -> None:
-    return None
 
 
 def numerics_of(model: Any, variant: Variant) -> contextlib.AbstractContextManager[Any]:

@@ -41,6 +41,11 @@ def reward_of(problem: Problem, output: GenerationOutput) -> float:
     return problem.reward(output.text or "", ended=ended)
 
 
+def mean_reward(groups: Sequence[Group]) -> float:
+    rewards = [reward for group in groups for reward in group.rewards]
+    return sum(rewards) / len(rewards)
+
+
 async def sample(client: AsyncClient, problems: Sequence[Problem], n: int, temperature: float) -> list[Group]:
     """Sample `n` answers of one line to each problem, all at once."""
     params = {"temperature": temperature, "n": n, "max_new_tokens": MAX_NEW_TOKENS, "stop": ["\n"]}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -22,10 +22,11 @@ from examples.grpo.policy import policy_loss
 from examples.live.ending import in_thread
 from examples.live.layers import LastLayers
 from examples.live.progress import Shown
+from examples.live.refreshing import connected_sender
 from examples.real_model.policy import output_logprobs, pack
 from examples.real_model.problems import Problem, load, shuffled
-from examples.real_model.rollouts import Group, sample
-from lockstep_rl import AsyncClient, Client, WeightSender
+from examples.real_model.rollouts import Group, mean_reward, sample
+from lockstep_rl import AsyncClient, WeightSender
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Training:
         stream = shuffled(load("train"), self._result.seed)
         async with AsyncClient(self._url) as client:
             await self._judge(client, 0)
-            with self._refreshing() as refresh:
+            with connected_sender(self._url) as sender:
                 coming = self._sampling(client, stream)
                 try:
                     for step in range(1, plan.steps + 1):
@@ -108,7 +109,7 @@ class Training:
                         self._progress.doing(f"step {step}: training")
                         await in_thread(self._step, step, groups)
                         self._progress.doing(f"step {step}: refreshing the server")
-                        await in_thread(refresh, str(step))
+                        await in_thread(self._refresh, sender, str(step))
                         if step % plan.judge_every == 0 or step == plan.steps:
                             await self._judge(client, step)
                 finally:
@@ -121,24 +122,12 @@ class Training:
         problems = list(islice(stream, self._plan.groups))
         return asyncio.create_task(sample(client, problems, self._plan.samples, 1.0))
 
-    @contextlib.contextmanager
-    def _refreshing(self) -> Iterator[Callable[[str], None]]:
-        """Yield a call that brings the trained layers to the server under a version; the others are as they were."""
-        with Client(self._url) as client:
-            sender = WeightSender(client)
-            sender.connect()
-
-            def refresh(version: str) -> None:
-                sender.refresh(self._layers.tensors(), version, dtype=torch.bfloat16, coverage="partial")
-
-            try:
-                yield refresh
-            finally:
-                sender.close()
+    def _refresh(self, sender: WeightSender, version: str) -> None:
+        """Bring the trained layers to the server; the others are as they were."""
+        sender.refresh(self._layers.tensors(), version, dtype=torch.bfloat16, coverage="partial")
 
     def _step(self, step: int, groups: Sequence[Group]) -> None:
         used = [group for group in groups if group.differs]
-        rewards = [reward for group in groups for reward in group.rewards]
         norm, lags, kl, tokens = 0.0, [], None, 0
         if used:
             packed = pack(used)
@@ -149,7 +138,7 @@ class Training:
             lags, tokens = (torch.bincount(lags_T) / len(lags_T)).tolist(), len(lags_T)
             difference_T = (logprobs_T.detach() - packed.engine_T)[lags_T == 0].double()
             kl = float((difference_T.exp() - 1 - difference_T).mean()) if len(difference_T) else None
-        reward = sum(rewards) / len(rewards)
+        reward = mean_reward(groups)
         record = Step(step, self._seconds(), reward, len(used), tokens, norm, lags, kl)
         self._result.steps.append(record)
         self._progress.line(
@@ -163,20 +152,15 @@ class Training:
         sampled = await sample(client, self._held_out, 1, 1.0)
         greedy = None
         if step in (0, self._plan.steps):
-            greedy = _mean(await sample(client, self._held_out, 1, 0.0))
+            greedy = mean_reward(await sample(client, self._held_out, 1, 0.0))
         kinds = sorted({problem.kind for problem in self._held_out})
-        by_kind = {kind: _mean([group for group in sampled if group.problem.kind == kind]) for kind in kinds}
-        judgement = Judgement(step, self._seconds(), _mean(sampled), greedy, by_kind)
+        by_kind = {kind: mean_reward([group for group in sampled if group.problem.kind == kind]) for kind in kinds}
+        judgement = Judgement(step, self._seconds(), mean_reward(sampled), greedy, by_kind)
         self._result.judgements.append(judgement)
         self._progress.line(f"step {step}: held-out reward {judgement.sampled:.3f}, by kind {_shown(by_kind)}")
 
     def _seconds(self) -> float:
         return time.monotonic() - self._started
-
-
-def _mean(groups: Sequence[Group]) -> float:
-    rewards = [reward for group in groups for reward in group.rewards]
-    return sum(rewards) / len(rewards)
 
 
 def _shown(by_kind: dict[str, float]) -> str:
