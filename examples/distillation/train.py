@@ -140,15 +140,18 @@ class Distillation:
             f"greedy answers right {last.greedy:.2f}"
         )
 
+    @torch.no_grad()  # holds in the thread that calls, and in no other
+    def _measure(self, groups: Sequence[Group], scores: TeacherScores) -> tuple[float, float]:
+        logits_TV = output_logits(self._model, pack(groups))
+        return float(reverse_kl(logits_TV, scores).mean()), agreement(logits_TV, scores)
+
     async def _judge(self, student: AsyncClient, teacher: AsyncClient, step: int) -> None:
         """Judge held-out answers of the version that the trainer has now."""
         self._progress.doing(f"step {step}: answering {len(self._held_out)} held-out problems")
         groups = await sample(student, self._held_out, 1, 1.0)
         greedy = mean_reward(await sample(student, self._held_out, 1, 0.0))
         scores = await self._scored(teacher, groups)
-        with torch.no_grad():
-            logits_TV = await in_thread(output_logits, self._model, pack(groups))
-            kl, same = float(reverse_kl(logits_TV, scores).mean()), agreement(logits_TV, scores)
+        kl, same = await in_thread(self._measure, groups, scores)
         self._result.judgements.append(Judgement(step, self._seconds(), kl, same, greedy))
         self._progress.line(
             f"step {step}: held-out KL {kl:.3f} a token, same likeliest token {same:.0%}, greedy answers right "

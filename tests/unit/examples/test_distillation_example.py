@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from examples.distillation import train
 from examples.distillation.loss import TeacherScores, agreement, joined, reverse_kl
 from examples.distillation.plots import plot_curves, results_table
 from examples.distillation.run import load_results, main
 from examples.distillation.student import without_layers
-from examples.distillation.train import Judgement, Result, Step
+from examples.distillation.train import Distillation, Judgement, Plan, Result, Step
 from examples.live.checkpoint import save_beside
+from examples.live.progress import progress
+from examples.real_model.rollouts import Group
 from rollout.client import ScoredSequence
-from tests.unit.examples.test_real_model_example import tiny_model
+from tests.unit.examples.test_real_model_example import GROUPS, tiny_model
 
 VOCABULARY = 40
 
@@ -114,6 +121,33 @@ def test_a_student_lacks_the_layers_and_nothing_else(tmp_path: Path) -> None:
     for first, count in ((0, 4), (-1, 1), (3, 2), (1, 0)):
         with pytest.raises(ValueError, match="cannot be removed from 4 layers"):
             without_layers(teacher, first, count)
+
+
+def test_a_judgement_keeps_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of all held-out answers would stand in memory; `torch.no_grad` does not reach other threads."""
+    found: list[torch.Tensor] = []
+
+    def recorded(*args: Any) -> torch.Tensor:
+        found.append(output_logits(*args))
+        return found[-1]
+
+    async def sampled(*_: Any) -> list[Group]:
+        return GROUPS
+
+    async def scored(*_: Any) -> TeacherScores:
+        num_tokens = sum(len(output.output_ids) for group in GROUPS for output in group.outputs)
+        return TeacherScores(torch.zeros(num_tokens, 1, dtype=torch.int64), torch.full((num_tokens, 1), -1.0))
+
+    output_logits = train.output_logits
+    monkeypatch.setattr(train, "output_logits", recorded)
+    monkeypatch.setattr(train, "sample", sampled)
+    monkeypatch.setattr(Distillation, "_scored", scored)
+    result, plan = Result(0, (4, 3)), Plan(first_removed=1)
+    with progress(Console(file=io.StringIO())) as shown:
+        run = Distillation(tiny_model(), "", "", plan, result, shown)
+        asyncio.run(run._judge(None, None, 0))  # type: ignore[arg-type]
+    assert found and not found[0].requires_grad
+    assert result.judgements[0].kl > 0
 
 
 def test_table_and_plot_of_two_runs(tmp_path: Path) -> None:
