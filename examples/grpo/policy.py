@@ -13,7 +13,7 @@ Shapes: N samples, S positions, O output positions, T output tokens, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -97,7 +97,9 @@ def supervised_step(
 
 
 @torch.no_grad()
-def expected_reward(model: Any, encode: Any, end_id: int, problems: Iterable[Problem], count: int = 256) -> float:
+def expected_reward(
+    model: Any, encode: Callable[[str], list[int]], end_id: int, problems: Iterable[Problem], count: int = 256
+) -> float:
     """Return the probability of right answers to problems at temperature 1, without sampling any."""
     chosen = list(islice(problems, count))
     ids_NS = torch.tensor([[*encode(each.question + each.answer), end_id] for each in chosen])

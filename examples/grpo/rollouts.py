@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -145,7 +145,7 @@ class FreshGroups:
 class Rollouts:
     """Asks the server through `client`; `encode` gives the ids of a text.  Every sample comes with its whole record."""
 
-    def __init__(self, client: AsyncRolloutClient, encode, sampling: Sampling) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, client: AsyncRolloutClient, encode: Callable[[str], list[int]], sampling: Sampling) -> None:
         self._client = client
         self._encode = encode
         self._sampling = sampling
