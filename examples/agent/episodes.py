@@ -82,7 +82,9 @@ class Agent:
             num_calls += len(calls)
             results = [use_tool(call["name"], call["arguments"]) for call in calls]
             prompt = {"messages": [], "input_ids": record.ids + self._tool_turn(results)}
-        await self._http.post("/finish_session", params={"session_id": session})
+        reply = await self._http.post("/finish_session", params={"session_id": session})
+        if reply.status_code != 200:  # else its prefix would stay pinned, and hold memory of the cache
+            raise LockstepError(f"the server did not end session {session}: {reply.text}")
         return Episode(problem, record, answer, num_calls)
 
     async def _turn(self, prompt: dict[str, Any], session: str, record: Record) -> dict[str, Any]:

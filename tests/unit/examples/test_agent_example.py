@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from capture.replay import record_routes
 from capture.routed_experts import RoutedExperts, id_dtype
 from examples.agent import train
-from examples.agent.episodes import Episode, ids_of
+from examples.agent.episodes import Agent, Episode, ids_of
 from examples.agent.plots import plot, results_table
 from examples.agent.policy import SPEC, demonstrate, load_tokenizer, new_model, padded
 from examples.agent.record import Record, RecordError, Turn
@@ -25,6 +27,7 @@ from examples.agent.run import load_results, main
 from examples.agent.task import Problem, calculate, problems, use_tool
 from examples.agent.train import Judgement, Result, Step, policy_objective
 from rollout.client import VersionSpan
+from rollout.core.errors import LockstepError
 
 PROBLEM = Problem(17, 25, 31)
 
@@ -233,6 +236,33 @@ def test_a_wrong_loss_is_noticed(
         monkeypatch.setattr(train, "recorded_logprobs", lambda _: torch.tensor(-6.0))
     loss, _ = policy_objective(model, episodes if wrong is None else wrong(episodes), group_size=4)
     assert not math.isclose(loss.item(), expected, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_a_session_that_does_not_end_is_an_error(status: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        return httpx.Response(status, text="not now")
+
+    async def answered(*_: Any) -> dict[str, Any]:
+        return {"finish_reason": "stop", "message": {"content": PROBLEM.answer}}
+
+    async def played() -> list[Episode]:
+        async with Agent("http://engine", load_tokenizer(folder)) as agent:
+            await agent._http.aclose()
+            agent._http = httpx.AsyncClient(base_url="http://engine", transport=httpx.MockTransport(reply))
+            return await agent.play([PROBLEM], 1)
+
+    monkeypatch.setattr(Agent, "_turn", answered)
+    if status == 200:
+        (episode,) = asyncio.run(played())
+        assert episode.reward == 1.0
+    else:
+        with pytest.raises(LockstepError, match="did not end session episode-0: not now"):
+            asyncio.run(played())
+    assert asked == ["http://engine/finish_session?session_id=episode-0"]
 
 
 def test_table_and_plot_of_runs(tmp_path: Path) -> None:
