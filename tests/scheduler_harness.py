@@ -5,6 +5,7 @@ Real model, cache, policy, sampler and weight updater; only the sockets and the 
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,12 +128,18 @@ class Harness:
         return request_id
 
     def wait(self, request_id: str, timeout_s: float = 30.0) -> ControlReqOutput:
-        """Turn the loop until the verb is answered, slowly, so that requests do not end meanwhile."""
+        """Turn the loop until the verb is answered, slowly, so that requests do not end meanwhile.
+
+        Most verbs take a few turns.  On a busy machine a verb's own thread may wait for seconds, and turns then wait
+        with it.
+        """
         deadline = time.monotonic() + timeout_s
-        while request_id not in self.answers:
+        for turn in itertools.count():
+            if request_id in self.answers:
+                break
             self.tick()
             if request_id not in self.answers:
-                time.sleep(0.005)
+                time.sleep(0.005 if turn < 20 else 0.1)
             assert time.monotonic() < deadline, f"no answer to {request_id}"
         return self.answers[request_id]
 
