@@ -30,7 +30,7 @@ _RUNS_OF_A_PHASE = 8  # fewer, and it is faster to compute every word's index
 _BLOCK_BITS = BLOCK.bit_length() - 1
 _MASK = (1 << 64) - 1
 NO_MASK = 1  # whatever is found is not asked for
-_EXPONENTS = {
+EXPONENTS = {
     torch.bfloat16: 0x7F80,
     torch.float16: 0x7C00,
     torch.float32: 0x7F80_0000,
@@ -60,7 +60,7 @@ def fingerprints_end_to_end(flat: torch.Tensor, numels: Sequence[int]) -> tuple[
     not found out.  T tensors of N blocks.
     """
     assert all(numel % BLOCK == 0 for numel in numels), "a block must lie in one tensor"
-    exponent = _EXPONENTS.get(flat.dtype, 0)
+    exponent = EXPONENTS.get(flat.dtype, 0)
     sums_N, infinite_N = block_sums(_words(flat).view(-1, BLOCK), exponent)
     finite = not bool(infinite_N.any()) if exponent else None
     values: list[int] = []
@@ -81,7 +81,7 @@ def fingerprints_apart(tensors: Sequence[torch.Tensor]) -> tuple[list[int], bool
     On a CUDA device one kernel a tensor does both, and all results are read back at once.
     """
     kernels = kernels_of(tensors[0].device)
-    exponent = _EXPONENTS.get(tensors[0].dtype)
+    exponent = EXPONENTS.get(tensors[0].dtype)
     if kernels is None or exponent is None:
         return [fingerprint(tensor) for tensor in tensors], None
     results = torch.stack([kernels.gpu_sum_and_flag(_words(tensor), 0, exponent) for tensor in tensors])

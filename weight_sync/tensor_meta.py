@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from weight_sync.errors import WeightRequestError, unquoted
+from weight_sync.moves import Move
 
 MAX_NAME_LENGTH = 512
 MAX_DIMENSIONS = 8
@@ -184,6 +185,13 @@ class Place(Protocol):
 
     def restore(self, content: torch.Tensor) -> None:
         """Take what `read` gave, here or at another place of the same tensor."""
+
+    def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
+        """Return the moves that do what `write` does with a tensor of `shape`; None where only `write` can.
+
+        The tensor is read as the matrix `matrix_of(shape, lead)`: rows are its first dimension, or for a region of
+        dimension d > 0 its first d, so that a region is a box.  `lead` is that number where another place asks.
+        """
 
 
 class LogicalWeights(Protocol):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weight_sync.errors import ContentError
 from weight_sync.int8_blocks import BLOCK
+from weight_sync.moves import Move, MoveKind, lead_of, matrix_of, two_strides
 from weight_sync.tensor_meta import Place, Region
 
 __all__ = [
@@ -21,6 +22,9 @@ __all__ = [
     "ViewPlace",
     "W8Place",
 ]
+
+_MAX_RUNS = 64
+"""Rows in another order are moved run by run, if there are no more of them."""
 
 
 class ViewPlace:
@@ -50,6 +54,16 @@ class ViewPlace:
 
     def restore(self, content: torch.Tensor) -> None:
         self.write(content)
+
+    def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
+        assert self._view.shape == torch.Size(shape), shape
+        lead = lead_of(None) if lead is None else lead
+        strides = two_strides(shape, self._view.stride(), lead)
+        if strides is None:
+            return None
+        rows, columns = matrix_of(shape, lead)
+        offset = int(self._view.storage_offset()) * self._view.itemsize
+        return [Move(MoveKind.BOX, self._view, offset, 0, rows, 0, columns, *strides)]
 
 
 class PackedPlace:
@@ -88,6 +102,12 @@ class PackedPlace:
 
     def restore(self, content: torch.Tensor) -> None:
         self.write(content)
+
+    def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
+        rows, columns = matrix_of(shape)
+        assert (rows, columns) == (len(self._rows), self._in_features) and lead in (None, 1), shape
+        offset = int(self._packed.storage_offset()) * self._packed.itemsize
+        return [Move(MoveKind.PACKED, self._packed, offset, 0, rows, 0, columns, self._rows.start, *self._layout)]
 
 
 class W8Place:
@@ -130,6 +150,9 @@ class W8Place:
 
     def restore(self, content: torch.Tensor) -> None:
         self.write(content)
+
+    def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -192,6 +215,9 @@ class AbsorbedPlace:
     def restore(self, content: torch.Tensor) -> None:
         self.write(content)
 
+    def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
+        return None
+
     def _halves(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the packed parts for keys and for values of each head."""
         dtype = self._packed_HN.dtype
@@ -230,6 +256,20 @@ class ReorderedPlace:
     def restore(self, content: torch.Tensor) -> None:
         self._inner.restore(content.index_select(0, self._order.to(content.device)))
 
+    def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
+        runs, inner = _runs_of(self._order), self._inner.moves(shape, lead)
+        if inner is None or len(runs) > _MAX_RUNS or lead not in (None, 1):
+            return None
+        columns = range(matrix_of(shape)[1])
+        found = []
+        for move in inner:
+            for first, rows in runs:
+                part = move.cut(range(first, first + len(rows)), columns)
+                if part is None:
+                    return None
+                found.append(part.shifted(rows.start - first, 0))
+        return [move for move in found if move.num_elements > 0]
+
 
 class ShardPlace:
     """The part of a logical tensor that this rank holds, in an `inner` place for just this part.
@@ -261,3 +301,37 @@ class ShardPlace:
 
     def restore(self, content: torch.Tensor) -> None:
         self._inner.restore(content)
+
+    def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
+        region = self.region
+        lead = lead_of(region.dim) if lead is None else lead
+        if region.dim not in (0, lead):
+            return None  # its indices are no box
+        in_rows = region.dim == 0
+        part = [*shape[: region.dim], region.length, *shape[region.dim + 1 :]]
+        inner = self._inner.moves(part, lead)
+        if inner is None:
+            return None
+        rows, columns = matrix_of(part, lead)
+        width = (rows if in_rows else columns) // max(region.length, 1)  # of one index of the dimension
+        found = []
+        for move in inner:
+            for run in region.runs():
+                here, there = (index[region.dim] for index in run)
+                span, by = range(here.start * width, here.stop * width), (there.start - here.start) * width
+                cut = move.cut(span, range(columns)) if in_rows else move.cut(range(rows), span)
+                if cut is None:
+                    return None
+                found.append(cut.shifted(by, 0) if in_rows else cut.shifted(0, by))
+        return [move for move in found if move.num_elements > 0]
+
+
+def _runs_of(order: torch.Tensor) -> list[tuple[int, range]]:
+    """Return the runs of an order: the first place of each, and the rows that come there one after the other."""
+    if order.numel() == 0:
+        return []
+    breaks = (order.diff() != 1).nonzero().view(-1) + 1
+    firsts = [0, *breaks.tolist()]
+    ends = [*firsts[1:], order.numel()]
+    starts = order[firsts].tolist()
+    return [(first, range(start, start + end - first)) for first, end, start in zip(firsts, ends, starts, strict=True)]

@@ -10,96 +10,37 @@
 #include <torch/library.h>
 
 #include "parallel.h"
-#include "simd.h"
+#include "word_sums.h"
 
 namespace lockstep {
 namespace {
 
-constexpr int64_t kTogether = 8;  // blocks that share what is read of the multipliers
-
-#if LOCKSTEP_AVX512
-// Eight words as 64-bit integers.
-inline __m512i widened(const uint8_t* p) {
-  return _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-}
-inline __m512i widened(const uint16_t* p) {
-  return _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-inline __m512i widened(const uint32_t* p) {
-  return _mm512_cvtepu32_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-inline __m512i widened(const uint64_t* p) { return _mm512_loadu_si512(p); }
-
-// Whether one of the words of a vector has all bits of `bits`, which holds the mask in every word.
-inline bool any_masked(const uint8_t*, __m512i words, __m512i bits) {
-  return _mm512_cmpeq_epi8_mask(_mm512_and_si512(words, bits), bits) != 0;
-}
-inline bool any_masked(const uint16_t*, __m512i words, __m512i bits) {
-  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, bits), bits) != 0;
-}
-inline bool any_masked(const uint32_t*, __m512i words, __m512i bits) {
-  return _mm512_cmpeq_epi32_mask(_mm512_and_si512(words, bits), bits) != 0;
-}
-inline bool any_masked(const uint64_t*, __m512i words, __m512i bits) {
-  return _mm512_cmpeq_epi64_mask(_mm512_and_si512(words, bits), bits) != 0;
-}
-
-// The first words of kTogether blocks, as far as vectors reach; returns how many of each.
-template <class W>
-int64_t sum_vectors(const W* words, const uint64_t* multipliers, int64_t size, uint64_t mask, uint64_t* to,
-                    bool* masked) {
-  constexpr int64_t kWords = 8, kVector = sizeof(__m512i) / sizeof(W);
-  W repeated[kVector];
-  std::fill(repeated, repeated + kVector, static_cast<W>(mask));
-  const __m512i bits = _mm512_loadu_si512(repeated);
-  __m512i sums[kTogether];
-  bool found[kTogether] = {};
-  for (auto& sum : sums) sum = _mm512_setzero_si512();
-  int64_t j = 0;
-  for (; j + kVector <= size; j += kVector) {
-    for (int64_t i = j; i < j + kVector; i += kWords) {
-      const __m512i multiplier = _mm512_loadu_si512(multipliers + i);
-#pragma GCC unroll 8
-      for (int64_t n = 0; n < kTogether; ++n) {
-        sums[n] = _mm512_add_epi64(sums[n], _mm512_mullo_epi64(multiplier, widened(words + n * size + i)));
-      }
-    }
-#pragma GCC unroll 8
-    for (int64_t n = 0; n < kTogether; ++n) {
-      found[n] |= any_masked(words, _mm512_loadu_si512(words + n * size + j), bits);
-    }
-  }
-  for (int64_t n = 0; n < kTogether; ++n) {
-    to[n] = _mm512_reduce_add_epi64(sums[n]);
-    masked[n] = found[n];
-  }
-  return j;
-}
-#endif
-
 template <class W>
 void sum_blocks(const at::Tensor& words, const at::Tensor& multipliers, uint64_t mask, at::Tensor& out,
                 at::Tensor& out_masked) {
-  const auto* from = static_cast<const W*>(words.const_data_ptr());
+  const auto* from = static_cast<const uint8_t*>(words.const_data_ptr());
   const auto* table = reinterpret_cast<const uint64_t*>(multipliers.const_data_ptr<int64_t>());
   auto* to = reinterpret_cast<uint64_t*>(out.mutable_data_ptr<int64_t>());
   auto* masked = out_masked.mutable_data_ptr<bool>();
-  const int64_t blocks = words.size(0), size = words.size(1);
+  const int64_t blocks = words.size(0), size = words.size(1), bytes = size * sizeof(W);
   for_spans(blocks, kTogether, blocks * size / 8, [&](int64_t begin, int64_t end) {
-    int64_t done = 0;
-    std::fill(to + begin, to + end, 0);
-    std::fill(masked + begin, masked + end, false);
-#if LOCKSTEP_AVX512
     if (end - begin == kTogether) {
-      done = sum_vectors(from + begin * size, table, size, mask, to + begin, masked + begin);
+      const uint8_t* runs[kTogether];
+      uint64_t sums[kTogether];
+      bool found[kTogether];
+      for (int64_t n = 0; n < kTogether; ++n) runs[n] = from + (begin + n) * bytes;
+      sum_runs<W>(runs, table, size, mask, sums, found);
+      std::copy_n(sums, kTogether, to + begin);
+      std::copy_n(found, kTogether, masked + begin);
+      return;
     }
-#endif
     for (int64_t n = begin; n < end; ++n) {
-      for (int64_t j = done; j < size; ++j) {
-        const uint64_t word = from[n * size + j];
-        to[n] += table[j] * word;
-        masked[n] |= (word & mask) == mask;
-      }
+      const uint8_t* runs[] = {from + n * bytes};
+      uint64_t sums[1];
+      bool found[1];
+      sum_runs<W>(runs, table, size, mask, sums, found);
+      to[n] = sums[0];
+      masked[n] = found[0];
     }
   });
 }

@@ -13,43 +13,9 @@
 #include "checks.h"
 #include "packed_rows.h"
 #include "parallel.h"
-#include "transpose.h"
 
 namespace lockstep {
 namespace {
-
-// Sixteen rows of sixteen groups <-> sixteen groups of sixteen rows; strides in elements.
-template <class T, class Store>
-void turn(const T* from, int64_t from_stride, T* to, int64_t to_stride, Store&& store_vector) {
-  F32x16 square[kLanes];
-  for (int i = 0; i < kLanes; ++i) square[i] = load(reinterpret_cast<const float*>(from + i * from_stride));
-  transpose(square);
-  for (int i = 0; i < kLanes; ++i) store_vector(reinterpret_cast<float*>(to + i * to_stride), square[i]);
-}
-
-// Past the caches where that is possible: many megabytes are packed before any of them is read, and a line that is
-// written whole need not be fetched first.  `streamed` comes before another thread may read.
-inline void stream(float* to, const F32x16& vector) {
-#if LOCKSTEP_AVX512
-  if (reinterpret_cast<uintptr_t>(to) % sizeof(__m512) == 0) return _mm512_stream_ps(to, vector.v);
-#endif
-  store(to, vector);
-}
-
-inline void streamed() {
-#if LOCKSTEP_AVX512
-  _mm_sfence();
-#endif
-}
-
-// How many elements of each row `turn` can take: all but the last few, where `count` rows [count, depth] fill the
-// half-panel that packed row `first` begins, and groups lie as floats do.
-template <class T>
-int64_t turned(const T* rows, int64_t depth, int64_t first, int64_t count) {
-  constexpr int64_t kSide = kLanes * kGroup<T>;
-  const bool aligned = depth % kGroup<T> == 0 && reinterpret_cast<uintptr_t>(rows) % sizeof(float) == 0;
-  return aligned && count == kLanes && first % kLanes == 0 ? depth / kSide * kSide : 0;
-}
 
 // Weights are streamed once a step: with pages of 4 KiB, address translation takes a good part of that time.
 void advise_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] size_t bytes) {
@@ -85,17 +51,8 @@ void pack_rows(at::Tensor& packed, const at::Tensor& source, int64_t first_row, 
     const T* from = rows.const_data_ptr<T>();
     T* to = packed.mutable_data_ptr<T>();
     for_spans(num_rows, kLanes, num_rows * depth / 8, [&](int64_t begin, int64_t end) {
-      T* places[kLanes];
-      for (int64_t n = begin; n < end; ++n) places[n - begin] = row_place(to, depth, first_row + n, step, offset);
-      const int64_t in_squares = turned(from + begin * depth, depth, first_row + begin, end - begin);
-      for (int64_t k = 0; k < in_squares; k += kLanes * kGroup<T>) {
-        turn(from + begin * depth + k, depth, places[0] + k / kGroup<T> * kRowStride<T>, kRowStride<T>, stream);
-      }
-      streamed();
-      for (int64_t k = in_squares; k < depth; k += kGroup<T>) {
-        const int64_t count = std::min(kGroup<T>, depth - k), place = k / kGroup<T> * kRowStride<T>;
-        for (int64_t n = begin; n < end; ++n) std::copy_n(from + n * depth + k, count, places[n - begin] + place);
-      }
+      const PackedRows<T> place{to, depth, step, offset};
+      place.put(from + begin * depth, depth, first_row + begin, end - begin);
     });
   });
 }
@@ -111,7 +68,7 @@ at::Tensor unpack_rows(const at::Tensor& packed, int64_t depth, int64_t first_ro
     T* to = out.mutable_data_ptr<T>();
     for_spans(num_rows, kLanes, num_rows * depth / 8, [&](int64_t begin, int64_t end) {
       const T* place = row_place(from, depth, first_row + begin, step, offset);
-      const int64_t in_squares = turned(to + begin * depth, depth, first_row + begin, end - begin);
+      const int64_t in_squares = turned(to + begin * depth, depth, depth, first_row + begin, end - begin);
       for (int64_t k = 0; k < in_squares; k += kLanes * kGroup<T>) {
         turn(place + k / kGroup<T> * kRowStride<T>, kRowStride<T>, to + begin * depth + k, depth,
              [](float* at, const F32x16& vector) { store(at, vector); });

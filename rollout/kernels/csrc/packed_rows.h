@@ -7,6 +7,7 @@
 
 #include "checks.h"
 #include "packed.h"
+#include "transpose.h"
 
 namespace lockstep {
 
@@ -31,6 +32,61 @@ inline int64_t check_packed(const at::Tensor& packed, int64_t depth, int64_t las
     return panels;
   });
 }
+
+// Sixteen rows of sixteen groups <-> sixteen groups of sixteen rows; strides in elements.
+template <class T, class Store>
+inline void turn(const T* from, int64_t from_stride, T* to, int64_t to_stride, Store&& store_vector) {
+  F32x16 square[kLanes];
+  for (int i = 0; i < kLanes; ++i) square[i] = load(reinterpret_cast<const float*>(from + i * from_stride));
+  transpose(square);
+  for (int i = 0; i < kLanes; ++i) store_vector(reinterpret_cast<float*>(to + i * to_stride), square[i]);
+}
+
+// How many elements of each row `turn` can take: all but the last few, where `count` rows of `depth` elements, `stride`
+// apart, fill the half-panel that packed row `first` begins, and groups lie as floats do.
+template <class T>
+inline int64_t turned(const T* rows, int64_t stride, int64_t depth, int64_t first, int64_t count) {
+  constexpr int64_t kSide = kLanes * kGroup<T>;
+  const bool aligned = stride % kGroup<T> == 0 && reinterpret_cast<uintptr_t>(rows) % sizeof(float) == 0;
+  return aligned && count == kLanes && first % kLanes == 0 ? depth / kSide * kSide : 0;
+}
+
+// Past the caches where that is possible: many megabytes are packed before any of them is read, and a line that is
+// written whole need not be fetched first.  `streamed` comes before another thread may read.
+inline void stream(float* to, const F32x16& vector) {
+#if LOCKSTEP_AVX512
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(__m512) == 0) return _mm512_stream_ps(to, vector.v);
+#endif
+  store(to, vector);
+}
+
+inline void streamed() {
+#if LOCKSTEP_AVX512
+  _mm_sfence();
+#endif
+}
+
+// Where the rows of one matrix lie in packed weights: `step` and `offset` as in pack.cpp.
+template <class T>
+struct PackedRows {
+  T* packed;
+  int64_t depth, step, offset;
+
+  // Puts `count` rows, at most sixteen, `stride` elements apart, into packed rows from `first` on.
+  void put(const T* rows, int64_t stride, int64_t first, int64_t count) const {
+    T* places[kLanes];
+    for (int64_t n = 0; n < count; ++n) places[n] = row_place(packed, depth, first + n, step, offset);
+    const int64_t in_squares = turned(rows, stride, depth, first, count);
+    for (int64_t k = 0; k < in_squares; k += kLanes * kGroup<T>) {
+      turn(rows + k, stride, places[0] + k / kGroup<T> * kRowStride<T>, kRowStride<T>, stream);
+    }
+    streamed();
+    for (int64_t k = in_squares; k < depth; k += kGroup<T>) {
+      const int64_t part = std::min(kGroup<T>, depth - k), place = k / kGroup<T> * kRowStride<T>;
+      for (int64_t n = 0; n < count; ++n) std::copy_n(rows + n * stride + k, part, places[n] + place);
+    }
+  }
+};
 
 // Elements `from_k` .. depth - 1 of a packed row.
 template <class T>

@@ -14,7 +14,7 @@ from rollout.kernels.build import load_kernels
 from tests.tiers import examples
 from weight_sync.block_sums import block_sums, digit_block_sums, plain_block_sums, wrapping_block_sums
 from weight_sync.errors import ContentError, WeightRequestError
-from weight_sync.fingerprint import _EXPONENTS, combine, fingerprint, fingerprint_slice, fingerprint_update
+from weight_sync.fingerprint import EXPONENTS, combine, fingerprint, fingerprint_slice, fingerprint_update
 from weight_sync.fingerprint_words import BLOCK, UNSIGNED, multipliers
 from weight_sync.loading import check_content
 
@@ -145,7 +145,7 @@ def test_both_find_the_same_values_that_are_not_finite(dtype: torch.dtype) -> No
     assert load_kernels().available
     tensor = torch.ones(150, BLOCK, dtype=dtype)
     tensor[3, 5], tensor[149, 0], tensor[128, BLOCK - 1] = float("nan"), float("inf"), float("-inf")
-    words, exponent = tensor.view(UNSIGNED[dtype.itemsize]), _EXPONENTS[dtype]
+    words, exponent = tensor.view(UNSIGNED[dtype.itemsize]), EXPONENTS[dtype]
     for operator in (torch.ops.lockstep.block_sums, plain_block_sums):
         masked_N = operator(words, multipliers("cpu"), exponent)[1]
         assert masked_N.nonzero().view(-1).tolist() == [3, 128, 149]

@@ -1,0 +1,156 @@
+// The two tables of `weight_sync::take_spans` (`weight_sync/spans.py` describes them), and their checks.
+//
+// Whatever a table holds, nothing outside of the source and the storages is read or written after `check_tables`.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "packed_rows.h"
+#include "strided_copy.h"
+
+namespace lockstep {
+
+// Of `weight_sync.tensor_meta.DTYPES`, in its order.
+struct SpanDtype {
+  int64_t width;
+  uint64_t mask;  // bits that only infinities and NaN have all of; 0: there are none
+};
+inline constexpr SpanDtype kSpanDtypes[] = {
+    {8, 0x7ff0000000000000u}, {4, 0x7f800000u}, {2, 0x7f80u}, {2, 0x7c00u}, {1, 0x7fu}, {1, 0x7cu},
+    {8, 0}, {4, 0}, {2, 0}, {1, 0}, {1, 0}, {1, 0},
+};
+inline constexpr int64_t kFloat64 = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3;  // these are cast to one another
+inline constexpr int64_t kNumDtypes = std::size(kSpanDtypes);
+
+// A row of the table of tensors.
+struct SpanTensor {
+  int64_t offset, sent, held, rows, columns, row_stride, column_stride;
+
+  int64_t numel() const { return rows * columns; }
+  int64_t sent_width() const { return kSpanDtypes[sent].width; }
+  int64_t held_width() const { return kSpanDtypes[held].width; }
+  Strides strides() const { return {row_stride, column_stride}; }
+};
+
+enum MoveKind : int64_t { kBox = 0, kPacked = 1, kNumKinds };
+
+// A row of the table of moves.
+struct SpanMove {
+  int64_t tensor, kind, storage, offset, first_row, rows, first_column, columns, a, b, c;
+};
+
+static_assert(sizeof(SpanTensor) == 7 * sizeof(int64_t) && sizeof(SpanMove) == 11 * sizeof(int64_t));
+
+// Every number of a table is below this, so that no product of two of them and a width leaves 128 bits.  More than the
+// bytes of any storage.
+inline constexpr int64_t kMostOfTable = int64_t{1} << 48;
+using Wide = __int128;
+
+inline Wide end_of(int64_t offset, int64_t width, Sizes sizes, Strides strides) {
+  if (sizes.rows == 0 || sizes.columns == 0) return 0;
+  const Wide last = Wide{sizes.rows - 1} * strides.row + Wide{sizes.columns - 1} * strides.column;
+  return offset + (last + 1) * width;
+}
+
+template <class T>
+inline Wide packed_end(const SpanMove& move) {
+  if (move.rows == 0) return 0;
+  const Wide half = (Wide{move.a} + move.rows - 1) / kLanes * move.b + move.c;
+  if (half >= kMostOfTable) return kMostOfTable;
+  return move.offset + (half / kPanelVectors + 1) * panel_numel<T>(move.columns) * static_cast<int64_t>(sizeof(T));
+}
+
+inline void check_numbers(const int64_t* table, int64_t rows, int64_t columns, const char* name) {
+  for (int64_t i = 0; i < rows * columns; ++i) {
+    TORCH_CHECK(0 <= table[i] && table[i] < kMostOfTable, name, " ", i / columns, " has the number ", table[i]);
+  }
+}
+
+inline void check_tensor(const SpanTensor& tensor, int64_t index, int64_t source_bytes) {
+  TORCH_CHECK(tensor.sent < kNumDtypes && tensor.held < kNumDtypes, "tensor ", index, " has an unknown dtype");
+  TORCH_CHECK(tensor.sent == tensor.held || std::max(tensor.sent, tensor.held) <= kFloat16, "tensor ", index,
+              " would be cast from dtype ", tensor.sent, " to ", tensor.held);
+  TORCH_CHECK(Wide{tensor.rows} * tensor.columns < kMostOfTable, "tensor ", index, " is too large");
+  const Sizes sizes{tensor.rows, tensor.columns};
+  TORCH_CHECK(end_of(tensor.offset, tensor.sent_width(), sizes, tensor.strides()) <= source_bytes, "tensor ", index,
+              " lies outside of the source");
+}
+
+inline void check_packed_move(const SpanMove& move, const SpanTensor& tensor, int64_t index, int64_t storage_bytes) {
+  TORCH_CHECK(tensor.held == kBFloat16 || tensor.held == kFloat32, "move ", index, " packs dtype ", tensor.held);
+  TORCH_CHECK(move.b >= 1 && move.c < move.b, "move ", index, " has an offset that is not below its step");
+  const Wide end = tensor.held == kBFloat16 ? packed_end<bf16>(move) : packed_end<float>(move);
+  TORCH_CHECK(end <= storage_bytes, "move ", index, " lies outside of its storage");
+}
+
+inline void check_move(const SpanMove& move, int64_t index, const SpanTensor* tensors, int64_t num_tensors,
+                       at::TensorList storages) {
+  TORCH_CHECK(move.tensor < num_tensors, "move ", index, " has no tensor");
+  TORCH_CHECK(move.storage < static_cast<int64_t>(storages.size()), "move ", index, " has no storage");
+  TORCH_CHECK(move.kind < kNumKinds, "move ", index, " is of an unknown kind");
+  const SpanTensor& tensor = tensors[move.tensor];
+  TORCH_CHECK(move.first_row + move.rows <= tensor.rows && move.first_column + move.columns <= tensor.columns, "move ",
+              index, " lies outside of its tensor");
+  const at::Tensor& storage = storages[move.storage];
+  const auto address = reinterpret_cast<uintptr_t>(storage.const_data_ptr()) + static_cast<uintptr_t>(move.offset);
+  TORCH_CHECK(address % tensor.held_width() == 0, "move ", index, " has a destination between two elements");
+  if (move.kind == kPacked) return check_packed_move(move, tensor, index, storage.numel());
+  const Wide end = end_of(move.offset, tensor.held_width(), {move.rows, move.columns}, {move.a, move.b});
+  TORCH_CHECK(end <= storage.numel(), "move ", index, " lies outside of its storage");
+}
+
+inline void check_bytes(const at::Tensor& bytes, const char* name) {
+  TORCH_CHECK(bytes.dim() == 1 && bytes.is_contiguous() && bytes.scalar_type() == at::kByte && bytes.is_cpu(), name,
+              " must be uint8 [bytes], contiguous");
+}
+
+inline void check_table(const at::Tensor& table, int64_t columns, const char* name) {
+  TORCH_CHECK(table.dim() == 2 && table.size(1) == columns && table.is_contiguous() && table.is_cpu() &&
+                  table.scalar_type() == at::kLong,
+              name, " must be int64 [rows, ", columns, "], contiguous");
+}
+
+// The tables of one call, checked.
+struct SpanTables {
+  const SpanTensor* tensors;
+  int64_t num_tensors;
+  const SpanMove* moves;
+  std::vector<int64_t> first;  // of tensor t: moves order[first[t]] .. order[first[t + 1] - 1]
+  std::vector<int64_t> order;
+
+  SpanTables(const at::Tensor& source, const at::Tensor& tensor_table, const at::Tensor& move_table,
+             at::TensorList storages) {
+    check_bytes(source, "the source");
+    for (const at::Tensor& storage : storages) check_bytes(storage, "a storage");
+    check_table(tensor_table, 7, "tensors");
+    check_table(move_table, 11, "moves");
+    num_tensors = tensor_table.size(0);
+    const int64_t num_moves = move_table.size(0);
+    const auto* tensor_numbers = tensor_table.const_data_ptr<int64_t>();
+    const auto* move_numbers = move_table.const_data_ptr<int64_t>();
+    check_numbers(tensor_numbers, num_tensors, 7, "tensor");
+    check_numbers(move_numbers, num_moves, 11, "move");
+    tensors = reinterpret_cast<const SpanTensor*>(tensor_numbers);
+    moves = reinterpret_cast<const SpanMove*>(move_numbers);
+    for (int64_t t = 0; t < num_tensors; ++t) check_tensor(tensors[t], t, source.numel());
+    for (int64_t m = 0; m < num_moves; ++m) check_move(moves[m], m, tensors, num_tensors, storages);
+    first.assign(num_tensors + 1, 0);
+    for (int64_t m = 0; m < num_moves; ++m) ++first[moves[m].tensor + 1];
+    for (int64_t t = 0; t < num_tensors; ++t) first[t + 1] += first[t];
+    order.resize(num_moves);
+    std::vector<int64_t> next(first.begin(), first.end() - 1);
+    for (int64_t m = 0; m < num_moves; ++m) order[next[moves[m].tensor]++] = m;
+  }
+
+  bool packs(int64_t tensor) const {
+    for (int64_t i = first[tensor]; i < first[tensor + 1]; ++i) {
+      if (moves[order[i]].kind != kBox) return true;
+    }
+    return false;
+  }
+};
+
+}  // namespace lockstep
