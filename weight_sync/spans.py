@@ -182,7 +182,7 @@ def _check_tensor(span: SpanTensor, name: str, source_bytes: int) -> None:
 def _check_move(step: SpanMove, name: str, spans: Sequence[SpanTensor], storages: Sequence[torch.Tensor]) -> None:
     _require(step.tensor < len(spans), f"{name} has no tensor")
     _require(step.storage < len(storages), f"{name} has no storage")
-    _require(step.kind == MoveKind.BOX, f"{name} is of an unknown kind")
+    _require(step.kind == MoveKind.BOX, f"{name} has an unknown kind")
     span, storage = spans[step.tensor], storages[step.storage]
     is_inside = step.first_row + step.num_rows <= span.rows and step.first_column + step.num_columns <= span.columns
     _require(is_inside, f"{name} lies outside of its tensor")

@@ -90,7 +90,7 @@ inline void check_move(const SpanMove& move, int64_t index, const SpanTensor* te
                        at::TensorList storages) {
   TORCH_CHECK(move.tensor < num_tensors, "move ", index, " has no tensor");
   TORCH_CHECK(move.storage < static_cast<int64_t>(storages.size()), "move ", index, " has no storage");
-  TORCH_CHECK(move.kind < kNumKinds, "move ", index, " is of an unknown kind");
+  TORCH_CHECK(move.kind < kNumKinds, "move ", index, " has an unknown kind");
   const SpanTensor& tensor = tensors[move.tensor];
   TORCH_CHECK(move.first_row + move.rows <= tensor.rows && move.first_column + move.columns <= tensor.columns, "move ",
               index, " lies outside of its tensor");

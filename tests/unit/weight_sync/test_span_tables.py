@@ -72,7 +72,7 @@ WRONG_PACKED = {
 
 
 def refuses(take: Taken, tensor: SpanTensor, move: SpanMove, storage_bytes: int = STORAGE_BYTES) -> None:
-    """A good row first: it is not written either."""
+    """Refuse the wrong row, and do not write the good row before it either."""
     storages = [random_bytes(storage_bytes, 1), random_bytes(storage_bytes, 2)]
     before = [storage.clone() for storage in storages]
     with pytest.raises(RuntimeError, match=r"^(tensor|move) [01] (has|is|lies|would|packs)"):

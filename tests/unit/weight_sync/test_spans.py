@@ -90,7 +90,7 @@ class Bucket:
 
 
 def assert_found(found: Found, bucket: Bucket) -> None:
-    """Compare fingerprints and flags with those that torch computes of each tensor."""
+    """Compare fingerprints and flags with what torch computes for each tensor."""
     dtypes = list(DTYPES.values())
     for index, (span, values) in enumerate(zip(bucket.tensors, bucket.values, strict=True)):
         for column, expected in enumerate((values, values.to(dtypes[span.held]))):
