@@ -20,10 +20,14 @@ class MoveKind(IntEnum):
     BOX: the element in row r and column c of the box goes to destination + r * a + c * b, in elements of its dtype.
     PACKED: the rows, whole, go into a packed matrix of the compiled operators, which begins at the destination: a is
     the first packed row, b the step and c the offset of `pack_rows`.
+    PACKED_W8: the same with `pack_rows_w8`, for a tensor that is held in blocks of 8 bits (`weight_sync.int8_blocks`).
+    PACKED_TRANSPOSED: as PACKED, the columns of the box as packed rows.
     """
 
     BOX = 0
     PACKED = 1
+    PACKED_W8 = 2
+    PACKED_TRANSPOSED = 3
 
 
 class Move(NamedTuple):
@@ -55,6 +59,8 @@ class Move(NamedTuple):
             return part
         if self.kind == MoveKind.BOX:
             return part._replace(offset=self.offset + (down * self.a + right * self.b) * self.storage.itemsize)
+        if self.kind == MoveKind.PACKED_TRANSPOSED:
+            return part._replace(a=self.a + right) if num_rows == self.num_rows else None
         return part._replace(a=self.a + down) if num_columns == self.num_columns else None
 
     def shifted(self, rows: int, columns: int) -> Move:

@@ -104,10 +104,9 @@ class PackedPlace:
         self.write(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
-        rows, columns = matrix_of(shape)
-        assert (rows, columns) == (len(self._rows), self._in_features) and lead in (None, 1), shape
-        offset = int(self._packed.storage_offset()) * self._packed.itemsize
-        return [Move(MoveKind.PACKED, self._packed, offset, 0, rows, 0, columns, self._rows.start, *self._layout)]
+        rows, columns = len(self._rows), self._in_features
+        assert tuple(shape) == (rows, columns) and lead in (None, 1), shape
+        return [_packed_move(MoveKind.PACKED, self._packed, rows, columns, self._rows.start, *self._layout)]
 
 
 class W8Place:
@@ -152,7 +151,8 @@ class W8Place:
         self.write(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
-        return None
+        assert tuple(shape) == (self._rows, self._in_features) and lead in (None, 1), shape
+        return [_packed_move(MoveKind.PACKED_W8, self._packed, *shape, 0, *self._layout)]
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,14 @@ class AbsorbedPlace:
         self.write(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
-        return None
+        sizes, found, row = self._sizes, [], 0
+        for keys, values in self._halves():
+            of_keys = _packed_move(MoveKind.PACKED_TRANSPOSED, keys, sizes.nope, sizes.rank)
+            of_values = _packed_move(MoveKind.PACKED, values, sizes.value, sizes.rank)
+            found += [of_keys.shifted(row, 0), of_values.shifted(row + sizes.nope, 0)]
+            row += sizes.nope + sizes.value
+        assert tuple(shape) == (row, sizes.rank) and lead in (None, 1), shape
+        return found
 
     def _halves(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the packed parts for keys and for values of each head."""
@@ -324,6 +331,14 @@ class ShardPlace:
                     return None
                 found.append(cut.shifted(by, 0) if in_rows else cut.shifted(0, by))
         return [move for move in found if move.num_elements > 0]
+
+
+def _packed_move(
+    kind: MoveKind, packed: torch.Tensor, rows: int, columns: int, first: int = 0, step: int = 1, offset: int = 0
+) -> Move:
+    """Return the move of a whole matrix into packed rows from `first` on of one that begins where `packed` does."""
+    begin = int(packed.storage_offset()) * packed.itemsize
+    return Move(kind, packed, begin, 0, rows, 0, columns, first, step, offset)
 
 
 def _runs_of(order: torch.Tensor) -> list[tuple[int, range]]:

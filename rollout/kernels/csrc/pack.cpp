@@ -52,7 +52,8 @@ void pack_rows(at::Tensor& packed, const at::Tensor& source, int64_t first_row, 
     T* to = packed.mutable_data_ptr<T>();
     for_spans(num_rows, kLanes, num_rows * depth / 8, [&](int64_t begin, int64_t end) {
       const PackedRows<T> place{to, depth, step, offset};
-      place.put(from + begin * depth, depth, first_row + begin, end - begin);
+      place.put(from + begin * depth, depth, first_row + begin, end - begin, 0, depth);
+      streamed();
     });
   });
 }

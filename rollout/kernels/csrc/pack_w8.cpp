@@ -3,8 +3,6 @@
 // Blocks of sixteen logical rows alternate as in pack.cpp.
 //
 // Shapes: N rows, K their elements.
-#include <cmath>
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -15,44 +13,6 @@
 
 namespace lockstep {
 namespace {
-
-// Of one logical row: where its first element lies.
-struct W8Row {
-  int8_t* first;
-
-  W8Row(int8_t* packed, int64_t depth, int64_t row, int64_t step, int64_t offset) {
-    const int64_t half = row / kLanes * step + offset, lane = half % kPanelVectors * kLanes + row % kLanes;
-    first = packed + half / kPanelVectors * w8_panel_bytes(depth) + lane;
-  }
-
-  int8_t& integer(int64_t k) const { return first[k / kW8Step * kW8StepBytes + k % kW8Step * kPanelRows]; }
-  uint8_t& exponent(int64_t k) const {
-    return reinterpret_cast<uint8_t&>(first[k / kW8Step * kW8StepBytes + kW8StepNumel]);
-  }
-};
-
-// 127 more than the exponent of a block's power of two: seven bits below that of its largest magnitude.
-uint8_t exponent_of(float largest) {
-  if (largest == 0.0f) return 0;
-  return static_cast<uint8_t>(std::max(std::ilogb(largest) - 6 + 127, 1));
-}
-
-float power_of(uint8_t exponent) { return exponent == 0 ? 0.0f : std::ldexp(1.0f, exponent - 127); }
-
-void quantise_row(const bf16* source, int64_t depth, const W8Row& row) {
-  for (int64_t begin = 0; begin < depth; begin += kW8Step) {
-    const int64_t end = std::min(begin + kW8Step, depth);
-    float largest = 0.0f;
-    for (int64_t k = begin; k < end; ++k) largest = std::max(largest, std::fabs(static_cast<float>(source[k])));
-    const uint8_t exponent = exponent_of(largest);
-    row.exponent(begin) = exponent;
-    const float inverse = exponent == 0 ? 0.0f : std::ldexp(1.0f, 127 - exponent);
-    for (int64_t k = begin; k < end; ++k) {
-      const float quotient = std::nearbyint(static_cast<float>(source[k]) * inverse);
-      row.integer(k) = static_cast<int8_t>(std::clamp(quotient, -127.0f, 127.0f));
-    }
-  }
-}
 
 void check_w8(const at::Tensor& packed, int64_t depth, int64_t last_row, int64_t step, int64_t offset) {
   TORCH_CHECK(packed.is_contiguous() && packed.scalar_type() == at::kChar, "packed weights must be contiguous int8");
@@ -78,7 +38,7 @@ void pack_rows_w8(at::Tensor& packed, const at::Tensor& source, int64_t first_ro
   int8_t* to = packed.mutable_data_ptr<int8_t>();
   for_spans(num_rows, kLanes, num_rows * depth, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
-      quantise_row(from + n * depth, depth, W8Row(to, depth, first_row + n, step, offset));
+      W8Row(to, depth, first_row + n, step, offset).quantise(from + n * depth, depth);
     }
   });
 }
@@ -94,7 +54,7 @@ at::Tensor unpack_rows_w8(const at::Tensor& packed, int64_t depth, int64_t first
     for (int64_t n = begin; n < end; ++n) {
       const W8Row row(from, depth, first_row + n, step, offset);
       for (int64_t k = 0; k < depth; ++k) {
-        to[n * depth + k] = static_cast<bf16>(static_cast<float>(row.integer(k)) * power_of(row.exponent(k)));
+        to[n * depth + k] = static_cast<bf16>(static_cast<float>(row.integer(k)) * w8_power_of(row.exponent(k)));
       }
     }
   });

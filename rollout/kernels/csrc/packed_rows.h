@@ -7,7 +7,7 @@
 
 #include "checks.h"
 #include "packed.h"
-#include "transpose.h"
+#include "strided_copy.h"
 
 namespace lockstep {
 
@@ -52,18 +52,12 @@ inline int64_t turned(const T* rows, int64_t stride, int64_t depth, int64_t firs
 }
 
 // Past the caches where that is possible: many megabytes are packed before any of them is read, and a line that is
-// written whole need not be fetched first.  `streamed` comes before another thread may read.
+// written whole need not be fetched first.
 inline void stream(float* to, const F32x16& vector) {
 #if LOCKSTEP_AVX512
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m512) == 0) return _mm512_stream_ps(to, vector.v);
 #endif
   store(to, vector);
-}
-
-inline void streamed() {
-#if LOCKSTEP_AVX512
-  _mm_sfence();
-#endif
 }
 
 // Where the rows of one matrix lie in packed weights: `step` and `offset` as in pack.cpp.
@@ -72,18 +66,23 @@ struct PackedRows {
   T* packed;
   int64_t depth, step, offset;
 
-  // Puts `count` rows, at most sixteen, `stride` elements apart, into packed rows from `first` on.
-  void put(const T* rows, int64_t stride, int64_t first, int64_t count) const {
+  // Puts `count` rows, at most sixteen, `stride` elements apart, into packed rows from `first` on; of each `size`
+  // elements, the first of which is element `begin` of the packed row.  `streamed` comes before another thread may read.
+  void put(const T* rows, int64_t stride, int64_t first, int64_t count, int64_t begin, int64_t size) const {
     T* places[kLanes];
     for (int64_t n = 0; n < count; ++n) places[n] = row_place(packed, depth, first + n, step, offset);
-    const int64_t in_squares = turned(rows, stride, depth, first, count);
-    for (int64_t k = 0; k < in_squares; k += kLanes * kGroup<T>) {
-      turn(rows + k, stride, places[0] + k / kGroup<T> * kRowStride<T>, kRowStride<T>, stream);
+    const auto at = [](int64_t k) { return k / kGroup<T> * kRowStride<T> + k % kGroup<T>; };
+    int64_t k = 0;
+    if (begin % kGroup<T> == 0) {
+      k = turned(rows, stride, size, first, count);
+      for (int64_t i = 0; i < k; i += kLanes * kGroup<T>) {
+        turn(rows + i, stride, places[0] + at(begin + i), kRowStride<T>, stream);
+      }
     }
-    streamed();
-    for (int64_t k = in_squares; k < depth; k += kGroup<T>) {
-      const int64_t part = std::min(kGroup<T>, depth - k), place = k / kGroup<T> * kRowStride<T>;
+    while (k < size) {
+      const int64_t part = std::min(kGroup<T> - (begin + k) % kGroup<T>, size - k), place = at(begin + k);
       for (int64_t n = 0; n < count; ++n) std::copy_n(rows + n * stride + k, part, places[n] + place);
+      k += part;
     }
   }
 };

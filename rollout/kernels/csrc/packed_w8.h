@@ -10,6 +10,8 @@
 // 0 for a block of zeros; there, and not in a table of their own, as a panel is then read as one stream.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "packed.h"
@@ -25,6 +27,64 @@ inline int64_t w8_steps_of(int64_t depth) { return (depth + kW8Step - 1) / kW8St
 inline int64_t w8_panel_bytes(int64_t depth) {
   return (w8_steps_of(depth) * kW8StepBytes + 63) / 64 * 64;
 }
+
+// 127 more than the exponent of the power of two of a block: seven bits below that of its largest magnitude; 0 for zeros,
+// and where a value is infinite.
+inline uint8_t w8_exponent_of(const bf16* block, int64_t count) {
+  float largest = 0.0f;
+  for (int64_t k = 0; k < count; ++k) largest = std::max(largest, std::fabs(static_cast<float>(block[k])));
+  if (largest == 0.0f || std::isinf(largest)) return 0;
+  return static_cast<uint8_t>(std::max(std::ilogb(largest) - 6 + 127, 1));
+}
+
+inline float w8_power_of(uint8_t exponent) { return exponent == 0 ? 0.0f : std::ldexp(1.0f, exponent - 127); }
+inline float w8_inverse_of(uint8_t exponent) { return exponent == 0 ? 0.0f : std::ldexp(1.0f, 127 - exponent); }
+
+// 0 for what is not finite.
+inline int8_t w8_integer_of(bf16 value, float inverse) {
+  const float quotient = std::nearbyint(static_cast<float>(value) * inverse);
+  return quotient == quotient ? static_cast<int8_t>(std::clamp(quotient, -127.0f, 127.0f)) : int8_t{0};
+}
+
+// The values that a row is held with; returns whether one of them is not finite.
+inline bool w8_round(const bf16* row, int64_t depth, bf16* to) {
+  bool infinite = false;
+  for (int64_t begin = 0; begin < depth; begin += kW8Step) {
+    const int64_t end = std::min(begin + kW8Step, depth);
+    const uint8_t exponent = w8_exponent_of(row + begin, end - begin);
+    const float power = w8_power_of(exponent), inverse = w8_inverse_of(exponent);
+    for (int64_t k = begin; k < end; ++k) {
+      infinite |= !std::isfinite(static_cast<float>(row[k]));
+      to[k] = static_cast<bf16>(static_cast<float>(w8_integer_of(row[k], inverse)) * power);
+    }
+  }
+  return infinite;
+}
+
+// Where the first element of a logical row lies; blocks of sixteen rows alternate as in pack.cpp.
+struct W8Row {
+  int8_t* first;
+
+  W8Row(int8_t* packed, int64_t depth, int64_t row, int64_t step, int64_t offset) {
+    const int64_t half = row / kLanes * step + offset, lane = half % kPanelVectors * kLanes + row % kLanes;
+    first = packed + half / kPanelVectors * w8_panel_bytes(depth) + lane;
+  }
+
+  int8_t& integer(int64_t k) const { return first[k / kW8Step * kW8StepBytes + k % kW8Step * kPanelRows]; }
+  uint8_t& exponent(int64_t k) const {
+    return reinterpret_cast<uint8_t&>(first[k / kW8Step * kW8StepBytes + kW8StepNumel]);
+  }
+
+  void quantise(const bf16* row, int64_t depth) const {
+    for (int64_t begin = 0; begin < depth; begin += kW8Step) {
+      const int64_t end = std::min(begin + kW8Step, depth);
+      const uint8_t of_block = w8_exponent_of(row + begin, end - begin);
+      exponent(begin) = of_block;
+      const float inverse = w8_inverse_of(of_block);
+      for (int64_t k = begin; k < end; ++k) integer(k) = w8_integer_of(row[k], inverse);
+    }
+  }
+};
 
 // One step of a panel: its integers, and the powers of its 32 rows.
 struct W8Step {

@@ -9,21 +9,21 @@
 #include <ATen/core/Tensor.h>
 
 #include "packed_rows.h"
-#include "strided_copy.h"
+#include "packed_w8.h"
 
 namespace lockstep {
 
-// Of `weight_sync.tensor_meta.DTYPES`, in its order.
+// Of `weight_sync.tensor_meta.DTYPES`, in its order, and last bfloat16 that is held in 8 bits.
 struct SpanDtype {
   int64_t width;
   uint64_t mask;  // bits that only infinities and NaN have all of; 0: there are none
 };
 inline constexpr SpanDtype kSpanDtypes[] = {
     {8, 0x7ff0000000000000u}, {4, 0x7f800000u}, {2, 0x7f80u}, {2, 0x7c00u}, {1, 0x7fu}, {1, 0x7cu},
-    {8, 0}, {4, 0}, {2, 0}, {1, 0}, {1, 0}, {1, 0},
+    {8, 0}, {4, 0}, {2, 0}, {1, 0}, {1, 0}, {1, 0}, {2, 0x7f80u},
 };
 inline constexpr int64_t kFloat64 = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3;  // these are cast to one another
-inline constexpr int64_t kNumDtypes = std::size(kSpanDtypes);
+inline constexpr int64_t kInt8Blocks = 12;
 
 // A row of the table of tensors.
 struct SpanTensor {
@@ -35,7 +35,7 @@ struct SpanTensor {
   Strides strides() const { return {row_stride, column_stride}; }
 };
 
-enum MoveKind : int64_t { kBox = 0, kPacked = 1, kNumKinds };
+enum MoveKind : int64_t { kBox = 0, kPacked = 1, kPackedW8 = 2, kPackedTransposed = 3 };
 
 // A row of the table of moves.
 struct SpanMove {
@@ -55,12 +55,19 @@ inline Wide end_of(int64_t offset, int64_t width, Sizes sizes, Strides strides) 
   return offset + (last + 1) * width;
 }
 
-template <class T>
-inline Wide packed_end(const SpanMove& move) {
-  if (move.rows == 0) return 0;
-  const Wide half = (Wide{move.a} + move.rows - 1) / kLanes * move.b + move.c;
-  if (half >= kMostOfTable) return kMostOfTable;
-  return move.offset + (half / kPanelVectors + 1) * panel_numel<T>(move.columns) * static_cast<int64_t>(sizeof(T));
+// The end of packed rows from `first` on, in a matrix that begins at `offset`.
+inline Wide packed_end(const SpanMove& move, int64_t rows, int64_t panel_bytes) {
+  if (rows == 0) return 0;
+  const Wide half = (Wide{move.a} + rows - 1) / kLanes * move.b + move.c;
+  return half < kMostOfTable ? move.offset + (half / kPanelVectors + 1) * panel_bytes : Wide{kMostOfTable};
+}
+
+inline Wide packed_end(const SpanMove& move, const SpanTensor& tensor) {
+  if (move.kind == kPackedW8) return packed_end(move, move.rows, w8_panel_bytes(move.columns));
+  const auto [rows, depth] = move.kind == kPacked ? Sizes{move.rows, move.columns} : Sizes{move.columns, move.rows};
+  const bool is_bf16 = tensor.held == kBFloat16;
+  const int64_t numel = is_bf16 ? panel_numel<bf16>(depth) : panel_numel<float>(depth);
+  return packed_end(move, rows, numel * tensor.held_width());
 }
 
 inline void check_numbers(const int64_t* table, int64_t rows, int64_t columns, const char* name) {
@@ -70,9 +77,10 @@ inline void check_numbers(const int64_t* table, int64_t rows, int64_t columns, c
 }
 
 inline void check_tensor(const SpanTensor& tensor, int64_t index, int64_t source_bytes) {
-  TORCH_CHECK(tensor.sent < kNumDtypes && tensor.held < kNumDtypes, "tensor ", index, " has an unknown dtype");
-  TORCH_CHECK(tensor.sent == tensor.held || std::max(tensor.sent, tensor.held) <= kFloat16, "tensor ", index,
-              " would be cast from dtype ", tensor.sent, " to ", tensor.held);
+  TORCH_CHECK(tensor.sent < kInt8Blocks && tensor.held <= kInt8Blocks, "tensor ", index, " has an unknown dtype");
+  const bool is_cast = tensor.sent <= kFloat16 && (tensor.held <= kFloat16 || tensor.held == kInt8Blocks);
+  TORCH_CHECK(tensor.sent == tensor.held || is_cast, "tensor ", index, " would be cast from dtype ", tensor.sent,
+              " to ", tensor.held);
   TORCH_CHECK(Wide{tensor.rows} * tensor.columns < kMostOfTable, "tensor ", index, " is too large");
   const Sizes sizes{tensor.rows, tensor.columns};
   TORCH_CHECK(end_of(tensor.offset, tensor.sent_width(), sizes, tensor.strides()) <= source_bytes, "tensor ", index,
@@ -80,25 +88,27 @@ inline void check_tensor(const SpanTensor& tensor, int64_t index, int64_t source
 }
 
 inline void check_packed_move(const SpanMove& move, const SpanTensor& tensor, int64_t index, int64_t storage_bytes) {
-  TORCH_CHECK(tensor.held == kBFloat16 || tensor.held == kFloat32, "move ", index, " packs dtype ", tensor.held);
+  const bool is_packed_dtype = move.kind == kPackedW8 ? tensor.held == kInt8Blocks
+                                                      : tensor.held == kBFloat16 || tensor.held == kFloat32;
+  TORCH_CHECK(is_packed_dtype, "move ", index, " packs dtype ", tensor.held);
   TORCH_CHECK(move.b >= 1 && move.c < move.b, "move ", index, " has an offset that is not below its step");
-  const Wide end = tensor.held == kBFloat16 ? packed_end<bf16>(move) : packed_end<float>(move);
-  TORCH_CHECK(end <= storage_bytes, "move ", index, " lies outside of its storage");
+  TORCH_CHECK(packed_end(move, tensor) <= storage_bytes, "move ", index, " lies outside of its storage");
 }
 
 inline void check_move(const SpanMove& move, int64_t index, const SpanTensor* tensors, int64_t num_tensors,
                        at::TensorList storages) {
   TORCH_CHECK(move.tensor < num_tensors, "move ", index, " has no tensor");
   TORCH_CHECK(move.storage < static_cast<int64_t>(storages.size()), "move ", index, " has no storage");
-  TORCH_CHECK(move.kind < kNumKinds, "move ", index, " has an unknown kind");
+  TORCH_CHECK(move.kind <= kPackedTransposed, "move ", index, " has an unknown kind");
   const SpanTensor& tensor = tensors[move.tensor];
   TORCH_CHECK(move.first_row + move.rows <= tensor.rows && move.first_column + move.columns <= tensor.columns, "move ",
               index, " lies outside of its tensor");
   const at::Tensor& storage = storages[move.storage];
+  const int64_t width = move.kind == kPackedW8 ? 1 : tensor.held_width();
   const auto address = reinterpret_cast<uintptr_t>(storage.const_data_ptr()) + static_cast<uintptr_t>(move.offset);
-  TORCH_CHECK(address % tensor.held_width() == 0, "move ", index, " has a destination between two elements");
-  if (move.kind == kPacked) return check_packed_move(move, tensor, index, storage.numel());
-  const Wide end = end_of(move.offset, tensor.held_width(), {move.rows, move.columns}, {move.a, move.b});
+  TORCH_CHECK(address % width == 0, "move ", index, " has a destination between two elements");
+  if (move.kind != kBox) return check_packed_move(move, tensor, index, storage.numel());
+  const Wide end = end_of(move.offset, width, {move.rows, move.columns}, {move.a, move.b});
   TORCH_CHECK(end <= storage.numel(), "move ", index, " lies outside of its storage");
 }
 

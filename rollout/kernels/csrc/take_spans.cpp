@@ -21,6 +21,7 @@ namespace {
 constexpr int64_t kSpanBytes = 128 << 10;
 constexpr int64_t kTallRows = 64;      // of a span whose rows do not lie together: what is read of a column fills lines
 constexpr int64_t kShortRowBytes = 256;  // shorter rows are put together before they are summed
+constexpr int64_t kStreamedBytes = 4 << 20;  // of a bucket that is written past the caches
 
 // A part of a matrix in memory; strides in elements.
 struct Matrix {
@@ -28,6 +29,7 @@ struct Matrix {
   Sizes sizes;
   Strides strides;
 
+  int64_t numel() const { return sizes.rows * sizes.columns; }
   bool has_whole_rows() const { return strides.column == 1 || sizes.columns == 1; }
   bool is_one_run() const { return has_whole_rows() && (strides.row == sizes.columns || sizes.rows == 1); }
 };
@@ -171,30 +173,69 @@ void cast_run(int64_t sent, const uint8_t* from, int64_t held, uint8_t* to, int6
 
 // The part with its rows end to end.
 Matrix put_together(const Matrix& part, int64_t width) {
-  uint8_t* to = scratch<0>(part.sizes.rows * part.sizes.columns * width);
+  uint8_t* to = scratch<0>(part.numel() * width);
   const Strides strides{part.sizes.columns, 1};
   copy_matrix(width, part.data, part.strides, to, strides, part.sizes);
   return {to, part.sizes, strides};
 }
 
 Matrix cast(const Matrix& part, int64_t sent, int64_t held) {
-  const int64_t rows = part.is_one_run() ? 1 : part.sizes.rows, count = part.sizes.rows * part.sizes.columns;
-  uint8_t* to = scratch<1>(count * kSpanDtypes[held].width);
+  if (sent == held) return part;
+  const int64_t rows = part.is_one_run() ? 1 : part.sizes.rows, run = part.numel() / rows;
+  const int64_t sent_width = kSpanDtypes[sent].width, held_width = kSpanDtypes[held].width;
+  uint8_t* to = scratch<1>(part.numel() * held_width);
   for (int64_t r = 0; r < rows; ++r) {
-    const uint8_t* from = part.data + r * part.strides.row * kSpanDtypes[sent].width;
-    cast_run(sent, from, held, to + r * part.sizes.columns * kSpanDtypes[held].width, count / rows);
+    cast_run(sent, part.data + r * part.strides.row * sent_width, held, to + r * run * held_width, run);
   }
   return {to, part.sizes, {part.sizes.columns, 1}};
 }
 
-// Rows of the packed matrix at `to`, from `row` on.
+// The values of bf16 that are held in 8 bits; `infinite` is set where one is not finite.
+Matrix rounded_to_w8(const Matrix& part, bool& infinite) {
+  auto* to = reinterpret_cast<bf16*>(scratch<2>(part.numel() * sizeof(bf16)));
+  const auto* from = reinterpret_cast<const bf16*>(part.data);
+  for (int64_t r = 0; r < part.sizes.rows; ++r) {
+    infinite |= w8_round(from + r * part.strides.row, part.sizes.columns, to + r * part.sizes.columns);
+  }
+  return {reinterpret_cast<uint8_t*>(to), part.sizes, {part.sizes.columns, 1}};
+}
+
+// Rows of a part into rows of the packed matrix at `to` from `row` on, from their element `begin` on.
 template <class T>
-void pack(const Matrix& part, const SpanMove& move, int64_t row, uint8_t* to) {
-  const PackedRows<T> place{reinterpret_cast<T*>(to), move.columns, move.b, move.c};
+void pack(const Matrix& part, const PackedRows<T>& place, int64_t row, int64_t begin) {
   for (int64_t r = 0; r < part.sizes.rows;) {
     const int64_t count = std::min(kLanes - (row + r) % kLanes, part.sizes.rows - r);
-    place.put(reinterpret_cast<const T*>(part.data) + r * part.strides.row, part.strides.row, row + r, count);
+    const T* from = reinterpret_cast<const T*>(part.data) + r * part.strides.row;
+    place.put(from, part.strides.row, row + r, count, begin, part.sizes.columns);
     r += count;
+  }
+}
+
+// A box that begins `down` rows and `right` columns into its move.
+struct Box {
+  Matrix part;
+  int64_t down, right;
+};
+
+template <class T>
+void pack(const Box& box, const SpanMove& move, uint8_t* to) {
+  auto* packed = reinterpret_cast<T*>(to);
+  if (move.kind == kPacked) {
+    return pack(box.part, PackedRows<T>{packed, move.columns, move.b, move.c}, move.a + box.down, box.right);
+  }
+  const Matrix& part = box.part;
+  uint8_t* turned = scratch<3>(part.numel() * sizeof(T));
+  const Sizes sizes{part.sizes.columns, part.sizes.rows};
+  copy_matrix(sizeof(T), part.data, {part.strides.column, part.strides.row}, turned, {sizes.columns, 1}, sizes);
+  const Matrix rows{turned, sizes, {sizes.columns, 1}};
+  pack(rows, PackedRows<T>{packed, move.rows, move.b, move.c}, move.a + box.right, box.down);
+}
+
+void pack_w8(const Box& box, const SpanMove& move, uint8_t* to) {
+  const auto* from = reinterpret_cast<const bf16*>(box.part.data);
+  for (int64_t r = 0; r < box.part.sizes.rows; ++r) {
+    const W8Row row(reinterpret_cast<int8_t*>(to), move.columns, move.a + box.down + r, move.b, move.c);
+    row.quantise(from + r * box.part.strides.row, move.columns);
   }
 }
 
@@ -207,6 +248,7 @@ class Taking {
         storages_(std::move(storages)),
         summing_(summing),
         writes_(writes),
+        streams_(source.numel() >= kStreamedBytes),
         sums_(sums),
         infinite_(infinite) {}
 
@@ -236,6 +278,7 @@ class Taking {
     for (int64_t t = item.span.tensor + 1; t <= item.last; ++t) {
       take(Span{t, 0, tables_.tensors[t].rows, 0, tables_.tensors[t].columns});
     }
+    streamed();
   }
 
  private:
@@ -261,29 +304,39 @@ class Taking {
     const int64_t width = tensor.sent_width();
     const int64_t at = span.first_row * tensor.row_stride + span.first_column * tensor.column_stride;
     Matrix part{source_ + tensor.offset + at * width, {span.rows, span.columns}, tensor.strides()};
-    if (!lies_well(part, width)) part = put_together(part, width);
+    if (!lies_well(part, width, tables_.packs(span.tensor))) part = put_together(part, width);
     const bool is_cast = tensor.sent != tensor.held;
     if (summing_ != nullptr) note(span, part, tensor.sent, 0, is_cast ? 0 : 1);
-    if (is_cast) {
-      part = cast(part, tensor.sent, tensor.held);
-      if (summing_ != nullptr) note(span, part, tensor.held, 1, 1);
-    }
+    if (is_cast) part = held(span, part, tensor);
     if (!writes_) return;
     for (int64_t i = tables_.first[span.tensor]; i < tables_.first[span.tensor + 1]; ++i) {
       write(span, part, tensor, tables_.moves[tables_.order[i]]);
     }
   }
 
+  // The values that are held of a part, noted.
+  Matrix held(const Span& span, const Matrix& sent, const SpanTensor& tensor) const {
+    bool infinite = false;
+    Matrix part = cast(sent, tensor.sent, tensor.held == kInt8Blocks ? kBFloat16 : tensor.held);
+    if (tensor.held == kInt8Blocks) part = rounded_to_w8(part, infinite);
+    if (summing_ != nullptr) note(span, part, tensor.held, 1, 1, infinite);
+    return part;
+  }
+
   // Whether its rows can be summed, cast and packed where they are.
-  static bool lies_well(const Matrix& part, int64_t width) {
+  static bool lies_well(const Matrix& part, int64_t width, bool packs) {
     if (!part.has_whole_rows() || reinterpret_cast<uintptr_t>(part.data) % width != 0) return false;
+    const auto group = static_cast<int64_t>(sizeof(uint32_t));
+    if (packs && (reinterpret_cast<uintptr_t>(part.data) | part.strides.row * width) % group != 0) return false;
     return part.is_one_run() || part.sizes.columns * width >= kShortRowBytes;
   }
 
   // Adds the sum of a span to the results in columns `first` to `last`.
-  void note(const Span& span, const Matrix& part, int64_t dtype, int64_t first, int64_t last) const {
+  void note(const Span& span, const Matrix& part, int64_t dtype, int64_t first, int64_t last,
+            bool infinite = false) const {
     const int64_t columns = tables_.tensors[span.tensor].columns;
-    const Found found = summing_->of(part, dtype, span.first_row, span.first_column, columns);
+    Found found = summing_->of(part, dtype, span.first_row, span.first_column, columns);
+    found.infinite |= infinite;
     for (int64_t column = first; column <= last; ++column) {
       __atomic_fetch_add(sums_ + 2 * span.tensor + column, found.sum, __ATOMIC_RELAXED);
       if (found.infinite) __atomic_store_n(infinite_ + 2 * span.tensor + column, true, __ATOMIC_RELAXED);
@@ -298,15 +351,17 @@ class Taking {
     if (sizes.rows <= 0 || sizes.columns <= 0) return;
     const int64_t width = tensor.held_width();
     const int64_t at = (top - span.first_row) * part.strides.row + (left - span.first_column) * part.strides.column;
-    const Matrix box{part.data + at * width, sizes, part.strides};
+    const Box box{{part.data + at * width, sizes, part.strides}, top - move.first_row, left - move.first_column};
     uint8_t* to = storages_[move.storage] + move.offset;
     if (move.kind == kBox) {
-      to += ((top - move.first_row) * move.a + (left - move.first_column) * move.b) * width;
-      copy_matrix(width, box.data, box.strides, to, {move.a, move.b}, sizes);
+      to += (box.down * move.a + box.right * move.b) * width;
+      copy_matrix(width, box.part.data, part.strides, to, {move.a, move.b}, sizes, streams_);
+    } else if (move.kind == kPackedW8) {
+      pack_w8(box, move, to);
     } else if (tensor.held == kBFloat16) {
-      pack<bf16>(box, move, move.a + top - move.first_row, to);
+      pack<bf16>(box, move, to);
     } else {
-      pack<float>(box, move, move.a + top - move.first_row, to);
+      pack<float>(box, move, to);
     }
   }
 
@@ -315,6 +370,7 @@ class Taking {
   const std::vector<uint8_t*> storages_;
   const Summing* summing_;
   const bool writes_;
+  const bool streams_;
   uint64_t* sums_;
   bool* infinite_;
 };

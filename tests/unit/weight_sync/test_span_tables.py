@@ -8,7 +8,7 @@ import torch
 from tests import kernels
 from tests.unit.weight_sync.test_spans import FORMS, Taken, compiled, random_bytes, taken
 from weight_sync.moves import MoveKind
-from weight_sync.spans import DTYPE_CODES, SpanMove, SpanTensor
+from weight_sync.spans import DTYPE_CODES, INT8_BLOCKS_CODE, SpanMove, SpanTensor
 
 CODE = DTYPE_CODES[torch.bfloat16]
 FLOAT = DTYPE_CODES[torch.float32]
@@ -32,7 +32,9 @@ WRONG_TENSORS = {
     "a stride whose product overflows to zero": {"rows": 3, "row_stride": 1 << 62},
     "sizes whose product overflows": {"rows": HUGE, "columns": HUGE, "row_stride": 0, "column_stride": 0},
     "strides of nothing": {"rows": HUGE, "row_stride": HUGE},
-    "an unknown dtype": {"sent": 12, "held": 12},
+    "an unknown dtype": {"sent": 13, "held": 13},
+    "sent in 8 bits": {"sent": INT8_BLOCKS_CODE, "held": INT8_BLOCKS_CODE},
+    "a cast from an integer to 8 bits": {"sent": DTYPE_CODES[torch.int16], "held": INT8_BLOCKS_CODE},
     "a negative dtype": {"sent": -1, "held": -1},
     "a cast to an integer": {"held": DTYPE_CODES[torch.int16]},
     "a cast from an integer": {"sent": DTYPE_CODES[torch.int16]},

@@ -14,8 +14,17 @@ from hypothesis import strategies as st
 from tests import kernels
 from weight_sync.fingerprint import fingerprint
 from weight_sync.fingerprint_words import multipliers, signed
+from weight_sync.int8_blocks import held_values
 from weight_sync.moves import Move, MoveKind
-from weight_sync.spans import CAST_DTYPES, DTYPE_CODES, Found, SpanMove, SpanTensor, take_spans_plainly
+from weight_sync.spans import (
+    CAST_DTYPES,
+    DTYPE_CODES,
+    INT8_BLOCKS_CODE,
+    Found,
+    SpanMove,
+    SpanTensor,
+    take_spans_plainly,
+)
 from weight_sync.tensor_meta import DTYPES
 
 Taken = Callable[..., Found]
@@ -258,6 +267,57 @@ def test_rows_are_packed_as_pack_rows_does(dtype: torch.dtype, gap: int, layout:
             found = taken(compiled, bucket.source, bucket.tensors, [SpanMove.of(move, 0, 0)], [storage])
             assert torch.equal(packed, wanted)
             assert_found(found, bucket)
+
+
+@pytest.mark.parametrize("sent", [torch.float32, BF16])
+def test_rows_are_packed_in_8_bits_as_pack_rows_w8_does(sent: torch.dtype) -> None:
+    kernels.native_ops()
+    for seed, (rows, depth, first, step, offset) in enumerate(
+        [(64, 64, 0, 1, 0), (40, 100, 3, 2, 1), (200, 2000, 0, 1, 0)]
+    ):
+        wire = (random_values((rows, depth), torch.int16, seed) * 2.0 ** (seed * 9 - 20)).to(sent)
+        packed = torch.ops.lockstep.empty_packed_w8([2], step * 16 * -(-(first + rows) // 16), depth)
+        wanted = packed.clone()
+        torch.ops.lockstep.pack_rows_w8(wanted[1], wire.to(BF16), first, step, offset)
+        move = Move(MoveKind.PACKED_W8, packed, packed[0].numel(), 0, rows, 0, depth, first, step, offset)
+        bucket, storage = Bucket(), packed.view(-1).view(torch.uint8)
+        bucket.add(wire, wire, BF16)
+        span = bucket.tensors[0]._replace(held=INT8_BLOCKS_CODE)
+        values, infinite = taken(compiled, bucket.source, [span], [SpanMove.of(move, 0, 0)], [storage])
+        assert torch.equal(packed, wanted)
+        assert int(values[0, 0]) == signed(fingerprint(wire))
+        assert int(values[0, 1]) == signed(fingerprint(held_values(wire.to(BF16))))
+        assert not infinite.any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("sent", [torch.float32, BF16])
+def test_what_cannot_be_held_in_8_bits_is_seen(value: float, sent: torch.dtype) -> None:
+    kernels.native_ops()
+    wire = torch.ones(4, 64).to(sent)
+    wire[2, 40] = value
+    packed = torch.ops.lockstep.empty_packed_w8([], 4, 64)
+    span = SpanTensor(0, DTYPE_CODES[sent], INT8_BLOCKS_CODE, 4, 64, 64, 1)
+    move = Move(MoveKind.PACKED_W8, packed, 0, 0, 4, 0, 64, 0, 1, 0)
+    found = taken(compiled, as_bytes(wire), [span], [SpanMove.of(move, 0, 0)], [packed.view(-1).view(torch.uint8)])
+    assert found[1].tolist() == [[True, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("rows", [range(16, 48), range(5, 38), range(1200)])
+def test_columns_are_packed_as_rows(dtype: torch.dtype, rows: range) -> None:
+    """A box of rows, in a tensor that is cut into several spans."""
+    kernels.native_ops()
+    wire = random_values((1200, 200), dtype, 1)
+    packed = torch.ops.lockstep.empty_packed([], 230, len(rows), dtype)
+    wanted = packed.clone()
+    torch.ops.lockstep.pack_rows(wanted, wire[rows.start : rows.stop].t(), 7, 1, 0)
+    move = Move(MoveKind.PACKED_TRANSPOSED, packed, 0, rows.start, len(rows), 0, 200, 7, 1, 0)
+    bucket = Bucket()
+    bucket.add(wire, wire)
+    storage = packed.view(-1).view(torch.uint8)
+    assert_found(taken(compiled, bucket.source, bucket.tensors, [SpanMove.of(move, 0, 0)], [storage]), bucket)
+    assert torch.equal(packed, wanted)
 
 
 def test_results_do_not_depend_on_threads() -> None:
