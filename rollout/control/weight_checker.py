@@ -15,12 +15,8 @@ from typing import Any
 from rollout.control.weight_queue import Job
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.messages.weight_check import WeightCheckReply, WeightCheckReqInput
-from rollout.core.messages.weights import (
-    CheckerReply,
-    DropSnapshotReply,
-    DropWeightSnapshotReqInput,
-    WeightsCheckerReqInput,
-)
+from rollout.core.messages.weight_replies import CheckerReply, DropSnapshotReply
+from rollout.core.messages.weights import DropWeightSnapshotReqInput, WeightsCheckerReqInput
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checker import (
     Difference,

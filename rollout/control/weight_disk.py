@@ -22,12 +22,8 @@ from rollout.control.weight_queue import Job
 from rollout.core.args.named_folders import NamedFolders
 from rollout.core.errors import StartupError
 from rollout.core.messages.update_state import UpdateStateReply
-from rollout.core.messages.weights import (
-    DiskReply,
-    PullReply,
-    PullWeightsReqInput,
-    UpdateWeightsFromDiskReqInput,
-)
+from rollout.core.messages.weight_replies import PullReply
+from rollout.core.messages.weights import DiskReply, PullWeightsReqInput, UpdateWeightsFromDiskReqInput
 from rollout.core.specs.model_config import ModelConfig
 from rollout.families.registry import load_model_config
 from rollout.scheduler.scheduler import Scheduler

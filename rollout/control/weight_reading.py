@@ -7,7 +7,8 @@ from typing import Any
 
 from rollout.control.weight_queue import Job
 from rollout.core.errors import Conflict, NotFound, TooLarge
-from rollout.core.messages.weights import GetWeightsByNameReqInput, WeightsReply
+from rollout.core.messages.weight_replies import WeightsReply
+from rollout.core.messages.weights import GetWeightsByNameReqInput
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import UnknownTensorError
 from weight_sync.rank_parts import first_rows

@@ -22,6 +22,7 @@ from rollout.core.messages.message import (
     UpdateId,
 )
 from rollout.core.messages.update_state import CommitReply, UpdateStateReply
+from rollout.core.messages.weight_replies import CheckerReply, DropSnapshotReply, PullReply, WeightsReply
 
 _TARGETS: tuple[Any, Any] = (Literal["all", "target"], "all")
 _SELECTOR = {"selector": _TARGETS}
@@ -44,55 +45,12 @@ class DiskReply(BucketReply, kw_only=True):
     model_path: str | UnsetType = UNSET
 
 
-class PullReply(CommitReply, kw_only=True):
-    """`start`: what the new version was made from; null: a full checkpoint.  `num_patched`: tensors that changed.
-
-    `memory`: how the weights that serve were brought there, null if they were not.
-    """
-
-    version: int
-    previous: int | None
-    start: int | None
-    num_deltas: int
-    num_patched: int
-    written_bytes: int
-    memory: Literal["delta", "full", "unchanged"] | None
-
-
 class BeginReply(Reply, kw_only=True):
     update_id: str
 
 
 class VersionReply(Reply, kw_only=True):
     new_version: str
-
-
-class WeightsReply(Reply, kw_only=True):
-    """`parameter`: nested lists.  `staged`: as it was sent, not as it serves."""
-
-    parameter: Any
-    staged: bool
-
-
-class CheckerReply(Reply, kw_only=True):
-    """`checksum`: the first four.  `snapshot`: from `num_tensors` to `weight_version`.  `compare`: the next four.
-
-    `checksums` and `held_digest` are of the tensors in memory; `digest` is of the tensors as sent, if memory holds
-    their result, else the same as `held_digest`.
-    """
-
-    checksums: dict[str, str] | UnsetType = UNSET
-    held_digest: str | UnsetType = UNSET
-    digest: str | UnsetType = UNSET
-    expected_digest: str | UnsetType | None = UNSET
-    num_tensors: int | UnsetType = UNSET
-    num_bytes: int | UnsetType = UNSET
-    weight_version: str | UnsetType = UNSET
-    equal: bool | UnsetType = UNSET
-    num_compared: int | UnsetType = UNSET
-    differing: list[dict[str, Any]] | UnsetType = UNSET
-    snapshot_weight_version: str | UnsetType = UNSET
-    poisoned: str | UnsetType = UNSET
 
 
 # --- groups ------------------------------------------------------------------------------------------------------
@@ -362,12 +320,6 @@ class WeightsCheckerReqInput(ControlReqInput[CheckerReply]):
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
     keep_content: bool = False
     skip_tensor_list: list[str] | None = None
-
-
-class DropSnapshotReply(Reply, kw_only=True):
-    """`num_bytes`: of host memory that the snapshot held on a rank."""
-
-    num_bytes: int
 
 
 class DropWeightSnapshotReqInput(ControlReqInput[DropSnapshotReply]):
