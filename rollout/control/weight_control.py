@@ -22,10 +22,10 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
-from msgspec.structs import astuple
 
 from rollout.control.kv_age import abort_below, require_known_version
 from rollout.control.lease_monitor import LeaseMonitor
+from rollout.control.manifest import manifest_of
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.rank_consensus import RankConsensus
 from rollout.control.weight_commit import WeightCommit, committed, successor
@@ -55,7 +55,6 @@ from rollout.scheduler.scheduler import Scheduler, VerbHandler
 from weight_sync.checker import live_fingerprints
 from weight_sync.content import Digests
 from weight_sync.errors import BaseMismatchError, TransactionStateError
-from weight_sync.transaction import parse_manifest
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
 
@@ -237,7 +236,7 @@ class WeightControl:
         def io() -> None:
             self._updater.require_none_open()
             self._require_base(verb)
-            manifest = parse_manifest(map(astuple, verb.entries())) if verb.has_manifest else None
+            manifest = manifest_of(verb)
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
             bound = verb.update_id is not None
             flags: dict[str, Any] = {"update_id": update_id, "bound": bound, "cast": verb.cast}

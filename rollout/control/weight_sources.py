@@ -26,7 +26,7 @@ SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
 
 
 def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpdater) -> BucketSource:
-    tensors, group = (verb.names, verb.dtypes, verb.shapes), verb.group_name
+    tensors, group = verb.lists(), verb.group_name
     if verb.load_format == DELTA:
         inner = DistributedSource(tensors, group, updater.receiver)
         return DeltaSource(inner, updater.weights, updater.target, updater.exchange, updater.quantised)

@@ -14,7 +14,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -182,11 +182,11 @@ def _unknown(model: type[Body], raw: Mapping[str, Any], place: str) -> Iterator[
     for name, value in raw.items():
         if value is not None and name not in known:
             yield UnknownField(place + name, known)
-    for name, inner in _inner_bodies(model).items():
+    for (name, in_list), inner in _inner_bodies(model).items():
         value = raw.get(name)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not in_list:
             yield from _unknown(inner, value, f"{place}{name}.")
-        elif isinstance(value, list):
+        elif isinstance(value, list) and in_list:
             for index, each in enumerate(value):
                 if isinstance(each, dict):
                     yield from _unknown(inner, each, f"{place}{name}[{index}].")
@@ -199,17 +199,22 @@ def known_names(model: type[Body]) -> frozenset[str]:
 
 
 @functools.cache
-def _inner_bodies(model: type[Body]) -> dict[str, type[Body]]:
-    """Return the fields that hold bodies, or lists of them, with the types of these bodies."""
-    found = {name: body_in(item.annotation) for name, item in model.model_fields.items()}
-    return {name: inner for name, inner in found.items() if inner is not None}
+def _inner_bodies(model: type[Body]) -> dict[tuple[str, bool], type[Body]]:
+    """Return the types of bodies in fields: by the field's name, and whether they are in a list there."""
+    fields = model.model_fields.items()
+    return {(name, in_list): inner for name, item in fields for in_list, inner in _bodies_in(item.annotation)}
 
 
 def body_in(kind: Any) -> type[Body] | None:
     """Return the body that a field of type `kind` holds, also in a list or union; None if it holds none."""
+    return next((inner for _, inner in _bodies_in(kind)), None)
+
+
+def _bodies_in(kind: Any, in_list: bool = False) -> Iterator[tuple[bool, type[Body]]]:
     if isinstance(kind, type) and issubclass(kind, Body):
-        return kind
-    return next((inner for arm in get_args(kind) if (inner := body_in(arm)) is not None), None)
+        yield in_list, kind
+    for arm in get_args(kind):
+        yield from _bodies_in(arm, in_list or get_origin(kind) is list)
 
 
 # --- control -----------------------------------------------------------------------------------------------------

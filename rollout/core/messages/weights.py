@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from rollout.core.messages.message import (
@@ -20,6 +19,15 @@ from rollout.core.messages.message import (
     Size,
     Total,
     UpdateId,
+)
+from rollout.core.messages.tensor_lists import (
+    Lists,
+    ManifestEntry,
+    ManifestLists,
+    decode_lists,
+    digest_of,
+    encode_lists,
+    pieces_of,
 )
 from rollout.core.messages.update_state import CommitReply, UpdateStateReply
 from rollout.core.messages.weight_replies import CheckerReply, DropSnapshotReply, PullReply, WeightsReply
@@ -80,23 +88,6 @@ class DestroyWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
 # --- one update --------------------------------------------------------------------------------------------------
 
 
-class ManifestEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A logical tensor as the trainer announces it.  There may be 100,000 in a body, which is read as these structs."""
-
-    name: str
-    dtype: str
-    shape: list[Annotated[Size, msgspec.Meta(ge=0, le=2**63 - 1)]]
-    fingerprint: str | None = None  # 16 hex digits, see weight_sync.fingerprint
-
-
-_PIECE = 1024
-
-
-def manifest_in_pieces(manifest: Sequence[ManifestEntry]) -> list[bytes]:
-    """Encode a manifest in pieces for the engine, where no thread then waits until all of it is decoded."""
-    return [msgspec.msgpack.encode(manifest[start : start + _PIECE]) for start in range(0, len(manifest), _PIECE)]
-
-
 class OfUpdateReqInput(ControlReqInput[AnyReply], kw_only=True):
     """Base of the verbs that may name their weight update: they are refused unless it is open."""
 
@@ -113,12 +104,14 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
         path="/begin_weight_update",
         tag="weights",
         accepts=_SELECTOR,
-        hidden=frozenset({"counts_tensors", "manifest_pieces"}),
+        hidden=frozenset(
+            {"counts_tensors", "manifest_entries", "manifest_lists", "manifest_digest", "manifest_fingerprints"}
+        ),
     )
 
     weight_version: str | None = None
     coverage: Literal["full", "partial"] = "full"
-    manifest: list[ManifestEntry] | None = None
+    manifest: list[ManifestEntry] | ManifestLists | None = None
     base_version: str | None = None  # what must be in force, or the update is refused
     base_digest: Annotated[str, Limits(pattern="^[0-9a-fA-F]{64}$")] | None = None
     placement_epoch: Size | None = None  # of the expert map that the sender goes by: it must be, and stays, in force
@@ -126,18 +119,42 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
-    manifest_pieces: list[bytes] | None = None  # in place of a long manifest
     counts_tensors: bool = False  # the label states how many came if not all did, as no part was announced
+    # In place of a manifest, as it came in JSON: of entries; or of lists, see `UpdateWeightsFromDistributedReqInput`.
+    manifest_entries: bytes | None = None
+    manifest_lists: bytes | None = None
+    manifest_digest: bytes | None = None
+    manifest_fingerprints: str | None = None  # of the tensors in `manifest_lists`
 
     @property
     def has_manifest(self) -> bool:
-        return self.manifest is not None or self.manifest_pieces is not None
+        return not (self.manifest is None and self.manifest_entries is None and self.manifest_lists is None)
 
     def entries(self) -> Iterator[ManifestEntry]:
-        """Yield the entries of the manifest; its pieces are decoded one by one."""
-        yield from self.manifest or ()
-        for piece in self.manifest_pieces or ():
-            yield from msgspec.msgpack.decode(piece, type=list[ManifestEntry])
+        """Yield the entries of a manifest of entries; JSON is decoded in pieces."""
+        if self.manifest_entries is not None:
+            for piece in pieces_of(self.manifest_entries, list[ManifestEntry]):
+                yield from piece
+        elif isinstance(self.manifest, list):
+            yield from self.manifest
+
+    def lists(self) -> Lists | None:
+        """Return the names, dtypes and shapes of a manifest in lists; None where there is none."""
+        if self.manifest_lists is not None:
+            return decode_lists(self.manifest_lists)
+        stated = self.manifest
+        return (stated.names, stated.dtypes, stated.shapes) if isinstance(stated, ManifestLists) else None
+
+    def digest(self) -> bytes | None:
+        """Return the digest of a manifest's lists, which a bucket of the same lists has, too; None: it has no lists."""
+        if self.manifest_digest is not None:
+            return self.manifest_digest
+        lists = self.lists()
+        return None if lists is None else digest_of(encode_lists(*lists))
+
+    def fingerprints(self) -> str | None:
+        """Return the fingerprints of a manifest in lists, 16 hex digits each, end to end; None: it states none."""
+        return self.manifest.fingerprints if isinstance(self.manifest, ManifestLists) else self.manifest_fingerprints
 
 
 class EndWeightUpdateReqInput(OfUpdateReqInput[CommitReply]):
@@ -188,10 +205,17 @@ class BringsTensorsReqInput(UpdateWeightsReqInput[AnyReply], kw_only=True):
 
 
 class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], kw_only=True):
-    """Receive tensors by broadcast from rank 0 of the group."""
+    """Receive tensors by broadcast from rank 0 of the group.
+
+    `tensor_lists`: the JSON object of the three lists as it came, which are empty then.  `lists_digest`: of its bytes.
+    """
 
     endpoint = Endpoint(
-        path="/update_weights_from_distributed", tag="weights", accepts=_SELECTOR | _FLUSH, timed_as="distributed"
+        path="/update_weights_from_distributed",
+        tag="weights",
+        hidden=frozenset({"tensor_lists", "lists_digest"}),
+        accepts=_SELECTOR | _FLUSH,
+        timed_as="distributed",
     )
 
     names: list[str]
@@ -201,6 +225,20 @@ class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], k
     load_format: str | None = None
     packed_buffer_size_bytes: PackedBytes | None = None
     """The size of a buffer with `load_format` "packed"."""
+    tensor_lists: bytes | None = None
+    lists_digest: bytes | None = None
+
+    def lists(self) -> Lists:
+        """Return the names, dtypes and shapes.  JSON is decoded at each call."""
+        if self.tensor_lists is not None:
+            return decode_lists(self.tensor_lists)
+        return self.names, self.dtypes, self.shapes
+
+    def digest(self) -> bytes:
+        """Return what stands for these lists: calls of one digest have equal lists."""
+        if self.lists_digest is not None:
+            return self.lists_digest
+        return digest_of(self.tensor_lists or encode_lists(self.names, self.dtypes, self.shapes))
 
 
 class RefusedBucketReqInput(UpdateWeightsReqInput[BucketReply], kw_only=True):

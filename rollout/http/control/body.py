@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
-from pydantic import Field, WrapValidator, create_model
+from pydantic import Discriminator, Field, Tag, WrapValidator, create_model
 
 from rollout.core.known_fields import HARMLESS_CONTROL_FIELDS
 from rollout.core.messages.message import ControlReqInput, body_fields
 from rollout.http.protocol import Body
+
+_OBJECT, _LIST = "an object", "a list"  # no identifiers, so that an error's place does not show them
 
 
 @functools.cache
@@ -72,8 +74,20 @@ def _pydantic_type(kind: Any) -> Any:
         return kind
     arms = tuple(_pydantic_type(arg) for arg in args)
     if origin in (Union, types.UnionType):
-        return Union[arms]  # noqa: UP007 - made from a list
+        return _union(args, arms)
     return origin[arms] if _struct_list(kind) is None else Annotated[origin[arms], WrapValidator(_unless(args[0]))]
+
+
+def _union(kinds: tuple[Any, ...], arms: tuple[Any, ...]) -> Any:
+    """Return the union of `arms`, made of `kinds`.
+
+    Where a list and a struct are among them, an object is read as the struct, and anything else as the list.
+    """
+    if not (any(get_origin(kind) is list for kind in kinds) and any(map(_is_struct, kinds))):
+        return Union[arms]  # noqa: UP007 - made from a list
+    tagged = [Annotated[arm, Tag(_OBJECT if _is_struct(kind) else _LIST)] for kind, arm in zip(kinds, arms)]
+    either: Any = Union[tuple(arm for arm, kind in zip(tagged, kinds) if kind is not types.NoneType)]  # noqa: UP007
+    return Annotated[either, Discriminator(lambda value: _OBJECT if isinstance(value, dict) else _LIST)] | None
 
 
 def _unless(struct: type[msgspec.Struct]) -> Callable[[Any, Callable[[Any], Any]], Any]:

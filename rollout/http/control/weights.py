@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
@@ -18,7 +19,6 @@ from rollout.core.messages.weights import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
-    manifest_in_pieces,
 )
 from rollout.http.control.body import body_of, fields_of
 from rollout.http.control.io import reply, reply_fields
@@ -36,11 +36,11 @@ class WeightRoutes:
         self._args = args
 
     async def begin(self, _: Request, body: Body) -> Response:
-        """Begin an update.  Its manifest is sent in pieces, so that this process and the engine go on meanwhile."""
+        """Begin an update.  A manifest of entries is sent as JSON, which the engine decodes on its I/O thread."""
         fields = fields_of(BeginWeightUpdateReqInput, body)
-        if fields["manifest"]:
-            pieces = await asyncio.to_thread(manifest_in_pieces, fields["manifest"])
-            fields |= {"manifest": None, "manifest_pieces": pieces}
+        if isinstance(fields["manifest"], list):
+            entries = await asyncio.to_thread(msgspec.json.encode, fields["manifest"])
+            fields |= {"manifest": None, "manifest_entries": entries}
         return reply(await self._verbs.ask(BeginWeightUpdateReqInput, **fields))
 
     async def bucket(self, request: Request) -> Response:

@@ -6,10 +6,12 @@ import json
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollout.core.errors import BadRequest
-from rollout.core.messages.weights import BeginWeightUpdateReqInput, ManifestEntry, manifest_in_pieces
+from rollout.core.messages.tensor_lists import ManifestEntry
+from rollout.core.messages.weights import BeginWeightUpdateReqInput
 from rollout.http.control.body import body_of, fields_of
 from rollout.http.io import parse_body, validated
 
@@ -83,11 +85,11 @@ def test_a_manifest_of_a_large_model_costs_the_event_loop_nothing() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 5000])
-def test_a_manifest_in_pieces_is_the_same(count: int) -> None:
+def test_a_manifest_in_json_is_the_same(count: int) -> None:
     manifest = [ManifestEntry(name=f"w{number}", dtype="bfloat16", shape=[number]) for number in range(count)]
     whole = VERB(request_id="r", manifest=manifest)
-    cut = VERB(request_id="r", manifest_pieces=manifest_in_pieces(manifest))
-    assert list(cut.entries()) == list(whole.entries()) == manifest
-    assert cut.has_manifest and whole.has_manifest and not VERB(request_id="r").has_manifest
+    json_form = VERB(request_id="r", manifest_entries=msgspec.json.encode(manifest))
+    assert list(json_form.entries()) == list(whole.entries()) == manifest
+    assert json_form.has_manifest and whole.has_manifest and not VERB(request_id="r").has_manifest
     decoded = fields({"manifest": [{"name": entry.name, "dtype": "x", "shape": entry.shape} for entry in manifest]})
     assert [entry.name for entry in decoded["manifest"]] == [entry.name for entry in manifest]

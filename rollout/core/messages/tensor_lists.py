@@ -1,0 +1,82 @@
+"""Names, dtypes and shapes of tensors in messages: as JSON until someone asks for them, and as lists.
+
+A trainer sends the same lists at each refresh.  JSON that came before is passed on under its digest, and is not read
+again: the main process has read it once, and an engine may keep what it made of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from rollout.core.messages.message import Size
+
+PIECE = 1024
+"""Elements of a long list that are decoded at once: about a millisecond, for which all threads wait."""
+
+Lists = tuple[list[str], list[str], list[list[int]]]
+"""Names, dtypes and shapes, in one order."""
+StrictSize = Annotated[Size, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class ManifestEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A logical tensor as the trainer announces it.  There may be 100,000 in a body, which is read as these structs."""
+
+    name: str
+    dtype: str
+    shape: list[StrictSize]
+    fingerprint: str | None = None  # 16 hex digits, see weight_sync.fingerprint
+
+
+class ManifestLists(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A manifest in lists.  `fingerprints`: 16 hex digits for each tensor, end to end; null: none are stated."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[StrictSize]]
+    fingerprints: str | None = None
+
+
+class _Parts(msgspec.Struct):
+    names: msgspec.Raw
+    dtypes: msgspec.Raw
+    shapes: msgspec.Raw
+
+
+def joined_lists(names: bytes, dtypes: bytes, shapes: bytes) -> bytes:
+    """Return the JSON object of three lists in JSON."""
+    return b'{"names":%b,"dtypes":%b,"shapes":%b}' % (names, dtypes, shapes)
+
+
+def encode_lists(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bytes:
+    """Return the JSON object of three lists, without white space."""
+    return joined_lists(*map(msgspec.json.encode, (names, dtypes, shapes)))
+
+
+def decode_lists(data: bytes) -> Lists:
+    """Return the lists of a JSON object from `joined_lists`.  Raises `msgspec.ValidationError`."""
+    parts = msgspec.json.decode(data, type=_Parts)
+    names = decode_in_pieces(parts.names, list[str])
+    dtypes = decode_in_pieces(parts.dtypes, list[str])
+    return names, dtypes, decode_in_pieces(parts.shapes, list[list[int]])
+
+
+def digest_of(data: bytes) -> bytes:
+    """Return 32 bytes that stand for this JSON: BLAKE2b, which needs no instructions that only some processors have."""
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+def decode_in_pieces(data: bytes | msgspec.Raw, kind: Any) -> list[Any]:
+    """Decode a list of JSON as `kind`.  Other threads run between its pieces.  Raises `msgspec.ValidationError`."""
+    return [element for piece in pieces_of(data, kind) for element in piece]
+
+
+def pieces_of(data: bytes | msgspec.Raw, kind: Any) -> Iterator[list[Any]]:
+    """Yield the list of `decode_in_pieces` piece by piece."""
+    elements = msgspec.json.decode(data, type=list[msgspec.Raw])
+    for start in range(0, len(elements), PIECE):
+        piece = b",".join(elements[start : start + PIECE])  # a `msgspec.Raw` has a buffer
+        yield msgspec.json.decode(b"[%b]" % piece, type=kind)
