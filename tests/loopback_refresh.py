@@ -33,7 +33,7 @@ class LoopbackTrainer:
 
     def source(self, verb: UpdateWeightsFromDistributedReqInput, _: Any) -> LoopbackSource:
         failure, self.failure = self.failure, None
-        return LoopbackSource([(name, self.tensors[name]) for name in verb.names], failure)
+        return LoopbackSource([(name, self.tensors[name]) for name in verb.lists()[0]], failure)
 
     def manifest(self) -> list[dict[str, Any]]:
         return [

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.core.errors import BadRequest, LockstepError, TooLarge, status_of
 from rollout.core.known_fields import shown, unknown_field
+from rollout.http.decoding import HEAVY_BODY_BYTES, INVALID, decode
+from rollout.http.known_lists import KnownLists
 from rollout.http.protocol import Body, UnknownField, body_in, unknown_fields
 from rollout.tokenizer_manager.response import encode_json
 
@@ -33,13 +34,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 1024 * 1024
 THREAD_BODY_BYTES = 64 * 1024
 """Bodies over this size are parsed off the event loop."""
-HEAVY_BODY_BYTES = 1024 * 1024
-"""Bodies over this size are parsed one at a time: parsed, they may take fifteen times their size."""
-MAX_BODY_OBJECTS = 1 << 20
-"""Strings, arrays and objects in a body; a manifest of 100,000 tensors has 900,000."""
 MAX_MESSAGE_CHARS = 4096
-LIST_PIECE = 1024
-"""Elements of a long list that are decoded at once: about a millisecond."""
 CLIENT_CLOSED_REQUEST = 499
 IGNORED_HEADER = "x-ignored-fields"
 """The header of an answer that has no place for the unknown fields; a list in JSON."""
@@ -98,9 +93,9 @@ def json_body(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
     """
 
     async def read(request: Request) -> Model:
-        return accepted(
-            request, await parsed(request, await read_limited(request), lambda data: parse_body(model, data))
-        )
+        known = request.app.state.known_lists
+        data = await read_limited(request)
+        return accepted(request, await parsed(request, data, lambda data: parse_body(model, data, known)))
 
     return read
 
@@ -137,13 +132,18 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
     return {key: _inline(value, definitions) for key, value in node.items()}
 
 
-def parse_body(model: type[Model], data: bytes) -> Model:
-    """Decode and validate as `validated` does; raises `BadRequest` for invalid JSON, and `TooLarge`."""
+def parse_body(model: type[Model], data: bytes, known: KnownLists | None = None) -> Model:
+    """Decode and validate as `validated` does; raises `BadRequest` for invalid JSON, and `TooLarge`.
+
+    With `known`, lists of tensors that are valid stay JSON, in `lists` of the body.
+    """
     try:
-        raw = _decode(data, model.struct_lists) if data.strip() else {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raw, lists = decode(data, model, known) if data.strip() else ({}, None)
+    except INVALID as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
-    return validated(model, raw)
+    body = validated(model, raw)
+    body.lists = lists
+    return body
 
 
 def validated(model: type[Model], raw: Any) -> Model:
@@ -156,64 +156,6 @@ def validated(model: type[Model], raw: Any) -> Model:
         raise BadRequest(_describe(error)) from None
     body.unknown = unknown_fields(model, raw)
     return body
-
-
-def _decode(data: bytes, struct_lists: Mapping[str, Any]) -> Any:
-    if len(data) <= HEAVY_BODY_BYTES:
-        return _decode_structs(data, struct_lists)
-    _check_objects(data)
-    gc.disable()  # collections would visit a million new lists again and again, and block everything meanwhile
-    try:
-        return _decode_structs(data, struct_lists)
-    finally:
-        gc.enable()
-
-
-def _decode_structs(data: bytes, struct_lists: Mapping[str, Any]) -> Any:
-    """Decode a body, and the fields in `struct_lists` as lists of their structs.
-
-    A list that does not fit its type is decoded as plain values, and refused later.
-    """
-    if not struct_lists:
-        return msgspec.json.decode(data)
-    try:
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError:  # no object
-        return msgspec.json.decode(data)
-    return {name: _decode_field(raw, struct_lists.get(name)) for name, raw in fields.items()}
-
-
-def _decode_field(raw: msgspec.Raw, kind: Any) -> Any:
-    if kind is not None:
-        with contextlib.suppress(msgspec.ValidationError):
-            return _decode_list(raw, kind)
-    return msgspec.json.decode(raw)
-
-
-def _decode_list(raw: msgspec.Raw, kind: Any) -> list[Any]:
-    """Decode a list in pieces, because all threads wait during a call of the decoder.
-
-    Raises `msgspec.ValidationError`.
-    """
-    elements = msgspec.json.decode(raw, type=list[msgspec.Raw])
-    found: list[Any] = []
-    for start in range(0, len(elements), LIST_PIECE):
-        piece = b",".join(elements[start : start + LIST_PIECE])  # a `msgspec.Raw` has a buffer
-        found += msgspec.json.decode(b"[%b]" % piece, type=kind)
-    return found
-
-
-def _check_objects(data: bytes) -> None:
-    """Refuse what would take thirty times its size in memory, before it does.  Raises `TooLarge`."""
-    if data.count(b'"') // 2 + data.count(b"[") + data.count(b"{") <= MAX_BODY_OBJECTS:
-        return
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
-    count = plain.count(b'"') // 2
-    if count <= MAX_BODY_OBJECTS:
-        outside = b"".join(plain.split(b'"')[::2])
-        count += outside.count(b"[") + outside.count(b"{")
-    if count > MAX_BODY_OBJECTS:
-        raise TooLarge(f"the body has over {MAX_BODY_OBJECTS} strings, arrays and objects")
 
 
 def _describe(error: ValidationError) -> str:

@@ -34,9 +34,17 @@ from rollout.core.known_fields import (
     shown,
 )
 from rollout.core.messages.message import UpdateId
+from rollout.http.known_lists import RawLists
 
 TokenId = Annotated[int, Field(strict=True)]
 TokenIds = list[TokenId]
+
+
+class ListsPlace(NamedTuple):
+    """The place of three lists of tensors in a body: the names of the lists, and of fields and elements around them."""
+
+    path: tuple[str | int, ...] = ()
+    names: tuple[str, str, str] = ("names", "dtypes", "shapes")
 
 
 class UnknownField(NamedTuple):
@@ -116,7 +124,7 @@ class Body(BaseModel):
 
     `other_names` are of another dialect, refused whatever they hold, with what to ask with instead.  `harmless` ones
     are known and change nothing.  `struct_lists`: fields that are lists of msgspec's structs, by their types: decoded
-    as such, they need not be validated again.
+    as such, they need not be validated again.  `list_places`: where lists of tensors may stand; the first one counts.
     Null means the default.  Integers have at most 64 bits, and numbers are finite, also where they come as text.  A
     list is checked up to its first bad element: pydantic would keep an error, hundreds of bytes, for each.
     """
@@ -124,9 +132,11 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     unsupported: ClassVar[frozenset[str]] = frozenset()
     struct_lists: ClassVar[dict[str, Any]] = {}
+    list_places: ClassVar[tuple[ListsPlace, ...]] = ()
     other_names: ClassVar[dict[str, str]] = {}
     harmless: ClassVar[frozenset[str]] = frozenset()
     _unknown: list[UnknownField] = PrivateAttr(default=[])
+    _lists: RawLists | None = PrivateAttr(default=None)
 
     @property
     def unknown(self) -> list[UnknownField]:
@@ -136,6 +146,15 @@ class Body(BaseModel):
     @unknown.setter
     def unknown(self, fields: list[UnknownField]) -> None:
         self._unknown = fields
+
+    @property
+    def lists(self) -> RawLists | None:
+        """The lists of tensors that stayed JSON: the fields that had them are empty."""
+        return self._lists
+
+    @lists.setter
+    def lists(self, lists: RawLists | None) -> None:
+        self._lists = lists
 
     @property
     def ignored_fields(self) -> list[str]:

@@ -30,6 +30,7 @@ from rollout.http.control.verbs import VerbRoutes
 from rollout.http.control.weights import WeightRoutes
 from rollout.http.gate import Gate
 from rollout.http.io import describe_query, error_response
+from rollout.http.known_lists import KnownLists
 from rollout.http.metrics.metrics import Metrics
 from rollout.http.native.generate import GenerateRoutes
 from rollout.http.native.info import InfoRoutes
@@ -50,6 +51,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     app = FastAPI(title="Lockstep", version=VERSION, redirect_slashes=False, docs_url=None, redoc_url=None)
     pages = PageRoutes(shows_dashboard=args.enable_metrics)
     app.state.heavy_bodies = asyncio.Lock()
+    app.state.known_lists = KnownLists()
     app.state.strict_requests = args.strict_requests
     verbs, sglang = VerbRoutes(manager, metrics), ControlRoutes(manager)
     weights, vllm_weights = WeightRoutes(verbs, args), VllmWeightRoutes(verbs)

@@ -17,6 +17,7 @@ from rollout.core.messages.message import Size
 PIECE = 1024
 """Elements of a long list that are decoded at once: about a millisecond, for which all threads wait."""
 
+Json = bytes | msgspec.Raw
 Lists = tuple[list[str], list[str], list[list[int]]]
 """Names, dtypes and shapes, in one order."""
 StrictSize = Annotated[Size, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -46,7 +47,7 @@ class _Parts(msgspec.Struct):
     shapes: msgspec.Raw
 
 
-def joined_lists(names: bytes, dtypes: bytes, shapes: bytes) -> bytes:
+def joined_lists(names: Json, dtypes: Json, shapes: Json) -> bytes:
     """Return the JSON object of three lists in JSON."""
     return b'{"names":%b,"dtypes":%b,"shapes":%b}' % (names, dtypes, shapes)
 
@@ -69,12 +70,12 @@ def digest_of(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
-def decode_in_pieces(data: bytes | msgspec.Raw, kind: Any) -> list[Any]:
+def decode_in_pieces(data: Json, kind: Any) -> list[Any]:
     """Decode a list of JSON as `kind`.  Other threads run between its pieces.  Raises `msgspec.ValidationError`."""
     return [element for piece in pieces_of(data, kind) for element in piece]
 
 
-def pieces_of(data: bytes | msgspec.Raw, kind: Any) -> Iterator[list[Any]]:
+def pieces_of(data: Json, kind: Any) -> Iterator[list[Any]]:
     """Yield the list of `decode_in_pieces` piece by piece."""
     elements = msgspec.json.decode(data, type=list[msgspec.Raw])
     for start in range(0, len(elements), PIECE):

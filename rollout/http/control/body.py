@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, WrapValidator, create_model
 
 from rollout.core.known_fields import HARMLESS_CONTROL_FIELDS
 from rollout.core.messages.message import ControlReqInput, body_fields
-from rollout.http.protocol import Body
+from rollout.http.protocol import Body, ListsPlace
 
 _OBJECT, _LIST = "an object", "a list"  # no identifiers, so that an error's place does not show them
 
@@ -26,6 +26,7 @@ def body_of(verb: type[ControlReqInput[Any]]) -> type[Body]:
     body = _model(verb, declared | others | accepted)
     body.unsupported = verb.endpoint.refuses
     body.harmless = HARMLESS_CONTROL_FIELDS
+    body.list_places = _list_places(declared)
     body.struct_lists = {item.name: kind for item in body_fields(verb) if (kind := _struct_list(item.type)) is not None}
     return body
 
@@ -39,6 +40,13 @@ def fields_of(verb: type[ControlReqInput[Any]], body: Body) -> dict[str, Any]:
     return {
         item.name: msgspec.convert(values[item.name], item.type, from_attributes=True) for item in body_fields(verb)
     }
+
+
+def _list_places(fields: Collection[str]) -> tuple[ListsPlace, ...]:
+    """Return where a verb with these fields takes lists of tensors: among its fields, or in its manifest."""
+    if {"names", "dtypes", "shapes"} <= set(fields):
+        return (ListsPlace(),)
+    return (ListsPlace(("manifest",)),) if "manifest" in fields else ()
 
 
 def _struct_list(kind: Any) -> Any:

@@ -24,8 +24,13 @@ from rollout.http.control.body import body_of, fields_of
 from rollout.http.control.io import reply, reply_fields
 from rollout.http.control.tensor_body import read_tensor_body
 from rollout.http.control.verbs import VerbRoutes
-from rollout.http.io import accepted, json_response, parse_body, read_limited
+from rollout.http.io import accepted, json_response, parse_body, parsed, read_limited
 from rollout.http.protocol import Body, BucketAddress
+
+
+def raw_lists(body: Body) -> dict[str, bytes]:
+    """Return the fields of a bucket for the lists of `body` that stayed JSON."""
+    return {} if body.lists is None else {"tensor_lists": body.lists.data, "lists_digest": body.lists.digest}
 
 
 class WeightRoutes:
@@ -36,9 +41,13 @@ class WeightRoutes:
         self._args = args
 
     async def begin(self, _: Request, body: Body) -> Response:
-        """Begin an update.  A manifest of entries is sent as JSON, which the engine decodes on its I/O thread."""
+        """Begin an update.  Its manifest is sent as JSON, which the engine decodes on its I/O thread, if at all."""
         fields = fields_of(BeginWeightUpdateReqInput, body)
-        if isinstance(fields["manifest"], list):
+        if body.lists is not None:
+            lists, stated = body.lists, fields["manifest"].fingerprints
+            fields |= {"manifest": None, "manifest_lists": lists.data, "manifest_digest": lists.digest}
+            fields |= {"manifest_fingerprints": stated}
+        elif isinstance(fields["manifest"], list):
             entries = await asyncio.to_thread(msgspec.json.encode, fields["manifest"])
             fields |= {"manifest": None, "manifest_entries": entries}
         return reply(await self._verbs.ask(BeginWeightUpdateReqInput, **fields))
@@ -54,14 +63,15 @@ class WeightRoutes:
         data = b"unread"
         try:
             data = await read_limited(request)
-            body = await asyncio.to_thread(parse_body, body_of(UpdateWeightsFromDistributedReqInput), data)
-            return accepted(request, body)
+            model, known = body_of(UpdateWeightsFromDistributedReqInput), request.app.state.known_lists
+            return accepted(request, await parsed(request, data, lambda data: parse_body(model, data, known)))
         except LockstepError as error:
             await self._refuse_bucket(data, error)
             raise
 
     async def receive_bucket(self, body: Body) -> Response:
-        return await self._verbs.respond(UpdateWeightsFromDistributedReqInput, body)
+        verb = UpdateWeightsFromDistributedReqInput
+        return reply(await self._verbs.ask(verb, **fields_of(verb, body), **raw_lists(body)))
 
     async def _refuse_bucket(self, data: bytes, error: LockstepError) -> None:
         """Let the engine leave the group that a refused body names, or all groups if it names none that can be read.

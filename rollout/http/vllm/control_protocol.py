@@ -7,9 +7,10 @@ from typing import Any, Literal
 from rollout.core.messages.message import Name, Size
 from rollout.core.messages.weights import InitWeightsUpdateGroupReqInput, PackedBytes
 from rollout.http.control.body import body_of
-from rollout.http.protocol import Body
+from rollout.http.protocol import Body, ListsPlace
 
 SleepTag = Literal["weights", "kv_cache"]
+LIST_NAMES = ("names", "dtype_names", "shapes")
 DEFAULT_PACKED_BYTES = 1 << 30  # vLLM's
 
 
@@ -62,6 +63,8 @@ class UpdateInfo(Body):
 class UpdateWeightsRequest(Body):
     """POST /update_weights: `update_info` as vLLM's clients send it, or `weight_dir` as prime-rl's do."""
 
+    list_places = (ListsPlace(("update_info",), LIST_NAMES),)
+
     update_info: UpdateInfo | None = None
     weight_dir: Name | None = None
 
@@ -72,6 +75,8 @@ class FinishWeightUpdateRequest(Body):
 
 class CollectiveRpcRequest(Body):
     """POST /collective_rpc.  `timeout` has no effect: every verb has a deadline of its own."""
+
+    list_places = (ListsPlace(("kwargs", "update_info"), LIST_NAMES), ListsPlace(("args", 0), LIST_NAMES))
 
     method: str
     args: list[Any] = []

@@ -100,7 +100,8 @@ class RpcRoutes:
         """Announce the tensors that the next /areal_update_weights_xccl brings."""
         body: Any = await self._weights.read_bucket(request)
         self._announced = body
-        return json_response({"success": True, "message": f"{len(body.names)} tensors announced."})
+        count = len(body.names) if body.lists is None else body.lists.num_names
+        return json_response({"success": True, "message": f"{count} tensors announced."})
 
     async def receive_announced(self) -> Response:
         """Receive the tensors that were announced, by broadcast from rank 0 of the group."""
@@ -117,4 +118,6 @@ def _arguments(method: _Method, body: bodies.CollectiveRpcRequest) -> Any:
     unknown = sorted(given.keys() - method.body.model_fields.keys())
     if unknown:
         raise BadRequest(f"{body.method} does not take {unknown[0][:64]!r}")
-    return validated(method.body, given)
+    arguments = validated(method.body, given)
+    arguments.lists = body.lists
+    return arguments

@@ -33,6 +33,7 @@ from rollout.core.messages.weights import (
 )
 from rollout.http.control.io import ControlRoute, add_route, reply
 from rollout.http.control.verbs import VerbRoutes
+from rollout.http.control.weights import raw_lists
 from rollout.http.io import json_body
 from rollout.http.protocol import EmptyRequest
 from rollout.http.vllm.control_protocol import (
@@ -156,7 +157,7 @@ class VllmWeightRoutes:
     async def update(self, body: UpdateWeightsRequest) -> Response:
         """Update the weights as `update_weights` does, from a body that was read already."""
         if body.update_info is not None:
-            return reply(await self._receive(body.update_info))
+            return reply(await self._receive(body.update_info, raw_lists(body)))
         if body.weight_dir is None:
             raise BadRequest("give update_info or weight_dir")
         await self._make_room()
@@ -167,7 +168,7 @@ class VllmWeightRoutes:
             )
         return reply(await self._send(UpdateWeightsFromDiskReqInput, model_path=body.weight_dir))
 
-    async def _receive(self, info: UpdateInfo) -> ControlReqOutput[BucketReply]:
+    async def _receive(self, info: UpdateInfo, lists: dict[str, bytes]) -> ControlReqOutput[BucketReply]:
         joined = self._require_joined()
         is_packed = joined.packed if info.packed is None else info.packed
         return await self._send(
@@ -180,6 +181,7 @@ class VllmWeightRoutes:
             packed_buffer_size_bytes=info.packed_buffer_size_bytes or joined.packed_buffer_size_bytes,
             update_id=self._started.current,
             cast=info.cast,
+            **lists,
         )
 
     async def finish_update(self, body: FinishBody) -> Response:

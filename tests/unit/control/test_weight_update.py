@@ -110,7 +110,7 @@ def engine(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.setitem(
         SOURCES,
         UpdateWeightsFromDistributedReqInput,
-        lambda verb, updater: LoopbackSource([(name, on_the_wire[name]) for name in verb.names]),
+        lambda verb, updater: LoopbackSource([(name, on_the_wire[name]) for name in verb.lists()[0]]),
     )
 
     def start(**settings: Any) -> Trainer:

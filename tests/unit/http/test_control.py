@@ -129,7 +129,7 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
             "update_weights_from_distributed",
             {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "load_format": "flattened_bucket"},
             weight_io_struct.UpdateWeightsFromDistributedReqInput,
-            {"shapes": [[2, 3]], "abort_all_requests": False, "weight_version": None},
+            {"abort_all_requests": False, "weight_version": None},
         ),
         (
             "update_weight_version",
@@ -147,6 +147,8 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
     assert reply.json()["new_version"] == "7"
     (entry,) = live.sent(weight_io_struct.BeginWeightUpdateReqInput)[0].entries()
     assert entry.shape == [2, 3]
+    (bucket,) = live.sent(weight_io_struct.UpdateWeightsFromDistributedReqInput)
+    assert bucket.lists() == (["w"], ["bfloat16"], [[2, 3]])
 
 
 @pytest.mark.parametrize(

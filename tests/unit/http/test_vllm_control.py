@@ -219,7 +219,7 @@ def test_an_update_is_one_transaction_under_an_id_of_its_own(live: Live) -> None
     assert live.client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
     begin, bucket, end = live.scheduler.received
     assert begin.coverage == "partial" and begin.update_id == bucket.update_id == end.update_id
-    assert (bucket.names, bucket.dtypes, bucket.shapes) == (["a", "b"], ["float32", "torch.bfloat16"], [[4], [2, 3]])
+    assert bucket.lists() == (["a", "b"], ["float32", "torch.bfloat16"], [[4], [2, 3]])
     assert (bucket.group_name, bucket.load_format) == ("weight_update_group", None)
     assert end.weight_version == "7"
     refused = live.client.post("/finish_weight_update")
@@ -239,7 +239,7 @@ def test_packed_buffers_come_as_one_bucket_with_their_size(live: Live) -> None:
     live.client.post("/update_weights", json={"update_info": older})
     live.client.post("/update_weights", json={"update_info": info | {"packed": False}})
     sent = live.sent(weight_io_struct.UpdateWeightsFromDistributedReqInput)
-    assert [verb.names for verb in sent] == [list("abcde")] * 3
+    assert [verb.lists()[0] for verb in sent] == [list("abcde")] * 3
     assert [verb.load_format for verb in sent] == ["packed", "packed", None]
     assert [verb.packed_buffer_size_bytes for verb in sent[:2]] == [11, 1000]
 
