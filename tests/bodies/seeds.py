@@ -138,7 +138,10 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         "/release_memory_occupation": [{"tags": ["kv_cache", "weights"]}],
         "/resume_memory_occupation": [{"tags": ["kv_cache", "weights"]}],
         "/start_profile": [{"num_steps": 1, "activities": ["CPU"]}],
-        "/begin_weight_update": [{"weight_version": "v", "lease_s": 2.0, "manifest": manifest}],
+        "/begin_weight_update": [
+            {"weight_version": "v", "lease_s": 2.0, "manifest": manifest},
+            {"manifest": {"names": names, "dtypes": kinds, "shapes": shapes, "fingerprints": "0" * 16 * len(names)}},
+        ],
         "/update_weights_from_tensor": [{"serialized_named_tensors": [payload(tensors)], "format": "safetensors"}],
         "/update_weights_from_distributed": [{"names": names, "dtypes": kinds, "shapes": shapes}],
         "/areal_set_update_weight_meta": [{"names": names, "dtypes": kinds, "shapes": shapes}],
@@ -150,6 +153,8 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         "/update_weights": [{"update_info": update}],
         "/collective_rpc": [
             {"method": "update_weights", "args": [update], "kwargs": {"update_info": update}},
+            {"method": "update_weights_nccl", "args": [update]},
+            {"method": "update_weights_nccl", "kwargs": {"update_info": update}},
             {"method": "update_weights_from_ipc", "args": [{"cpu": "ipc:///dev/null"}], "kwargs": {"timeout": 1}},
         ],
         "/dashboard/route_probe": [{"input_ids": PROMPT}],

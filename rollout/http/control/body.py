@@ -14,8 +14,6 @@ from rollout.core.known_fields import HARMLESS_CONTROL_FIELDS
 from rollout.core.messages.message import ControlReqInput, body_fields
 from rollout.http.protocol import Body, ListsPlace
 
-_OBJECT, _LIST = "an object", "a list"  # no identifiers, so that an error's place does not show them
-
 
 @functools.cache
 def body_of(verb: type[ControlReqInput[Any]]) -> type[Body]:
@@ -93,9 +91,16 @@ def _union(kinds: tuple[Any, ...], arms: tuple[Any, ...]) -> Any:
     """
     if not (any(get_origin(kind) is list for kind in kinds) and any(map(_is_struct, kinds))):
         return Union[arms]  # noqa: UP007 - made from a list
-    tagged = [Annotated[arm, Tag(_OBJECT if _is_struct(kind) else _LIST)] for kind, arm in zip(kinds, arms)]
-    either: Any = Union[tuple(arm for arm, kind in zip(tagged, kinds) if kind is not types.NoneType)]  # noqa: UP007
-    return Annotated[either, Discriminator(lambda value: _OBJECT if isinstance(value, dict) else _LIST)] | None
+    tagged = tuple(Annotated[arm, Tag(_tag(kind))] for kind, arm in zip(kinds, arms))
+    chosen = Discriminator(lambda value: _tag(value if value is None else type(value)))
+    return Annotated[Union[tagged], chosen]  # noqa: UP007
+
+
+def _tag(kind: Any) -> str:
+    """Return the arm of a union that a type belongs to: no identifier, so that an error's place does not show it."""
+    if kind in (None, types.NoneType):
+        return "a null"
+    return "an object" if kind is dict or _is_struct(kind) else "a list"
 
 
 def _unless(struct: type[msgspec.Struct]) -> Callable[[Any, Callable[[Any], Any]], Any]:

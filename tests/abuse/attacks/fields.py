@@ -90,12 +90,13 @@ def _calls(one: Operation, base: Any) -> Iterator[Call]:
             yield from 2 * [(one.path, encode(base | {name: value}))]
         for inner, part in _inner(schema):
             for value in extremes(part):
-                yield from 2 * [(one.path, encode(base | {name: base.get(name, {}) | {inner: value}}))]
+                around = base.get(name) if isinstance(base.get(name), dict) else {}
+                yield from 2 * [(one.path, encode(base | {name: around | {inner: value}}))]
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the schema of each field within a field that is an object."""
-    for arm in schema.get("anyOf", [schema]):
+    for arm in schema.get("anyOf") or schema.get("oneOf") or [schema]:
         yield from arm.get("properties", {}).items()
 
 
