@@ -156,7 +156,7 @@ class JointUpdate:
             self._open.discard(name)
         return {name: answer for name, answer in answers.items() if answer.get("outcome") == "committed"}
 
-    def _call(self, verb: str, names: Collection[str], **fields: Any) -> dict[str, Future[Any]]:
+    def _call(self, verb: str, names: Collection[str], /, **fields: Any) -> dict[str, Future[Any]]:
         return {name: self._calls[name].call(verb, update_id=self._update_id, **fields) for name in names}
 
     def _failed(

@@ -445,3 +445,16 @@ def test_a_fleet_without_sessions_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Choice, "choose", lambda self, session_id, tried: choose(self, None, tried))
     with pytest.raises(AssertionError):
         test_a_session_stays_where_it_is_while_that_engine_lives()
+
+
+def test_an_update_of_all_can_be_broadcast() -> None:
+    """The field `names` of a bucket was taken for the names of the engines."""
+    lists: dict[str, Any] = {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]}
+    with engines(2) as (made, urls), RolloutFleet(urls, policy=QUICK, timeouts=TIMES) as fleet:
+        for each in made:
+            each.canned.answers["/update_weights_from_distributed"] = {"success": True, "message": ""}
+        with fleet.weight_transaction("2") as update:
+            update.send("update_weights_from_distributed", **lists)
+        for each in made:
+            (sent,) = each.asked("/update_weights_from_distributed")
+            assert {name: sent[name] for name in lists} == lists
