@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import resource
 import time
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ import httpx
 from rollout.client.errors import ClientError, ServerTimeout, ServerUnreachable
 from rollout.client.pool import GENERATION
 from rollout.client.types import Timeouts
-from rollout.client.wire import Call, Reply
+from rollout.client.wire import Call, Reply, to_json
 from rollout.core.errors import BadRequest
 from rollout.core.messages.message import START_ID_HEADER
 
@@ -70,7 +69,7 @@ class Connection:
         if call.json is not None:
             headers["content-type"] = "application/json"
             try:
-                content = json.dumps(call.json, allow_nan=False).encode()
+                content = to_json(call.json)
             except (TypeError, ValueError) as error:
                 raise BadRequest(f"{call.path}: the arguments cannot be sent as JSON: {error}") from None
         key = self._admin_api_key if call.admin else self._api_key

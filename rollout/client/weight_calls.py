@@ -27,7 +27,12 @@ from rollout.core.messages.weights import (
 
 
 class WeightCalls:
-    """The calls of a sender of weights, and its checks."""
+    """The calls of a sender of weights, and its checks.
+
+    A `weight_sync.json_lists.JsonList` among the arguments is sent as the JSON that it keeps.
+    """
+
+    takes_lists = True  # a manifest may be an object of lists: `EngineControl`
 
     @method
     def weight_version(self) -> Call[str]:
@@ -65,7 +70,7 @@ class WeightCalls:
         self,
         weight_version: str | None = None,
         coverage: str = "full",
-        manifest: Sequence[Mapping[str, Any]] | None = None,
+        manifest: Sequence[Mapping[str, Any]] | Mapping[str, Any] | None = None,
         *,
         base_version: str | None = None,
         base_digest: str | None = None,
@@ -76,7 +81,8 @@ class WeightCalls:
     ) -> Call[JsonObject]:
         """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
 
-        `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come.  `base_version`, `base_digest`:
+        `manifest`: {"name", "dtype", "shape", "fingerprint"} of the tensors to come, or one object of lists: "names",
+        "dtypes", "shapes", and "fingerprints", the 16 hex digits of each end to end.  `base_version`, `base_digest`:
         refused unless these weights are in force.  `lease_s`: how long the next bucket or the end may take.
         `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.  `prepared_s`:
         how long the sender worked before this call, for the record.  `cast`: take floating-point tensors of any dtype,

@@ -15,6 +15,7 @@ from rollout.client.types import Timeouts
 from rollout.core.errors import BadRequest
 from rollout.core.known_fields import unknown_field
 from rollout.core.messages.message import AnyReply, ControlReqInput, Method, body_fields, reply_type
+from weight_sync.json_lists import JsonList
 
 T = TypeVar("T")
 JsonObject = dict[str, Any]
@@ -76,6 +77,37 @@ class Call(Generic[T]):
 
 Steps = Generator[Call[Any] | float, Any, T]
 """Yields calls, and seconds to wait; a call's result is sent back, or its error raised.  Returns a method's result."""
+
+
+# --- writing bodies ----------------------------------------------------------------------------------------------
+
+
+def to_json(value: Any) -> bytes:
+    """Return JSON, with the kept JSON of each `JsonList` that objects hold.
+
+    Raises `TypeError` or `ValueError` for what JSON cannot hold.
+    """
+    if isinstance(value, JsonList):
+        return value.json
+    if _holds_lists(value):
+        fields = [json.dumps(name).encode() + b":" + to_json(part) for name, part in value.items()]
+        return b"{%b}" % b",".join(fields)
+    return json.dumps(value, allow_nan=False).encode()
+
+
+def _holds_lists(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(
+        isinstance(part, JsonList) or _holds_lists(part) for part in value.values()
+    )
+
+
+def _plain_values(value: Any) -> Any:
+    """Return plain values, of which `to_json` makes JSON.  Raises `TypeError`."""
+    if isinstance(value, JsonList):
+        return value
+    if _holds_lists(value):
+        return {name: _plain_values(part) for name, part in value.items()}
+    return msgspec.to_builtins(value, enc_hook=_plain)
 
 
 # --- reading answers ---------------------------------------------------------------------------------------------
@@ -213,11 +245,11 @@ def require_known(given: Iterable[str], known: Collection[str], advice: str = ""
 def method_call(verb: type[ControlReqInput[Any]], arguments: Mapping[str, Any]) -> Call[JsonObject]:
     """Return the call of a client's method, whose `arguments` have the names of the verb's fields; `self` is ignored.
 
-    Bytes are sent as base64.  Raises `BadRequest` for what JSON cannot hold.
+    Bytes are sent as base64, each `JsonList` as its JSON.  Raises `BadRequest` for what JSON cannot hold.
     """
     given = {name: value for name, value in arguments.items() if name != "self"}
     try:
-        return verb_call(verb, verb_result, **msgspec.to_builtins(given, enc_hook=_plain))
+        return verb_call(verb, verb_result, **{name: _plain_values(value) for name, value in given.items()})
     except TypeError as error:
         raise BadRequest(f"{verb.endpoint.path}: the arguments cannot be sent as JSON: {error}") from None
 
