@@ -11,7 +11,9 @@ CPUs; on a CUDA device with Triton it is `fingerprint_gpu`'s (`kernels_of`).  Wi
   below 2^30, and no instruction that adds pairs in 16 bits can saturate (255 * 64 * 2 < 2^15).  It is used where torch
   has such a product and a trial at first use gave the same sums.
 
-Shapes: N blocks, W bytes of a block (BLOCK times the word's width), M digits of a multiplier.
+A block may be shorter than `BLOCK` words: a run of the words of a whole one, with as many multipliers as it has words.
+
+Shapes: N blocks, J words of a block, W bytes of it (J times the word's width), M digits of a multiplier.
 """
 
 from __future__ import annotations
@@ -46,19 +48,27 @@ def block_sums(words: torch.Tensor, mask: int = 0) -> tuple[torch.Tensor, torch.
 
 
 def plain_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the sums without a kernel: words times `table`, int64 [BLOCK]."""
+    """Compute the sums without a kernel: words [N, J] times `table`, int64 [J]."""
     masked_N = torch.full(words.shape[:1], mask == 0, device=words.device)
     if mask:
         for chunk, found in zip(words.split(_WRAPPING_BLOCKS), masked_N.split(_WRAPPING_BLOCKS)):
             found.copy_(((chunk.view(SIGNED[words.element_size()]) & mask) == mask).any(1))
     is_worth_it = words.device.type == "cpu" and words.shape[0] >= _MIN_DIGIT_BLOCKS
-    if is_worth_it and _digits_serve(words.element_size()):
-        return digit_block_sums(words), masked_N
-    return wrapping_block_sums(words), masked_N
+    first = _first_of(table) if is_worth_it else None
+    if first is not None and _digits_serve(words.element_size()):
+        return digit_block_sums(words, first), masked_N
+    return wrapping_block_sums(words, table), masked_N
+
+
+def _first_of(table: torch.Tensor) -> int | None:
+    """Return which of the fixed multipliers the table begins with; None for other multipliers."""
+    fixed = multipliers("cpu")
+    is_part = table.untyped_storage().data_ptr() == fixed.untyped_storage().data_ptr() and table.is_contiguous()
+    return table.storage_offset() if is_part else None
 
 
 def _cuda_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:
-    kernels = kernels_of(words.device)
+    kernels = kernels_of(words.device) if words.shape[1] == BLOCK else None
     return plain_block_sums(words, table, mask) if kernels is None else kernels.gpu_block_sums(words, mask)
 
 
@@ -100,23 +110,27 @@ def trial(kernels: ModuleType, device: torch.device) -> str | None:
     return None
 
 
-def wrapping_block_sums(words: torch.Tensor) -> torch.Tensor:
-    """Sum words times multipliers, int64 [N], by 64-bit products."""
-    num_blocks, device = words.shape[0], words.device
-    table = multipliers(str(device))
-    scratch = torch.empty(min(num_blocks, _WRAPPING_BLOCKS), BLOCK, dtype=torch.int64, device=device)
+def wrapping_block_sums(words: torch.Tensor, table: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum words [N, J] times `table`, int64 [J] (None: the fixed multipliers), by 64-bit products: int64 [N]."""
+    (num_blocks, size), device = words.shape, words.device
+    table = multipliers(str(device))[:size] if table is None else table
+    step = _WRAPPING_BLOCKS * BLOCK // max(size, 1)
+    scratch = torch.empty(min(num_blocks, step), size, dtype=torch.int64, device=device)
     sums = torch.empty(num_blocks, dtype=torch.int64, device=device)
-    for start in range(0, num_blocks, _WRAPPING_BLOCKS):
-        chunk = words[start : start + _WRAPPING_BLOCKS]
+    for start in range(0, num_blocks, step):
+        chunk = words[start : start + step]
         products = scratch[: chunk.shape[0]].copy_(chunk).mul_(table)
         torch.sum(products, 1, out=sums[start : start + chunk.shape[0]])
     return sums
 
 
-def digit_block_sums(words: torch.Tensor) -> torch.Tensor:
-    """Compute `wrapping_block_sums` by one matrix product of bytes and digits a chunk; on a CPU."""
-    num_blocks, width = words.shape[0], words.element_size()
-    digits_WM = _digits(width)
+def digit_block_sums(words: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Compute `wrapping_block_sums` by one matrix product of bytes and digits a chunk; on a CPU.
+
+    `first`: which of the fixed multipliers a block's first word meets.
+    """
+    (num_blocks, size), width = words.shape, words.element_size()
+    digits_WM = _digits(width)[first * width : (first + size) * width]
     bytes_NW = words.view(torch.uint8)
     sums = torch.empty(num_blocks, dtype=torch.int64)
     part_NM = torch.empty(min(num_blocks, _DIGIT_BLOCKS), digits_WM.shape[1], dtype=torch.int32)

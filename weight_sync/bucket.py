@@ -6,7 +6,9 @@ offset is a multiple of its item size; that always holds when larger item sizes 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,6 +19,10 @@ _ONE_THREAD = 32767
 """Elements that torch copies without a parallel region."""
 _SMALL = 1 << 20
 """Elements up to which more threads gain less than a parallel region may cost."""
+_STAGED = 1 << 22
+"""Elements that are joined on a device at a time, to be cast or to go to another device."""
+_EQUAL_RUN = 8
+"""Tensors of one size in a row that are worth a call of their own: torch joins equal sizes for half the price."""
 
 
 def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[TensorMeta]]:
@@ -71,20 +77,25 @@ def _cut(
 def end_to_end(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """Return the bytes of tensors that lie end to end in one storage, uint8, a view; None where they do not.
 
-    They must be of `dtype` and on `device`, and not all be empty.
+    They must be of `dtype` and on `device`, and not all be empty.  Tensors of which the last does not lie where it
+    should are told apart from the first and the last alone.
     """
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return None
-    storage = tensors[0].untyped_storage()
-    start = address = tensors[0].data_ptr()
-    for tensor in tensors:
-        is_next = tensor.data_ptr() == address and tensor.untyped_storage().data_ptr() == storage.data_ptr()
-        if not (is_next and tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == device):
+    sizes = [tensor.nbytes for tensor in tensors]
+    start, total = tensors[0].data_ptr(), sum(sizes)
+    if tensors[-1].data_ptr() + sizes[-1] != start + total:
+        return None
+    for tensor, address in zip(tensors, itertools.accumulate(sizes, initial=start)):
+        is_next = tensor.data_ptr() == address and tensor.is_contiguous()
+        if not (is_next and tensor.dtype == dtype and tensor.device == device):
             return None
-        address += tensor.nbytes
-    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    return whole[start - storage.data_ptr() : address - storage.data_ptr()]
+    storage = tensors[0].untyped_storage()
+    first = start - storage.data_ptr()
+    if first + total > storage.nbytes():
+        return None  # neighbours in memory, by chance, of several storages
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[first : first + total]
 
 
 def check_alignment(metas: Sequence[TensorMeta]) -> int:
@@ -123,6 +134,87 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
             some.copy_(wanted)
     else:
         target.copy_(source)
+
+
+class _Copy(NamedTuple):
+    """One call of a `PackPlan`: views `first` .. `last - 1` go to elements `start` .. `stop - 1`."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    way: Literal["join", "split", "cast", "alone"]
+
+
+class PackPlan:
+    """Copies flat tensors of one dtype and device end to end, by calls that are chosen once from their sizes.
+
+    Holds no tensor.  `source`, `target`: the dtypes of the tensors, and of the room that they go to.  `devices`: where
+    the tensors are, and the room.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        source: torch.dtype,
+        target: torch.dtype,
+        devices: tuple[torch.device, torch.device],
+    ) -> None:
+        self._source, self._device = source, devices[0]
+        on_cpu = devices[0].type == devices[1].type == "cpu"
+        if source == target and devices[0] == devices[1]:
+            self._copies = _joined(sizes, on_cpu)
+        else:
+            self._copies = _staged(sizes, _ONE_THREAD if on_cpu else _STAGED)
+        self._scratch = max((copy.stop - copy.start for copy in self._copies if copy.way == "cast"), default=0)
+
+    def pack(self, views: Sequence[torch.Tensor], room: torch.Tensor) -> None:
+        """Copy `views`, one-dimensional and contiguous, of the planned sizes, into `room`, of the target's dtype."""
+        scratch = torch.empty(self._scratch, dtype=self._source, device=self._device)
+        for first, last, start, stop, way in self._copies:
+            if way == "alone":
+                copy_into(room[start:stop], views[first])
+                continue
+            some = views[first:last]
+            if way == "split":
+                some = [part for view in some for part in view.split(_ONE_THREAD)]
+            joined = scratch[: stop - start] if way == "cast" else room[start:stop]
+            torch.cat(list(some), out=joined)
+            if way == "cast":
+                room[start:stop].copy_(joined)
+
+
+def _joined(sizes: Sequence[int], on_cpu: bool) -> list[_Copy]:
+    """Cut tensors that are copied as they are: many in a call, longer runs of equal sizes apart from others."""
+    copies: list[_Copy] = []
+    first = start = 0
+    takes_more = False  # the last copy is no such run
+    for size, run in itertools.groupby(sizes):
+        count = len(list(run))
+        last, stop, is_run = first + count, start + count * size, count >= _EQUAL_RUN
+        way: Literal["join", "split"] = "split" if on_cpu and _ONE_THREAD < size <= _SMALL else "join"
+        if takes_more and not is_run and copies[-1].way == way:
+            copies[-1] = copies[-1]._replace(last=last, stop=stop)
+        else:
+            copies.append(_Copy(first, last, start, stop, way))
+        first, start, takes_more = last, stop, not is_run
+    return copies
+
+
+def _staged(sizes: Sequence[int], limit: int) -> list[_Copy]:
+    """Cut tensors that are joined first, `limit` elements at a time; a larger one is copied by itself."""
+    copies: list[_Copy] = []
+    start = 0
+    for at, size in enumerate(sizes):
+        before = copies[-1] if copies and copies[-1].way == "cast" else None
+        if size > limit:
+            copies.append(_Copy(at, at + 1, start, start + size, "alone"))
+        elif before and start + size - before.start <= limit:
+            copies[-1] = before._replace(last=at + 1, stop=start + size)
+        else:
+            copies.append(_Copy(at, at + 1, start, start + size, "cast"))
+        start += size
+    return copies
 
 
 def unpack(bucket: torch.Tensor, metas: Sequence[TensorMeta]) -> list[tuple[str, torch.Tensor]]:

@@ -1,134 +1,173 @@
-"""`fingerprints_of`: F of many tensors together, for a price by bytes and not by tensors.
+"""`FingerprintPlan`: F of many tensors together, by calls that are chosen once from their sizes.
 
-On a CPU the words of small tensors are copied end to end into blocks of a scratch area.  Each tensor stands at its own
-place within a block, with zeros around it.  One product then gives the sums of all blocks.  So thousands of small
-tensors take a few parallel regions of torch's threads instead of several each.  Where cores are busy, each such region
-waits until a thread runs.  On a CUDA device there is one kernel a tensor, and all results are read back at once.
+Tensors of one size and dtype are joined in a scratch area as the rows of a matrix, so that every column of it meets one
+multiplier.  One product then gives the sums of many tensors.  So thousands of small tensors take a few parallel regions
+of torch's threads instead of several each.  Where cores are busy, each such region waits until a thread runs.  A large
+tensor is not copied.
+
+Shapes: S shards in a matrix, J words of a shard, K blocks that a shard touches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from weight_sync.block_sums import kernels_of
-from weight_sync.bucket import copy_into
+from weight_sync.bucket import PackPlan
 from weight_sync.errors import WeightRequestError
 from weight_sync.fingerprint import NO_MASK, fingerprint
 from weight_sync.fingerprint_words import BLOCK, UNSIGNED, mix_odd, multipliers
 from weight_sync.tensor_meta import DTYPES, dtype_name
 
-_BATCH_BLOCKS = 1024
-"""Blocks of one product: 8 MiB of bfloat16."""
+_BATCH_BYTES = 8 << 20
+"""Of one matrix."""
 _ALONE_BLOCKS = 256
 """From this size on a tensor is not copied."""
-_MASK = (1 << 64) - 1
 
 Shard = tuple[torch.Tensor, torch.dtype, int]
 """A tensor, the dtype in which it is meant, and the flat index of its first element in the whole logical tensor."""
+
+
+class Form(NamedTuple):
+    """The form of a shard: its elements, its own dtype, the one it is meant in, its flat index in the whole tensor."""
+
+    size: int
+    source: torch.dtype
+    dtype: torch.dtype
+    offset: int
+    device: torch.device
 
 
 def fingerprints_of(shards: Iterable[Shard]) -> list[int]:
     """Return F, in [0, 2^64), of each shard as `weight_sync.fingerprint` defines it.
 
     Tensors may have any shape, strides, device and dtype; one of another dtype than it is meant in is cast.
-    Scratch memory is some MiB for each item size, and a copy of one tensor.  Raises `WeightRequestError` for a dtype
-    without a fingerprint.
+    Scratch memory is some MiB, and a copy of each tensor that is not contiguous.  Raises `WeightRequestError` for a
+    dtype without a fingerprint.
     """
-    values: dict[int, int] = {}
-    batches: dict[int, _Batch] = {}
-    on_device: dict[int, torch.Tensor] = {}
-    for index, (tensor, dtype, offset) in enumerate(shards):
-        if dtype not in DTYPES.values():
-            raise WeightRequestError(f"no fingerprint for dtype {dtype_name(dtype)}")
-        kernels = kernels_of(tensor.device)
-        if kernels is not None:
-            words = tensor.detach().to(dtype).contiguous().view(-1).view(UNSIGNED[dtype.itemsize])
-            on_device[index] = kernels.gpu_sum_and_flag(words, offset, NO_MASK)[0]
-        elif tensor.device.type != "cpu" or tensor.numel() >= _ALONE_BLOCKS * BLOCK:
-            values[index] = fingerprint(tensor.detach().to(dtype), offset)
+    listed = list(shards)
+    plan = FingerprintPlan(
+        [Form(tensor.numel(), tensor.dtype, dtype, offset, tensor.device) for tensor, dtype, offset in listed]
+    )
+    return plan.values([tensor.detach().reshape(-1) for tensor, _, _ in listed]).tolist()
+
+
+class FingerprintPlan:
+    """The calls that give F of shards of these forms, whatever they hold.  Holds no shard.
+
+    Raises `WeightRequestError` for a dtype without a fingerprint.
+    """
+
+    def __init__(self, forms: Sequence[Form]) -> None:
+        self._size = len(forms)
+        self._alone: list[tuple[int, Form]] = []
+        members: dict[tuple[object, ...], list[int]] = {}
+        for index, form in enumerate(forms):
+            if form.dtype not in DTYPES.values():
+                raise WeightRequestError(f"no fingerprint for dtype {dtype_name(form.dtype)}")
+            if form.size >= _ALONE_BLOCKS * BLOCK:
+                self._alone.append((index, form))
+            elif form.size:
+                members.setdefault((form.size, form.source, form.dtype, form.offset % BLOCK, form.device), []).append(
+                    index
+                )
+        self._matrices = [
+            _Matrix(forms[some[0]], some, [forms[index].offset // BLOCK for index in some])
+            for group in members.values()
+            for some in _batches(group, forms[group[0]])
+        ]
+
+    def values(self, views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
+        """Return F of each shard: uint64.  `views`: the shards, contiguous and one-dimensional, of the planned forms."""
+        values = torch.zeros(self._size, dtype=torch.int64)
+        found = [(torch.tensor([index]), _alone(views[index], form)) for index, form in self._alone]
+        for device in {matrix.device for matrix in self._matrices}:
+            matrices = [matrix for matrix in self._matrices if matrix.device == device]
+            scratch = torch.empty(max(matrix.num_bytes for matrix in matrices), dtype=torch.uint8, device=device)
+            found += [(matrix.indices, matrix.values(views, scratch)) for matrix in matrices]
+        for device in {result.device for _, result in found}:  # what lies on a device is read back at once
+            here = [(indices, result) for indices, result in found if result.device == device]
+            values[torch.cat([indices for indices, _ in here])] = torch.cat([result for _, result in here]).cpu()
+        return values.numpy().view(np.uint64)
+
+
+def _batches(group: list[int], form: Form) -> Iterator[list[int]]:
+    step = max(_BATCH_BYTES // (form.size * form.dtype.itemsize), 1)
+    return (group[start : start + step] for start in range(0, len(group), step))
+
+
+def _alone(view: torch.Tensor, form: Form) -> torch.Tensor:
+    """Return F of one shard, int64 [1]; on a CUDA device without waiting for it."""
+    kernels = kernels_of(view.device)
+    if kernels is None:
+        return torch.from_numpy(np.array([fingerprint(view.to(form.dtype), form.offset)], np.uint64).view(np.int64))
+    words = view.to(form.dtype).view(UNSIGNED[form.dtype.itemsize])
+    return kernels.gpu_sum_and_flag(words, form.offset, NO_MASK)[:1]
+
+
+class _Matrix:
+    """Shards of one form, but for the blocks `firsts` that they begin with; `indices` number them among all."""
+
+    def __init__(self, form: Form, indices: list[int], firsts: list[int]) -> None:
+        self.indices = torch.tensor(indices)
+        self.device = form.device
+        self._ranges = _ranges(indices)
+        self._form, self._count = form, len(indices)
+        self._pack = PackPlan([form.size] * len(indices), form.source, form.dtype, (form.device, form.device))
+        phase = form.offset % BLOCK
+        self._head = min(-phase % BLOCK, form.size)  # the words before the first block that begins in the shard
+        self._body = (form.size - self._head) // BLOCK * BLOCK  # the words of whole blocks; the rest is the tail
+        edges = [0, *range(self._head or BLOCK, form.size, BLOCK), form.size]
+        within = [(phase, last) if first == 0 else (0, last - first) for first, last in itertools.pairwise(edges)]
+        ones = [int(multipliers("cpu")[first : first + count].sum()) for first, count in within]
+        self._constants_K = torch.tensor(ones).to(form.device)  # for the "+ 1" of every word
+        blocks_S1 = torch.tensor(firsts[:1] if len(set(firsts)) == 1 else firsts).view(-1, 1)
+        self._factors_SK = mix_odd(2 * (blocks_S1 + torch.arange(len(ones)))).to(form.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """The scratch area that `values` needs: the matrix, and a copy of what is not whole rows of it."""
+        return 2 * self._count * self._form.size * self._form.dtype.itemsize
+
+    def values(self, views: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
+        """Return F of each shard, int64 [S], where the shards are."""
+        form, count = self._form, self._count
+        joined, rest = scratch[: self.num_bytes].view(form.dtype).chunk(2)
+        self._pack.pack([view for first, last in self._ranges for view in views[first:last]], joined)
+        words_SJ = joined.view(UNSIGNED[form.dtype.itemsize]).view(count, form.size)
+        rest = rest.view(words_SJ.dtype)
+        head, body = self._head, self._body
+        phase = form.offset % BLOCK
+        sums_SK = [
+            self._sums(words_SJ[:, :head], rest, head, phase),
+            self._sums(words_SJ[:, head : head + body], rest, BLOCK),
+            self._sums(words_SJ[:, head + body :], rest, form.size - head - body),
+        ]
+        return ((torch.cat(sums_SK, 1) + self._constants_K) * self._factors_SK).sum(1)
+
+    def _sums(self, words_SJ: torch.Tensor, room: torch.Tensor, length: int, first: int = 0) -> torch.Tensor:
+        """Return the sums of blocks of `length` words, int64 [S, blocks]; their multipliers begin with `first`."""
+        if words_SJ.numel() == 0:
+            return torch.empty(self._count, 0, dtype=torch.int64, device=self.device)
+        if not words_SJ.is_contiguous():
+            words_SJ = room[: words_SJ.numel()].view(words_SJ.shape).copy_(words_SJ)
+        table = multipliers(str(self.device))[first : first + length]
+        sums, _ = torch.ops.weight_sync.block_sums(words_SJ.view(-1, length), table, 0)
+        return sums.view(self._count, -1)
+
+
+def _ranges(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ascending numbers as runs: (first, last + 1)."""
+    ranges: list[tuple[int, int]] = []
+    for index in indices:
+        if ranges and ranges[-1][1] == index:
+            ranges[-1] = (ranges[-1][0], index + 1)
         else:
-            batch = batches.setdefault(dtype.itemsize, _Batch(dtype.itemsize))
-            if not batch.has_room_for(tensor.numel(), offset):
-                values |= batch.taken()
-            batch.add(index, tensor.detach(), dtype, offset)
-    for batch in batches.values():
-        values |= batch.taken()
-    for device in {result.device for result in on_device.values()}:
-        here = {index: result for index, result in on_device.items() if result.device == device}
-        values |= zip(here, (value & _MASK for value in torch.stack(list(here.values())).tolist()), strict=True)
-    return [values[index] for index in range(len(values))]
-
-
-@dataclass
-class _Rows:
-    """The blocks of one shard in the scratch area: `count` of them, of the logical tensor from block `block` on.
-
-    The shard begins `phase` words into the first, and has `size` words.
-    """
-
-    index: int
-    block: int
-    count: int
-    phase: int
-    size: int
-
-
-@dataclass
-class _Batch:
-    """Shards of one item size, `width` bytes, that wait for their product."""
-
-    width: int
-    _rows: list[_Rows] = field(default_factory=list)
-    _num_rows: int = 0
-
-    def __post_init__(self) -> None:
-        self._words = torch.empty(_BATCH_BLOCKS * BLOCK, dtype=UNSIGNED[self.width])
-
-    def has_room_for(self, size: int, offset: int) -> bool:
-        return self._num_rows + _num_blocks(size, offset) <= _BATCH_BLOCKS
-
-    def add(self, index: int, tensor: torch.Tensor, dtype: torch.dtype, offset: int) -> None:
-        """Copy a shard to its place, in its dtype."""
-        rows = _Rows(index, offset // BLOCK, _num_blocks(tensor.numel(), offset), offset % BLOCK, tensor.numel())
-        room = self._words[self._num_rows * BLOCK : (self._num_rows + rows.count) * BLOCK]
-        end = rows.phase + rows.size
-        room[: rows.phase].zero_()
-        room[end:].zero_()
-        copy_into(room[rows.phase : end].view(dtype).view(tensor.shape), tensor)
-        self._rows.append(rows)
-        self._num_rows += rows.count
-
-    def taken(self) -> dict[int, int]:
-        """Return F of each shard by its index, and make room for others.
-
-        R rows in the scratch area, of S shards.
-        """
-        rows, num_rows = self._rows, self._num_rows
-        self._rows, self._num_rows = [], 0
-        if num_rows == 0:
-            return {shard.index: 0 for shard in rows}
-        words_RN = self._words[: num_rows * BLOCK].view(num_rows, BLOCK)
-        table = multipliers("cpu")
-        sums_R, _ = torch.ops.weight_sync.block_sums(words_RN, table, 0)
-        counts_S = np.array([shard.count for shard in rows])
-        of_shard_R = np.repeat(np.arange(len(rows)), counts_S)
-        nth_R = np.arange(num_rows) - np.repeat(np.cumsum(counts_S) - counts_S, counts_S)
-        phase_R = np.array([shard.phase for shard in rows])[of_shard_R]
-        end_R = phase_R + np.array([shard.size for shard in rows])[of_shard_R]
-        first_R = np.clip(phase_R - nth_R * BLOCK, 0, BLOCK)
-        last_R = np.clip(end_R - nth_R * BLOCK, 0, BLOCK)
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), table.cumsum(0)])  # sums of multipliers wrap, too
-        sums_R = sums_R + before[torch.from_numpy(last_R)] - before[torch.from_numpy(first_R)]  # the "+ 1" of a word
-        blocks_R = torch.from_numpy(np.array([shard.block for shard in rows])[of_shard_R] + nth_R)
-        totals_S = torch.zeros(len(rows), dtype=torch.int64)
-        totals_S.index_add_(0, torch.from_numpy(of_shard_R), mix_odd(2 * blocks_R) * sums_R)
-        return {shard.index: value & _MASK for shard, value in zip(rows, totals_S.tolist(), strict=True)}
-
-
-def _num_blocks(size: int, offset: int) -> int:
-    """Return how many blocks a shard of `size` words at flat index `offset` touches."""
-    return -(-(offset % BLOCK + size) // BLOCK) if size else 0
+            ranges.append((index, index + 1))
+    return ranges
