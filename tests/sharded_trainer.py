@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from rollout.client import RolloutClient
+from tests.gathered import Gathered
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, fused, version
 from tests.weight_engine_process import Engine
 from tests.weight_group_helpers import content_of
@@ -34,6 +35,7 @@ from weight_sync.fingerprint import fingerprint
 from weight_sync.process_group import free_port
 from weight_sync.sender import EngineError, WeightSender, named_tensors_of
 from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.layout import SharedBucket
 from weight_sync.sender.plan import plan_tensors
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.tensor_meta import DTYPES
@@ -171,17 +173,18 @@ def random_gathers(rank: int) -> None:
         cast = rng.choice([None, torch.bfloat16])
         plan, expected = plan_tensors(list(tensors.items()), cast), plan_tensors(list(whole.items()), cast)
         assert [*plan.parts] == [*expected.parts]
-        gatherer = Gatherer(plan, TrainerRanks(None, "cpu", TIMEOUT_S))
-        found = gatherer.fingerprints()
-        reference = Gatherer(expected, None)
+        buckets = plan_buckets(plan.metas, rng.choice([1, 100, 10**6]))
+        gathered = Gathered(plan, TrainerRanks(None, "cpu", TIMEOUT_S), buckets)
+        found = gathered.fingerprints()
+        reference = Gathered(expected, None, buckets)
         values = reference.fingerprints()
         assert found.items() <= values.items()
         assert rank or found == values, seed
-        for bucket in plan_buckets(plan.metas, rng.choice([1, 100, 10**6])):
+        for number, bucket in enumerate(buckets):
             size = sum(meta.nbytes for meta in bucket)
             flat, there = torch.full((size,), 7, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-            pieces = gatherer.gather(bucket, flat if rank == 0 else None)
-            wanted = reference.gather(bucket, there)
+            pieces = gathered.gather(number, flat if rank == 0 else None)
+            wanted = reference.gather(number, there)
             assert rank or torch.equal(torch.cat(pieces), torch.cat(wanted)), (seed, [meta.name for meta in bucket])
             assert rank == 0 or pieces == []
 
@@ -207,7 +210,7 @@ def refusals(rank: int) -> None:
                 raise AssertionError("nothing was refused")
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     try:
-        Gatherer(plan_tensors([("p", partial)]), TrainerRanks(None, "cpu", TIMEOUT_S))
+        Gathered(plan_tensors([("p", partial)]), TrainerRanks(None, "cpu", TIMEOUT_S))
     except WeightRequestError as error:
         assert "p: placement Partial" in str(error), str(error)
     else:
@@ -372,29 +375,29 @@ def engine_refuses(rank: int) -> None:
 def other_rank_fails(rank: int) -> None:
     """Fail to pack a shard of the third bucket on rank 1: rank 0 is notified, aborts, and both can go on."""
     mesh = init_device_mesh("cpu", (2,))
-    content = Gatherer._content
+    pack = Gatherer._pack_mine
     count = 0
 
-    def fail(self: Gatherer, piece: Any) -> torch.Tensor:
+    def fail(self: Gatherer, bucket: SharedBucket) -> torch.Tensor:
         nonlocal count
         count += 1
-        if count == 8:  # five for fingerprints, then the shard of the third bucket
+        if count == 3:
             raise MemoryError("no room")
-        return content(self, piece)
+        return pack(self, bucket)
 
     with engines_of(rank, 1) as engines, sender_of(engines) as sender:
         if rank == 1:
-            Gatherer._content = fail  # type: ignore[method-assign]
+            Gatherer._pack_mine = fail  # type: ignore[method-assign]
         start = time.monotonic()
         try:
             sender.refresh(fsdp_model(99, mesh), "v99", bucket_bytes=20)
         except MemoryError:
-            assert rank == 1 and count == 8
+            assert rank == 1 and count == 3
         except TransportError as error:
             assert rank == 0 and "another trainer rank failed" in str(error)
         else:
             raise AssertionError("the refresh went through")
-        Gatherer._content = content  # type: ignore[method-assign]
+        Gatherer._pack_mine = pack  # type: ignore[method-assign]
         assert time.monotonic() - start < 10
         for engine in engines.values():
             assert engine.call("content") == content_of(0) and not engine.call("status")["open"]
@@ -408,10 +411,10 @@ def other_rank_dies(rank: int) -> None:
     with engines_of(rank, 1) as engines, sender_of(engines) as sender:
         gather = Gatherer.gather
 
-        def die(self: Gatherer, metas: Any, flat: Any) -> None:
+        def die(self: Gatherer, bucket: Any, flat: Any) -> None:
             if rank == 1:
                 os._exit(7)
-            gather(self, metas, flat)
+            gather(self, bucket, flat)
 
         Gatherer.gather = die  # type: ignore[method-assign]
         start = time.monotonic()
@@ -441,7 +444,7 @@ def serve(rank: int, checkpoint: str, *urls: str) -> None:
     model(input_ids=torch.arange(8)[None], use_cache=False).logits.square().mean().backward()
     optimizer.step()
     whole = {name: tensor.full_tensor() for name, tensor in named_tensors_of(model)}  # type: ignore[attr-defined]
-    values = Gatherer(plan_tensors(whole, torch.bfloat16), None).fingerprints()
+    values = Gathered(plan_tensors(whole, torch.bfloat16)).fingerprints()
     clients = {f"server{i}": RolloutClient(url) for i, url in enumerate(urls)} if rank == 0 else {}
     with sender_of(clients) as sender:
         report = sender.refresh(model, "step-1", dtype=torch.bfloat16, bucket_bytes=64 << 10)

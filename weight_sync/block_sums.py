@@ -64,7 +64,7 @@ def _first_of(table: torch.Tensor) -> int | None:
     """Return which of the fixed multipliers the table begins with; None for other multipliers."""
     fixed = multipliers("cpu")
     is_part = table.untyped_storage().data_ptr() == fixed.untyped_storage().data_ptr() and table.is_contiguous()
-    return table.storage_offset() if is_part else None
+    return int(table.storage_offset()) if is_part else None
 
 
 def _cuda_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,10 @@ class EngineControl(Protocol):
     """The engine's control calls, named as its HTTP endpoints.  Each returns the reply and raises on a refusal.
 
     One without `get_world_size` has the number of ranks that `connect` is given, or one.
+
+    `takes_lists`: if it is True, `begin_weight_update` gets a manifest as an object of lists, `names`, `dtypes`,
+    `shapes`, and `fingerprints`, the 16 hex digits of each tensor end to end.  A control without it gets entries.
+    Lists of tensors may be `JsonList`s, which have their JSON.
     """
 
     def get_world_size(self) -> int:
@@ -37,7 +41,12 @@ class EngineControl(Protocol):
     def destroy_weights_update_group(self, *, group_name: str) -> Mapping[str, Any]: ...
 
     def begin_weight_update(
-        self, *, weight_version: str | None, coverage: str, manifest: list[dict[str, Any]] | None, update_id: str
+        self,
+        *,
+        weight_version: str | None,
+        coverage: str,
+        manifest: list[dict[str, Any]] | dict[str, Any] | None,
+        update_id: str,
     ) -> Mapping[str, Any]:
         """Open an update.  An engine that takes `prepared_s` gets the seconds that the sender worked before."""
 

@@ -55,7 +55,8 @@ def fingerprints_of(shards: Iterable[Shard]) -> list[int]:
     plan = FingerprintPlan(
         [Form(tensor.numel(), tensor.dtype, dtype, offset, tensor.device) for tensor, dtype, offset in listed]
     )
-    return plan.values([tensor.detach().reshape(-1) for tensor, _, _ in listed]).tolist()
+    values: list[int] = plan.values([tensor.detach().reshape(-1) for tensor, _, _ in listed]).tolist()
+    return values
 
 
 class FingerprintPlan:
@@ -84,7 +85,7 @@ class FingerprintPlan:
         ]
 
     def values(self, views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
-        """Return F of each shard: uint64.  `views`: the shards, contiguous and one-dimensional, of the planned forms."""
+        """Return F of each shard: uint64 [n].  `views`: the shards, contiguous and flat, of the planned forms."""
         values = torch.zeros(self._size, dtype=torch.int64)
         found = [(torch.tensor([index]), _alone(views[index], form)) for index, form in self._alone]
         for device in {matrix.device for matrix in self._matrices}:
@@ -108,7 +109,8 @@ def _alone(view: torch.Tensor, form: Form) -> torch.Tensor:
     if kernels is None:
         return torch.from_numpy(np.array([fingerprint(view.to(form.dtype), form.offset)], np.uint64).view(np.int64))
     words = view.to(form.dtype).view(UNSIGNED[form.dtype.itemsize])
-    return kernels.gpu_sum_and_flag(words, form.offset, NO_MASK)[:1]
+    value: torch.Tensor = kernels.gpu_sum_and_flag(words, form.offset, NO_MASK)[:1]
+    return value
 
 
 class _Matrix:
@@ -158,7 +160,7 @@ class _Matrix:
         if not words_SJ.is_contiguous():
             words_SJ = room[: words_SJ.numel()].view(words_SJ.shape).copy_(words_SJ)
         table = multipliers(str(self.device))[first : first + length]
-        sums, _ = torch.ops.weight_sync.block_sums(words_SJ.view(-1, length), table, 0)
+        sums: torch.Tensor = torch.ops.weight_sync.block_sums(words_SJ.view(-1, length), table, 0)[0]
         return sums.view(self._count, -1)
 
 

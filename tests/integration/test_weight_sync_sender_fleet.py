@@ -19,6 +19,7 @@ from weight_sync.errors import TransactionStateError, TransportError, WeightRequ
 from weight_sync.sender import EngineError, WeightSender
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import Bucket
+from weight_sync.sender.lists import TensorLists
 from weight_sync.tensor_meta import TensorMeta
 
 pytestmark = pytest.mark.full
@@ -428,7 +429,7 @@ def test_two_buckets_on_their_way_to_an_engine_that_hangs_cost_one_deadline() ->
         link = sender._links["b"]
         engines["b"].freeze()
         content = torch.zeros(4 << 20, dtype=torch.uint8)
-        bucket = Bucket([TensorMeta("x", torch.uint8, (content.numel(),))], [content])
+        bucket = Bucket(TensorLists.of([TensorMeta("x", torch.uint8, (content.numel(),))]), [content])
         older, newer = link.start(bucket, None, "u"), link.start(bucket, None, "u")
         start = time.monotonic()
         while not older.poll():

@@ -20,7 +20,8 @@ from weight_sync.engine_control import EngineControl, refusal, was_not_found
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late, resolve_backend
 from weight_sync.receivers.distributed import PIECE_BYTES, PIECES
-from weight_sync.tensor_meta import TensorMeta, dtype_name
+from weight_sync.sender.lists import Manifest, TensorLists
+from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import in_thread
 
 GRACE_S = 2.0
@@ -32,7 +33,7 @@ _SETTLE_S = 0.5
 class Bucket:
     """The tensors that one call sends, end to end, broadcast in `pieces`, uint8, as `split_pieces` cuts them."""
 
-    metas: Sequence[TensorMeta]
+    lists: TensorLists
     pieces: Sequence[torch.Tensor]
 
     @property
@@ -119,8 +120,14 @@ class EngineLink:
         return num_ranks
 
     def call(self, verb: str, **fields: Any) -> Future[Any]:
-        """Start a control call.  An engine that does not take `prepared_s` does not get it."""
+        """Start a control call.  An engine that does not take `prepared_s` does not get it; one that does not take
+        lists gets the entries of a manifest.
+        """
         control = getattr(self._control, verb)
+        manifest = fields.get("manifest")
+        if isinstance(manifest, Manifest):
+            takes_lists = getattr(self._control, "takes_lists", False) is True  # a wrapper may have any attribute
+            fields["manifest"] = manifest.as_lists() if takes_lists else manifest.as_entries()
         if "prepared_s" in fields and "prepared_s" not in inspect.signature(control).parameters:
             del fields["prepared_s"]
         return in_thread(control, **fields)
@@ -131,9 +138,9 @@ class EngineLink:
             raise TransactionStateError(f"engine {self.name} is not connected; connect first")
         call = self.call(
             "update_weights_from_distributed",
-            names=[meta.name for meta in bucket.metas],
-            dtypes=[dtype_name(meta.dtype) for meta in bucket.metas],
-            shapes=[list(meta.shape) for meta in bucket.metas],
+            names=bucket.lists.names,
+            dtypes=bucket.lists.dtypes,
+            shapes=bucket.lists.shapes,
             group_name=self._group.name,
             load_format=PIECES,
             weight_version=weight_version,

@@ -6,7 +6,7 @@ dtype happens when a bucket is made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,8 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
     Raises `WeightRequestError` for a name given twice, or a fused expert tensor that cannot be split.
     """
     sources: dict[str, torch.Tensor] = {}
-    for name, tensor in listed_tensors(source):
+    named = named_tensors_of(source) if isinstance(source, torch.nn.Module | Mapping) else source
+    for name, tensor in named:
         if name in sources:
             raise WeightRequestError(f"{name} is given twice")
         sources[name] = tensor.detach()
@@ -73,11 +74,6 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
     return TensorPlan(sources, parts)
 
 
-def listed_tensors(source: TensorSource) -> NamedTensors:
-    """Return (name, tensor) pairs: of a model or state dict as `named_tensors_of` does, else as they are given."""
-    return named_tensors_of(source) if isinstance(source, torch.nn.Module | Mapping) else list(source)
-
-
 def named_tensors_of(
     source: torch.nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> NamedTensors:
@@ -88,16 +84,31 @@ def named_tensors_of(
     without it the tensors are the model's own.
     """
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
+    names, tensors = list(state), list(state.values())
     named: NamedTensors = []
+    for number in untied(tensors):
+        name, tensor = names[number], tensors[number]
+        cast = dtype is not None and _is_cast(name, tensor)
+        named.append((sent_name(name), tensor.detach().to(dtype) if cast else tensor.detach()))
+    return named
+
+
+def untied(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the numbers of the tensors that are not one in memory with an earlier one."""
     seen: set[tuple[Any, ...]] = set()
-    for name, tensor in state.items():
+    kept = []
+    for number, tensor in enumerate(tensors):
         key = _place(tensor)
         if tensor.numel() and key in seen:
             continue
         seen.add(key)
-        cast = dtype is not None and _is_cast(name, tensor)
-        named.append((name.replace(_COMPILED, ""), tensor.detach().to(dtype) if cast else tensor.detach()))
-    return named
+        kept.append(number)
+    return kept
+
+
+def sent_name(name: str) -> str:
+    """Return the checkpoint name of a tensor that a model or its state dict has under `name`."""
+    return name.replace(_COMPILED, "")
 
 
 def _is_cast(name: str, tensor: torch.Tensor) -> bool:

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.fingerprint_words import signed
-from weight_sync.sender.statement import RefreshStatement, digest_of
+from weight_sync.sender.statement import RefreshStatement
 
 T = TypeVar("T")
 
@@ -54,6 +56,11 @@ class TrainerRanks:
     def is_sender(self) -> bool:
         return self.rank == 0
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Global ranks, by rank in the group; and this one's rank there, at the end."""
+        return (*self._global_ranks, self.rank)
+
     def rank_of(self, global_rank: int) -> int:
         """Return the rank in the group.  Raises `WeightRequestError` for a rank outside."""
         if global_rank not in self._global_ranks:
@@ -81,16 +88,16 @@ class TrainerRanks:
             raise TransportError(f"another trainer rank failed: rank {rank}: {said}")
         return result
 
-    def require_equal(self, statement: RefreshStatement) -> None:
-        """Compare the statements of all ranks.
+    def require_equal(self, digest: int, state: Callable[[], RefreshStatement]) -> None:
+        """Compare 64 bits of each rank that differ where statements differ; `state` makes this rank's statement.
 
         Raises `WeightRequestError` on every rank unless they are equal, with the first difference; `TransportError`.
         """
-        mine = statement.encoded()
-        if len(set(self._from_all(digest_of(mine)))) == 1:
+        if len(set(self._from_all(digest))) == 1:
             return
-        first = self._from_sender(mine)
-        said = self._texts(statement.difference(self.rank, RefreshStatement.decoded(first)))
+        mine = state()
+        first = self._from_sender(mine.encoded())
+        said = self._texts(mine.difference(self.rank, RefreshStatement.decoded(first)))
         others = [rank for rank, text in enumerate(said) if text]
         self._is_over = True
         more = f"; {len(others) - 1} more ranks differ from rank 0" if len(others) > 1 else ""
@@ -128,10 +135,10 @@ class TrainerRanks:
         )
         return list(received.split(list(sizes))) if self.is_sender else None
 
-    def sum_over_ranks(self, values: Sequence[int]) -> list[int]:
-        """Sum numbers in [0, 2^64) over the ranks, modulo 2^64; equally many on every rank."""
-        parts = self._all_gather(torch.tensor([signed(value) for value in values], dtype=torch.int64))
-        return [value & _MASK for value in torch.stack(parts).sum(0).tolist()]  # wraps
+    def sum_over_ranks(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Sum uint64 [n] over the ranks, modulo 2^64; equally many on every rank."""
+        parts = self._all_gather(torch.from_numpy(values.view(np.int64)))
+        return torch.stack(parts).sum(0).numpy().view(np.uint64)  # wraps
 
     def _failures(self, mine: BaseException | None) -> dict[int, str]:
         """Return what failed, by rank; empty where all succeeded."""

@@ -9,27 +9,28 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from weight_sync.bucket import plan_buckets
 from weight_sync.engine_control import EngineControl, EngineError
 from weight_sync.errors import TransactionStateError, WeightRequestError
-from weight_sync.fingerprint import digest, fingerprint_hex
 from weight_sync.joint_update import EngineReport, OnEngineFailure
 from weight_sync.process_group import resolve_backend
 from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.layout import SharedBucket, WholeBucket
 from weight_sync.sender.link import Bucket, EngineLink
-from weight_sync.sender.plan import NamedTensors, TensorPlan, TensorSource, listed_tensors, plan_tensors
+from weight_sync.sender.lists import Manifest
+from weight_sync.sender.plan import TensorSource
 from weight_sync.sender.ranks import TrainerRanks, device_of_group
+from weight_sync.sender.refresh_plan import KeptPlans, RefreshPlan, Settings
 from weight_sync.sender.report import RefreshReport
-from weight_sync.sender.statement import RefreshStatement
+from weight_sync.sender.source import Source
+from weight_sync.sender.statement import digest_of_refresh
 from weight_sync.sender.update import Progress, WeightUpdate
-from weight_sync.tensor_meta import TensorMeta, dtype_name
 from weight_sync.timing import Parts
 
 
@@ -64,6 +65,7 @@ class WeightSender:
         self._trainer_group = trainer_group
         self._device = torch.device("cpu")
         self._areas: list[torch.Tensor] = []
+        self._plans = KeptPlans()
         self._sending = threading.RLock()  # held by a refresh and by `connect`
         self._closing = threading.Event()
 
@@ -171,19 +173,23 @@ class WeightSender:
             "split_experts": split_experts,
         } | dict(begin_options or {})
         with parts.timed("plan"):
-            named = listed_tensors(source)
-            ranks = self._trainer_ranks(named)
-            plan, buckets, gatherer = self._planned(named, dtype, ranks, options)
+            listed = Source(source)
+            ranks = self._trainer_ranks(listed)
+            plan = self._planned(listed, dtype, ranks, options)
+            gatherer = plan.gatherer(listed, ranks)
         engines: dict[str, EngineReport] = {}
+        contents, buckets = plan.contents, plan.layout.buckets
         with contextlib.nullcontext() if ranks is None else ranks.reporting():
             with parts.timed("fingerprints"):
-                fingerprints = gatherer.fingerprints() if with_manifest else {}
+                fingerprints = gatherer.fingerprints() if with_manifest else None
+            with parts.timed("manifest"):
+                manifest = None if fingerprints is None else Manifest(contents.lists, fingerprints)
+                values = {} if fingerprints is None else fingerprints.by_name(contents.lists.names)
+                digest = None if fingerprints is None else contents.digest(fingerprints)
             if ranks is None or ranks.is_sender:
-                with parts.timed("manifest"):
-                    manifest = [_manifest_entry(meta, fingerprints) for meta in plan.metas] if with_manifest else None
                 fields = {"weight_version": weight_version, "coverage": coverage, "manifest": manifest}
                 fields |= dict(begin_options or {}) | {"prepared_s": time.perf_counter() - start}
-                update = self._new_update(fields, sum(meta.nbytes for meta in plan.metas), progress)
+                update = self._new_update(fields, contents.num_bytes, progress)
                 self._lead(update, gatherer, buckets, parts)
                 engines = update.engines
             else:
@@ -192,14 +198,13 @@ class WeightSender:
                         gatherer.gather(bucket, None)
                 with parts.timed("end"):
                     ranks.jointly(_nothing)  # the engines' final answers
-        complete = with_manifest and fingerprints.keys() == plan.parts.keys()
         return RefreshReport(
             weight_version,
-            sum(meta.nbytes for meta in plan.metas),
+            contents.num_bytes,
             time.perf_counter() - start,
             len(buckets),
-            {name: fingerprint_hex(value) for name, value in fingerprints.items()},
-            digest((meta, fingerprints[meta.name]) for meta in plan.metas) if complete else None,
+            values,
+            digest,
             engines,
             parts,
         )
@@ -239,16 +244,17 @@ class WeightSender:
                 except Exception as error:
                     failed[link.name] = error
             self._areas.clear()
+            self._plans.clear()
         if failed:
             raise EngineError(failed) from next(iter(failed.values()))
 
     # --- helpers ------------------------------------------------------------------------------------------------
 
-    def _trainer_ranks(self, named: NamedTensors) -> TrainerRanks | None:
+    def _trainer_ranks(self, source: Source) -> TrainerRanks | None:
         """Return the ranks that take part; None where this one sends alone."""
-        sharded = [tensor for _, tensor in named if isinstance(tensor, DTensor)]
-        if sharded:
-            return TrainerRanks(self._trainer_group, sharded[0].to_local().device, self._timeout_s)
+        if source.is_sharded:
+            sharded = next(it for whole, it in zip(source.tensors, source.locals) if isinstance(whole, DTensor))
+            return TrainerRanks(self._trainer_group, sharded.device, self._timeout_s)
         if self._trainer_group is not None:
             return TrainerRanks(self._trainer_group, device_of_group(self._trainer_group), self._timeout_s)
         if not self._links and dist.is_initialized() and dist.get_rank() > 0:
@@ -259,29 +265,26 @@ class WeightSender:
         return None
 
     def _planned(
-        self,
-        named: NamedTensors,
-        dtype: torch.dtype | None,
-        ranks: TrainerRanks | None,
-        options: Mapping[str, Any],
-    ) -> tuple[TensorPlan, list[list[TensorMeta]], Gatherer]:
-        """Return the plan, its buckets and who packs them, once all trainer ranks have the same.
+        self, source: Source, dtype: torch.dtype | None, ranks: TrainerRanks | None, options: Mapping[str, Any]
+    ) -> RefreshPlan:
+        """Return the plan, once all trainer ranks have the same.
 
         Raises on all ranks what cannot be sent, or differs between them.
         """
+        members = None if ranks is None else ranks.members
+        settings = Settings(dtype, options["split_experts"], options["bucket_bytes"], self._device, members)
 
-        def plan_here() -> tuple[TensorPlan, list[list[TensorMeta]], Gatherer]:
-            plan = plan_tensors(named, dtype, options["split_experts"])
-            buckets = plan_buckets(plan.metas, options["bucket_bytes"])
+        def plan_here() -> RefreshPlan:
+            plan = self._plans.find(source, settings, ranks)
             self._require_role(ranks)
-            return plan, buckets, Gatherer(plan, ranks)
+            return plan
 
         if ranks is None:
             return plan_here()
-        planned = ranks.jointly(plan_here)
-        sent_as = {part.source: part.meta.dtype for part in planned[0].parts.values()}
-        ranks.require_equal(ranks.jointly(lambda: RefreshStatement.of(named, sent_as, options)))
-        return planned
+        plan = ranks.jointly(plan_here)
+        state = lambda: plan.statement(source, dict(options))  # noqa: E731
+        ranks.require_equal(digest_of_refresh(options, plan.tensors_digest), state)
+        return plan
 
     def _require_role(self, ranks: TrainerRanks | None) -> None:
         """Raise where this rank lacks engines to send to, or has some and does not send."""
@@ -297,14 +300,16 @@ class WeightSender:
         fields = {"update_id": uuid.uuid4().hex} | fields
         return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing)
 
-    def _lead(self, update: WeightUpdate, gatherer: Gatherer, buckets: list[list[TensorMeta]], parts: Parts) -> None:
+    def _lead(
+        self, update: WeightUpdate, gatherer: Gatherer, buckets: Sequence[WholeBucket | SharedBucket], parts: Parts
+    ) -> None:
         try:
             with self._sending, update:
                 for position, bucket in enumerate(buckets):
                     with parts.timed("pack"):
-                        flat = self._area(position, sum(meta.nbytes for meta in bucket))
+                        flat = self._area(position, bucket.num_bytes)
                         pieces = gatherer.gather(bucket, flat)  # the bucket before is on its way meanwhile
-                    update.send_bucket(Bucket(bucket, pieces))
+                    update.send_bucket(Bucket(bucket.lists, pieces))
         except BaseException:
             self._areas.clear()  # a broadcast that was given up may still read them
             raise
@@ -320,16 +325,6 @@ class WeightSender:
         if self._areas[turn].numel() < num_bytes or self._areas[turn].device != self._device:
             self._areas[turn] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._areas[turn][:num_bytes]
-
-
-def _manifest_entry(meta: TensorMeta, fingerprints: Mapping[str, int]) -> dict[str, Any]:
-    value = fingerprints.get(meta.name)
-    return {
-        "name": meta.name,
-        "dtype": dtype_name(meta.dtype),
-        "shape": list(meta.shape),
-        "fingerprint": None if value is None else fingerprint_hex(value),
-    }
 
 
 def _nothing() -> None:

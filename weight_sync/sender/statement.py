@@ -51,10 +51,16 @@ class RefreshStatement:
         ]
         return cls({name: _text(value) for name, value in options.items()}, lines)
 
+    def tensors_digest(self) -> bytes:
+        """Return bits that differ where the tensors, or their order, differ."""
+        return hashlib.blake2b(json.dumps(self._lines()).encode(), digest_size=32).digest()
+
     def encoded(self) -> bytes:
         """Return the wire form: JSON."""
-        lines = [[line.name, line.dtype, line.shape, line.placement] for line in self.tensors]
-        return json.dumps([self.options, lines], sort_keys=True).encode()
+        return json.dumps([self.options, self._lines()], sort_keys=True).encode()
+
+    def _lines(self) -> list[list[str]]:
+        return [[line.name, line.dtype, line.shape, line.placement] for line in self.tensors]
 
     @classmethod
     def decoded(cls, content: bytes) -> RefreshStatement:
@@ -93,6 +99,12 @@ class RefreshStatement:
                 where = _two(f"tensor {position}", there, rank, here)
                 return f"{where}; the order must be equal, but the order of a set differs between processes"
         return ""
+
+
+def digest_of_refresh(options: Mapping[str, Any], tensors_digest: bytes) -> int:
+    """Return 64 bits that differ where statements differ, from the options and `tensors_digest` of a statement."""
+    texts = {name: _text(value) for name, value in options.items()}
+    return digest_of(json.dumps(texts, sort_keys=True).encode() + tensors_digest)
 
 
 def digest_of(content: bytes) -> int:

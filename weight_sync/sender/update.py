@@ -22,6 +22,7 @@ from weight_sync.bucket import pack
 from weight_sync.errors import TransactionStateError
 from weight_sync.joint_update import JointUpdate, OnEngineFailure
 from weight_sync.sender.link import Bucket, EngineLink, Sending, split_pieces
+from weight_sync.sender.lists import TensorLists
 from weight_sync.tensor_meta import TensorMeta
 
 Progress = Callable[[int, int], None]
@@ -66,7 +67,7 @@ class WeightUpdate(JointUpdate):
         named = [(name, tensor.detach()) for name, tensor in named_tensors]
         named.sort(key=lambda item: -item[1].dtype.itemsize)  # so that it can be packed
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-        self.send_bucket(Bucket(metas, split_pieces(metas, pack(named).to(self._device))))
+        self.send_bucket(Bucket(TensorLists.of(metas), split_pieces(metas, pack(named).to(self._device))))
 
     def send_bucket(self, bucket: Bucket) -> None:
         """Send a bucket as `send` does; the content of `bucket.pieces` must not change until the next call returns."""

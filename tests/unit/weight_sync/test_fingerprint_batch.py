@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.gathered import Gathered
 from weight_sync.errors import WeightRequestError
 from weight_sync.fingerprint import BLOCK, fingerprint
 from weight_sync.fingerprint_batch import Shard, fingerprints_of
-from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.plan import plan_tensors
 from weight_sync.tensor_meta import DTYPES
 
@@ -65,6 +65,6 @@ def test_a_model_of_many_small_tensors_takes_a_few_products_n23a() -> None:
     named = [(f"layers.{i}.w", torch.randn(64, 128)) for i in range(400)]
     plan = plan_tensors(named, torch.bfloat16)
     with Products() as products:
-        found = Gatherer(plan, None).fingerprints()
+        found = Gathered(plan).fingerprints()
     assert found == {name: fingerprint(tensor.bfloat16()) for name, tensor in named}
     assert products.count <= 2, products.count

@@ -7,12 +7,12 @@ import io
 import pytest
 import torch
 
+from tests.gathered import Gathered
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, NORM, bits, expert_name, fused, version
 from weight_sync.bucket import pack
 from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import fingerprint
 from weight_sync.sender import EngineError, ProgressBar, WeightSender, named_tensors_of, split_fused_experts
-from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.link import split_pieces
 from weight_sync.sender.plan import plan_tensors
 from weight_sync.sender.statement import RefreshStatement, digest_of
@@ -108,10 +108,10 @@ def test_fused_experts_with_biases_are_interleaved_and_transposed(sizes: tuple[i
 def test_buckets_and_fingerprints_of_interleaved_tensors_are_of_their_content() -> None:
     sources = _interleaved(3, 4, 6)
     plan, expected = plan_tensors(sources, torch.bfloat16), dict(split_fused_experts(sources.items()))
-    values = Gatherer(plan, None).fingerprints()
-    assert values == {name: fingerprint(tensor.bfloat16()) for name, tensor in expected.items()}
+    gathered = Gathered(plan)
+    assert gathered.fingerprints() == {name: fingerprint(tensor.bfloat16()) for name, tensor in expected.items()}
     flat = torch.zeros(sum(meta.nbytes for meta in plan.metas), dtype=torch.uint8)
-    pieces = Gatherer(plan, None).gather(plan.metas, flat)
+    pieces = gathered.gather(0, flat)
     assert torch.equal(torch.cat(pieces), pack([(name, tensor.bfloat16()) for name, tensor in expected.items()]))
 
 
@@ -208,7 +208,7 @@ def test_a_plan_names_what_is_sent_and_copies_nothing() -> None:
     unsplit = plan_tensors(sources, split_experts=False)
     assert unsplit.parts.keys() == sources.keys()
     assert {name for name, part in unsplit.parts.items() if part.is_fused} == {GATE_UP, DOWN}
-    assert Gatherer(unsplit, None).fingerprints().keys() == {EMBED, NORM}
+    assert Gathered(unsplit).fingerprints().keys() == {EMBED, NORM}
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])
@@ -217,12 +217,12 @@ def test_a_bucket_goes_from_where_it_lies_unless_it_is_cast(
 ) -> None:
     """Fused tensors go in pieces of one expert each; the sent content is the same either way."""
     expert = version(1)[expert_name(0, "up_proj")]
-    for module in ("gather", "link"):
+    for module in ("layout", "link"):
         monkeypatch.setattr(f"weight_sync.sender.{module}.PIECE_BYTES", 2 * expert.nbytes)
     sources = fused(version(1))
     plan = plan_tensors({GATE_UP: sources[GATE_UP]}, dtype)
     flat = torch.zeros(sum(meta.nbytes for meta in plan.metas), dtype=torch.uint8)
-    pieces = Gatherer(plan, None).gather(plan.metas, flat)
+    pieces = Gathered(plan).gather(0, flat)
     assert [piece.numel() for piece in pieces] == [piece.numel() for piece in split_pieces(plan.metas, flat)]
     assert len(pieces) == len(sources[GATE_UP])
     expected = pack([(meta.name, version(1)[meta.name].to(meta.dtype)) for meta in plan.metas])

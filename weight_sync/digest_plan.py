@@ -1,0 +1,55 @@
+"""`DigestPlan`: the digest of a weight version whose names, dtypes and shapes are known: only fingerprints change.
+
+`fingerprint.digest` hashes sorted lines, one a tensor, of which the last 16 characters are its fingerprint.  A plan
+keeps the lines as one text and writes the fingerprints into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weight_sync.fingerprint import digest
+from weight_sync.tensor_meta import TensorMeta, dtype_name
+
+_DIGITS = 16
+
+
+class DigestPlan:
+    """`metas`: all tensors of the version, each name once."""
+
+    def __init__(self, metas: Sequence[TensorMeta]) -> None:
+        lines = [
+            f"{meta.name}\0{dtype_name(meta.dtype)}\0{','.join(map(str, meta.shape))}\0{'0' * _DIGITS}\n"
+            for meta in metas
+        ]
+        # With a zero byte inside a name, the fingerprint of one line could be compared with the name of another.
+        self._odd = list(metas) if any("\0" in meta.name for meta in metas) else None
+        order = sorted(range(len(lines)), key=lines.__getitem__)
+        encoded = [lines[index].encode() for index in order]
+        self._order = np.array(order, np.int64)
+        self._ends = np.cumsum([len(line) for line in encoded], dtype=np.int64)
+        self._text = b"".join(encoded)
+
+    def digest(self, values: npt.NDArray[np.uint64]) -> str:
+        """Return what `digest` does, of the fingerprints in the order of the tensors: uint64 [n]."""
+        if self._odd is not None:
+            return digest(zip(self._odd, values.tolist(), strict=True))
+        text = np.frombuffer(bytearray(self._text), np.uint8)
+        digits = np.frombuffer(hex_digits(values).encode(), np.uint8).reshape(-1, _DIGITS)[self._order]
+        for place in range(_DIGITS):
+            text[self._ends - 1 - _DIGITS + place] = digits[:, place]
+        return hashlib.sha256(text.data).hexdigest()
+
+
+def hex_digits(values: npt.NDArray[np.uint64]) -> str:
+    """Return the wire forms of fingerprints, end to end: 16 hex digits each."""
+    return values.astype(">u8").tobytes().hex()
+
+
+def split_digits(digits: str) -> list[str]:
+    """Return the wire form of each fingerprint from the wire forms end to end."""
+    return [digits[at : at + _DIGITS] for at in range(0, len(digits), _DIGITS)]

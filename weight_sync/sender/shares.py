@@ -1,0 +1,103 @@
+"""`Shares`: what of each tensor that is sent each trainer rank brings, and where it lies in this rank's tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from weight_sync.sender.plan import Part, TensorPlan
+from weight_sync.sender.ranks import TrainerRanks
+from weight_sync.sender.shards import Box, Picks, box_among, flat_offset, holdings, picks_of, size_of, source_index
+from weight_sync.sender.views import Content
+from weight_sync.tensor_meta import TensorMeta
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """The `box` that one rank brings of a part with `sizes`: in the dimensions that are sent, and those of length 1
+    that an index of the source leaves out.
+    """
+
+    part: Part
+    rank: int
+    box: Box
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(size_of(self.box)) * self.part.meta.dtype.itemsize
+
+    @functools.cached_property
+    def offset(self) -> int | None:
+        """The first element in the flat part; None if the box is not one run there."""
+        return flat_offset(self.box, self.sizes)
+
+
+class Shares:
+    """`ranks`: None where this rank holds everything.  Raises `WeightRequestError` for shards that cannot be sent."""
+
+    def __init__(self, plan: TensorPlan, ranks: TrainerRanks | None) -> None:
+        self._plan = plan
+        self._rank = 0 if ranks is None else ranks.rank
+        self._numbers = {name: number for number, name in enumerate(plan.sources)}
+        with torch.no_grad():
+            self._here = [it.to_local() if isinstance(it, DTensor) else it for it in plan.sources.values()]
+        self.numels = [tensor.numel() for tensor in self._here]
+        rank_of = _nobody if ranks is None else ranks.rank_of
+        self._held = {name: holdings(name, it, rank_of) for name, it in plan.sources.items()}
+        self._shares: dict[str, list[Share]] = {}
+
+    def of(self, name: str) -> list[Share]:
+        """Return what all ranks bring of a tensor that is sent; at most one share a rank."""
+        if name not in self._shares:
+            part = self._plan.parts[name]
+            picks = self._picks(part)
+            sizes = tuple(len(picked) for picked in picks)
+            met = [(held.rank, box_among(picks, held.box)) for held in self._held[part.source]]
+            self._shares[name] = [
+                Share(part, rank, _turned(part, box), _turned(part, sizes)) for rank, box in met if box is not None
+            ]
+        return self._shares[name]
+
+    def own(self, name: str) -> list[Share]:
+        """Return what this rank brings of it."""
+        return [share for share in self.of(name) if share.rank == self._rank]
+
+    def are_runs(self, name: str) -> bool:
+        """Return whether each share is one run of the flat tensor."""
+        return all(share.offset is not None for share in self.of(name))
+
+    def content(self, share: Share) -> Content:
+        """Return where this rank's share lies."""
+        part = share.part
+        number = self._numbers[part.source]
+        here = self._here[number]
+        (held,) = [held.box for held in self._held[part.source] if held.rank == share.rank]
+        index = source_index(self._picks(part), _turned(part, share.box), held)
+        meta = TensorMeta(part.meta.name, part.meta.dtype, size_of(share.box))
+        is_run = here.is_contiguous() and not part.piece.transposed and all(_is_dense(each) for each in index)
+        start = flat_offset(tuple((each.start, each.stop) for each in index), here.shape) if is_run else None
+        return Content(number, meta, index, part.piece.transposed, start, here.dtype, here.device)
+
+    def _picks(self, part: Part) -> Picks:
+        return picks_of(part.piece, tuple(self._plan.sources[part.source].shape))
+
+
+def _turned(part: Part, sizes: tuple[T, ...]) -> tuple[T, ...]:
+    """Return what is given for each dimension of the source for those of the part, and the other way round."""
+    return (*sizes[:-2], sizes[-1], sizes[-2]) if part.piece.transposed else sizes
+
+
+def _is_dense(at: slice) -> bool:
+    return bool(at.step == 1 or at.stop - at.start == 1)
+
+
+def _nobody(global_rank: int) -> int:
+    raise AssertionError(f"rank {global_rank} of a tensor that is not sharded")
