@@ -122,7 +122,12 @@ class _Server:
         if verb == "begin":
             manifest = arguments.pop("manifest", None)
             arguments["bound"] = arguments.get("update_id") is not None
-            if manifest is not None:
+            if isinstance(manifest, dict):
+                digits = manifest.pop("fingerprints")
+                manifest["fingerprint"] = [digits[at : at + 16] for at in range(0, len(digits), 16)]
+                lists = (manifest[key] for key in ("names", "dtypes", "shapes", "fingerprint"))
+                manifest = parse_manifest(zip(*lists, strict=True))
+            elif manifest is not None:
                 manifest = parse_manifest((e["name"], e["dtype"], e["shape"], e.get("fingerprint")) for e in manifest)
             return self.updater.begin(manifest=manifest, **arguments)
         if verb == "outcome":

@@ -41,12 +41,7 @@ class EngineControl(Protocol):
     def destroy_weights_update_group(self, *, group_name: str) -> Mapping[str, Any]: ...
 
     def begin_weight_update(
-        self,
-        *,
-        weight_version: str | None,
-        coverage: str,
-        manifest: list[dict[str, Any]] | dict[str, Any] | None,
-        update_id: str,
+        self, *, weight_version: str | None, coverage: str, manifest: list[dict[str, Any]] | None, update_id: str
     ) -> Mapping[str, Any]:
         """Open an update.  An engine that takes `prepared_s` gets the seconds that the sender worked before."""
 

@@ -25,7 +25,7 @@ from weight_sync.fingerprint import NO_MASK, fingerprint
 from weight_sync.fingerprint_words import BLOCK, UNSIGNED, mix_odd, multipliers
 from weight_sync.tensor_meta import DTYPES, dtype_name
 
-_BATCH_BYTES = 8 << 20
+_BATCH_BYTES = 4 << 20
 """Of one matrix."""
 _ALONE_BLOCKS = 256
 """From this size on a tensor is not copied."""

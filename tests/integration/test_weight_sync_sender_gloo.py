@@ -15,6 +15,7 @@ from tests.weight_engine_process import Engine
 from tests.weight_group_helpers import TIMEOUT_S, content_of, in_background, names, seeds
 from weight_sync.errors import TransactionStateError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
+from weight_sync.json_lists import JsonList
 from weight_sync.process_group import GroupHandle
 from weight_sync.sender import EngineError, WeightSender
 
@@ -67,6 +68,69 @@ def test_a_refresh_sends_and_reports_every_tensor(
         assert report.digest == engine.call("content_digest")
     else:
         assert report.digest is None
+
+
+class Noting:
+    """An engine that notes the arguments of calls; `takes_lists` as a control may have it."""
+
+    def __init__(self, engine: Engine, **attributes: object) -> None:
+        self._engine = engine
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        vars(self).update(attributes)
+
+    def __getattr__(self, verb: str) -> Any:
+        call = getattr(self._engine, verb)
+
+        def noted(**arguments: Any) -> Any:
+            self.calls.append((verb, arguments))
+            return call(**arguments)
+
+        return noted
+
+
+@pytest.mark.parametrize(
+    ("attributes", "takes_lists"),
+    [({"takes_lists": True}, True), ({"takes_lists": False}, False), ({}, False), ({"takes_lists": print}, False)],
+)
+def test_a_manifest_comes_as_lists_to_a_control_that_takes_them(
+    engine: Engine, attributes: dict[str, Any], takes_lists: bool
+) -> None:
+    """Any other control gets entries, and all get lists of tensors that keep their JSON."""
+    noting = Noting(engine, **attributes)
+    sender = WeightSender(noting, timeout_s=TIMEOUT_S)
+    sender.connect(group_name=next(names))
+    for _ in range(2):
+        seed, noting.calls[:] = next(seeds), []
+        sent = version(seed)
+        report = sender.refresh(sent.items(), f"v{seed}", bucket_bytes=60)
+        assert engine.call("content") == content_of(seed)
+        (manifest,) = [arguments["manifest"] for verb, arguments in noting.calls if verb == "begin_weight_update"]
+        if takes_lists:
+            assert list(manifest) == ["names", "dtypes", "shapes", "fingerprints"]
+            assert manifest["names"] == list(sent) and manifest["shapes"] == [list(it.shape) for it in sent.values()]
+            assert manifest["fingerprints"] == "".join(report.fingerprints.values())
+        else:
+            assert [entry["name"] for entry in manifest] == list(sent)
+            assert {entry["name"]: entry["fingerprint"] for entry in manifest} == report.fingerprints
+        buckets = [arguments for verb, arguments in noting.calls if verb == "update_weights_from_distributed"]
+        assert sorted(name for bucket in buckets for name in bucket["names"]) == sorted(sent)
+        for bucket in buckets:
+            assert all(type(bucket[key]) is JsonList for key in ("names", "dtypes", "shapes"))
+    sender.close()
+
+
+def test_a_manifest_of_tensors_without_fingerprints_comes_as_entries(engine: Engine, sender: WeightSender) -> None:
+    """Lists state all fingerprints or none; a fused tensor that the engine splits has none of its own."""
+    noting = Noting(engine, takes_lists=True)
+    sender = WeightSender(noting, timeout_s=TIMEOUT_S)
+    sender.connect(group_name=next(names))
+    seed = next(seeds)
+    report = sender.refresh(fused(version(seed)), split_experts=False)
+    (manifest,) = [arguments["manifest"] for verb, arguments in noting.calls if verb == "begin_weight_update"]
+    stated = {entry["name"]: entry["fingerprint"] for entry in manifest if entry["fingerprint"] is not None}
+    assert stated == report.fingerprints and 0 < len(stated) < len(manifest) and report.digest is None
+    assert engine.call("content") == content_of(seed)
+    sender.close()
 
 
 class Told:

@@ -67,13 +67,12 @@ class KeptPlans:
 
     def find(self, source: Source, settings: Settings, ranks: TrainerRanks | None) -> RefreshPlan:
         """Return the plan for a source; a new one unless there is one for the same form and settings."""
-        form = SourceForm.of(source)
-        for at, (its_settings, its_form, plan) in enumerate(self._plans):
-            if its_settings == settings and its_form == form:
+        for at, (its_settings, form, plan) in enumerate(self._plans):
+            if its_settings == settings and form.fits(source):
                 self._plans.append(self._plans.pop(at))
                 return plan
         plan = RefreshPlan(source, settings, ranks)
-        self._plans = [*self._plans[1 - _MOST_PLANS :], (settings, form.interned(), plan)]
+        self._plans = [*self._plans[1 - _MOST_PLANS :], (settings, SourceForm(source), plan)]
         return plan
 
     def clear(self) -> None:

@@ -14,7 +14,7 @@ from weight_sync.sender.plan import Part, TensorPlan
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.shards import Box, Picks, box_among, flat_offset, holdings, picks_of, size_of, source_index
 from weight_sync.sender.views import Content
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import Piece, TensorMeta
 
 T = TypeVar("T")
 
@@ -79,6 +79,11 @@ class Shares:
         part = share.part
         number = self._numbers[part.source]
         here = self._here[number]
+        if part.piece == Piece(part.meta.name) and here is self._plan.sources[part.source]:
+            index = (slice(None),) * here.dim()  # all of it, as most tensors are sent
+            return Content(
+                number, part.meta, index, False, 0 if here.is_contiguous() else None, here.dtype, here.device
+            )
         (held,) = [held.box for held in self._held[part.source] if held.rank == share.rank]
         index = source_index(self._picks(part), _turned(part, share.box), held)
         meta = TensorMeta(part.meta.name, part.meta.dtype, size_of(share.box))

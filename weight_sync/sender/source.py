@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weight_sync.sender.plan import NamedTensors, TensorSource, sent_name, untied
+
+_SHAPE, _DTYPE, _DEVICE = map(operator.attrgetter, ("shape", "dtype", "device"))
 
 
 class Source:
@@ -44,58 +45,53 @@ class Source:
         return [(names[number], self.tensors[number]) for number in numbers]
 
 
-@dataclass(frozen=True)
 class SourceForm:
-    """All that a plan follows from: equal forms have equal plans, wherever the tensors lie.
+    """All that a plan follows from: sources of one form have one plan, wherever their tensors lie."""
 
-    `strides`: of the tensors that are not contiguous, by number.  `ties`: the first tensor at the place of each one.
-    """
-
-    is_state: bool
-    names: list[str]
-    kinds: list[type]
-    shapes: list[torch.Size]
-    dtypes: list[torch.dtype]
-    devices: list[torch.device]
-    strides: dict[int, tuple[int, ...]]
-    ties: bytes
-    shards: list[Any]
-
-    @classmethod
-    def of(cls, source: Source) -> SourceForm:
-        """Ask the tensors for their form, by a few calls of C for each."""
-        tensors, here = source.tensors, source.locals
-        lying = [number for number, lies in enumerate(map(torch.Tensor.is_contiguous, here)) if not lies]
-        return cls(
-            source.is_state,
-            source.names,
-            list(map(type, tensors)),
-            list(map(operator.attrgetter("shape"), tensors)),
-            list(map(operator.attrgetter("dtype"), tensors)),
-            list(map(operator.attrgetter("device"), here)),
-            {number: here[number].stride() for number in lying},
-            _ties(source).tobytes() if source.is_state else b"",
-            [_shard(*pair) for pair in zip(tensors, here)] if source.is_sharded else [],
-        )
-
-    def interned(self) -> SourceForm:
-        """Return the same form in less memory: equal shapes and devices are one object."""
-        shapes: dict[torch.Size, torch.Size] = {}
+    def __init__(self, source: Source) -> None:
+        self._names = source.names
+        shapes: dict[torch.Size, torch.Size] = {}  # equal ones are kept once
         devices: dict[torch.device, torch.device] = {}
-        return SourceForm(
-            **vars(self)
-            | {
-                "shapes": [shapes.setdefault(shape, shape) for shape in self.shapes],
-                "devices": [devices.setdefault(device, device) for device in self.devices],
-            }
+        self._kinds = list(map(type, source.tensors))
+        self._shapes = [shapes.setdefault(shape, shape) for shape in map(_SHAPE, source.tensors)]
+        self._dtypes = list(map(_DTYPE, source.tensors))
+        self._devices = [devices.setdefault(device, device) for device in map(_DEVICE, source.locals)]
+        self._strides = _strides(source)
+        self._ties = _ties(source)
+        self._shards = _shards(source)
+
+    def fits(self, source: Source) -> bool:
+        """Return whether a source is of this form.
+
+        A few calls of C ask each tensor, and no answer is kept: many objects at a time would call Python's garbage
+        collector.
+        """
+        tensors, here = source.tensors, source.locals
+        return (
+            self._names == source.names
+            and all(map(operator.is_, map(type, tensors), self._kinds))
+            and all(map(operator.eq, map(_SHAPE, tensors), self._shapes))
+            and all(map(operator.is_, map(_DTYPE, tensors), self._dtypes))
+            and all(map(operator.eq, map(_DEVICE, here), self._devices))
+            and self._strides == _strides(source)
+            and np.array_equal(self._ties, _ties(source))
+            and self._shards == _shards(source)
         )
+
+
+def _strides(source: Source) -> dict[int, tuple[int, ...]]:
+    """Return the strides of the tensors that are not contiguous, by number."""
+    dense = map(torch.Tensor.is_contiguous, source.locals)
+    return {number: source.locals[number].stride() for number, is_dense in enumerate(dense) if not is_dense}
 
 
 def _ties(source: Source) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the number of the first tensor at the place of each one, int64 [n]: by address, and by storage of shards,
     as an empty one has no address.
+
+    Nothing for a source that is no state: tied tensors are sent as they are given, and names too.
     """
-    here = source.locals
+    here = source.locals if source.is_state else []
     count = len(here)
     if source.is_sharded:
         storages = map(operator.attrgetter("_cdata"), map(torch.Tensor.untyped_storage, here))
@@ -108,8 +104,11 @@ def _ties(source: Source) -> np.ndarray[Any, np.dtype[np.int64]]:
     return firsts[ties.reshape(-1)].astype(np.int64)
 
 
-def _shard(tensor: torch.Tensor, local: torch.Tensor) -> Any:
+def _shards(source: Source) -> list[Any]:
     """Return what of a tensor's form only a sharded one has.  Placements of two types may be equal."""
-    if not isinstance(tensor, DTensor):
-        return None
-    return local.shape, tensor.placements, tuple(map(type, tensor.placements)), tensor.device_mesh
+    return [
+        (local.shape, whole.placements, tuple(map(type, whole.placements)), whole.device_mesh)
+        if isinstance(whole, DTensor)
+        else None
+        for whole, local in (zip(source.tensors, source.locals) if source.is_sharded else ())
+    ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from tests.logical_weights_fake import bits
-from weight_sync.bucket import end_to_end, pack, plan_buckets, unpack
+from weight_sync import bucket
+from weight_sync.bucket import PackPlan, end_to_end, pack, plan_buckets, unpack
 from weight_sync.errors import WeightRequestError
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name, parse_dtype, parse_meta, parse_metas
 from weight_sync.transaction import parse_manifest
@@ -30,20 +33,20 @@ def mixed_tensors() -> list[tuple[str, torch.Tensor]]:
 def test_pack_and_unpack_give_the_same_bits() -> None:
     tensors = dict(mixed_tensors())
     (planned,) = plan_buckets(metas_of(mixed_tensors()), 1 << 20)
-    bucket = pack([(meta.name, tensors[meta.name]) for meta in planned])
-    assert bucket.dtype == torch.uint8
-    assert bucket.numel() == sum(meta.nbytes for meta in planned)
-    unpacked = unpack(bucket, planned)
+    packed = pack([(meta.name, tensors[meta.name]) for meta in planned])
+    assert packed.dtype == torch.uint8
+    assert packed.numel() == sum(meta.nbytes for meta in planned)
+    unpacked = unpack(packed, planned)
     assert [name for name, _ in unpacked] == [meta.name for meta in planned]
     for name, tensor in unpacked:
         assert tensor.shape == tensors[name].shape
         assert bits(tensor) == bits(tensors[name])
-        assert tensor.numel() == 0 or tensor.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr()
+        assert tensor.numel() == 0 or tensor.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
 
 
 def test_layout_is_bytes_end_to_end() -> None:
-    bucket = pack([("a", torch.tensor([1.0])), ("b", torch.tensor([2.0, 3.0], dtype=torch.bfloat16))])
-    assert bytes(bucket.tolist()) == bytes([0, 0, 128, 63, 0, 64, 64, 64])
+    packed = pack([("a", torch.tensor([1.0])), ("b", torch.tensor([2.0, 3.0], dtype=torch.bfloat16))])
+    assert bytes(packed.tolist()) == bytes([0, 0, 128, 63, 0, 64, 64, 64])
 
 
 def neighbours() -> list[torch.Tensor]:
@@ -86,6 +89,43 @@ def test_tensors_that_do_not_lie_end_to_end_are_told(changed) -> None:
 def test_tensors_of_another_dtype_or_device_are_to_be_copied() -> None:
     assert end_to_end(neighbours(), torch.float32, torch.device("cpu")) is None
     assert end_to_end(neighbours(), torch.bfloat16, torch.device("meta")) is None
+
+
+def test_neighbours_in_memory_of_several_storages_are_to_be_copied() -> None:
+    """A trainer's allocator may put one tensor right behind another; one view over both would leave its storage."""
+    memory = bytearray(64)
+    parts = [torch.frombuffer(memory, dtype=torch.bfloat16, count=8, offset=16 * i) for i in range(3)]
+    assert [part.data_ptr() - parts[0].data_ptr() for part in parts] == [0, 16, 32]
+    assert end_to_end(parts, torch.bfloat16, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_pack_plan_puts_flat_tensors_end_to_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes around the limits, runs of equal ones, and casts; the same plan again for other content."""
+    monkeypatch.setattr(bucket, "_ONE_THREAD", 50)
+    monkeypatch.setattr(bucket, "_SMALL", 120)
+    rng = random.Random(seed)
+    source = rng.choice([torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.bool])
+    target = rng.choice([source, torch.bfloat16]) if source == torch.float32 else source
+    sizes: list[int] = []
+    while len(sizes) < rng.choice([1, 5, 60]):
+        sizes += [rng.choice([0, 1, 7, 49, 50, 51, 120, 121, 300])] * rng.choice([1, 1, 2, 7, 8, 9])
+    cpu = torch.device("cpu")
+    plan = PackPlan(sizes, source, target, (cpu, cpu))
+    for _ in range(2):
+        tensors = [torch.randint(0, 2, (size,)).to(source) for size in sizes]
+        room = torch.empty(sum(sizes), dtype=target)
+        plan.pack(tensors, room)
+        assert bits(room) == b"".join(bits(tensor.to(target)) for tensor in tensors)
+
+
+def test_many_small_tensors_are_packed_by_a_few_calls() -> None:
+    """Calls go with bytes, not with tensors; equal sizes are joined apart, which torch does for half the price."""
+    cpu = torch.device("cpu")
+    assert len(PackPlan([64] * 10_000, torch.float32, torch.float32, (cpu, cpu))._copies) == 1
+    mixed = PackPlan([5, 6] * 1000 + [64] * 1000 + [5, 6] * 1000, torch.float32, torch.float32, (cpu, cpu))
+    assert [copy.last - copy.first for copy in mixed._copies] == [2000, 1000, 2000]
+    assert len(PackPlan([64] * 5120, torch.float32, torch.bfloat16, (cpu, cpu))._copies) == 11
 
 
 def test_an_empty_bucket_holds_nothing() -> None:

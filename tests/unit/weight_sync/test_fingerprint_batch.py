@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.gathered import Gathered
 from weight_sync.errors import WeightRequestError
 from weight_sync.fingerprint import BLOCK, fingerprint
-from weight_sync.fingerprint_batch import Shard, fingerprints_of
+from weight_sync.fingerprint_batch import FingerprintPlan, Form, Shard, fingerprints_of
 from weight_sync.sender.plan import plan_tensors
 from weight_sync.tensor_meta import DTYPES
 
@@ -22,10 +22,12 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.words = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace == "weight_sync"
+        if func.namespace == "weight_sync":
+            self.count += 1
+            self.words += args[0].numel()
         return func(*args, **kwargs or {})
 
 
@@ -51,6 +53,27 @@ def test_many_together_are_what_each_is_alone(seed: int) -> None:
     shards = [some_shard(rng) for _ in range(600)]
     shards.insert(300, (torch.randn(257 * BLOCK + 5).bfloat16(), torch.bfloat16, 3 * BLOCK + 7))
     assert fingerprints_of(shards) == [fingerprint(tensor.to(dtype), offset) for tensor, dtype, offset in shards]
+
+
+def test_a_plan_serves_any_content_of_its_forms() -> None:
+    """A plan made once; each time other tensors, of which none is kept."""
+    cpu = torch.device("cpu")
+    sizes = [3, 3, BLOCK, 2 * BLOCK + 9, 3, 2 * BLOCK + 9, BLOCK, 0]
+    plan = FingerprintPlan([Form(size, torch.float32, torch.bfloat16, 5 * i, cpu) for i, size in enumerate(sizes)])
+    for _ in range(3):
+        tensors = [torch.randn(size) for size in sizes]
+        expected = [fingerprint(tensor.bfloat16(), 5 * i) for i, tensor in enumerate(tensors)]
+        assert plan.values(tensors).tolist() == expected
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+def test_equal_sizes_are_summed_together_without_padding(offset: int) -> None:
+    """Two thousand tensors of 64 words are one product of their own words, not 2,000 blocks of zeros."""
+    tensors = [torch.full((64,), float(i)).bfloat16() for i in range(2000)]
+    with Products() as products:
+        found = fingerprints_of((tensor, tensor.dtype, offset) for tensor in tensors)
+    assert found[::999] == [fingerprint(tensor, offset) for tensor in tensors[::999]]
+    assert products.count == 1 and products.words == 64 * 2000
 
 
 def test_nothing_and_no_fingerprint() -> None:

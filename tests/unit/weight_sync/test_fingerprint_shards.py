@@ -43,6 +43,23 @@ def test_all_ways_give_the_same_sums(width: int, num_blocks: int) -> None:
     assert torch.equal(block_sums(words)[0], want + table.sum())
 
 
+@pytest.mark.parametrize("width", UNSIGNED)
+@pytest.mark.parametrize(("first", "size"), [(0, 1), (0, 64), (5, 64), (BLOCK - 3, 3), (1, BLOCK - 1)])
+@pytest.mark.parametrize("num_blocks", [3, 40])
+def test_shorter_blocks_meet_the_multipliers_that_they_are_given(
+    width: int, first: int, size: int, num_blocks: int
+) -> None:
+    words = random_tensor((num_blocks, size), UNSIGNED[width], seed=size)
+    table = multipliers("cpu")[first : first + size]
+    want = (words.to(torch.int64) * table).sum(1)
+    for kernel in (plain_block_sums, torch.ops.lockstep.block_sums):
+        assert torch.equal(kernel(words, table, 0)[0], want)
+    assert torch.equal(digit_block_sums(words, first), want)
+    others = table.clone()  # not a part of the fixed ones, for which there are no digits
+    others[0] += 2
+    assert torch.equal(plain_block_sums(words, others, 0)[0], (words.to(torch.int64) * others).sum(1))
+
+
 def test_the_engine_brings_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_kernels().available
     monkeypatch.setattr("weight_sync.block_sums.wrapping_block_sums", None)
