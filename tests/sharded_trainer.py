@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rollout.client import RolloutClient
 from tests.gathered import Gathered
@@ -329,6 +330,47 @@ def fsdp_refresh(rank: int) -> None:
             assert report.engines.keys() == engines.keys()
 
 
+def replays(rank: int) -> None:
+    """Refresh again and again: one plan while the form is the same, and never for shards of another form."""
+    mesh = init_device_mesh("cpu", (2,))
+    with engines_of(rank, 1) as engines, sender_of(engines) as sender:
+
+        def refresh(source: Any, seed: int, plans: int) -> None:
+            report = sender.refresh(source, f"v{seed}", bucket_bytes=60)
+            assert {e.call("content_digest") for e in engines.values()} <= {report.digest}
+            assert all(engine.call("content") == content_of(seed) for engine in engines.values())
+            assert len(sender._plans._plans) == plans, seed
+
+        model = fsdp_model(1, mesh)
+        refresh(model, 1, plans=1)
+        with torch.no_grad():
+            for mine, other in zip(model.parameters(), fsdp_model(2, mesh).parameters()):
+                mine.copy_(other)
+        refresh(model, 2, plans=1)  # trained
+        refresh(fsdp_model(3, mesh), 3, plans=1)  # in other memory
+        refresh(fsdp_model(4, mesh, shard_dim=1), 4, plans=2)
+        refresh(fsdp_model(5, mesh), 5, plans=2)
+        named = list(fsdp_model(6, mesh).state_dict().items())
+        refresh(named, 6, plans=3)
+        strided = [(name, _strided(tensor)) for name, tensor in named]
+        exchanged = [named[1], named[0], *named[2:]] if rank else named
+        for source, expected in ((strided, "placement _StridedShard"), (exchanged, "the order must be equal")):
+            try:
+                sender.refresh(source, "v7", bucket_bytes=60)
+            except WeightRequestError as error:
+                assert expected in str(error), str(error)
+            else:
+                raise AssertionError("nothing was refused")
+        refresh(fsdp_model(8, mesh), 8, plans=3)
+
+
+def _strided(tensor: DTensor) -> DTensor:
+    placements = [_StridedShard(one.dim, split_factor=1) for one in tensor.placements if isinstance(one, Shard)]
+    return DTensor.from_local(
+        tensor.to_local(), tensor.device_mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 class Refusing:
     """An engine whose n-th bucket is refused."""
 
@@ -468,6 +510,7 @@ SCENARIOS = (
     plans_that_differ,
     group_of_whole_tensors,
     fsdp_refresh,
+    replays,
     engine_refuses,
     other_rank_fails,
     other_rank_dies,

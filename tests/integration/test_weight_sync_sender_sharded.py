@@ -28,6 +28,11 @@ def test_two_trainer_ranks_refresh_and_fail_together(scenarios: str) -> None:
 
 
 @pytest.mark.gate
+def test_plans_of_shards_are_replayed_until_their_form_changes() -> None:
+    run_ranks("replays")
+
+
+@pytest.mark.gate
 def test_trainer_ranks_that_disagree_are_refused_before_begin_and_live_on_d2() -> None:
     """D2: ranks whose plans or arguments differ are refused; 0e5f155 lost a trainer process to SIGABRT."""
     run_ranks("plans_that_differ")
