@@ -34,7 +34,8 @@ def io_of(harness: Harness) -> ThreadPoolExecutor:
 def deliver(harness: Harness, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write one bucket into the open weight update, and let the next turn see it as it sees the end of a verb."""
     updater = updater_of(harness)
-    updater.receive(LoopbackSource(list(tensors.items())), update_id=updater.open_id if updater.is_bound else None)
+    update_id = updater.update.id if updater.update is not None and updater.update.is_bound else None
+    updater.receive(LoopbackSource(list(tensors.items())), update_id=update_id)
     control_of(harness)._weights._queue.call()
 
 

@@ -9,30 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weight_sync.content import Digests
 from weight_sync.errors import TransactionStateError
-from weight_sync.transaction import WeightTransaction
 
 _REMEMBERED = 256
 _ENDS_REMEMBERED = 16
-
-
-@dataclass(frozen=True)
-class CommitResult:
-    """The version that one commit published."""
-
-    weight_version: str | None  # None: the sender named none
-    names: list[str]  # logical tensors written
-    num_bytes: int
-    seconds: float  # time that the step thread spent
-    digests: Digests  # of the whole content now, as far as they are known
-    update_id: str | None = None
-    staging_seconds: float = 0.0  # from its opening to its commit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,32 +69,14 @@ class UpdateBook:
     """The record of updates.  `loss`: why the last update was lost, until a sender starts anew.
 
     `last_failure`: of the last update that failed, until one is committed.  `ended`: the last that ended, oldest first.
-    `prepared_s`, `receiving_s`: of the open update, see `EndedUpdate`.  `counts_tensors`: the open update was not
-    announced as a part of the tensors: if not all came, its label states how many.
     """
 
     def __init__(self) -> None:
         self.ended: deque[EndedUpdate] = deque(maxlen=_ENDS_REMEMBERED)
         self.loss: str | None = None
         self.last_failure: UpdateFailure | None = None
-        self.prepared_s: float | None = None
-        self.receiving_s = 0.0
-        self.counts_tensors = False
         self._is_reported = True
         self._outcomes: dict[str, Outcome] = {}
-
-    def note_opening(self, prepared_s: float | None = None, *, counts_tensors: bool = False) -> None:
-        """Start the record of an update that was opened now."""
-        self.prepared_s, self.receiving_s, self.counts_tensors = prepared_s, 0.0, counts_tensors
-
-    @contextmanager
-    def receiving(self) -> Iterator[None]:
-        """Count the block's time among that of calls which bring tensors."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.receiving_s += time.perf_counter() - start
 
     def note(self, update_id: str | None, outcome: Outcome) -> None:
         """Remember the outcome of an update that is over."""
@@ -119,25 +85,10 @@ class UpdateBook:
         if len(self._outcomes) > _REMEMBERED:
             del self._outcomes[next(iter(self._outcomes))]
 
-    def note_drop(
-        self, transaction: WeightTransaction, kind: Literal["lost", "aborted"], reason: str, *, steps_held: bool
-    ) -> None:
-        """Remember an update that ended without a commit."""
-        self.note(transaction.update_id, Outcome(kind, reason))
-        self.ended.append(
-            EndedUpdate(
-                update_id=transaction.update_id,
-                kind=kind,
-                weight_version=transaction.weight_version,
-                reason=transaction.failure or reason,
-                num_tensors=len(transaction.received),
-                num_bytes=transaction.num_bytes,
-                prepared_s=self.prepared_s,
-                staging_s=transaction.age_s,
-                receiving_s=self.receiving_s,
-                steps_held=steps_held,
-            )
-        )
+    def note_drop(self, ended: EndedUpdate, reason: str) -> None:
+        """Remember an update that ended without a commit, for `reason`."""
+        self.note(ended.update_id, Outcome(ended.kind, reason))
+        self.ended.append(ended)
 
     def outcome(self, update_id: str) -> Outcome:
         """Return the outcome of an update that is over; `unknown` for an id that was never used, or too long ago."""

@@ -1,43 +1,45 @@
-"""`WeightUpdater`: the one open transaction of one rank, and the order of steps.
+"""`WeightUpdater`: the updates of one rank, of which at most one is open, and the order of steps.
 
     I/O side (blocking, one worker thread)     begin | open_implicit  receive*  verify | abort
     step side (the thread that runs forwards)  commit
 
-Unless the staging mode holds the steps, the I/O side never touches the serving weights.  A bucket that is refused for
-any reason fails the open transaction for good.  Where a sender broadcasts before it can learn of a refusal, the refused
-bucket is still received, and discarded.  An open transaction has a lease, renewed and expired on the step side, where
-all ranks share one clock.
+`update.py` has what belongs to one update, and its states.  This file has what all of them share: where they are
+staged, how ranks vote, how the last ones ended.
+
+Unless the staging mode holds the steps, the I/O side never touches the serving weights.  Where a sender broadcasts
+before it can learn of a refusal, the refused bucket is still received, and discarded.  Leases are renewed and expired
+on the step side, where all ranks share one clock.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
 
 from weight_sync.content import ContentBook
-from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
+from weight_sync.errors import CommitError, TransactionStateError
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.loading import Coverage
-from weight_sync.open_update import OpenUpdate
 from weight_sync.process_group import WeightUpdateGroups
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.staging import HOLDING_MODES, StagingMode
-from weight_sync.tensor_meta import LogicalWeights
+from weight_sync.tensor_meta import LogicalWeights, Part
 from weight_sync.transaction import STATUS_FIELDS, Manifest, TransactionState, WeightTransaction, new_staging
-from weight_sync.update_book import CommitResult, Outcome
+from weight_sync.update import CommitResult, Relation, UpdateTarget, WeightUpdate
+from weight_sync.update_book import Outcome, UpdateBook
 from weight_sync.waiting import DEFAULT_LEASE_S, Lease, Patience
 
 _MIN_CALL_BYTES = 64 << 20
 
 
-class WeightUpdater(OpenUpdate):
+class WeightUpdater:
     """`device`: where the weights live.  `timeout_s`: deadline of a rendezvous and of one bucket.
 
     `vote(mine) -> all`: agreement of all ranks of the engine, called once in `verify`, on the I/O side; it has its own
@@ -48,7 +50,7 @@ class WeightUpdater(OpenUpdate):
     transaction opens: where it is staged, if that is not where `weights` lie now.  `quantised`: see `Intake`.
     `cast`: of updates that do not say, see `WeightTransaction`.
 
-    `torn`: why the model is neither the old version nor a new one, until a complete refresh is committed.
+    `update`: the one that is open.  `book`: how the last ones ended.
     """
 
     def __init__(
@@ -72,26 +74,24 @@ class WeightUpdater(OpenUpdate):
         quantised: HeldFormats = AS_SENT,
         cast: bool = False,
     ) -> None:
-        super().__init__()
+        self.update: WeightUpdate | None = None
+        self.book = UpdateBook()
         self.patience = Patience()
         self._device, self._timeout_s, self._held = torch.device(device), timeout_s, memory or HeldMemory()
         self.groups = WeightUpdateGroups(self._device, timeout_s, self.patience)
         self.rank, self.ranks, self._pace = rank, ranks, pace
-        self.weights = weights
+        self.model = UpdateTarget("model", weights, target or (lambda _: weights), quantised)
         twice = 2 * sum(meta.nbytes for meta in weights.metas().values())
         self._max_call_bytes = max_call_bytes or max(twice, _MIN_CALL_BYTES)
         self._vote, self._commit_vote = vote, commit_vote or vote
         self.exchange = exchange
-        self._target = target or (lambda _: weights)
-        self.content = ContentBook(weights.metas())
         self._staging, self._journal_dir = staging, journal_dir
-        self._clock, self.quantised, self._cast = clock, quantised, cast
-        self.torn: str | None = None
+        self._clock, self._cast = clock, cast
 
     def close(self) -> None:
         """Leave all groups and drop the open transaction."""
         self.groups.close()
-        if self._transaction is not None:
+        if self.is_open:
             self.abort()
 
     # --- transaction, I/O side ---------------------------------------------------------------------------------
@@ -105,12 +105,11 @@ class WeightUpdater(OpenUpdate):
         *,
         update_id: str | None = None,
         bound: bool = False,
-        is_implicit: bool = False,
         cast: bool | None = None,
+        **facts: Any,
     ) -> None:
-        """Open a transaction.  `bound`: every call must carry `update_id`.  `is_implicit`: see `open_implicit`.
-
-        `cast`: see `WeightTransaction`; None: the updater's.
+        """Open an update.  `bound`: every call must carry `update_id`.  `cast`: see `WeightTransaction`; None: the
+        updater's.  `facts`: more fields of `WeightUpdate`.
 
         Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
         `WeightTransaction` raises.
@@ -119,19 +118,26 @@ class WeightUpdater(OpenUpdate):
         self._held.await_release(self._timeout_s)
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
-        lease, target = Lease(lease_s, self._clock), self._target(coverage)
-        staging = new_staging(target, self._staging, self._journal_dir, self._held.shadows, self._device)
-        flags: dict[str, Any] = {"is_implicit": is_implicit, "update_id": update_id, "is_bound": bound}
-        flags |= {"quantised": self.quantised, "cast": self._cast if cast is None else cast}
-        self._transaction = WeightTransaction(target, weight_version, coverage, manifest, staging, lease, **flags)
-        if not is_implicit:
+        target, lease = self.model, Lease(lease_s, self._clock)
+        weights = target.placed(coverage)
+        staging = new_staging(weights, self._staging, self._journal_dir, self._held.shadows, self._device)
+        casts = self._cast if cast is None else cast
+        transaction = WeightTransaction(
+            weights, weight_version, coverage, manifest, staging, quantised=target.quantised, cast=casts
+        )
+        self.update = WeightUpdate(target, transaction, lease, update_id, bound, **facts)
+        if not self.update.is_implicit:
             self.book.clear_loss()
 
     def open_implicit(
-        self, coverage: Coverage = "partial", update_id: str | None = None, cast: bool | None = None
+        self,
+        coverage: Coverage = "partial",
+        update_id: str | None = None,
+        cast: bool | None = None,
+        pause: int = 0,
     ) -> None:
-        """Open a transaction on behalf of a client that sends no begin and no end.  Raises as `begin`."""
-        self.begin(coverage=coverage, update_id=update_id, is_implicit=True, cast=cast)
+        """Open an update for a client that sends no begin and no end.  Raises as `begin`."""
+        self.begin(coverage=coverage, update_id=update_id, cast=cast, is_implicit=True, pause=pause)
 
     def turn_away(self, source: BucketSource, refusal: Exception) -> NoReturn:
         """Receive one call as far as its sender needs that, into nothing.  Raises `refusal`, or what else is wrong."""
@@ -156,26 +162,16 @@ class WeightUpdater(OpenUpdate):
         transaction), and what the source and `WeightTransaction.receive` raise.  Every error of a call that is of the
         open transaction fails it.
         """
-        transaction, refusal = self._transaction, self.foreign(update_id, weight_version)
-        if refusal is not None or transaction is None:
+        update, refusal = self.update, self.foreign(update_id, weight_version)
+        if refusal is not None or update is None:
             self.turn_away(source, refusal or self.book.nothing_open("receive"))
-        transaction.is_bound = transaction.is_bound or update_id is not None
-        wrong: WeightSyncError | None = None
-        casts = source.casts or bool(cast)
+        update.admit(update_id)
         try:
-            metas = source.announce(self._max_call_bytes)
-            try:
-                transaction.announce(metas, weight_version, casts)
-            except WeightSyncError as error:
-                wrong = error  # known before it is received
-            deliver(source, functools.partial(transaction.receive, cast=casts), wrong, self._pace)
-        except Exception as error:
-            transaction.fail(str(error))
-            self._note_failure(transaction, transaction.failure)
-            source.refuse(str(error))
+            casts = source.casts or bool(cast)
+            update.receive(source, weight_version, casts, self._max_call_bytes, self._pace)
+        except Exception:
+            self._note_failure(update, update.transaction.failure)
             raise
-        if weight_version is not None:
-            transaction.weight_version = weight_version
 
     def verify(self, update_id: str | None = None) -> None:
         """Check the open transaction here and on all ranks; it can be committed afterwards.
@@ -183,7 +179,7 @@ class WeightUpdater(OpenUpdate):
         Raises `CoverageError`, `ContentError`, `TransactionStateError`; the transaction is dropped then, and the next
         `begin` is free.
         """
-        transaction = self.admit(update_id, "verify")
+        transaction = self.admit(update_id, "verify").transaction
         if transaction.state is TransactionState.VERIFIED:
             raise TransactionStateError("cannot verify: the weight update is already verified")
         failure: Exception | None = None
@@ -204,7 +200,7 @@ class WeightUpdater(OpenUpdate):
 
     def fail(self, reason: str) -> None:
         """Fail the open transaction, which cannot be verified: another rank failed to receive a bucket."""
-        self._require_transaction("fail").fail(reason)
+        self._require_update("fail").transaction.fail(reason)
 
     def abort(self, update_id: str | None = None) -> None:
         """Drop the open transaction on request: its sender's, if the call carries its id.
@@ -217,26 +213,26 @@ class WeightUpdater(OpenUpdate):
             if update_id is None and not self.is_open:
                 self.book.clear_loss()
             raise
-        transaction = self._close("it was aborted", reported=True, by_sender=update_id is not None)
-        transaction.abort()
-        self.torn = transaction.torn or self.torn
+        update = self._close("it was aborted", reported=True, by_sender=update_id is not None)
+        update.transaction.abort()
+        self.torn = update.transaction.torn or self.torn
 
     def drop(self, reason: str, *, reported: bool = False, by_sender: bool = False) -> None:
         """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`.
 
         `reported`: in the answer to a call; `by_sender`: to one that carries its id.
         """
-        transaction = self._close(reason, reported=reported, by_sender=by_sender)
-        transaction.abort(reason)
-        self._note_failure(transaction, reason)
+        update = self._close(reason, reported=reported, by_sender=by_sender)
+        update.transaction.abort(reason)
+        self._note_failure(update, reason)
 
     def expire(self) -> bool:
         """Drop the open transaction if its lease has run out; whether it did."""
-        transaction = self._transaction
-        if transaction is None or not transaction.lease.expired:
+        update = self.update
+        if update is None or not update.lease.expired:
             return False
-        came = f"after {len(transaction.received)} tensors, {len(transaction.missing)} were missing"
-        self.drop(f"the lease of {transaction.lease.seconds:g} s ran out {came}")
+        came = f"after {update.num_received} tensors, {update.num_missing} were missing"
+        self.drop(f"the lease of {update.lease.seconds:g} s ran out {came}")
         return True
 
     # --- transaction, step side --------------------------------------------------------------------------------
@@ -249,27 +245,21 @@ class WeightUpdater(OpenUpdate):
         all the same.  Anything else that it raises leaves the commit in doubt: serving must end.
         """
         try:
-            transaction = self._require_transaction("commit")
-            transaction.check_committable()
+            update = self._require_update("commit")
+            update.transaction.check_committable()
         except TransactionStateError:
             self._commit_vote(False)
             raise
-        start, staging_s = time.perf_counter(), transaction.age_s
         try:
-            names = transaction.commit(self._commit_vote)
+            result = update.commit(self._commit_vote)
         except CommitError as error:
             self._close(str(error), reported=True, by_sender=True)  # all of it had come: no bucket is on its way
-            self._note_failure(transaction, str(error))
+            self._note_failure(update, str(error))
             raise
-        seconds = time.perf_counter() - start
-        self._held.release_in_background(transaction.close)
-        self.book.note(transaction.update_id, Outcome("committed"))
-        self._transaction, self.book.last_failure = None, None
-        if len(names) == len(self.weights.metas()):
-            self.torn = None
-        self.content.note(transaction.contents)
-        label, digests = transaction.weight_version, transaction.digests
-        return CommitResult(label, names, transaction.num_bytes, seconds, digests, transaction.update_id, staging_s)
+        self._held.release_in_background(update.transaction.close)
+        self.book.note(update.id, Outcome("committed"))
+        self.update, self.book.last_failure = None, None
+        return result
 
     # --- state -------------------------------------------------------------------------------------------------
 
@@ -281,9 +271,39 @@ class WeightUpdater(OpenUpdate):
         return Receiver(self._device, self._timeout_s, self.groups, self.patience, memory, whole=self.holds_steps)
 
     @property
+    def is_open(self) -> bool:
+        return self.update is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all tensors of the open update have come."""
+        return self.update is not None and self.update.num_missing == 0
+
+    @property
+    def weights(self) -> LogicalWeights:
+        return self.model.weights
+
+    @property
+    def content(self) -> ContentBook:
+        return self.model.content
+
+    @property
+    def quantised(self) -> HeldFormats:
+        return self.model.quantised
+
+    @property
+    def torn(self) -> str | None:
+        """Why the model is neither the old version nor a new one, until a complete refresh is committed."""
+        return self.model.torn
+
+    @torn.setter
+    def torn(self, reason: str | None) -> None:
+        self.model.torn = reason
+
+    @property
     def target(self) -> LogicalWeights:
-        """The weights that the open transaction is staged for; `weights` unless it adopts a placement."""
-        return self.weights if self._transaction is None else self._transaction.target
+        """The weights that the open update is staged for; `weights` unless it adopts a placement."""
+        return self.weights if self.update is None else self.update.transaction.target
 
     @property
     def holds_steps(self) -> bool:
@@ -292,39 +312,115 @@ class WeightUpdater(OpenUpdate):
 
     @property
     def is_dirty(self) -> bool:
-        """True if the model holds anything of the open transaction, on this rank or another: nothing may be sampled."""
-        transaction = self._transaction
-        if transaction is None:
+        """True if the model holds anything of the open update, on this rank or another: nothing may be sampled."""
+        if self.update is None:
             return False
+        transaction = self.update.transaction
         is_live = transaction.state in (TransactionState.OPEN, TransactionState.VERIFIED)
-        return transaction.dirty or (self.holds_steps and is_live and bool(transaction.received))
+        return transaction.dirty or (self.holds_steps and is_live and self.update.num_received > 0)
 
     def status(self) -> dict[str, Any]:
-        """Return the open transaction, its lease, the mode, and the last that failed; None for what there is not."""
-        transaction, failure = self._transaction, self.book.last_failure
-        data = dict.fromkeys(STATUS_FIELDS) if transaction is None else transaction.status()
-        return data | {
-            "open": transaction is not None,
-            "implicit": self.is_implicit,
-            "bound": self.is_bound,
-            "update_id": self.open_id,
+        """Return the open update, its lease, the mode, and the last that failed; None for what there is not."""
+        update, failure = self.update, self.book.last_failure
+        none: dict[str, Any] = dict.fromkeys((*STATUS_FIELDS, "update_id"))
+        return (none | {"implicit": False, "bound": False} if update is None else update.status()) | {
+            "open": update is not None,
             "staging": self._staging,
             "last_failure": None if failure is None else asdict(failure),
         }
 
+    def outcome(self, update_id: str) -> Outcome:
+        """Return the outcome of an update, which may still be open; callable on any thread."""
+        update = self.update
+        return self.book.outcome(update_id) if update is None or update_id != update.id else update.outcome
+
+    def staged(self, name: str) -> Sequence[Part] | None:
+        """Return this rank's staged parts of a tensor by canonical name; None if none is open or it has not come."""
+        return None if self.update is None else self.update.transaction.read_staged(name)
+
+    def renew_lease(self, seen_at: float | None = None) -> None:
+        """Restart the lease of the open update: its sender is alive.  `seen_at`: see `Lease.renew`."""
+        if self.update is not None:
+            self.update.lease.renew(seen_at)
+
+    @property
+    def lease_deadline(self) -> float:
+        """The time at which the open update's lease runs out, by its clock; `math.inf` where none does."""
+        return math.inf if self.update is None else self.update.lease.deadline
+
+    # --- whose calls ---------------------------------------------------------------------------------------------
+
+    def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
+        """Return why a call does not belong to the open update; None if it does.
+
+        A call that names no update is not foreign while none is open.
+        """
+        update = self.update
+        if update_id is None:
+            return None if update is None else update.foreign(weight_version)
+        if update is not None and update_id == update.id:
+            return None
+        ended = self.outcome(update_id)
+        because = "" if ended.reason is None else f": {ended.reason}"
+        other = "" if update is None else f"; another one is open {update.way_out}"
+        return TransactionStateError(f"the weight update {update_id!r} is {ended.kind}, not open{because}{other}")
+
+    def relation(self, update_id: str | None, weight_version: str | None, pause: int) -> Relation:
+        """Return the relation of a call that brings tensors to the open update, after `pause` pauses."""
+        update = self.update
+        if update_id is None and (update is None or update.is_left(pause)):
+            if self.book.loss is not None:
+                return Relation.LOST
+            return Relation.FIRST if update is None else Relation.NEW_PAUSE
+        if self.foreign(update_id, weight_version) is not None:
+            return Relation.FOREIGN
+        if update is None or not update.is_implicit:
+            return Relation.BEGUN
+        return Relation.JOINED if update_id is None else Relation.SAME
+
+    def refusal(self, relation: Relation, update_id: str | None, weight_version: str | None) -> TransactionStateError:
+        """Return why a call of this relation is refused."""
+        error = self.book.loss_error() if relation is Relation.LOST else self.foreign(update_id, weight_version)
+        assert error is not None, "`RULE` refuses no other calls"
+        return error
+
+    def require_own(self, update_id: str | None) -> None:
+        """Raise the error that `foreign` returns, if it returns one."""
+        if (foreign := self.foreign(update_id)) is not None:
+            raise foreign
+
+    def require_none_open(self, what: str = "") -> None:
+        """Raise `TransactionStateError` if an update is open; the message states that `what` is refused."""
+        if self.update is not None:
+            refused = what and f"{what}: "
+            raise TransactionStateError(f"{refused}a weight update is already open {self.update.way_out}")
+
+    def admit(self, update_id: str | None, verb: str) -> WeightUpdate:
+        """Return the open update, for a call that belongs to it.  Raises `TransactionStateError`."""
+        self.require_own(update_id)
+        update = self._require_update(verb)
+        update.admit(update_id)
+        return update
+
     # --- helpers -----------------------------------------------------------------------------------------------
 
-    def _close(self, reason: str, *, reported: bool, by_sender: bool) -> WeightTransaction:
-        transaction = self._require_transaction("abort")
-        self.book.note_drop(transaction, "aborted" if reported else "lost", reason, steps_held=self.holds_steps)
-        self._transaction = None
+    def _require_update(self, verb: str) -> WeightUpdate:
+        if self.update is None:
+            raise self.book.nothing_open(verb)
+        return self.update
+
+    def _close(self, reason: str, *, reported: bool, by_sender: bool) -> WeightUpdate:
+        update = self._require_update("abort")
+        ended = update.ended("aborted" if reported else "lost", reason, steps_held=self.holds_steps)
+        self.book.note_drop(ended, reason)
+        self.update = None
         self._held.end()
         if not by_sender:
             self.book.record_loss(reason, reported=reported)
-        return transaction
+        return update
 
-    def _note_failure(self, transaction: WeightTransaction, reason: str | None) -> None:
-        message = reason or ""
+    def _note_failure(self, update: WeightUpdate, reason: str | None) -> None:
+        transaction, message = update.transaction, reason or ""
         for more in (transaction.failure, transaction.torn):
             if more is not None and more not in message:
                 message = more if message in more else f"{message}; {more}"

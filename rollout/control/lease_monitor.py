@@ -41,6 +41,7 @@ from rollout.core.messages.weights import (
     UpdateWeightsReqInput,
 )
 from rollout.scheduler.scheduler import Scheduler
+from weight_sync.update import WeightUpdate
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import Lease
 
@@ -61,16 +62,33 @@ class LeaseMonitor:
         self._scheduler = scheduler
         self._updater = updater
         self._pause_timeout_s = pause_timeout_s
+        self.num_pauses = 0  # that were asked for
+        self._starts_anew = False  # a pause has come, and the loss before it is not forgotten yet
         self._pause: Lease | None = None
         self._is_checked = True  # no verb has run since the last check
         self._torn: str | None = None
-        self._open_before: str | None = None  # id of the update that was open when the current verb began
+        self._open_before: WeightUpdate | None = None  # open when the current verb began
         self._is_own = False  # whether the current verb is a call of that update
 
     @property
     def pause_left_s(self) -> float | None:
         """The seconds until the pause ends by itself; None if it does not."""
         return None if self._pause is None or not self._scheduler.serving.is_paused else self._pause.left_s
+
+    def on_pause_call(self, *, now: bool) -> None:
+        """Note that a pause was asked for: a new start, which forgets a loss.
+
+        Not `now` in a verb, but after it, as ranks lose an update at different times.
+        """
+        self.num_pauses += 1
+        self._starts_anew = True
+        if now:
+            self._forget_loss()
+
+    def _forget_loss(self) -> None:
+        if self._starts_anew:
+            self._updater.book.clear_loss()
+        self._starts_anew = False
 
     def on_pause(self) -> None:
         """Note that generation is paused, perhaps once more."""
@@ -79,14 +97,15 @@ class LeaseMonitor:
 
     def on_start(self, verb: ControlReqInput[Any]) -> None:
         """Note that a weight verb begins."""
-        self._open_before, self._is_own = self._updater.open_id, self._is_of_update(verb)
+        self._open_before, self._is_own = self._updater.update, self._is_of_update(verb)
 
     def on_verb(self, verb: ControlReqInput[Any], succeeded: bool) -> None:
         """Note the end of the weight verb that began last, and renew its leases."""
+        self._forget_loss()
         self._is_checked = False
         if self._is_own:
             self._updater.renew_lease()
-        has_opened = self._updater.is_open and self._updater.open_id != self._open_before
+        has_opened = self._updater.is_open and self._updater.update is not self._open_before
         is_work = succeeded and self._open_before is None and isinstance(verb, _TRAINERS_CALLS)
         if self._pause is not None and (self._is_own or has_opened or is_work):
             self._pause.renew()
@@ -117,15 +136,17 @@ class LeaseMonitor:
 
     def _is_of_update(self, verb: ControlReqInput[Any]) -> bool:
         """Return whether `verb` is a call of the open update."""
-        updater = self._updater
-        if not updater.is_open or not isinstance(verb, OfUpdateReqInput):
-            return updater.is_implicit and isinstance(verb, ContinueGenerationReqInput)
+        update = self._updater.update
+        if update is None:
+            return False
+        if not isinstance(verb, OfUpdateReqInput):
+            return update.is_implicit and isinstance(verb, ContinueGenerationReqInput)
         if isinstance(verb, (BeginWeightUpdateReqInput, PullWeightsReqInput)):
-            return verb.update_id == updater.open_id  # without an id they are of no other update
-        if isinstance(verb, UpdateWeightsFromDiskReqInput) and updater.is_implicit:
+            return verb.update_id == update.id  # without an id they are of no other update
+        if isinstance(verb, UpdateWeightsFromDiskReqInput) and update.is_implicit:
             return False
         version = verb.weight_version if isinstance(verb, UpdateWeightsReqInput) else None
-        return updater.foreign(verb.update_id, version) is None
+        return self._updater.foreign(verb.update_id, version) is None
 
     def _torn_anywhere(self) -> str | None:
         """Return why some rank's weights are neither old nor new; None if no rank's are torn."""

@@ -15,7 +15,8 @@ from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.content import Digests
 from weight_sync.errors import WeightSyncError
-from weight_sync.update_book import CommitResult, EndedUpdate, Outcome
+from weight_sync.update import CommitResult
+from weight_sync.update_book import EndedUpdate, Outcome
 from weight_sync.updater import WeightUpdater
 
 
@@ -64,7 +65,7 @@ class WeightCommit:
         else:
             state.relabel(version)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
-        book = self._updater.book
+        update, book = result.update, self._updater.book
         reply = CommitReply(
             weight_version=version,
             weight_epoch=state.epoch.weight_epoch,
@@ -73,29 +74,29 @@ class WeightCommit:
             placement_epoch=state.epoch.placement_epoch,
             num_tensors=len(result.names),
             num_bytes=result.num_bytes,
-            prepared_seconds=book.prepared_s,
+            prepared_seconds=update.prepared_s,
             staging_seconds=result.staging_seconds,
-            receiving_seconds=book.receiving_s,
+            receiving_seconds=update.receiving_s,
             stall_seconds=result.seconds,
             **placement,
         )
-        book.note(result.update_id, Outcome("committed", answer=msgspec.to_builtins(reply)))
+        book.note(update.id, Outcome("committed", answer=msgspec.to_builtins(reply)))
         book.ended.append(
             EndedUpdate(
-                update_id=result.update_id,
+                update_id=update.id,
                 kind="committed",
                 weight_version=version,
                 weight_epoch=state.epoch.weight_epoch,
                 num_tensors=len(result.names),
                 num_bytes=result.num_bytes,
-                prepared_s=book.prepared_s,
+                prepared_s=update.prepared_s,
                 staging_s=result.staging_seconds,
-                receiving_s=book.receiving_s,
+                receiving_s=update.receiving_s,
                 stall_s=result.seconds,
                 steps_held=self._updater.holds_steps,
             )
         )
-        is_part = len(result.names) < total and (alone or book.counts_tensors)
+        is_part = len(result.names) < total and (alone or update.counts_tensors)
         return reply, f" {len(result.names)} of {total} tensors came." if is_part else ""
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:
@@ -105,7 +106,7 @@ class WeightCommit:
             return epoch.weight_version if alone or label is None else label
         if label is None:
             return successor(epoch.weight_version)
-        if not (alone or self._updater.book.counts_tensors):
+        if not (alone or result.update.counts_tensors):
             return label
         return self._partial.after(label, result.names, total, epoch.weight_epoch)
 

@@ -1,17 +1,9 @@
-"""The work of each weight verb: it opens a transaction, fills it, or settles and publishes it.
+"""The work of each weight verb: it opens an update, fills it, or settles and publishes it.
 
     begin -> bucket* -> end: verify on the I/O thread, commit and publish at a step boundary
 
-`weight_sync` has the transactions, and `weight_queue` the order of verbs.  `weight_commit` commits.  `lease_monitor`
-acts without a verb (leases, pauses).
-
-Some clients send neither begin nor end.  In a pause, their first bucket opens a transaction and `continue_generation`
-settles it, with full coverage.  While the engine runs, each call is a transaction of its own on the tensors that it
-names.  Its label shows that it is a part until all have come.  While it runs without content, the calls add up to
-one transaction of all tensors, which the last one settles.  A bucket that comes after another pause opens a new
-transaction, and the one of the earlier pause is dropped.
-
-Calls outside the open update, and calls without id that may belong to a lost one, are refused and change nothing.
+`weight_sync/update.py` has the states of an update, and the rule for clients that send neither begin nor end.
+`weight_queue` has the order of verbs.  `weight_commit` commits.  `lease_monitor` acts without a verb (leases, pauses).
 """
 
 from __future__ import annotations
@@ -52,14 +44,19 @@ from rollout.core.messages.weights import (
 )
 from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
+from rollout.scheduler.serving_state import ServingState
 from weight_sync.checker import live_fingerprints
 from weight_sync.content import Digests
 from weight_sync.errors import BaseMismatchError, TransactionStateError
+from weight_sync.update import RULE, Engine
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
 
 CONTINUE_WAITS_S = 10.0
 """A continue waits this long for a bucket that is being sent.  The bucket of a live trainer needs far less."""
+
+
+_ABOUT_TO_OPEN = "(it begins): wait for its answer, or end it with abort_weight_update"
 
 
 class _Continue(ContinueGenerationReqInput, kw_only=True):
@@ -90,16 +87,13 @@ class WeightControl:
             scheduler,
             wake,
             consensus,
-            starting=self._leases.on_start,
+            starting=self._before_verb,
             finished=self._after_verb,
             settle=self._leases.check,
             wait_limit=self._wait_limit,
         )
-        self._num_pauses = 0
-        self._starts_anew = False  # a pause has come, and the loss before it is not forgotten yet
-        self._opened_in_pause = 0  # number of the pause that opened the implicit transaction
         self._found_digests: Digests | None = None
-        self._last_status = updater.status()
+        self._status = updater.status()  # when the verb that is under way began
         self._queue.add(
             {
                 **WeightGroups(updater, scheduler.parallel.position).jobs,
@@ -137,7 +131,8 @@ class WeightControl:
         """The reason why weights and the places of experts must not change now, as far as this rank knows."""
         if self._queue.busy:
             return "a weight verb is being carried out"
-        return f"a weight update is open {self._updater.way_out}" if self._updater.is_open else None
+        update = self._updater.update
+        return None if update is None else f"a weight update is open {update.way_out}"
 
     @property
     def has_verbs(self) -> bool:
@@ -146,11 +141,8 @@ class WeightControl:
 
     def on_pause(self) -> None:
         """Note that a pause was asked for."""
-        self._num_pauses += 1
-        self._starts_anew = True
+        self._leases.on_pause_call(now=not self._queue.busy)
         self._queue.call()
-        if not self._queue.busy:
-            self._forget_loss()
 
     def on_paused(self) -> None:
         """Note that generation is paused."""
@@ -159,25 +151,25 @@ class WeightControl:
 
     def require_no_update_in_pause(self) -> None:
         """Raise `Conflict` while an update is received in a pause: it must be settled before generation goes on."""
-        is_receiving = self._queue.busy or (self._updater.is_open and self._updater.is_implicit)
-        if is_receiving and self._scheduler.serving.is_paused:
-            raise Conflict(f"a weight update is being received in this pause {self._updater.way_out}")
+        update = self._updater.update
+        if self._scheduler.serving.is_paused and (self._queue.busy or (update is not None and update.is_implicit)):
+            way_out = _ABOUT_TO_OPEN if update is None else update.way_out
+            raise Conflict(f"a weight update is being received in this pause {way_out}")
 
     def on_pause_given_up(self) -> None:
         """Note that generation goes on without a continue."""
-        if not self._queue.busy and self._updater.is_open and self._updater.is_implicit:
+        if not self._queue.busy and self._has_implicit_update:
             self._updater.drop("the pause in which it was sent was given up")
             self._queue.call()
 
-    def _forget_loss(self) -> None:
-        """Forget a loss before the last pause.  Not called in a verb, as ranks lose an update at different times."""
-        if self._starts_anew:
-            self._updater.book.clear_loss()
-        self._starts_anew = False
+    @property
+    def _has_implicit_update(self) -> bool:
+        update = self._updater.update
+        return update is not None and update.is_implicit
 
     def _on_continue(self, verb: ContinueGenerationReqInput) -> None:
         """Queue a continue.  It does not end pauses that come while it waits for its turn."""
-        self._queue.put(_Continue(**msgspec.structs.asdict(verb), pauses=self._num_pauses))
+        self._queue.put(_Continue(**msgspec.structs.asdict(verb), pauses=self._leases.num_pauses))
 
     def _get_update(self, verb: GetWeightUpdateReqInput) -> ControlReqOutput[UpdateStateReply]:
         if verb.update_id is None:
@@ -194,11 +186,9 @@ class WeightControl:
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None
 
     def status(self) -> UpdateStateReply:
-        """Return the open transaction's state as of the last verb that finished; the I/O thread may work on it."""
-        if not self._queue.busy:
-            self._last_status = self._updater.status()
+        """Return the state of the open update; while a verb is under way, which may work on it, as of its beginning."""
         return UpdateStateReply(
-            **self._last_status,
+            **(self._status if self._queue.busy else self._updater.status()),
             busy=self._queue.busy,
             steps_held=self._scheduler.serving.is_writing,
             pause_left_s=self._leases.pause_left_s,
@@ -209,8 +199,11 @@ class WeightControl:
         """Return the last updates that ended, oldest first."""
         return [EndedUpdateState(**asdict(update)) for update in tuple(self._updater.book.ended)]
 
+    def _before_verb(self, verb: ControlReqInput[Any]) -> None:
+        self._leases.on_start(verb)
+        self._status = self._updater.status()
+
     def _after_verb(self, verb: ControlReqInput[Any], succeeded: bool) -> None:
-        self._forget_loss()
         self._leases.on_verb(verb, succeeded)
         if self._found_digests is not None:
             self._scheduler.runner.state.note_digests(self._found_digests)
@@ -221,7 +214,8 @@ class WeightControl:
     def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
         update_id = verb.update_id or verb.request_id  # the same on all ranks
         begun = replies("Weight update begun.", BeginReply(update_id=update_id))
-        if update_id == self._updater.open_id:  # sent again, as its answer did not arrive
+        update = self._updater.update
+        if update is not None and update_id == update.id:  # sent again, as its answer did not arrive
             return Job(verb, nothing, begun)
         if verb.coverage == "partial" and not verb.has_manifest and verb.update_id is None:
             raise BadRequest(
@@ -230,7 +224,7 @@ class WeightControl:
         adopts = verb.adopt_placement
         if adopts is None and verb.base_digest is not None:
             adopts = False  # deltas will come, which are added to their base in place
-        if not self._updater.is_open:  # else this begin is refused
+        if update is None:  # else this begin is refused
             self._adoption.opening(adopts, verb.placement_epoch)
 
         def io() -> None:
@@ -238,10 +232,17 @@ class WeightControl:
             self._require_base(verb)
             manifest = manifest_of(verb)
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
-            bound = verb.update_id is not None
-            flags: dict[str, Any] = {"update_id": update_id, "bound": bound, "cast": verb.cast}
-            self._updater.begin(verb.weight_version, verb.coverage, manifest, lease_s, **flags)
-            self._updater.book.note_opening(verb.prepared_s, counts_tensors=verb.counts_tensors)
+            self._updater.begin(
+                verb.weight_version,
+                verb.coverage,
+                manifest,
+                lease_s,
+                update_id=update_id,
+                bound=verb.update_id is not None,
+                cast=verb.cast,
+                prepared_s=verb.prepared_s,
+                counts_tensors=verb.counts_tensors,
+            )
 
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
         return Job(verb, io, begun, roll_back=roll_back, is_brief=verb.base_digest is None)
@@ -274,64 +275,52 @@ class WeightControl:
             raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
 
     def _receive(self, verb: UpdateWeightsReqInput[Any]) -> Job:
-        updater = self._updater
-        is_latest = updater.is_bound or self._opened_in_pause == self._num_pauses
-        stale = verb.update_id is None and updater.is_implicit and not is_latest
-        opens = stale or (verb.update_id is None and not updater.is_open)
-        serving = self._scheduler.serving
-        paused, lost = serving.is_paused or serving.is_pausing, serving.content_lost
-        settles = opens and not paused and not lost
-        adds_up = lost and not paused and (opens or updater.is_implicit)
-        refusal = None if stale else updater.foreign(verb.update_id, verb.weight_version)
-        if opens and not paused:
-            refusal = updater.book.loss_error()
+        updater, pause = self._updater, self._leases.num_pauses
+        relation = updater.relation(verb.update_id, verb.weight_version, pause)
+        deed = RULE[_engine_state(self._scheduler.serving), relation]
         source = functools.partial(SOURCES[type(verb)], verb, updater)
-        cast = verb.cast if isinstance(verb, BringsTensorsReqInput) else None
-        if refusal is not None:
+        if deed.refused:
+            refusal = updater.refusal(relation, verb.update_id, verb.weight_version)
             return Job(
                 verb, lambda: updater.turn_away(source(), refusal), replies("", BucketReply()), waits=updater.patience
             )
         if verb.abort_all_requests:
             self._scheduler.abort(None)
-        if opens:
-            self._opened_in_pause = self._num_pauses
+        if deed.opens is not None:
             self._adoption.opening()
+        cast = verb.cast if isinstance(verb, BringsTensorsReqInput) else None
+        is_alone, adds_up = deed.settles == "this call", deed.settles == "the call that completes it"
+        own_id = verb.request_id if is_alone else verb.update_id
+        drop = functools.partial(updater.drop, reported=True)
 
         def io() -> bool:
+            if deed.opens is not None:
+                try:
+                    if updater.is_open:
+                        updater.drop("a new pause and a new bucket came before the update was settled")
+                    updater.open_implicit(deed.opens, verb.request_id, None if cast else cast, pause)
+                except Exception as error:
+                    updater.turn_away(source(), error)
             try:
-                if stale:
-                    updater.drop("a new pause and a new bucket came before the update was settled")
-                if opens:
-                    updater.open_implicit(
-                        "partial" if settles else "full", verb.request_id, cast=None if cast else cast
-                    )
-                    updater.book.note_opening()
+                updater.receive(source(), verb.weight_version, verb.update_id, cast)
             except Exception as error:
-                updater.turn_away(source(), error)
-            try:
-                with updater.book.receiving():
-                    updater.receive(source(), verb.weight_version, verb.update_id, cast)
-            except Exception as error:
-                if settles:
-                    updater.abort(verb.request_id)
-                if adds_up:
+                if is_alone:
+                    updater.abort(own_id)
+                elif adds_up:
                     drop(str(error))
                 raise
-            is_whole = settles or (adds_up and updater.is_complete)
-            if is_whole:
-                updater.verify(verb.request_id if settles else verb.update_id)
+            if is_whole := is_alone or (adds_up and updater.is_complete):
+                updater.verify(own_id)
             return is_whole
 
         def step(is_whole: bool) -> tuple[str, BucketReply]:
             if is_whole:
-                message, commit = self._commit.run(alone=settles)
+                message, commit = self._commit.run(alone=is_alone)
                 return message, BucketReply(**msgspec.structs.asdict(commit))
             return "Succeeded to receive weights.", BucketReply(weight_update=UpdateStateReply(**updater.status()))
 
-        drop = functools.partial(updater.drop, reported=True)
         roll_back = drop if adds_up else updater.fail
-        holds, waits = updater.holds_steps, updater.patience
-        return Job(verb, io, step, holds_steps=holds, roll_back=roll_back, waits=waits)
+        return Job(verb, io, step, holds_steps=updater.holds_steps, roll_back=roll_back, waits=updater.patience)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         update_id = verb.update_id
@@ -341,7 +330,7 @@ class WeightControl:
 
         def verify() -> None:
             if verb.weight_version is not None:
-                self._updater.admit(update_id, "verify").weight_version = verb.weight_version
+                self._updater.admit(update_id, "verify").transaction.weight_version = verb.weight_version
             self._updater.verify(update_id)
 
         if verb.phase == "verify":
@@ -357,13 +346,15 @@ class WeightControl:
         return Job(verb, lambda: self._updater.abort(verb.update_id), step)
 
     def _continue(self, verb: _Continue) -> Job:
-        settles = self._updater.is_open and self._updater.is_implicit
+        settles = self._has_implicit_update
 
         def io() -> None:
             if not settles and (loss := self._updater.book.report_loss()) is not None:
                 raise TransactionStateError(f"the weight update was lost: {loss}; another continue just continues")
             state = self._scheduler.runner.state
-            coming = self._updater.pending_version or successor(state.epoch.weight_version)
+            update = self._updater.update
+            named = None if update is None else update.transaction.weight_version
+            coming = named or successor(state.epoch.weight_version)
             require_known_version(state, verb.abort_below_weight_version, coming if settles else None)
             if settles:
                 self._updater.verify()
@@ -372,7 +363,7 @@ class WeightControl:
             serving = self._scheduler.serving
             facts = msgspec.structs.asdict(self._commit.run()[1]) if settles else {}
             aborted = abort_below(self._scheduler, verb.abort_below_weight_version)
-            if verb.pauses != self._num_pauses:
+            if verb.pauses != self._leases.num_pauses:
                 message = "Generation stays paused: another pause came after this call."
                 return message, ContinueReply(
                     **facts, paused=serving.is_paused or serving.is_pausing, num_aborted=aborted
@@ -386,8 +377,8 @@ class WeightControl:
         def step(_: Any) -> tuple[str, VersionReply]:
             if verb.abort_all_requests:
                 self._scheduler.abort(None)
-            if self._updater.is_open:
-                self._updater.set_pending_version(verb.new_version)
+            if self._updater.update is not None:
+                self._updater.update.transaction.weight_version = verb.new_version
             else:
                 state = self._scheduler.runner.state
                 with state.mutate("version update"):
@@ -395,3 +386,9 @@ class WeightControl:
             return f"Weight version updated to {verb.new_version}.", VersionReply(new_version=verb.new_version)
 
         return Job(verb, lambda: self._updater.require_own(verb.update_id), step)
+
+
+def _engine_state(serving: ServingState) -> Engine:
+    if serving.is_paused or serving.is_pausing:
+        return Engine.PAUSED
+    return Engine.EMPTY if serving.content_lost else Engine.RUNNING

@@ -92,10 +92,11 @@ class DiskRefresh:
         foreign = self._updater.foreign(verb.update_id, verb.weight_version)
         if verb.abort_all_requests and foreign is None:
             self._scheduler.abort(None)
-        opens = not self._updater.is_open
+        update = self._updater.update
+        opens = update is None
         if opens and foreign is None:
             self._adoption.opening()
-        is_implicit = self._updater.is_implicit
+        is_implicit = update is not None and update.is_implicit
         model = self._scheduler.runner.state.model
 
         def io() -> LocalVersion | None:
@@ -113,8 +114,7 @@ class DiskRefresh:
                 if opens:
                     self._refresh(source, "full", verb.weight_version, verb.request_id)
                 else:
-                    with self._updater.book.receiving():
-                        self._updater.receive(source, verb.weight_version, verb.update_id)
+                    self._updater.receive(source, verb.weight_version, verb.update_id)
             finally:
                 source.close()
             return source.local_version
@@ -212,10 +212,8 @@ class DiskRefresh:
     def _refresh(self, source: BucketSource, coverage: Any, weight_version: str | None, update_id: str) -> None:
         """Receive and verify in a transaction of its own, which is aborted if anything fails."""
         self._updater.open_implicit(coverage, update_id)
-        self._updater.book.note_opening()
         try:
-            with self._updater.book.receiving():
-                self._updater.receive(source, weight_version)
+            self._updater.receive(source, weight_version)
         except Exception:
             self._updater.abort(update_id)
             raise

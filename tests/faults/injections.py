@@ -165,8 +165,7 @@ def disk_full(engine: Engine, point: str) -> AbstractContextManager[Any]:
     limit = int(checkpoint.stat().st_size * BUCKETS.index(point) / len(BUCKETS))
 
     def receive_without_room(self: WeightUpdater, *arguments: Any) -> None:
-        transaction = self._transaction
-        with _file_limit(10 if transaction is None else transaction._staging.num_bytes + 10):
+        with _file_limit(10 if self.update is None else self.update.transaction._staging.num_bytes + 10):
             receive(self, *arguments)
 
     def pull_without_room(*arguments: Any, **named: Any) -> Any:

@@ -94,7 +94,8 @@ def publishes_before_the_vote() -> Context:
     def wrong(self: WeightCommit, **how: Any) -> Any:
         state = self._scheduler.runner.state
         with state.mutate("weight refresh"):
-            state.relabel(self._updater.pending_version or "unnamed")
+            update = self._updater.update
+            state.relabel("unnamed" if update is None else update.transaction.weight_version or "unnamed")
         return commit(self, **how)
 
     return _replaced((WeightCommit, "run", wrong))

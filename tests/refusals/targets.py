@@ -140,7 +140,7 @@ class UpdaterTarget:
                 return None
 
         call(self.updater.begin, version, **begin)
-        self._last = self.updater._transaction
+        self._last = None if self.updater.update is None else self.updater.update.transaction
         for source in sources:
             call(self.updater.receive, source)
         call(self.updater.verify)

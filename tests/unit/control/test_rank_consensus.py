@@ -173,7 +173,9 @@ def test_w02_a_lease_runs_out_on_all_ranks_at_once(
     """One rank is slow to refuse a bucket; then the trainer dies."""
     harness = start(tp_size=2)
     assert harness.control(BeginWeightUpdateReqInput, weight_version="v1", lease_s=1.0).success
-    slow = updaters(harness)[1]._transaction
+    update = updaters(harness)[1].update
+    assert update is not None
+    slow = update.transaction
     announce = WeightTransaction.announce
 
     def announcing(self: WeightTransaction, *arguments: Any) -> None:
@@ -184,7 +186,7 @@ def test_w02_a_lease_runs_out_on_all_ranks_at_once(
     name = next(iter(new))
     (answer,) = send(harness, {name: torch.full_like(new[name], torch.nan)}, parts=1)
     assert not answer.success
-    assert len({updater._transaction.lease.deadline for updater in updaters(harness)}) == 1  # type: ignore[union-attr]
+    assert len({updater.lease_deadline for updater in updaters(harness)}) == 1
     until = time.monotonic() + 1.5
     while time.monotonic() < until:
         harness.tick()

@@ -332,7 +332,7 @@ def test_what_follows_the_commit_of_a_continue_does_not_turn_it_into_a_failure(
     assert harness.control(PauseGenerationReqInput, mode="retract").success
     updater_of(harness).open_implicit("full", "in the pause")
     deliver(harness, logical_tensors(folders["next"]))
-    updater_of(harness).set_pending_version("next")
+    updater_of(harness).admit(None, "name").transaction.weight_version = "next"
     monkeypatch.setattr("rollout.control.weight_control.abort_below", fails)
     request_id = harness.post(ContinueGenerationReqInput, abort_below_weight_version="default")
     with pytest.raises(FatalError, match="weight version 'next' was published, and then ValueError: no such request"):

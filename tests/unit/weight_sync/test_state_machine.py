@@ -33,7 +33,7 @@ from weight_sync.receivers.base import BucketSource
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import TensorMeta
-from weight_sync.updater import CommitResult
+from weight_sync.update import CommitResult
 
 LEASE_S = 600
 
@@ -330,7 +330,7 @@ def fault_at(failing_write: int | None) -> Callable[..., None]:
 
 def fail_exchanges(updater: LoopbackUpdater, fault: Callable[[], None]) -> None:
     """Call `fault`, which may raise, before each storage that the open transaction's commit writes."""
-    staging = updater._transaction._staging if updater._transaction is not None else None
+    staging = None if updater.update is None else updater.update.transaction._staging
     if not isinstance(staging, ShadowStaging):
         return
 
@@ -345,8 +345,8 @@ class ForgetsToRestore(LoopbackUpdater):
     """Wrong: a failed commit leaves what it wrote."""
 
     def commit(self) -> CommitResult:
-        if self._transaction is not None:
-            self._transaction._roll_back = lambda reason: None  # type: ignore[method-assign]
+        if self.update is not None:
+            self.update.transaction._roll_back = lambda reason: None  # type: ignore[method-assign]
         return super().commit()
 
 
@@ -392,8 +392,8 @@ class ForgivesBuckets(LoopbackUpdater):
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         super().begin(*args, **kwargs)
-        assert self._transaction is not None
-        self._transaction.fail = lambda reason: None  # type: ignore[method-assign]
+        assert self.update is not None
+        self.update.transaction.fail = lambda reason: None  # type: ignore[method-assign]
 
 
 class TakesEveryCall(LoopbackUpdater):
@@ -408,8 +408,8 @@ class SkipsContentCheck(LoopbackUpdater):
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         super().begin(*args, **kwargs)
-        assert self._transaction is not None
-        opened = self._transaction
+        assert self.update is not None
+        opened = self.update.transaction
         opened.receive = lambda named, cast: load_weights(  # type: ignore[method-assign]
             opened._weights, named, opened._staging, opened._ledger, cast
         )
@@ -419,8 +419,8 @@ class SkipsCoverage(LoopbackUpdater):
     """Wrong: takes any non-empty set of tensors for a full refresh."""
 
     def verify(self, update_id: str | None = None) -> None:
-        if self._transaction is not None:
-            self._transaction._ledger.coverage = "partial"
+        if self.update is not None:
+            self.update.transaction._ledger.coverage = "partial"
         super().verify(update_id)
 
 

@@ -42,12 +42,7 @@ def test_status_through_a_refresh() -> None:
         "staging": "host",
     }
     assert updater.status() == closed
-    assert (updater.is_open, updater.is_implicit, updater.pending_version, updater.staged(NORM)) == (
-        False,
-        False,
-        None,
-        None,
-    )
+    assert not updater.is_open and updater.update is None and updater.staged(NORM) is None
     updater.begin("v1", lease_s=60, update_id="u1")
     sent = version(1)
     updater.send([(NORM, sent[NORM])])
@@ -159,8 +154,9 @@ def test_commit_tells_what_it_wrote() -> None:
     updater = loopback(weights)
     updater.begin(coverage="partial")
     updater.send([(EMBED, version(1)[EMBED])], weight_version="v7")
-    assert updater.pending_version == "v7"
-    updater.set_pending_version("v8")
+    update = updater.admit(None, "name")
+    assert update.transaction.weight_version == "v7"
+    update.transaction.weight_version = "v8"
     updater.verify()
     result = updater.commit()
     assert (result.weight_version, result.names, result.num_bytes) == ("v8", [EMBED], 6 * 4 * 2)
@@ -185,13 +181,13 @@ def test_an_implicit_transaction_keeps_begin_out() -> None:
     weights = FakeWeights()
     updater = loopback(weights)
     updater.open_implicit("full")
-    assert updater.is_implicit
+    assert updater.status()["implicit"]
     with pytest.raises(TransactionStateError):
         updater.begin()
     updater.send(list(version(1).items()))
     updater.verify()
     updater.commit()
-    assert not updater.is_implicit
+    assert not updater.status()["implicit"]
     assert weights.snapshot() == FakeWeights(1).snapshot()
 
 
@@ -319,7 +315,7 @@ def test_55_skyrl_1605_a_second_begin_is_refused_and_harms_nothing() -> None:
     updater.send(named[:4])
     with pytest.raises(TransactionStateError):
         updater.begin("v3")
-    assert updater.pending_version == "v2"
+    assert updater.status()["weight_version"] == "v2"
     updater.send(named[4:])
     updater.verify()
     assert updater.commit().weight_version == "v2"
