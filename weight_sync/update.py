@@ -79,9 +79,9 @@ class Deed(NamedTuple):
     refused: bool = False
 
 
-REFUSE = Deed("refused with 409, changes nothing", refused=True)
-JOIN = Deed("joins the open update")
-OPEN = Deed("opens an update of all tensors, which continue settles", "full")
+REFUSE = Deed("a 409 that changes nothing", refused=True)
+JOIN = Deed("joins the open update; a later call settles it")
+OPEN = Deed("opens an update of all tensors, which `continue_generation` settles", "full")
 ALONE = Deed("is an update of its own, of the tensors that it names", "partial", "this call")
 OPEN_SUM = Deed(
     "opens an update of all tensors; the call that completes it settles it, and a failure drops it",
@@ -271,7 +271,7 @@ class WeightUpdate:
         return self.transaction.status() | lease | identity
 
     def ended(self, kind: Literal["lost", "aborted"], reason: str, *, steps_held: bool) -> EndedUpdate:
-        """Return the record of its end, if that is no commit."""
+        """Return the record of an end without a commit."""
         transaction = self.transaction
         return EndedUpdate(
             update_id=self.id,
