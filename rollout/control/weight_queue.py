@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,9 +32,6 @@ from weight_sync.device_queue import use_own_stream
 from weight_sync.waiting import Patience
 
 _NICENESS = 15
-_PAUSE = 2.5
-"""The pause between two parts of a bucket while steps run, as a multiple of the first part's time."""
-_MAX_PAUSE_S = 0.1
 
 
 def _settle_in(device: torch.device) -> None:
@@ -51,19 +47,6 @@ def _on_threads(count: int, call: Callable[[], Any]) -> Any:
     """Call `call` with `count` threads for the operators of this one."""
     torch.set_num_threads(count)
     return call()
-
-
-def pause_between_parts(scheduler: Scheduler) -> Callable[[float], None]:
-    """Return a function that the I/O thread calls with the seconds of each part of a bucket, so that steps get a turn.
-
-    Niceness alone does not leave them enough: a step waits for the one of its threads that was preempted.
-    """
-
-    def pause(seconds: float) -> None:
-        if scheduler.has_work:
-            time.sleep(min(_PAUSE * seconds, _MAX_PAUSE_S))
-
-    return pause
 
 
 @dataclass(frozen=True)

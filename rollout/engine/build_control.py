@@ -22,7 +22,7 @@ from rollout.control.weight_checker import WeightChecker
 from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_control import WeightControl
 from rollout.control.weight_disk import DiskRefresh
-from rollout.control.weight_queue import pause_between_parts
+from rollout.control.weight_pace import WeightPace
 from rollout.core.args.named_folders import NamedFolders
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.messages.io_struct import MemoryTag
@@ -84,7 +84,7 @@ def build_control(
         memory=held,
         rank=parallel.position.tp_rank,
         ranks=parallel.layout.tp_size,
-        pace=pause_between_parts(scheduler),
+        pace=WeightPace(scheduler) if device.type == "cpu" else None,
         clock=lambda: scheduler.now,
         max_call_bytes=args.max_weight_call_bytes,
         quantised=_held_formats(args, model),

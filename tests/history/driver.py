@@ -19,6 +19,7 @@ from unittest import mock
 from rollout.control import weight_queue
 from rollout.core.messages.io_struct import ControlReqOutput
 from rollout.core.messages.message import ControlReqInput
+from rollout.engine import build_control
 from tests.faults.harness import RefreshHarness
 from tests.faults.pulls import Publisher
 from tests.history.actions import History, Submit
@@ -84,6 +85,7 @@ class Driver(RefreshHarness):
             scratch = Path(self._script.enter_context(tempfile.TemporaryDirectory()))
             executor = mock.patch.object(weight_queue, "ThreadPoolExecutor", lambda *_, **__: self.executor)
             self._script.enter_context(executor)
+            self._script.enter_context(mock.patch.object(build_control, "WeightPace", lambda _: None))
             super().__init__(
                 checkpoint,
                 history.staging,

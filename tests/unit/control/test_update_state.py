@@ -38,7 +38,7 @@ def trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LoopbackTrainer:
 def test_while_a_bucket_comes_the_state_is_that_of_its_beginning(
     folder: Path, trainer: LoopbackTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody asked for the state between the last verb and this one."""
+    """The state was not asked for between the last verb and this one."""
     harness, go = Harness(folder), threading.Event()
     first, second = (sorted(trainer.tensors)[part::2] for part in range(2))
     before = harness.control(GetWeightUpdateReqInput).data

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.control import weight_queue
 from tests.logical_weights_fake import FakeWeights, version
 from weight_sync.bucket import cut_packed, cut_pieces, pack
 from weight_sync.errors import ContentError, TransactionStateError, TransportError, WeightRequestError
@@ -292,17 +291,3 @@ def test_steps_get_their_turn_between_the_parts_that_were_taken() -> None:
     with pytest.raises(ContentError):
         deliver(Counting(must_drain=True), take, ContentError("refused before"), pace=taken.append)
     assert not taken
-
-
-@pytest.mark.parametrize("has_work", [True, False])
-def test_the_pause_is_as_long_as_the_part_and_only_beside_steps(
-    has_work: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(weight_queue.time, "sleep", slept.append)
-    pause = weight_queue.pause_between_parts(type("Scheduler", (), {"has_work": has_work})())
-    for seconds in (0.002, 0.004, 60.0):
-        pause(seconds)
-    assert len(slept) == (3 if has_work else 0)
-    if has_work:
-        assert slept[1] == 2 * slept[0] > 0.002 and slept[2] == weight_queue._MAX_PAUSE_S

@@ -1,0 +1,106 @@
+"""The pace at which weights are taken in beside steps, on a simulated engine whose steps suffer by a known factor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from rollout.control.weight_pace import _FIRST_SHARE, WeightPace
+from rollout.scheduler.stats import StepStats
+
+
+@dataclass
+class Engine:
+    """Steps of `step_s` seconds, which take `1 + k` times as long while a part is taken."""
+
+    k: float
+    step_s: float = 0.01
+    has_work: bool = True
+    now: float = 0.0
+    rested_s: float = 0.0
+    stats: StepStats = field(default_factory=StepStats)
+    done: float = 0.0  # of the step that runs
+    spent_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pace = WeightPace(SimpleNamespace(has_work=True, stats=self.stats), lambda: self.now, self.rest)  # type: ignore[arg-type]
+        self.pace._scheduler = self  # type: ignore[assignment]
+
+    def advance(self, seconds: float, factor: float) -> None:
+        """Let time pass, in which steps take `factor` times as long."""
+        while seconds > 0 and self.has_work:
+            part = min(seconds, (1 - self.done) * self.step_s * factor)
+            seconds, self.now = seconds - part, self.now + part
+            self.done, self.spent_s = self.done + part / (self.step_s * factor), self.spent_s + part
+            if self.done > 1 - 1e-9:
+                self.stats.seconds["forward"] += self.spent_s
+                self.stats.num_steps += 1
+                self.done = self.spent_s = 0.0
+        self.now += max(0.0, seconds)
+
+    def rest(self, seconds: float) -> None:
+        self.rested_s += seconds
+        self.advance(max(seconds, 1e-6), 1.0)  # a clock never stands still
+
+    def refresh(self, parts: int = 300, part_s: float = 0.004, gap_s: float = 0.0) -> tuple[float, float]:
+        """Take the parts; return the share of their speed that steps kept, and the time by that of the parts."""
+        start, steps = self.now, self.stats.num_steps
+        for _ in range(parts):
+            self.advance(gap_s, 1.0)
+            self.advance(part_s, 1 + self.k)
+            self.pace(part_s)
+        elapsed = self.now - start
+        return (self.stats.num_steps - steps) * self.step_s / elapsed, elapsed / (parts * part_s)
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.01, 0.08])
+@pytest.mark.parametrize("k", [0.3, 0.7, 1.5, 4.0])
+def test_steps_keep_their_share_whatever_they_suffer(k: float, step_s: float) -> None:
+    engine = Engine(k, step_s)
+    engine.refresh()
+    kept, times = engine.refresh()
+    assert 0.85 <= kept <= 0.95
+    assert times <= 1.2 * max(1.0, (k / (1 + k)) / 0.12), "no longer than that takes"
+
+
+def test_steps_that_suffer_little_cost_no_rest() -> None:
+    """Some rests are always measured, so a change is noticed in either direction."""
+    engine = Engine(0.05)
+    engine.refresh()
+    kept, times = engine.refresh()
+    assert kept >= 0.94 and times <= 1.15
+    engine.k = 3.0
+    engine.refresh()
+    assert engine.refresh()[0] >= 0.85
+    engine.k = 0.05
+    engine.refresh()
+    assert engine.refresh()[1] <= 1.15
+
+
+def test_a_slow_sender_s_gaps_count_as_rests() -> None:
+    engine = Engine(0.7)
+    engine.refresh()
+    rested_s = engine.rested_s
+    engine.refresh(gap_s=0.04)
+    assert engine.rested_s < rested_s + 0.2, "the window that was open may end with one rest"
+
+
+def test_nothing_is_paced_while_no_request_runs() -> None:
+    engine = Engine(4.0, has_work=False)
+    assert engine.refresh()[1] == pytest.approx(1.0)
+    assert engine.pace.share == _FIRST_SHARE
+
+
+def test_a_rest_ends_with_the_last_request() -> None:
+    engine = Engine(0.7)
+    advance = engine.advance
+
+    def until_the_last(seconds: float, factor: float) -> None:
+        advance(seconds, factor)
+        engine.has_work = engine.now < 0.05
+
+    engine.advance = until_the_last  # type: ignore[method-assign]
+    engine.refresh(parts=20)
+    assert engine.rested_s < 0.06
