@@ -215,6 +215,8 @@ class WeightUpdate:
         """
         start, transaction = time.perf_counter(), self.transaction
         wrong: WeightSyncError | None = None
+        if pace is not None:
+            pace(0.0)
         try:
             metas = source.announce(max_bytes)
             try:

@@ -1,13 +1,15 @@
 """`WeightPace`: the rests of the thread that takes weights in, so that on a CPU steps keep most of their speed.
 
 A step waits for the one of its threads that was preempted, and for the interpreter.  Niceness alone does not end that.
-How much a step suffers depends on the machine, the model and the tensors, so it is measured:
+How much steps suffer depends on the machine, the model, the tensors, and on a trainer that computes next to them.  So
+it is measured:
 
+    before  the seconds of a step in the last second
     work    parts of buckets are taken, one after the other, for some steps
-    rest    nothing is taken, so that steps keep their share; their time shows how fast they are alone
+    rest    nothing is taken; the time of these steps shows how fast they are alone now
 
-If steps lose a share L of their speed in work, and work takes a share f of the time, they keep 1 - f * L.  L comes from
-the last windows of work and rest, and f from L.  Time in which the sender is waited for counts as rest.  On CUDA
+What steps took longer than alone is lost.  A rest is as long as it takes until no more than `1 - KEPT` of all time is
+lost.  Time in which a sender is waited for counts, too: a refresh that costs steps nothing never rests.  On CUDA
 nothing is paced: staging has a stream of its own there.
 """
 
@@ -15,83 +17,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from rollout.scheduler.scheduler import Scheduler
-from rollout.scheduler.stats import StepStats
 
 KEPT = 0.88
-"""The share of their speed that steps keep, if the measurement is right; 0.85 is promised."""
-_FIRST_SHARE = 0.3
-_LEAST_SHARE = 0.1
+"""The share of their speed that steps are to keep; 0.85 is promised."""
+_MOST_REST = 9.0
+"""The longest rest, as a multiple of the work before it: long prompts that come are no reason to stand still."""
 _STEPS = 3
-"""The steps of a window: fewer show too little."""
+"""The steps that show something."""
 _MOST_STEPS = 60
 """The steps after which there is a rest even if none is needed, so that the speed of steps alone stays known."""
 _MAX_WINDOW_S = 1.0
 _DECAY = 0.6
+_NUM_BEFORE = 20.0
+"""The weight of the steps before a refresh, as a number of steps of rests."""
 _POLL_S = 0.002
 
 
-class _Window:
-    """The steps that begin and end within some time: it opens with the first end of a step that `note` sees."""
+class _Mark(NamedTuple):
+    """A moment, and what steps had taken by then."""
 
-    def __init__(self, stats: StepStats, clock: Callable[[], float]) -> None:
-        self._stats, self._clock = stats, clock
-        self._start, self._first = clock(), stats.num_steps
-        self._opened: tuple[float, float, int, float] | None = None
-        self.work_s = 0.0
-
-    @property
-    def elapsed(self) -> float:
-        return self._clock() - self._start
-
-    @property
-    def num_steps(self) -> int:
-        return 0 if self._opened is None else self._stats.num_steps - self._opened[2]
-
-    def note(self, work_s: float = 0.0) -> None:
-        """Note that time has passed, `work_s` of it in work.  Called often."""
-        self.work_s += work_s
-        if self._opened is None and self._stats.num_steps != self._first:
-            self._opened = self._now()
-
-    def _now(self) -> tuple[float, float, int, float]:
-        return self._clock(), sum(self._stats.seconds.values()), self._stats.num_steps, self.work_s
-
-    def measured(self) -> tuple[float, float, float]:
-        """Return the seconds of its steps, their number, and their number by the share of work."""
-        assert self._opened is not None
-        elapsed, seconds, steps, work_s = (now - then for now, then in zip(self._now(), self._opened, strict=True))
-        return seconds, steps, steps * work_s / max(elapsed, 1e-9)
-
-
-class _Mean:
-    """Sums over the last windows, which count less with age."""
-
-    def __init__(self) -> None:
-        self._sums = (0.0, 0.0, 0.0)
-
-    def add(self, window: _Window) -> None:
-        if window.num_steps:
-            sums = zip(self._sums, window.measured(), strict=True)
-            seconds, steps, work = (_DECAY * old + new for old, new in sums)
-            self._sums = seconds, steps, work
-
-    @property
-    def step_s(self) -> float:
-        """Seconds a step; 0 if none was measured."""
-        seconds, steps, _ = self._sums
-        return seconds / steps if steps else 0.0
-
-    @property
-    def work(self) -> float:
-        """The share of work."""
-        _, steps, work = self._sums
-        return work / steps if steps else 0.0
+    at: float
+    seconds: float
+    num_steps: int
 
 
 class WeightPace:
-    """Called on the I/O thread with the seconds of each part of a bucket, right after it."""
+    """Called on the I/O thread with the seconds of each part of a bucket, right after it; at a call's start with 0."""
 
     def __init__(
         self,
@@ -100,43 +54,71 @@ class WeightPace:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._scheduler, self._clock, self._sleep = scheduler, clock, sleep
-        self._alone, self._beside = _Mean(), _Mean()
-        self._window = self._new_window()
-
-    @property
-    def share(self) -> float:
-        """The share of the time that may be work, as far as it is known."""
-        if not (self._alone.step_s and self._beside.work):
-            return _FIRST_SHARE
-        loss = (1 - self._alone.step_s / self._beside.step_s) / self._beside.work
-        return 1.0 if loss <= 1 - KEPT else max(_LEAST_SHARE, (1 - KEPT) / loss)
+        self._alone = (0.0, 0.0)  # seconds and number of steps in the last rests, which count less with age
+        self._debt = 0.0  # seconds lost, beyond those that may be lost
+        self._work_s = 0.0  # since the last rest
+        self._mark = self._rested = self._now()
+        self._called_at = self._mark.at
 
     def __call__(self, seconds: float) -> None:
-        if not self._scheduler.has_work:
-            self._window = self._new_window()
+        now = self._now()
+        gap_s, self._called_at = now.at - seconds - self._called_at, now.at
+        if gap_s > _MAX_WINDOW_S or not self._scheduler.has_work:
+            self._begin(now)
             return
-        window = self._window
-        window.note(seconds)
-        elapsed, num_steps = window.elapsed, window.num_steps
-        is_long = num_steps >= _MOST_STEPS or elapsed >= _MAX_WINDOW_S
-        rest_s = window.work_s / self.share - elapsed
-        if not is_long and (num_steps < _STEPS or rest_s < _STEPS * self._alone.step_s):
-            return  # too short to show anything, or no rest is needed yet
-        if 2 * window.work_s >= elapsed:  # else the sender is slow: that is rest enough
-            self._beside.add(window)
+        self._work_s += seconds
+        num_steps = now.num_steps - self._rested.num_steps
+        is_long = num_steps >= _MOST_STEPS or now.at - self._rested.at >= _MAX_WINDOW_S
+        if not is_long and num_steps < _STEPS:
+            return
+        self._count(now)
+        rest_s = min(self._debt / (1 - KEPT), _MOST_REST * self._work_s)
+        if rest_s >= _STEPS * self._step_s or is_long:
             self._rest(rest_s)
-        self._window = self._new_window()
+            self._work_s, self._rested = 0.0, self._now()
+            self._called_at = self._rested.at
 
-    def _new_window(self) -> _Window:
-        return _Window(self._scheduler.stats, self._clock)
+    @property
+    def _step_s(self) -> float:
+        """Seconds of a step alone; 0 if none was measured."""
+        seconds, steps = self._alone
+        return seconds / steps if steps else 0.0
+
+    def _now(self) -> _Mark:
+        stats = self._scheduler.stats
+        return _Mark(self._clock(), stats.total_s, stats.num_steps)
+
+    def _begin(self, now: _Mark) -> None:
+        """Note that a refresh begins, or that nothing runs."""
+        before_s = self._scheduler.stats.recent_step_s
+        if before_s:
+            self._alone = before_s * _NUM_BEFORE, _NUM_BEFORE
+        self._debt = self._work_s = 0.0
+        self._mark = self._rested = now
+
+    def _count(self, now: _Mark) -> None:
+        """Count the steps that ended since the last count; they wait until the time of a step alone is known."""
+        if not self._step_s:
+            return
+        at, seconds, steps = (new - old for new, old in zip(now, self._mark, strict=True))
+        lost = seconds - steps * self._step_s
+        self._debt = max(self._debt + lost - (1 - KEPT) * at, -(1 - KEPT) * _MAX_WINDOW_S)
+        self._mark = now
 
     def _rest(self, seconds: float) -> None:
         """Rest for so long, and for some steps."""
-        window = self._new_window()
-        while self._scheduler.has_work and (left := max(seconds, self._unseen_s(window)) - window.elapsed) > 0:
-            self._sleep(min(left, _POLL_S))
-            window.note()
-        self._alone.add(window)
+        start, first, last = self._now(), None, None
+        while self._scheduler.has_work and (last is None or last.at - start.at < seconds):
+            self._sleep(_POLL_S)
+            now = self._now()
+            if first is None and now.num_steps != start.num_steps:
+                first = now  # the step that began before is over
+            if now.at - start.at >= _MAX_WINDOW_S or (first is not None and now.num_steps - first.num_steps >= _STEPS):
+                last = now
+        if first is not None and last is not None and last.num_steps > first.num_steps:
+            self._note_alone(last.seconds - first.seconds, last.num_steps - first.num_steps)
+        self._count(self._now())
 
-    def _unseen_s(self, window: _Window) -> float:
-        return 0.0 if window.num_steps >= _STEPS else _MAX_WINDOW_S
+    def _note_alone(self, seconds: float, steps: int) -> None:
+        before, count = self._alone
+        self._alone = _DECAY * before + seconds, _DECAY * count + steps

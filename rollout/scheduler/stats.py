@@ -8,7 +8,7 @@ PHASES = ("plan", "build", "forward", "process", "messages")
 
 
 class StepStats:
-    """Sums since start, and a generation throughput over the last second or more of work."""
+    """Sums since start; a generation throughput and the seconds of a step over the last second or more of work."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -18,8 +18,10 @@ class StepStats:
         self.num_retractions = 0
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.gen_throughput = 0.0
+        self.recent_step_s = 0.0  # 0: not known
         self._window_start = time.monotonic()
         self._window_tokens = 0
+        self._window_first = (0, 0.0)  # steps and their seconds before the window
         self._mark = 0.0
 
     def start_step(self) -> None:
@@ -38,12 +40,20 @@ class StepStats:
         elapsed = time.monotonic() - self._window_start
         if elapsed >= 1.0:
             self.gen_throughput = self._window_tokens / elapsed
+            steps, seconds = self._window_first
+            self._window_first = self.num_steps, self.total_s
+            self.recent_step_s = (self.total_s - seconds) / (self.num_steps - steps)
             self._window_start, self._window_tokens = time.monotonic(), 0
 
     def idle(self) -> None:
         """Note that nothing runs: the throughput is zero, and a new window starts with the next work."""
         self.gen_throughput = 0.0
         self._window_start, self._window_tokens = time.monotonic(), 0
+
+    @property
+    def total_s(self) -> float:
+        """The seconds of all steps."""
+        return sum(self.seconds.values())
 
     def step_time_ms(self) -> dict[str, float]:
         """Return the mean milliseconds a step of each phase, and the number of steps."""

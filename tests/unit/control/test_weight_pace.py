@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout.control.weight_pace import _FIRST_SHARE, WeightPace
+from rollout.control.weight_pace import WeightPace
 from rollout.scheduler.stats import StepStats
 
 
@@ -21,6 +21,7 @@ class Engine:
     now: float = 0.0
     rested_s: float = 0.0
     stats: StepStats = field(default_factory=StepStats)
+    before_s: float = 0.0  # what is known of steps before a refresh
     done: float = 0.0  # of the step that runs
     spent_s: float = 0.0
 
@@ -37,6 +38,8 @@ class Engine:
             if self.done > 1 - 1e-9:
                 self.stats.seconds["forward"] += self.spent_s
                 self.stats.num_steps += 1
+                if factor == 1.0:
+                    self.stats.recent_step_s = self.before_s
                 self.done = self.spent_s = 0.0
         self.now += max(0.0, seconds)
 
@@ -47,6 +50,7 @@ class Engine:
     def refresh(self, parts: int = 300, part_s: float = 0.004, gap_s: float = 0.0) -> tuple[float, float]:
         """Take the parts; return the share of their speed that steps kept, and the time by that of the parts."""
         start, steps = self.now, self.stats.num_steps
+        self.pace(0.0)
         for _ in range(parts):
             self.advance(gap_s, 1.0)
             self.advance(part_s, 1 + self.k)
@@ -61,8 +65,15 @@ def test_steps_keep_their_share_whatever_they_suffer(k: float, step_s: float) ->
     engine = Engine(k, step_s)
     engine.refresh()
     kept, times = engine.refresh()
-    assert 0.85 <= kept <= 0.95
-    assert times <= 1.2 * max(1.0, (k / (1 + k)) / 0.12), "no longer than that takes"
+    assert 0.85 <= kept <= 0.93
+    assert times <= 1.3 * max(1.0, (k / (1 + k)) / 0.12), "no longer than that takes"
+
+
+def test_steps_before_a_refresh_show_how_fast_they_are_alone() -> None:
+    """So a short refresh keeps the share too; one that comes first has nothing else to go by."""
+    engine = Engine(1.5, before_s=0.01)
+    engine.advance(1.5, 1.0)
+    assert engine.refresh(parts=20)[0] >= 0.85
 
 
 def test_steps_that_suffer_little_cost_no_rest() -> None:
@@ -82,15 +93,14 @@ def test_steps_that_suffer_little_cost_no_rest() -> None:
 def test_a_slow_sender_s_gaps_count_as_rests() -> None:
     engine = Engine(0.7)
     engine.refresh()
-    rested_s = engine.rested_s
+    start, rested_s = engine.now, engine.rested_s
     engine.refresh(gap_s=0.04)
-    assert engine.rested_s < rested_s + 0.2, "the window that was open may end with one rest"
+    assert engine.rested_s - rested_s < 0.06 * (engine.now - start), "those that keep the measurement fresh"
 
 
 def test_nothing_is_paced_while_no_request_runs() -> None:
     engine = Engine(4.0, has_work=False)
     assert engine.refresh()[1] == pytest.approx(1.0)
-    assert engine.pace.share == _FIRST_SHARE
 
 
 def test_a_rest_ends_with_the_last_request() -> None:
