@@ -23,11 +23,11 @@ from rollout.scheduler.scheduler import Scheduler
 
 KEPT = 0.88
 """The share of their speed that steps are to keep; 0.85 is promised."""
-_MOST_REST = 9.0
+_MAX_REST = 9.0
 """The longest rest, as a multiple of the work before it: long prompts that come are no reason to stand still."""
 _STEPS = 3
 """The steps that show something."""
-_MOST_STEPS = 60
+_MAX_STEPS = 60
 """The steps after which there is a rest even if none is needed, so that the speed of steps alone stays known."""
 _MAX_WINDOW_S = 1.0
 _DECAY = 0.6
@@ -55,7 +55,7 @@ class WeightPace:
     ) -> None:
         self._scheduler, self._clock, self._sleep = scheduler, clock, sleep
         self._alone = (0.0, 0.0)  # seconds and number of steps in the last rests, which count less with age
-        self._debt = 0.0  # seconds lost, beyond those that may be lost
+        self._debt = 0.0  # seconds lost, less the allowance
         self._work_s = 0.0  # since the last rest
         self._mark = self._rested = self._now()
         self._called_at = self._mark.at
@@ -68,11 +68,11 @@ class WeightPace:
             return
         self._work_s += seconds
         num_steps = now.num_steps - self._rested.num_steps
-        is_long = num_steps >= _MOST_STEPS or now.at - self._rested.at >= _MAX_WINDOW_S
+        is_long = num_steps >= _MAX_STEPS or now.at - self._rested.at >= _MAX_WINDOW_S
         if not is_long and num_steps < _STEPS:
             return
         self._count(now)
-        rest_s = min(self._debt / (1 - KEPT), _MOST_REST * self._work_s)
+        rest_s = min(self._debt / (1 - KEPT), _MAX_REST * self._work_s)
         if rest_s >= _STEPS * self._step_s or is_long:
             self._rest(rest_s)
             self._work_s, self._rested = 0.0, self._now()
@@ -106,7 +106,7 @@ class WeightPace:
         self._mark = now
 
     def _rest(self, seconds: float) -> None:
-        """Rest for so long, and for some steps."""
+        """Sleep for so long, and for some steps."""
         start, first, last = self._now(), None, None
         while self._scheduler.has_work and (last is None or last.at - start.at < seconds):
             self._sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The pace at which weights are taken in beside steps, on a simulated engine whose steps suffer by a known factor."""
+"""The pace of a refresh next to steps, on a simulated engine whose steps suffer by a known factor."""
 
 from __future__ import annotations
 
