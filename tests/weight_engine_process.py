@@ -147,8 +147,8 @@ class _Server:
         if verb == "checksums":
             return {name: fingerprint_hex(value) for name, value in live_fingerprints(self.weights).items()}
         if verb == "content_digest":
-            self.updater.content.note_live(live_fingerprints(self.weights))
-            return self.updater.content.digests.sent
+            self.updater.model.content.note_live(live_fingerprints(self.weights))
+            return self.updater.model.content.digests.sent
         if verb == "destroy_group":
             return self.updater.groups.destroy(**arguments)
         if verb in ("status", "abort"):

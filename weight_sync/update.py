@@ -228,13 +228,24 @@ class WeightUpdate:
                 wrong = error  # known before it is received
             deliver(source, partial(transaction.receive, cast=cast), wrong, pace)
         except Exception as error:
-            transaction.fail(str(error))
+            self.fail(str(error))
             source.refuse(str(error))
             raise
         finally:
             self.receiving_s += time.perf_counter() - start
         if weight_version is not None:
             transaction.weight_version = weight_version
+
+    def fail(self, reason: str) -> None:
+        """Fail: it cannot be verified any more."""
+        self.transaction.fail(reason)
+        self.target.torn = self.transaction.torn or self.target.torn
+
+    def abort(self, reason: str) -> None:
+        """Put the target back as it was before the update, unless a failed commit has done so."""
+        if self.transaction.state is not TransactionState.ABORTED:
+            self.transaction.abort(reason)
+        self.target.torn = self.transaction.torn or self.target.torn
 
     def commit(self, vote: Callable[[bool], bool]) -> CommitResult:
         """Write the verified tensors into the target, all or nothing.  Raises as `WeightTransaction.commit`."""

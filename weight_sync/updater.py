@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from weight_sync.content import ContentBook
 from weight_sync.errors import CommitError, TransactionStateError
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
@@ -46,11 +45,11 @@ class WeightUpdater:
     deadline.  `commit_vote`: the same on the step side, called once in `commit`; by default `vote`.  `exchange`: what
     each of them brings, on the I/O side.  `max_call_bytes`: of one call, by default twice the model's.  `staging`:
     where tensors are until the commit; `journal_dir`: see `new_staging`; `memory`: what they take, by default given
-    back after each update.  `pace`: see `deliver`.  `clock`: monotonic, for leases.  `target(coverage)`, called when a
-    transaction opens: where it is staged, if that is not where `weights` lie now.  `quantised`: see `Intake`.
-    `cast`: of updates that do not say, see `WeightTransaction`.
+    back after each update.  `pace`: see `deliver`; called with 0 when a call begins.  `clock`: monotonic, for leases.
+    `target`, `quantised`: see `UpdateTarget`; by default `weights` as they lie, held as they come.  `cast`: of updates
+    that do not say, see `WeightTransaction`.
 
-    `update`: the one that is open.  `book`: how the last ones ended.
+    `update`: the one that is open.  `book`: how the last ones ended.  `model`: what updates refresh.
     """
 
     def __init__(
@@ -89,12 +88,12 @@ class WeightUpdater:
         self._clock, self._cast = clock, cast
 
     def close(self) -> None:
-        """Leave all groups and drop the open transaction."""
+        """Leave all groups and drop the open update."""
         self.groups.close()
         if self.is_open:
             self.abort()
 
-    # --- transaction, I/O side ---------------------------------------------------------------------------------
+    # --- the open update, I/O side -----------------------------------------------------------------------------
 
     def begin(
         self,
@@ -129,15 +128,9 @@ class WeightUpdater:
         if not self.update.is_implicit:
             self.book.clear_loss()
 
-    def open_implicit(
-        self,
-        coverage: Coverage = "partial",
-        update_id: str | None = None,
-        cast: bool | None = None,
-        pause: int = 0,
-    ) -> None:
+    def open_implicit(self, coverage: Coverage = "partial", update_id: str | None = None, **facts: Any) -> None:
         """Open an update for a client that sends no begin and no end.  Raises as `begin`."""
-        self.begin(coverage=coverage, update_id=update_id, cast=cast, is_implicit=True, pause=pause)
+        self.begin(coverage=coverage, update_id=update_id, is_implicit=True, **facts)
 
     def turn_away(self, source: BucketSource, refusal: Exception) -> NoReturn:
         """Receive one call as far as its sender needs that, into nothing.  Raises `refusal`, or what else is wrong."""
@@ -156,11 +149,11 @@ class WeightUpdater:
         update_id: str | None = None,
         cast: bool | None = None,
     ) -> None:
-        """Receive one call's tensors into the open transaction.  `cast`: true also where that began without.
+        """Receive one call's tensors into the open update.  `cast`: true also where that began without.
 
         Raises `TransactionStateError` (nothing open, failed before, another version than before, or not of the open
-        transaction), and what the source and `WeightTransaction.receive` raise.  Every error of a call that is of the
-        open transaction fails it.
+        update), and what the source and `WeightTransaction.receive` raise.  Every error of a call of the open update
+        fails it.
         """
         update, refusal = self.update, self.foreign(update_id, weight_version)
         if refusal is not None or update is None:
@@ -174,9 +167,9 @@ class WeightUpdater:
             raise
 
     def verify(self, update_id: str | None = None) -> None:
-        """Check the open transaction here and on all ranks; it can be committed afterwards.
+        """Check the open update here and on all ranks; it can be committed afterwards.
 
-        Raises `CoverageError`, `ContentError`, `TransactionStateError`; the transaction is dropped then, and the next
+        Raises `CoverageError`, `ContentError`, `TransactionStateError`; the update is dropped then, and the next
         `begin` is free.
         """
         transaction = self.admit(update_id, "verify").transaction
@@ -196,14 +189,14 @@ class WeightUpdater:
         if failure is not None:
             self.drop(str(failure), reported=True, by_sender=update_id is not None)
             raise failure
-        transaction.digests = self.content.digests_after(transaction.contents)
+        transaction.digests = self.model.content.digests_after(transaction.contents)
 
     def fail(self, reason: str) -> None:
-        """Fail the open transaction, which cannot be verified: another rank failed to receive a bucket."""
-        self._require_update("fail").transaction.fail(reason)
+        """Fail the open update, which cannot be verified: another rank failed to receive a bucket."""
+        self._require_update("fail").fail(reason)
 
     def abort(self, update_id: str | None = None) -> None:
-        """Drop the open transaction on request: its sender's, if the call carries its id.
+        """Drop the open update on request: its sender's, if the call carries its id.
 
         Raises `TransactionStateError` if none is open; a call without an id then clears a recorded loss.
         """
@@ -214,20 +207,19 @@ class WeightUpdater:
                 self.book.clear_loss()
             raise
         update = self._close("it was aborted", reported=True, by_sender=update_id is not None)
-        update.transaction.abort()
-        self.torn = update.transaction.torn or self.torn
+        update.abort("the weight update was aborted")
 
     def drop(self, reason: str, *, reported: bool = False, by_sender: bool = False) -> None:
-        """Drop the open transaction because it failed; `status` keeps the reason.  Raises as `abort`.
+        """Drop the open update because it failed; `status` keeps the reason.  Raises as `abort`.
 
         `reported`: in the answer to a call; `by_sender`: to one that carries its id.
         """
         update = self._close(reason, reported=reported, by_sender=by_sender)
-        update.transaction.abort(reason)
+        update.abort(reason)
         self._note_failure(update, reason)
 
     def expire(self) -> bool:
-        """Drop the open transaction if its lease has run out; whether it did."""
+        """Drop the open update if its lease has run out; whether it did."""
         update = self.update
         if update is None or not update.lease.expired:
             return False
@@ -235,12 +227,12 @@ class WeightUpdater:
         self.drop(f"the lease of {update.lease.seconds:g} s ran out {came}")
         return True
 
-    # --- transaction, step side --------------------------------------------------------------------------------
+    # --- the open update, step side ----------------------------------------------------------------------------
 
     def commit(self) -> CommitResult:
-        """Write the verified transaction into the serving weights, all or nothing.
+        """Write the verified update into the serving weights, all or nothing.
 
-        Raises `TransactionStateError` unless verified (nothing changes), `CommitError` (the transaction is dropped; its
+        Raises `TransactionStateError` unless verified (nothing changes), `CommitError` (the update is dropped; its
         `restored` states whether the old weights are back); both on all ranks, as one that has nothing to commit votes
         all the same.  Anything else that it raises leaves the commit in doubt: serving must end.
         """
@@ -253,8 +245,7 @@ class WeightUpdater:
         try:
             result = update.commit(self._commit_vote)
         except CommitError as error:
-            self._close(str(error), reported=True, by_sender=True)  # all of it had come: no bucket is on its way
-            self._note_failure(update, str(error))
+            self.drop(str(error), reported=True, by_sender=True)  # all of it had come: no bucket is on its way
             raise
         self._held.release_in_background(update.transaction.close)
         self.book.note(update.id, Outcome("committed"))
@@ -275,30 +266,13 @@ class WeightUpdater:
         return self.update is not None
 
     @property
-    def is_complete(self) -> bool:
-        """True if all tensors of the open update have come."""
-        return self.update is not None and self.update.num_missing == 0
-
-    @property
     def weights(self) -> LogicalWeights:
         return self.model.weights
-
-    @property
-    def content(self) -> ContentBook:
-        return self.model.content
-
-    @property
-    def quantised(self) -> HeldFormats:
-        return self.model.quantised
 
     @property
     def torn(self) -> str | None:
         """Why the model is neither the old version nor a new one, until a complete refresh is committed."""
         return self.model.torn
-
-    @torn.setter
-    def torn(self, reason: str | None) -> None:
-        self.model.torn = reason
 
     @property
     def target(self) -> LogicalWeights:
@@ -322,7 +296,7 @@ class WeightUpdater:
     def status(self) -> dict[str, Any]:
         """Return the open update, its lease, the mode, and the last that failed; None for what there is not."""
         update, failure = self.update, self.book.last_failure
-        none: dict[str, Any] = dict.fromkeys((*STATUS_FIELDS, "update_id"))
+        none: dict[str, Any] = dict.fromkeys((*STATUS_FIELDS, "update_id", "lease_s", "lease_left_s"))
         return (none | {"implicit": False, "bound": False} if update is None else update.status()) | {
             "open": update is not None,
             "staging": self._staging,
@@ -378,12 +352,6 @@ class WeightUpdater:
             return Relation.BEGUN
         return Relation.JOINED if update_id is None else Relation.SAME
 
-    def refusal(self, relation: Relation, update_id: str | None, weight_version: str | None) -> TransactionStateError:
-        """Return why a call of this relation is refused."""
-        error = self.book.loss_error() if relation is Relation.LOST else self.foreign(update_id, weight_version)
-        assert error is not None, "`RULE` refuses no other calls"
-        return error
-
     def require_own(self, update_id: str | None) -> None:
         """Raise the error that `foreign` returns, if it returns one."""
         if (foreign := self.foreign(update_id)) is not None:
@@ -426,4 +394,3 @@ class WeightUpdater:
                 message = more if message in more else f"{message}; {more}"
         if message:
             self.book.note_failure(message, transaction.weight_version)
-        self.torn = transaction.torn or self.torn

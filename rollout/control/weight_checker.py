@@ -77,8 +77,8 @@ class WeightChecker:
         def step(fingerprints: dict[str, int]) -> tuple[str, CheckerReply]:
             expected = self._state.epoch.content_digest
             if expected is None and self._scheduler.serving.poisoned is None:
-                self._updater.content.note_live(fingerprints)
-                self._state.note_digests(self._updater.content.digests)
+                self._updater.model.content.note_live(fingerprints)
+                self._state.note_digests(self._updater.model.content.digests)
             held = self._digest(fingerprints)
             return "Success.", CheckerReply(
                 checksums=_in_hex(fingerprints),

@@ -48,7 +48,7 @@ from rollout.scheduler.serving_state import ServingState
 from weight_sync.checker import live_fingerprints
 from weight_sync.content import Digests
 from weight_sync.errors import BaseMismatchError, TransactionStateError
-from weight_sync.update import RULE, Engine
+from weight_sync.update import RULE, Engine, Relation
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
 
@@ -268,8 +268,9 @@ class WeightControl:
             return
         actual = epoch.content_digest
         if actual is None:
-            self._updater.content.note_live(live_fingerprints(self._updater.weights, self._updater.exchange))
-            self._found_digests = self._updater.content.digests
+            content = self._updater.model.content
+            content.note_live(live_fingerprints(self._updater.weights, self._updater.exchange))
+            self._found_digests = content.digests
             actual = self._found_digests.sent
         if actual != verb.base_digest.lower():
             raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
@@ -280,10 +281,11 @@ class WeightControl:
         deed = RULE[_engine_state(self._scheduler.serving), relation]
         source = functools.partial(SOURCES[type(verb)], verb, updater)
         if deed.refused:
-            refusal = updater.refusal(relation, verb.update_id, verb.weight_version)
-            return Job(
-                verb, lambda: updater.turn_away(source(), refusal), replies("", BucketReply()), waits=updater.patience
-            )
+            is_lost = relation is Relation.LOST
+            refusal = updater.book.loss_error() if is_lost else updater.foreign(verb.update_id, verb.weight_version)
+            assert refusal is not None, "`RULE` refuses no other calls"
+            turn_away = functools.partial(updater.turn_away, refusal=refusal)
+            return Job(verb, lambda: turn_away(source()), replies("", BucketReply()), waits=updater.patience)
         if verb.abort_all_requests:
             self._scheduler.abort(None)
         if deed.opens is not None:
@@ -298,7 +300,7 @@ class WeightControl:
                 try:
                     if updater.is_open:
                         updater.drop("a new pause and a new bucket came before the update was settled")
-                    updater.open_implicit(deed.opens, verb.request_id, None if cast else cast, pause)
+                    updater.open_implicit(deed.opens, verb.request_id, cast=None if cast else cast, pause=pause)
                 except Exception as error:
                     updater.turn_away(source(), error)
             try:
@@ -309,7 +311,8 @@ class WeightControl:
                 elif adds_up:
                     drop(str(error))
                 raise
-            if is_whole := is_alone or (adds_up and updater.is_complete):
+            is_whole = is_alone or (adds_up and updater.status()["missing"] == 0)
+            if is_whole:
                 updater.verify(own_id)
             return is_whole
 

@@ -29,7 +29,7 @@ def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpda
     tensors, group = verb.lists(), verb.group_name
     if verb.load_format == DELTA:
         inner = DistributedSource(tensors, group, updater.receiver)
-        return DeltaSource(inner, updater.weights, updater.target, updater.exchange, updater.quantised)
+        return DeltaSource(inner, updater.weights, updater.target, updater.exchange, updater.model.quantised)
     return DistributedSource(tensors, group, updater.receiver, verb.load_format, verb.packed_buffer_size_bytes)
 
 

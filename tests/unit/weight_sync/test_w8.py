@@ -252,7 +252,9 @@ def test_a_delta_is_refused_by_its_flag(folder: Path, w8: Ops) -> None:
     frame = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     updater.begin("v2")
     with pytest.raises(TransactionStateError, match=r"holds quantised values \(--cpu-weight-format w8\)"):
-        updater.receive(DeltaSource(LoopbackSource([("delta", frame)]), updater.weights, quantised=updater.quantised))
+        updater.receive(
+            DeltaSource(LoopbackSource([("delta", frame)]), updater.weights, quantised=updater.model.quantised)
+        )
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
