@@ -16,7 +16,6 @@ or the old one, so neither may be served here.
 from __future__ import annotations
 
 import enum
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,13 +45,12 @@ from weight_sync.shadow import ShadowStaging
 from weight_sync.splitting import split_wire
 from weight_sync.staging import Staging, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, MetaParser, Part, TensorMeta
-from weight_sync.waiting import Lease
 
 Manifest = Sequence[tuple[TensorMeta, int | None]]  # fingerprint None: not stated
 NAMES_SHOWN = 10
 STATUS_FIELDS = (
     *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
-    *("num_bytes", "unpaired", "unpaired_bytes", "lease_s", "lease_left_s", "failed"),
+    *("num_bytes", "unpaired", "unpaired_bytes", "failed"),
 )
 
 
@@ -70,10 +68,8 @@ class WeightTransaction:
 
     `manifest`: what the sender announces, by any names the model accepts.  With it, exactly these tensors must
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
-    `staging`: a fresh one; by default a second copy in host memory.  `lease`: by default it never runs out.
-    `is_implicit`: opened on behalf of a client that sends no begin and no end.  `update_id` None: it has no name.
-    `is_bound`: every call must carry that id.  `quantised`: see `Intake`.  `cast`: what comes may be cast to the
-    model's dtypes, also where that loses something.
+    `staging`: a fresh one; by default a second copy in host memory.  `quantised`: see `Intake`.  `cast`: what comes may
+    be cast to the model's dtypes, also where that loses something.
 
     Raises at construction, for a manifest that cannot be right: `UnknownTensorError`, `ShapeMismatchError`,
     `DtypeMismatchError`, `CoverageError` (missing or repeated names), `WeightRequestError` (a fingerprint for a tensor
@@ -87,16 +83,10 @@ class WeightTransaction:
         coverage: Coverage = "full",
         manifest: Manifest | None = None,
         staging: Staging | None = None,
-        lease: Lease | None = None,
         *,
-        is_implicit: bool = False,
-        update_id: str | None = None,
-        is_bound: bool = False,
         quantised: HeldFormats = AS_SENT,
         cast: bool = False,
     ) -> None:
-        self.lease = Lease(math.inf) if lease is None else lease
-        self.is_implicit, self.update_id, self.is_bound = is_implicit, update_id, is_bound
         self.weight_version = weight_version
         self.coverage = coverage
         self._cast = cast
@@ -173,32 +163,15 @@ class WeightTransaction:
             "num_bytes": self.num_bytes,
             "unpaired": self._intake.pairs.num_waiting,
             "unpaired_bytes": self._intake.pairs.num_bytes,
-            "lease_s": self.lease.seconds,
-            "lease_left_s": self.lease.left_s,
             "failed": self.failure,
         }
 
-    @property
-    def way_out(self) -> str:
-        """The advice to a caller that this transaction keeps out: the end of the message that refuses its call."""
-        end = "settle it with continue_generation" if self.is_implicit else "end it"
-        with_id = f" with update_id {self.update_id!r}" if self.is_bound else ""
-        return f"({self.lease}): {end}, or drop it with abort_weight_update{with_id}"
-
-    def foreign(self, update_id: str | None, weight_version: str | None = None) -> TransactionStateError | None:
-        """Return why a call with this transaction's id, or with none, is not of it; None where it is."""
-        if update_id is None and self.is_bound:
-            return TransactionStateError(f"the open weight update takes only calls with its id {self.way_out}")
-        return self._other_version(weight_version) if update_id is None else None
-
-    def announce(self, metas: Sequence[TensorMeta], weight_version: str | None = None, cast: bool = False) -> None:
+    def announce(self, metas: Sequence[TensorMeta], cast: bool = False) -> None:
         """Check what is known of a bucket before it is received.  `cast`: of this one, whatever the others are.
 
-        Raises `TransactionStateError` unless OPEN, or for another version than before, and as `Intake.announce`.
+        Raises `TransactionStateError` unless OPEN, and as `Intake.announce`.
         """
         self._require(TransactionState.OPEN, "receive")
-        if (other := self._other_version(weight_version)) is not None:
-            raise other
         self._intake.announce(metas, cast or self._cast)
 
     def check_committable(self) -> None:
@@ -303,13 +276,6 @@ class WeightTransaction:
             if isinstance(error, StagingError):
                 raise StagingError(f"{error}; {self.torn or 'the old weights serve on'}") from error
             raise
-
-    def _other_version(self, weight_version: str | None) -> TransactionStateError | None:
-        """Return why a bucket of this label is not of the transaction's version; None if it is, or one has no label."""
-        if self.weight_version == weight_version or None in (self.weight_version, weight_version):
-            return None
-        mine = f"the open weight update of {self.weight_version!r} {self.way_out}"
-        return TransactionStateError(f"the bucket has version {weight_version!r}, {mine}")
 
     def _require(self, state: TransactionState, verb: str) -> None:
         if self._state is not state:

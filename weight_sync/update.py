@@ -223,7 +223,7 @@ class WeightUpdate:
                 other = self._other_version(weight_version)
                 if other is not None and transaction.state is TransactionState.OPEN:
                     raise other
-                transaction.announce(metas, None, cast)
+                transaction.announce(metas, cast)
             except WeightSyncError as error:
                 wrong = error  # known before it is received
             deliver(source, partial(transaction.receive, cast=cast), wrong, pace)
