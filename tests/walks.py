@@ -4,10 +4,11 @@
     2  an expert that a rebalance moves, without HTTP   files
     3  a routed id, from the router to the reply        files
     4  a decode step of one rank, and an idle turn      Python calls outside operators, and calls between steps
+    5  weights, from begin over a bucket to the end     files
 
-1, 3 and 4: a server of one rank on a tiny checkpoint, its two processes recorded.  Each request is sent several times;
-what runs every time counts, so that queries of the dashboard do not, nor what happens once.  What is done between steps
-(`is_poll`) counts in 4 alone.
+1, 3, 4 and 5: a server of one rank on a tiny checkpoint, its two processes recorded.  Each request is sent several
+times; what runs every time counts, so that queries of the dashboard do not, nor what happens once.  What is done
+between steps (`is_poll`) counts in 4 and 5 alone.
 
 2: two ranks in this process, from the verb to its answer, without functions that an idle turn calls as well.
 
@@ -15,11 +16,15 @@ what runs every time counts, so that queries of the dashboard do not, nor what h
 runs for one has a name with `route` or `expert_ids` in it.
 
 4: the turn that is most frequent.  A call of a function in `rollout/kernels/` is an operator's.
+
+5: a whole refresh in one bucket, which is the body of a call, after others.  Files of the server alone count, without
+functions that an idle server calls as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -27,6 +32,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save
 
 from tests.call_recorder import (
     FLUSH_S,
@@ -39,7 +46,7 @@ from tests.call_recorder import (
     steady,
     turns_of,
 )
-from tests.model_zoo import tiny_checkpoint
+from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,6 +81,7 @@ class Walks:
     routed_id: set[str]
     step: list[Call]
     idle: list[Call]
+    bucket: set[str]
 
 
 def measure() -> Walks:
@@ -81,7 +89,7 @@ def measure() -> Walks:
     with tempfile.TemporaryDirectory(prefix="walks-") as name:
         folder = Path(name)
         model = tiny_checkpoint(folder / "model", "moe")
-        plain, routed, long, idle = _serve(model, folder)
+        plain, routed, buckets, long, idle = _serve(model, folder)
         expert = _move_an_expert(model)
     everywhere, with_routes = _in_all(window.functions() for window in plain), _in_all(w.functions() for w in routed)
     only_with_routes = {function.file for function in with_routes - everywhere}
@@ -92,11 +100,17 @@ def measure() -> Walks:
         routed_id=only_with_routes | named,
         step=steady(turns_of(long.calls)),
         idle=steady(turns_of(idle.calls)),
+        bucket={function.file for function in _in_all(map(_called, buckets)) - _called(idle)},
     )
 
 
 def _in_all(sets: Iterable[set[Any]]) -> set[Any]:
     return set.intersection(*sets)
+
+
+def _called(window: Window) -> set[Function]:
+    """Return all functions that are called in the window, also between steps."""
+    return {call.function for call in window.calls}
 
 
 def _names_routes(function: Function) -> bool:
@@ -106,8 +120,8 @@ def _names_routes(function: Function) -> bool:
 # --- a server ----------------------------------------------------------------------------------------------------
 
 
-def _serve(model: Path, folder: Path) -> tuple[list[Window], list[Window], Window, Window]:
-    """Return windows of short requests without and with routes, of a long one, and of an idle server."""
+def _serve(model: Path, folder: Path) -> tuple[list[Window], list[Window], list[Window], Window, Window]:
+    """Return windows of short requests without and with routes, of refreshes, of a long request, of an idle server."""
     records = folder / "records"
     records.mkdir()
     settings = {"max_total_tokens": 1024, "dtype": "float32", "enable_return_routed_experts": True}
@@ -134,6 +148,11 @@ def _serve(model: Path, folder: Path) -> tuple[list[Window], list[Window], Windo
             for _ in range(REPEATS):
                 with window():
                     generate(4, **fields)
+        tensors = base64.b64encode(save(logical_tensors(model))).decode()
+        for number in range(WARM_UPS + REPEATS):
+            with window(), server.client.weight_transaction(str(number)) as update:
+                update.send("update_weights_from_tensor", serialized_named_tensors=[tensors], format="safetensors")
+        del windows[-WARM_UPS - REPEATS : -REPEATS]
         with window():
             generate(200)
         with window():
@@ -142,7 +161,8 @@ def _serve(model: Path, folder: Path) -> tuple[list[Window], list[Window], Windo
     for calls in calls_of_children(records).values():
         for one in windows:
             one.calls += [call for call in calls if one.start <= call.at <= one.end]
-    return windows[:REPEATS], windows[REPEATS : 2 * REPEATS], windows[-2], windows[-1]
+    plain, routed, refreshes = (windows[REPEATS * first : REPEATS * (first + 1)] for first in range(3))
+    return plain, routed, refreshes, windows[-2], windows[-1]
 
 
 # --- two ranks ---------------------------------------------------------------------------------------------------
@@ -192,6 +212,8 @@ def report(walks: Walks, *, with_files: bool) -> Iterator[str]:
         yield f"{title}: {len(turn)} calls in {len(files)} files; {between}"
         for call in turn if with_files else ():
             yield f"       {'*' if is_poll(call) else ' '} {call.function.file}: {call.function.name}"
+    yield f"5  files of weights, from begin to the end: {len(walks.bucket)}"
+    yield from (f"       {file}" for file in sorted(walks.bucket) if with_files)
 
 
 def main() -> None:
