@@ -1,6 +1,6 @@
 """`WeightUpdate`: one weight update, from its opening to its end.  To understand refreshes, read this file first.
 
-     begin, or a call without begin that `RULE` lets open one
+     begin, or a call without begin (`update_rule.py`)
        |
        v         a call of its sender brings tensors; each one renews the lease
       OPEN <-----------------------------------------.
@@ -26,13 +26,12 @@ A call is of an update (`foreign`), or is refused and changes nothing:
 
 from __future__ import annotations
 
-import enum
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from weight_sync.content import ContentBook, Digests
 from weight_sync.errors import TransactionStateError, WeightSyncError
@@ -41,74 +40,59 @@ from weight_sync.loading import Coverage
 from weight_sync.receivers.base import BucketSource, deliver
 from weight_sync.tensor_meta import LogicalWeights
 from weight_sync.transaction import TransactionState, WeightTransaction
-from weight_sync.update_book import EndedUpdate, Outcome
 from weight_sync.waiting import Lease
 
-# --- calls without begin ---------------------------------------------------------------------------------------------
+_REMEMBERED = 256
+_ENDS_REMEMBERED = 16
 
 
-class Engine(enum.Enum):
-    """The state of the engine when a call comes."""
-
-    PAUSED = "paused, or about to be"
-    RUNNING = "running"
-    EMPTY = "running without content: the weights' memory was released"
+# --- how updates end -------------------------------------------------------------------------------------------------
 
 
-class Relation(enum.Enum):
-    """The relation of a call that brings tensors to the update that is open."""
+@dataclass(frozen=True, kw_only=True)
+class EndedUpdate:
+    """The end of one update; times in seconds.  `weight_epoch`: the one that it published, `reason`: why it did not.
 
-    FIRST = "without id, none is open"
-    LOST = "without id, none is open, and one was lost since the last new start"
-    NEW_PAUSE = "without id, the open one was left by a client without begin at an earlier pause"
-    JOINED = "without id, of the open one, which has no begin"
-    SAME = "with the id of the open one, which has no begin"
-    BEGUN = "of the open one, which has a begin"
-    FOREIGN = "of another update"
-
-
-class Deed(NamedTuple):
-    """The effect of a call.  `opens`: an update is opened with that coverage, and one that is open is dropped.
-
-    `settles`: which call commits the update.
+    `prepared_s`: before its opening, by the sender.  `staging_s`: from its opening until its commit began, or it
+    was dropped; `receiving_s` of them in calls that bring tensors, and in the rest it waited for the sender.
+    `steps_held`: no step ran while its tensors came.  `stall_s`: of the step thread in the commit.  `ended_at`: since
+    1970.
     """
 
-    effect: str
-    opens: Coverage | None = None
-    settles: Literal["a later call", "this call", "the call that completes it"] = "a later call"
-    refused: bool = False
+    update_id: str | None
+    kind: Literal["committed", "lost", "aborted"]
+    weight_version: str | None
+    weight_epoch: int | None = None
+    reason: str | None = None
+    num_tensors: int
+    num_bytes: int
+    prepared_s: float | None = None
+    staging_s: float
+    receiving_s: float = 0.0
+    stall_s: float = 0.0
+    steps_held: bool
+    ended_at: float = field(default_factory=time.time)
 
 
-REFUSE = Deed("a 409 that changes nothing", refused=True)
-JOIN = Deed("joins the open update; a later call settles it")
-OPEN = Deed("opens an update of all tensors, which `continue_generation` settles", "full")
-ALONE = Deed("is an update of its own, of the tensors that it names", "partial", "this call")
-OPEN_SUM = Deed(
-    "opens an update of all tensors; the call that completes it settles it, and a failure drops it",
-    "full",
-    "the call that completes it",
-)
-JOIN_SUM = Deed(
-    "joins the open update; the call that completes it settles it, and a failure drops it",
-    settles="the call that completes it",
-)
+@dataclass(frozen=True)
+class UpdateFailure:
+    """Why a weight update was not published.  `time`: seconds since 1970."""
+
+    reason: str
+    weight_version: str | None
+    time: float
 
 
-def _rows(relation: Relation, paused: Deed, running: Deed, empty: Deed) -> dict[tuple[Engine, Relation], Deed]:
-    return {(Engine.PAUSED, relation): paused, (Engine.RUNNING, relation): running, (Engine.EMPTY, relation): empty}
+@dataclass(frozen=True)
+class Outcome:
+    """The state of an update; `reason`: why it failed.  `answer`: the reply that the sender of a committed one got.
 
+    `lost`: dropped, and not in answer to a call.
+    """
 
-RULE: Mapping[tuple[Engine, Relation], Deed] = MappingProxyType(
-    #                          PAUSED   RUNNING  EMPTY
-    _rows(Relation.FIRST, OPEN, ALONE, OPEN_SUM)
-    | _rows(Relation.LOST, OPEN, REFUSE, REFUSE)
-    | _rows(Relation.NEW_PAUSE, OPEN, ALONE, OPEN_SUM)
-    | _rows(Relation.JOINED, JOIN, JOIN, JOIN_SUM)
-    | _rows(Relation.SAME, JOIN, JOIN, JOIN_SUM)
-    | _rows(Relation.BEGUN, JOIN, JOIN, JOIN)
-    | _rows(Relation.FOREIGN, REFUSE, REFUSE, REFUSE)
-)
-"""The rule for calls that bring tensors, complete.  It is what makes updates of clients without begin and end."""
+    kind: Literal["open", "verified", "committed", "lost", "aborted", "unknown"]
+    reason: str | None = None
+    answer: Mapping[str, Any] = field(default_factory=dict)
 
 
 # --- one update ------------------------------------------------------------------------------------------------------
@@ -298,3 +282,74 @@ class WeightUpdate:
             receiving_s=self.receiving_s,
             steps_held=steps_held,
         )
+
+
+# --- the ones that ended ---------------------------------------------------------------------------------------------
+
+
+class UpdateBook:
+    """The record of the last updates.  `loss`: why the last one was lost, until a sender starts anew.
+
+    A *loss* is an update, or a pause in which one could have been, that ended without a commit and not by a call that
+    carried its id: its lease expired, its pause timed out, a call of unknown origin ended it.  Its sender may go on
+    sending buckets.  Outside of an update each of them would be one of its own: a mixture of two versions.
+
+    `last_failure`: of the last update that failed, until one is committed.  `ended`: the last that ended, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.ended: deque[EndedUpdate] = deque(maxlen=_ENDS_REMEMBERED)
+        self.loss: str | None = None
+        self.last_failure: UpdateFailure | None = None
+        self._is_reported = True
+        self._outcomes: dict[str, Outcome] = {}
+
+    def note(self, update_id: str | None, outcome: Outcome) -> None:
+        """Remember the outcome of an update that is over."""
+        if update_id is not None:
+            self._outcomes[update_id] = outcome
+        if len(self._outcomes) > _REMEMBERED:
+            del self._outcomes[next(iter(self._outcomes))]
+
+    def note_drop(self, ended: EndedUpdate, reason: str) -> None:
+        """Remember an update that ended without a commit, for `reason`."""
+        self.note(ended.update_id, Outcome(ended.kind, reason))
+        self.ended.append(ended)
+
+    def outcome(self, update_id: str) -> Outcome:
+        """Return the outcome of an update that is over; `unknown` for an id that was never used, or too long ago."""
+        return self._outcomes.get(update_id, Outcome("unknown"))
+
+    def note_failure(self, reason: str, weight_version: str | None) -> None:
+        self.last_failure = UpdateFailure(reason, weight_version, time.time())
+
+    def record_loss(self, reason: str, *, reported: bool) -> None:
+        """Record a loss.  `reported`: in the answer to a call, which may be its sender's."""
+        self.loss, self._is_reported = reason, reported
+
+    def clear_loss(self) -> None:
+        """Forget the loss, as a sender starts anew: what comes from now on is taken for its own."""
+        self.loss, self._is_reported = None, True
+
+    def report_loss(self) -> str | None:
+        """Return the loss, if no answer has reported it yet; the caller's answer does."""
+        loss = None if self._is_reported else self.loss
+        self._is_reported = True
+        return loss
+
+    def loss_error(self) -> TransactionStateError | None:
+        """Return why a call outside of an update cannot be an update of its own; None where nothing was lost."""
+        if self.loss is None:
+            return None
+        self.report_loss()
+        return TransactionStateError(
+            f"an earlier weight update was dropped ({self.loss}), and this call may belong to it: "
+            "begin, pause or abort first"
+        )
+
+    def nothing_open(self, verb: str) -> TransactionStateError:
+        """Return the error of a call that needs an open update, where there is none."""
+        self.report_loss()
+        last = self.loss or (self.last_failure.reason if self.last_failure is not None else None)
+        because = "" if last is None else f"; the last one failed: {last}"
+        return TransactionStateError(f"cannot {verb}: no weight update is open{because}")

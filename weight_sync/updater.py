@@ -31,8 +31,8 @@ from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.staging import HOLDING_MODES, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part
 from weight_sync.transaction import STATUS_FIELDS, Manifest, TransactionState, WeightTransaction, new_staging
-from weight_sync.update import CommitResult, Relation, UpdateTarget, WeightUpdate
-from weight_sync.update_book import Outcome, UpdateBook
+from weight_sync.update import CommitResult, Outcome, UpdateBook, UpdateTarget, WeightUpdate
+from weight_sync.update_rule import Relation
 from weight_sync.waiting import DEFAULT_LEASE_S, Lease, Patience
 
 _MIN_CALL_BYTES = 64 << 20

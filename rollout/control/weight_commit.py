@@ -15,8 +15,7 @@ from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.content import Digests
 from weight_sync.errors import WeightSyncError
-from weight_sync.update import CommitResult
-from weight_sync.update_book import EndedUpdate, Outcome
+from weight_sync.update import CommitResult, EndedUpdate, Outcome
 from weight_sync.updater import WeightUpdater
 
 

@@ -2,7 +2,7 @@
 
     begin -> bucket* -> end: verify on the I/O thread, commit and publish at a step boundary
 
-`weight_sync/update.py` has the states of an update, and the rule for clients that send neither begin nor end.
+`weight_sync/update.py` has the states of an update, `update_rule.py` what calls without begin and end do.
 `weight_queue` has the order of verbs.  `weight_commit` commits.  `lease_monitor` acts without a verb (leases, pauses).
 """
 
@@ -48,7 +48,7 @@ from rollout.scheduler.serving_state import ServingState
 from weight_sync.checker import live_fingerprints
 from weight_sync.content import Digests
 from weight_sync.errors import BaseMismatchError, TransactionStateError
-from weight_sync.update import RULE, Engine, Relation
+from weight_sync.update_rule import RULE, Engine, Relation
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
 

@@ -41,7 +41,7 @@ from weight_sync import intake
 from weight_sync.errors import WeightSyncError
 from weight_sync.loading import check_content
 from weight_sync.transaction import TransactionState, WeightTransaction
-from weight_sync.update_book import UpdateBook
+from weight_sync.update import UpdateBook
 from weight_sync.updater import WeightUpdater
 
 HANG_S = 2.0

@@ -29,7 +29,7 @@ class CommitReply(Reply, kw_only=True):
 
 
 class EndedUpdateState(msgspec.Struct, kw_only=True):
-    """The end of one of the last updates, see `weight_sync.update_book.EndedUpdate`."""
+    """The end of one of the last updates, see `weight_sync.update.EndedUpdate`."""
 
     update_id: str | None
     kind: Literal["committed", "lost", "aborted"]

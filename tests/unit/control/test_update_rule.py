@@ -33,7 +33,8 @@ from tests.local_refresh import control_of, updater_of
 from tests.loopback_refresh import LoopbackTrainer
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
-from weight_sync.update import (
+from weight_sync.update import WeightUpdate
+from weight_sync.update_rule import (
     ALONE,
     JOIN,
     JOIN_SUM,
@@ -44,7 +45,6 @@ from weight_sync.update import (
     Deed,
     Engine,
     Relation,
-    WeightUpdate,
 )
 
 DOC = Path(__file__).resolve().parents[3] / "docs" / "reference" / "weights" / "index.md"
