@@ -53,6 +53,7 @@ class ExpertPlacement:
         self.ep_rank, self.ep_size = ep_rank, ep_size
         self._room = metadata.num_physical_experts - metadata.num_logical_experts + 1 if ep_size > 1 else 1
         self._proposal: _Proposal | None = None
+        self._num_proposals = 0
         self._routes_alone = routes_alone and ep_size > 1
         self._planned = self._new_table(metadata, None)
         self._split = self._of_this_rank().to(device)
@@ -107,10 +108,16 @@ class ExpertPlacement:
         """Set the map that is to be adopted with the weights that are being staged for it.  Raises as `adopt`."""
         self._checked(metadata, split_weights)
         self._proposal = _Proposal(metadata, split_weights, self.epoch)
+        self._num_proposals += 1
 
     def withdraw(self) -> None:
         """Forget the proposed map, if there is one."""
         self._proposal = None
+
+    @property
+    def slots_key(self) -> Hashable:
+        """A key of what `local_slots` and `proposed_slots` return."""
+        return self.epoch, self._num_proposals if self.has_proposal else None
 
     @property
     def has_proposal(self) -> bool:

@@ -5,7 +5,7 @@ Shapes: V vocabulary, D hidden, E logical experts, P physical experts, I expert 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 
@@ -87,6 +87,9 @@ class FakeWeights:
 
     def places(self, name: str) -> list[ViewPlace]:
         return [ViewPlace(target) for target in self._places(name)]
+
+    def places_key(self) -> Hashable:
+        return None
 
     def restore(self, name: str, content: torch.Tensor) -> None:
         self.write(name, content)

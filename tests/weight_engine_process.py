@@ -22,7 +22,7 @@ from tests.loopback_updater import broadcast_source
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import WeightSyncError
 from weight_sync.fingerprint import fingerprint_hex
-from weight_sync.transaction import parse_manifest
+from weight_sync.manifest import parse_manifest
 from weight_sync.updater import WeightUpdater
 
 

@@ -151,6 +151,11 @@ def fingerprint_hex(value: int) -> str:
     return f"{value:016x}"
 
 
+def wrong_fingerprint(name: str, actual: int, expected: int) -> str:
+    """Return the message for a tensor with another F than the one stated."""
+    return f"{name}: fingerprint {fingerprint_hex(actual)}, the manifest expects {fingerprint_hex(expected)}"
+
+
 def parse_fingerprint(text: str) -> int:
     """Read the result of `fingerprint_hex`.  Raises `WeightRequestError` on anything but 16 hex digits."""
     digits = text.lower()

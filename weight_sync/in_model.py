@@ -10,18 +10,25 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
 from weight_sync.device_queue import DeviceQueue, HostQueue
 from weight_sync.errors import StagingError
+from weight_sync.plan import BucketPlan
 from weight_sync.staging import Content, DirectSink
 from weight_sync.tensor_meta import LogicalWeights, Part, tensor_bytes
 from weight_sync.unnamed_file import Entry, UnnamedFile
 
 
 class _InModelStaging(DirectSink):
-    """The base of both stagings: a commit has nothing left to do but to wait."""
+    """The base of both stagings: a commit has nothing left to do but to wait.
+
+    Tensors come one by one, so that each is checked before it is written.
+    """
+
+    takes_spans = False
 
     def __init__(self, weights: LogicalWeights, queue: DeviceQueue | None = None) -> None:
         super().__init__(weights)
@@ -40,6 +47,10 @@ class _InModelStaging(DirectSink):
     def read(self, name: str) -> Sequence[Part]:
         self._queue.fence()
         return super().read(name)
+
+    def write_spans(self, plan: BucketPlan, content: torch.Tensor) -> NoReturn:
+        """Refuse: see `takes_spans`."""
+        raise AssertionError("tensors come one by one")
 
     def prepare(self) -> None:
         """Do nothing: nothing can be done ahead."""

@@ -12,39 +12,45 @@ Each logical tensor is quantised by itself and as a whole, whatever part of it t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from weight_sync.content import Content, by_name
-from weight_sync.errors import ContentError
+from weight_sync.content import Content, Contents, TensorTable, by_name
+from weight_sync.errors import ContentError, listed
 from weight_sync.fingerprint import fingerprint
 from weight_sync.fp8_blocks import SCALE_SUFFIX, scales_of
 from weight_sync.fp8_wire import Pair, PairedTensors, value_metas
 from weight_sync.held_format import AS_SENT, HeldFormats
+from weight_sync.ledger import WeightLedger
 from weight_sync.loading import (
     Arrival,
     ProvenPart,
-    WeightLedger,
     check_content,
     is_finite,
     matching,
     split_tensors,
 )
+from weight_sync.manifest import Stated
+from weight_sync.plan import BucketPlan
 from weight_sync.splitting import Announced, is_exact_cast, split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
 
 class Intake:
-    """The intake of one refresh.  `stated`: fingerprints that the sender announced, by names of tensors and scales.
+    """The intake of one refresh.  `stated`: the fingerprints that the sender announced.
 
     `quantised`: logical tensors that are held quantised.  `contents`: the content of the tensors that came.
     """
 
-    def __init__(self, weights: LogicalWeights, stated: Mapping[str, int], quantised: HeldFormats = AS_SENT) -> None:
-        self.contents: dict[str, Content] = {}
+    def __init__(
+        self, weights: LogicalWeights, table: TensorTable, stated: Stated, quantised: HeldFormats = AS_SENT
+    ) -> None:
+        self.contents = Contents(table)
         self.pairs = PairedTensors(weights)
+        self._table = table
         self._weights = weights
         self._stated = stated
         self._quantised = quantised
@@ -71,14 +77,32 @@ class Intake:
             if arrival.wire_name in pairs:
                 found[arrival.name] = self._of_pair(arrival, pairs[arrival.wire_name])
         arrivals = self._converted(arrivals, found)
-        self.contents |= found
+        for name, content in found.items():
+            self.contents.put(self._table.number_of[name], content)
         return arrivals
+
+    def take_planned(self, plan: BucketPlan, fingerprints_T2: np.ndarray, infinite_T2: np.ndarray) -> None:
+        """Check the planned tensors of a bucket by what `take_spans` found in them, and note their content.
+
+        Raises `ContentError`.
+        """
+        names, numbers = self._table.names, plan.numbers
+        if infinite_T2[:, 0].any():
+            wrong = [names[number] for number in numbers[infinite_T2[:, 0]]]
+            raise ContentError(f"values that are not finite in {listed(wrong)}")
+        self._stated.require(numbers, fingerprints_T2[:, 0])
+        if infinite_T2[:, 1].any():
+            number = numbers[infinite_T2[:, 1]][0]
+            dtype = dtype_name(self._table.metas[number].dtype)
+            raise ContentError(f"{names[number]} has values outside the range of {dtype}")
+        self.contents.put_all(numbers, plan.codes, fingerprints_T2[:, 0], fingerprints_T2[:, 1])
 
     def take_part(self, part: ProvenPart) -> None:
         """Note a part of a tensor, which is held as it was sent.  Raises `ContentError`."""
         assert part.name not in self._quantised, "its source refuses tensors that are quantised as a whole"
         matching({part.name: part.fingerprint}, self._stated)
-        self.contents[part.name] = Content.plain(self._weights.metas()[part.name], part.fingerprint)
+        content = Content.plain(self._weights.metas()[part.name], part.fingerprint)
+        self.contents.put(self._table.number_of[part.name], content)
 
     def _plain(self, arrivals: Sequence[Arrival]) -> dict[str, Content]:
         """Check the content, and return it as it was sent, taken to be held so."""

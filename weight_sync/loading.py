@@ -13,20 +13,20 @@ over each of a thousand tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from weight_sync.errors import ContentError, CoverageError, listed
-from weight_sync.fingerprint import fingerprint_hex, fingerprints_apart, fingerprints_end_to_end
+from weight_sync.fingerprint import fingerprints_apart, fingerprints_end_to_end, wrong_fingerprint
 from weight_sync.fingerprint_words import BLOCK
+from weight_sync.ledger import WeightLedger
 from weight_sync.splitting import Announced, split_wire
 from weight_sync.staging import WeightSink
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta
 
-Coverage = Literal["full", "partial"]
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
@@ -53,62 +53,6 @@ class ProvenPart:
     name: str
     part: Part | None
     fingerprint: int
-
-
-class WeightLedger:
-    """Arrivals of one load or one refresh.
-
-    `coverage="full"`: all of `expected` must come.  `"partial"`: what came is the subset, and may be empty.
-    """
-
-    def __init__(self, expected: Iterable[str], coverage: Coverage = "full") -> None:
-        self.coverage = coverage
-        self._expected = frozenset(expected)
-        self._wire_names: dict[str, set[str]] = {}  # logical name -> wire names it came under
-
-    def __contains__(self, logical_name: str) -> bool:
-        """Return whether the tensor came."""
-        return logical_name in self._wire_names
-
-    @property
-    def received(self) -> list[str]:
-        """Logical names in order of first arrival."""
-        return list(self._wire_names)
-
-    @property
-    def missing(self) -> list[str]:
-        """Expected logical names that have not come, sorted."""
-        return sorted(self._expected - self._wire_names.keys())
-
-    def refusals(self, arrivals: Iterable[tuple[str, str]]) -> list[str]:
-        """Return why the (wire name, logical name) pairs of one call cannot be recorded; empty when they can."""
-        seen: set[tuple[str, str]] = set()
-        problems = []
-        for wire_name, logical_name in arrivals:
-            if logical_name not in self._expected:
-                problems.append(f"{logical_name} was not announced")
-            elif (wire_name, logical_name) in seen or wire_name in self._wire_names.get(logical_name, ()):
-                under = "" if wire_name == logical_name else f" as {wire_name}"
-                problems.append(f"{logical_name} came twice{under}")
-            seen.add((wire_name, logical_name))
-        return problems
-
-    def record(self, wire_name: str, logical_name: str) -> bool:
-        """Note an arrival.  True: the first of this logical tensor.  False: it came before, under another wire name.
-
-        Raises `CoverageError` as `refusals` states.
-        """
-        if logical_name not in self._expected or wire_name in self._wire_names.get(logical_name, ()):
-            raise CoverageError("; ".join(self.refusals([(wire_name, logical_name)])))
-        names = self._wire_names.setdefault(logical_name, set())
-        names.add(wire_name)
-        return len(names) == 1
-
-    def settle(self) -> list[str]:
-        """Return the logical names that make up this version.  Raises `CoverageError` when something is missing."""
-        if self.coverage == "full" and self.missing:
-            raise CoverageError(f"{len(self.missing)} of {len(self._expected)} tensors missing: {listed(self.missing)}")
-        return self.received
 
 
 def load_weights(
@@ -196,7 +140,13 @@ def _same_bits(part: Part, source: torch.Tensor) -> bool:
 # --- content -----------------------------------------------------------------------------------------------------
 
 
-def check_content(named: Named, stated: Mapping[str, int]) -> dict[str, int]:
+class Fingerprints(Protocol):
+    """Fingerprints by name, such as a dict."""
+
+    def get(self, name: str, default: int, /) -> int: ...
+
+
+def check_content(named: Named, stated: Fingerprints) -> dict[str, int]:
     """Check logical tensors of one bucket against the fingerprints stated of them, where there are any; return theirs.
 
     Raises `ContentError` for all that are not finite, or for the first whose fingerprint differs.
@@ -213,14 +163,12 @@ def check_content(named: Named, stated: Mapping[str, int]) -> dict[str, int]:
     return matching(found, stated)
 
 
-def matching(found: dict[str, int], stated: Mapping[str, int]) -> dict[str, int]:
+def matching(found: dict[str, int], stated: Fingerprints) -> dict[str, int]:
     """Return the fingerprints found.  Raises `ContentError` for the first that is not the one stated, where one is."""
     for name, actual in found.items():
         expected = stated.get(name, actual)
         if actual != expected:
-            raise ContentError(
-                f"{name}: fingerprint {fingerprint_hex(actual)}, the manifest expects {fingerprint_hex(expected)}"
-            )
+            raise ContentError(wrong_fingerprint(name, actual, expected))
     return found
 
 

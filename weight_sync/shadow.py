@@ -24,12 +24,15 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from weight_sync.device_queue import DeviceQueue, HostQueue
 from weight_sync.errors import StagingError
+from weight_sync.fingerprint_words import multipliers
 from weight_sync.held_memory import Areas
 from weight_sync.pages import PageTrader, tradable_spans
+from weight_sync.plan import BucketPlan, Homes, address_of
 from weight_sync.staging import Content
 from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
@@ -45,15 +48,16 @@ class ShadowStaging:
         mode: Literal["host", "device"] = "host",
         memory: Areas | None = None,
         queue: DeviceQueue | None = None,
+        homes: Homes | None = None,
     ) -> None:
         self.mode = mode
         self._queue = queue or HostQueue()
+        self._homes = Homes(weights) if homes is None else homes
         self._weights = weights
         self._memory = Areas() if memory is None else memory
         self._shadows: dict[int, _Shadow] = {}
-        self._homes: dict[str, list[tuple[int, Place]]] = {}  # of every tensor: storage, place
-        self._resident_bytes: dict[int, int] = {}  # of tensors, by storage
-        self._written: set[str] = set()
+        self._written: set[str] = set()  # one by one
+        self._plans: list[BucketPlan] = []  # whose tensors were written
         self._prepared = False
         self._trader: PageTrader | None = None
         self._traded: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -68,20 +72,33 @@ class ShadowStaging:
         return sum(shadow.live.numel() for shadow in self._shadows.values())
 
     def write(self, name: str, content: Content) -> None:
-        for key, place in self._homes_of(name):
-            target = self._place_in_shadow(key, place)
+        for place in self._homes.places(name):
+            target = self._place_in_shadow(place)
             if isinstance(content, Part):
                 self._queue.put(functools.partial(target.restore, content.content))
             else:
                 self._queue.put(functools.partial(target.write, content))
         self._written.add(name)
 
+    @property
+    def takes_spans(self) -> bool:
+        """True where the shadow is in the memory that a plan is replayed from."""
+        device = self._homes.device
+        return device is not None and device.type == "cpu"
+
+    def write_spans(self, plan: BucketPlan, content: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        areas = [self._shadow_of(storage).staged for storage in plan.storages]
+        self._plans.append(plan)
+        table = multipliers(str(content.device))
+        sums, infinite = torch.ops.weight_sync.take_spans(content, plan.tensors, plan.moves, areas, table, True, True)
+        return sums.numpy().view(np.uint64), infinite.numpy()
+
     def settle(self) -> None:
         self._queue.fence()
 
     def read(self, name: str) -> Sequence[Part]:
         self._queue.fence()
-        return [Part(place.region, self._content(key, place)) for key, place in self._homes_of(name)]
+        return [Part(place.region, self._content(place)) for place in self._homes.places(name)]
 
     def prepare(self) -> None:
         self._fill({key for key, shadow in self._shadows.items() if not shadow.is_copy})
@@ -139,6 +156,7 @@ class ShadowStaging:
         self._exchanged.clear()
         self._traded.clear()
         self._written.clear()
+        self._plans.clear()
         self._prepared = False
         if self._trader is not None:
             self._trader.close()
@@ -148,39 +166,31 @@ class ShadowStaging:
     def _is_lost(self) -> bool:
         return self._trader is not None and self._trader.lost is not None
 
-    def _content(self, key: int, place: Place) -> torch.Tensor:
+    def _content(self, place: Place) -> torch.Tensor:
         if not self._prepared:
-            return self._place_in_shadow(key, place).read()
-        return place.rebind(_viewed_like(place.storage, self._shadows[key].new_content())).read()
+            return self._place_in_shadow(place).read()
+        content = self._shadows[address_of(place.storage)].new_content()
+        return place.rebind(_viewed_like(place.storage, content)).read()
 
-    def _place_in_shadow(self, key: int, place: Place) -> Place:
+    def _place_in_shadow(self, place: Place) -> Place:
         """Return the same place in the shadow of its storage."""
+        return place.rebind(_viewed_like(place.storage, self._shadow_of(place.storage).staged))
+
+    def _shadow_of(self, storage: torch.Tensor) -> _Shadow:
+        key = address_of(storage)
         if key not in self._shadows:
-            self._shadows[key] = self._new_shadow(key, place.storage)
-        return place.rebind(_viewed_like(place.storage, self._shadows[key].staged))
-
-    def _new_shadow(self, key: int, storage: torch.Tensor) -> _Shadow:
-        has_gaps = self._resident_bytes[key] != storage.untyped_storage().nbytes()
-        live = _bytes_of(storage)
-        device = torch.device("cpu") if self.mode == "host" else storage.device
-        return _Shadow(live, self._memory.take(live.data_ptr(), live.numel(), device, like=live), copy=has_gaps)
-
-    def _homes_of(self, name: str) -> list[tuple[int, Place]]:
-        """Return where the tensor lives, found once for all tensors, as nothing moves while an update is open."""
-        if not self._homes:
-            for other in self._weights.metas():
-                homes = [(_address_of(place.storage), place) for place in self._weights.places(other)]
-                self._homes[other] = homes
-                for key, place in homes:
-                    self._resident_bytes[key] = self._resident_bytes.get(key, 0) + place.num_bytes
-        return self._homes[name]
+            live, device = _bytes_of(storage), torch.device("cpu") if self.mode == "host" else storage.device
+            area = self._memory.take(live.data_ptr(), live.numel(), device, like=live)
+            self._shadows[key] = _Shadow(live, area, copy=self._homes.has_gaps(storage))
+        return self._shadows[key]
 
     def _fill(self, keys: set[int]) -> None:
         """Copy the rest of these storages' content into their shadows."""
-        for name in self._homes.keys() - self._written:
-            for key, place in self._homes[name]:
-                if key in keys:
-                    target = self._place_in_shadow(key, place)
+        written = self._written.union(*(plan.names for plan in self._plans))
+        for name in self._weights.metas().keys() - written if keys else ():
+            for place in self._homes.places(name):
+                if address_of(place.storage) in keys:
+                    target = self._place_in_shadow(place)
                     self._queue.put(functools.partial(target.restore, place.read()))
 
 
@@ -245,11 +255,6 @@ def _fold(live: torch.Tensor, staged: torch.Tensor) -> None:
         staged.bitwise_xor_(live)
         return
     staged.copy_(staged.to(live.device, non_blocking=True).bitwise_xor_(live), non_blocking=True)
-
-
-def _address_of(storage: torch.Tensor) -> int:
-    """Return the address of the whole storage behind a tensor."""
-    return storage.untyped_storage().data_ptr()
 
 
 def _bytes_of(storage: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
+from weight_sync.plan import BucketPlan
 from weight_sync.tensor_meta import LogicalWeights, Part, parts_of
 
 StagingMode = Literal["host", "device", "journal", "in_place"]
@@ -47,6 +49,17 @@ class Staging(WeightSink, Protocol):
     @property
     def num_bytes(self) -> int:
         """The memory, or disk, that is taken now."""
+
+    @property
+    def takes_spans(self) -> bool:
+        """True if `write_spans` may be called."""
+
+    def write_spans(self, plan: BucketPlan, content: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Write the planned tensors of a bucket, uint8 [bytes], before they are checked.
+
+        Returns F of each, uint64 [T, 2], and whether it has a value that is not finite, bool [T, 2]: as it was sent,
+        and as it is held.
+        """
 
     def settle(self) -> None:
         """Wait until what was written is no longer read from the caller's memory."""

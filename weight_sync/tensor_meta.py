@@ -7,7 +7,7 @@ fuses, shards or replicates it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -223,6 +223,9 @@ class LogicalWeights(Protocol):
 
         All of them hold the same part.  None, where all of the tensor lives on other ranks.
         """
+
+    def places_key(self) -> Hashable:
+        """Return a key of where tensors live: while it is the same, `places` returns the same places."""
 
     def restore(self, name: str, content: torch.Tensor) -> None:
         """Copy to every place of this rank what `read` of one of them gave."""

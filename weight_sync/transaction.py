@@ -17,36 +17,34 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from weight_sync.content import Content, Digests
+from weight_sync.bucket_layout import BucketLayout, PackedBucket
+from weight_sync.content import Contents, Digests, TensorTable
 from weight_sync.device_queue import queue_of
 from weight_sync.errors import (
     CommitError,
     CoverageError,
     StagingError,
     TransactionStateError,
-    WeightRequestError,
-    listed,
 )
-from weight_sync.fingerprint import parse_fingerprint
-from weight_sync.fp8_blocks import SCALE_SUFFIX
-from weight_sync.fp8_wire import weight_name, whole_metas
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.intake import Intake
-from weight_sync.loading import Coverage, ProvenPart, WeightLedger, load_part, store
+from weight_sync.ledger import Coverage, WeightLedger
+from weight_sync.loading import ProvenPart, load_part, store
+from weight_sync.manifest import Entries, Manifest, Stated
+from weight_sync.plan import BucketPlan, Homes
+from weight_sync.planner import Planner
 from weight_sync.shadow import ShadowStaging
-from weight_sync.splitting import split_wire
 from weight_sync.staging import Staging, StagingMode
-from weight_sync.tensor_meta import LogicalWeights, MetaParser, Part, TensorMeta
+from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
 
-Manifest = Sequence[tuple[TensorMeta, int | None]]  # fingerprint None: not stated
 NAMES_SHOWN = 10
 STATUS_FIELDS = (
     *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
@@ -69,7 +67,8 @@ class WeightTransaction:
     `manifest`: what the sender announces, by any names the model accepts.  With it, exactly these tensors must
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
     `staging`: a fresh one; by default a second copy in host memory.  `quantised`: see `Intake`.  `cast`: what comes may
-    be cast to the model's dtypes, also where that loses something.
+    be cast to the model's dtypes, also where that loses something.  `planner`: keeps plans from one transaction to the
+    next.
 
     Raises at construction, for a manifest that cannot be right: `UnknownTensorError`, `ShapeMismatchError`,
     `DtypeMismatchError`, `CoverageError` (missing or repeated names), `WeightRequestError` (a fingerprint for a tensor
@@ -81,11 +80,12 @@ class WeightTransaction:
         weights: LogicalWeights,
         weight_version: str | None = None,
         coverage: Coverage = "full",
-        manifest: Manifest | None = None,
+        manifest: Manifest | Entries | None = None,
         staging: Staging | None = None,
         *,
         quantised: HeldFormats = AS_SENT,
         cast: bool = False,
+        planner: Planner | None = None,
     ) -> None:
         self.weight_version = weight_version
         self.coverage = coverage
@@ -96,19 +96,23 @@ class WeightTransaction:
         self._opened_at = time.monotonic()
         self._weights = weights
         self._state = TransactionState.OPEN
+        self._planner = Planner(TensorTable(weights.metas()), quantised) if planner is None else planner
         self._staging = ShadowStaging(weights) if staging is None else staging
-        fingerprints: dict[str, int] = {}
-        expected: Iterable[str] = weights.metas()
+        table = self._planner.table
+        stated = Stated(table)
+        expected: Sequence[str] = table.names
         if manifest is not None:
-            fingerprints, announced = _read_manifest(weights, manifest, cast)
-            absent = sorted(weights.metas().keys() - announced)
-            if coverage == "full" and absent:
-                raise CoverageError(f"the manifest lacks {len(absent)} tensors: {listed(absent)}")
-            if not announced:
+            manifest = manifest if isinstance(manifest, Manifest) else Manifest.of(manifest)
+            plan = self._planner.manifest(weights, manifest, cast)
+            if coverage == "full":
+                plan.require_all(table)
+            if not plan.announced:
                 raise CoverageError("the manifest is empty")
-            expected, coverage = announced, "full"
-        self._ledger = WeightLedger(expected, coverage)
-        self._intake = Intake(weights, fingerprints, quantised)
+            plan.note(manifest, stated)
+            expected, coverage = plan.announced, "full"
+        self._ledger = WeightLedger(expected, coverage, table)
+        self._intake = Intake(weights, table, stated, quantised)
+        self._plans: dict[BucketLayout, BucketPlan] = {}
 
     @property
     def state(self) -> TransactionState:
@@ -130,6 +134,16 @@ class WeightTransaction:
         return self._ledger.missing
 
     @property
+    def num_received(self) -> int:
+        """The number of logical tensors that came."""
+        return self._ledger.num_received
+
+    @property
+    def num_missing(self) -> int:
+        """The length of `missing`."""
+        return self._ledger.num_missing
+
+    @property
     def target(self) -> LogicalWeights:
         """The weights that the tensors go to."""
         return self._weights
@@ -137,8 +151,7 @@ class WeightTransaction:
     @property
     def num_bytes(self) -> int:
         """The bytes of the tensors that came."""
-        metas = self._weights.metas()
-        return sum(metas[name].nbytes for name in self.received)
+        return int(self._planner.table.num_bytes[self._ledger.came()].sum())
 
     @property
     def dirty(self) -> bool:
@@ -146,8 +159,8 @@ class WeightTransaction:
         return self._state is not TransactionState.COMMITTED and self._staging.dirty
 
     @property
-    def contents(self) -> Mapping[str, Content]:
-        """The contents of the tensors that came, by logical name."""
+    def contents(self) -> Contents:
+        """The contents of the tensors that came."""
         return self._intake.contents
 
     def status(self) -> dict[str, Any]:
@@ -156,32 +169,41 @@ class WeightTransaction:
             "state": self._state.value,
             "weight_version": self.weight_version,
             "coverage": self.coverage,
-            "received": len(self.received),
-            "missing": len(self.missing),
-            "received_names": self.received[:NAMES_SHOWN],
-            "missing_names": self.missing[:NAMES_SHOWN],
+            "received": self.num_received,
+            "missing": self.num_missing,
+            "received_names": self._ledger.first_received(NAMES_SHOWN),
+            "missing_names": self._ledger.first_missing(NAMES_SHOWN),
             "num_bytes": self.num_bytes,
             "unpaired": self._intake.pairs.num_waiting,
             "unpaired_bytes": self._intake.pairs.num_bytes,
             "failed": self.failure,
         }
 
-    def announce(self, metas: Sequence[TensorMeta], cast: bool = False) -> None:
+    def announce(self, metas: Sequence[TensorMeta], cast: bool = False, layouts: Sequence[BucketLayout] = ()) -> None:
         """Check what is known of a bucket before it is received.  `cast`: of this one, whatever the others are.
+
+        `layouts`: of the messages in which the tensors will come, where that is known.
 
         Raises `TransactionStateError` unless OPEN, and as `Intake.announce`.
         """
         self._require(TransactionState.OPEN, "receive")
-        self._intake.announce(metas, cast or self._cast)
+        self._plans = {}
+        if layouts and self._staging.takes_spans:
+            plans = self._planner.plans(self._weights, layouts, cast or self._cast)
+            self._plans = dict(zip(layouts, plans, strict=True))
+        else:
+            self._intake.announce(metas, cast or self._cast)
 
     def check_committable(self) -> None:
         """Raise `TransactionStateError` unless the transaction is VERIFIED."""
         self._require(TransactionState.VERIFIED, "commit")
 
-    def receive(self, bucket: Iterable[tuple[str, torch.Tensor]] | ProvenPart, cast: bool = False) -> None:
-        """Stage one bucket: finite values and stated fingerprints are checked before any of it lands.
+    def receive(
+        self, bucket: Iterable[tuple[str, torch.Tensor]] | PackedBucket | ProvenPart, cast: bool = False
+    ) -> None:
+        """Stage one bucket.  `cast`: as in `announce`.
 
-        `cast`: as in `announce`.
+        Finite values and stated fingerprints are checked before any of it lands in the model.
 
         A quantised weight or its scales may come in another bucket than the other: the first waits.
 
@@ -192,9 +214,26 @@ class WeightTransaction:
             if isinstance(bucket, ProvenPart):
                 self._intake.take_part(bucket)
                 load_part(bucket, self._staging, self._ledger)
+            elif isinstance(bucket, PackedBucket):
+                self._take_packed(bucket, cast)
             else:
-                store(self._intake.take(bucket, self._ledger, cast or self._cast), self._staging, self._ledger)
+                self._take(bucket, cast)
             self._staging.settle()
+
+    def _take(self, named: Iterable[tuple[str, torch.Tensor]], cast: bool) -> None:
+        store(self._intake.take(named, self._ledger, cast or self._cast), self._staging, self._ledger)
+
+    def _take_packed(self, bucket: PackedBucket, cast: bool) -> None:
+        """Replay the plan of a bucket.  What it leaves out, or cannot do now, goes tensor by tensor."""
+        plan = self._plans.get(bucket.layout)
+        if plan is None or self._intake.pairs.num_waiting or not self._ledger.is_clear(plan.numbers):
+            self._take(bucket.named(), cast)
+            return
+        found = self._staging.write_spans(plan, bucket.content)
+        self._intake.take_planned(plan, *found)
+        self._ledger.record_all(plan.numbers, plan.wire_names)
+        if plan.rest:
+            self._take(bucket.layout.views(bucket.content, plan.rest), cast)
 
     def fail(self, reason: str) -> None:
         """Fail, OPEN -> FAILED, over a bucket that never came here.  The model is as it was before the first bucket."""
@@ -297,57 +336,22 @@ class WeightTransaction:
             self._staging.close()
 
 
-def _read_manifest(weights: LogicalWeights, manifest: Manifest, cast: bool) -> tuple[dict[str, int], set[str]]:
-    """Return stated fingerprints by names of logical tensors and of their scales, and all logical names announced."""
-    metas = whole_metas(weights, [meta for meta, _ in manifest])
-    split = split_wire(weights, metas, cast)
-    ledger = WeightLedger(weights.metas())
-    refusals = ledger.refusals((meta.name, piece.name) for meta, pieces in zip(metas, split) for piece in pieces)
-    if refusals:
-        raise CoverageError(f"manifest: {listed(refusals)}")
-    pieces_of = {meta.name: pieces for meta, pieces in zip(metas, split, strict=True)}
-    fingerprints: dict[str, int] = {}
-    for meta, stated in manifest:
-        if stated is None:
-            continue
-        is_scale = meta.name not in pieces_of
-        pieces = pieces_of[weight_name(meta.name) if is_scale else meta.name]
-        if not pieces:
-            continue  # the model keeps nothing of it
-        if len(pieces) != 1 or pieces[0].index != ():
-            raise WeightRequestError(f"manifest: the model splits {meta.name}; give fingerprints of its parts")
-        name = pieces[0].name + SCALE_SUFFIX * is_scale
-        if fingerprints.setdefault(name, stated) != stated:
-            raise WeightRequestError(f"manifest: {name} has two fingerprints")
-    return fingerprints, {piece.name for pieces in split for piece in pieces}
-
-
-def parse_manifest(
-    entries: Iterable[tuple[str, str, Sequence[int], str | None]],
-) -> list[tuple[TensorMeta, int | None]]:
-    """Parse names, dtypes, shapes and fingerprints (16 hex digits, or None).  Raises `WeightRequestError`."""
-    parse = MetaParser()
-    return [
-        (parse(name, dtype, shape), None if stated is None else parse_fingerprint(stated))
-        for name, dtype, shape, stated in entries
-    ]
-
-
 def new_staging(
     weights: LogicalWeights,
     mode: StagingMode,
     journal_dir: str | None = None,
     memory: Areas | None = None,
     device: torch.device | str = "cpu",
+    homes: Homes | None = None,
 ) -> Staging:
     """Return the staging of one transaction.
 
     `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what "host" and
-    "device" take from; by default their own.  `device`: where the weights lie.
+    "device" take from; by default their own.  `device`: where the weights lie.  `homes`: their places, where known.
     """
     queue = queue_of(device)
     if mode == "journal":
         return JournalStaging(weights, journal_dir, queue)
     if mode == "in_place":
         return InPlaceStaging(weights, queue)
-    return ShadowStaging(weights, mode, memory, queue)
+    return ShadowStaging(weights, mode, memory, queue, homes)

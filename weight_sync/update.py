@@ -33,17 +33,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from weight_sync.content import ContentBook, Digests
+from weight_sync.bucket_layout import KnownCalls
+from weight_sync.content import ContentBook, Digests, TensorTable
 from weight_sync.errors import TransactionStateError, WeightSyncError
 from weight_sync.held_format import HeldFormats
-from weight_sync.loading import Coverage
-from weight_sync.receivers.base import BucketSource, deliver
+from weight_sync.ledger import Coverage
+from weight_sync.planner import Planner
+from weight_sync.receivers.base import BucketSource, KnownCall, deliver
 from weight_sync.tensor_meta import LogicalWeights
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.waiting import Lease
 
 _REMEMBERED = 256
 _ENDS_REMEMBERED = 16
+_CALLS_KEPT = 4
+"""The calls that are kept have at most so many times the tensors of the target."""
 
 
 # --- how updates end -------------------------------------------------------------------------------------------------
@@ -100,7 +104,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class UpdateTarget:
-    """The weights that an update refreshes.  The storages, the known content and `torn` are the target's own.
+    """The weights that an update refreshes.  The storages, the known content, the plans and `torn` are its own.
 
     `placed(coverage)`, called when an update opens: the weights in which it is staged.  `quantised`: see `Intake`.
     `torn`: why the content is neither the old version nor a new one, until a complete refresh is committed.
@@ -111,10 +115,15 @@ class UpdateTarget:
     placed: Callable[[Coverage], LogicalWeights]
     quantised: HeldFormats
     content: ContentBook = field(init=False)
+    planner: Planner = field(init=False)
+    known_calls: KnownCalls[KnownCall] = field(init=False)
     torn: str | None = None
 
     def __post_init__(self) -> None:
-        self.content = ContentBook(self.weights.metas())
+        table = TensorTable(self.weights.metas())
+        self.content = ContentBook(table)
+        self.planner = Planner(table, self.quantised)
+        self.known_calls = KnownCalls(_CALLS_KEPT * len(table))
 
 
 @dataclass(frozen=True)
@@ -207,7 +216,7 @@ class WeightUpdate:
                 other = self._other_version(weight_version)
                 if other is not None and transaction.state is TransactionState.OPEN:
                     raise other
-                transaction.announce(metas, cast)
+                transaction.announce(metas, cast, source.layouts)
             except WeightSyncError as error:
                 wrong = error  # known before it is received
             deliver(source, partial(transaction.receive, cast=cast), wrong, pace)
@@ -254,12 +263,12 @@ class WeightUpdate:
 
     @property
     def num_received(self) -> int:
-        return int(self.transaction.status()["received"])
+        return self.transaction.num_received
 
     @property
     def num_missing(self) -> int:
         """The number of tensors that were announced (without a manifest: all of the target's) and have not come."""
-        return int(self.transaction.status()["missing"])
+        return self.transaction.num_missing
 
     def status(self) -> dict[str, Any]:
         """Return counts, and the first names."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from weight_sync.loading import Coverage
+from weight_sync.ledger import Coverage
 
 
 class Engine(enum.Enum):

@@ -24,13 +24,14 @@ import torch
 from weight_sync.errors import CommitError, TransactionStateError
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
-from weight_sync.loading import Coverage
+from weight_sync.ledger import Coverage
+from weight_sync.manifest import Entries, Manifest
 from weight_sync.process_group import WeightUpdateGroups
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.staging import HOLDING_MODES, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part
-from weight_sync.transaction import STATUS_FIELDS, Manifest, TransactionState, WeightTransaction, new_staging
+from weight_sync.transaction import STATUS_FIELDS, TransactionState, WeightTransaction, new_staging
 from weight_sync.update import CommitResult, Outcome, UpdateBook, UpdateTarget, WeightUpdate
 from weight_sync.update_rule import Relation
 from weight_sync.waiting import DEFAULT_LEASE_S, Lease, Patience
@@ -99,7 +100,7 @@ class WeightUpdater:
         self,
         weight_version: str | None = None,
         coverage: Coverage = "full",
-        manifest: Manifest | None = None,
+        manifest: Manifest | Entries | None = None,
         lease_s: float = DEFAULT_LEASE_S,
         *,
         update_id: str | None = None,
@@ -118,11 +119,13 @@ class WeightUpdater:
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
         target, lease = self.model, Lease(lease_s, self._clock)
-        weights = target.placed(coverage)
-        staging = new_staging(weights, self._staging, self._journal_dir, self._held.shadows, self._device)
+        weights, planner = target.placed(coverage), target.planner
+        homes = planner.homes(weights)
+        staging = new_staging(weights, self._staging, self._journal_dir, self._held.shadows, self._device, homes)
         casts = self._cast if cast is None else cast
+        formats: dict[str, Any] = {"quantised": target.quantised, "cast": casts}
         transaction = WeightTransaction(
-            weights, weight_version, coverage, manifest, staging, quantised=target.quantised, cast=casts
+            weights, weight_version, coverage, manifest, staging, planner=planner, **formats
         )
         self.update = WeightUpdate(target, transaction, lease, update_id, bound, **facts)
         if not self.update.is_implicit:
@@ -259,7 +262,15 @@ class WeightUpdater:
         """The receiver that the source of the next call is made with."""
         memory = self._held.receive if self.is_open else None
         # Whole: what is wrong with a bucket is found before any of it is written.
-        return Receiver(self._device, self._timeout_s, self.groups, self.patience, memory, whole=self.holds_steps)
+        return Receiver(
+            self._device,
+            self._timeout_s,
+            self.groups,
+            self.patience,
+            memory,
+            whole=self.holds_steps,
+            known_calls=self.model.known_calls,
+        )
 
     @property
     def is_open(self) -> bool:

@@ -23,7 +23,7 @@ from eplb.placement import ExpertPlacement
 from rollout.core.errors import BadRequest, Conflict
 from rollout.distributed.layout import ParallelLayout, RankPosition
 from rollout.model.weight_loading import WeightIndex
-from weight_sync.loading import Coverage
+from weight_sync.ledger import Coverage
 from weight_sync.tensor_meta import LogicalWeights
 
 

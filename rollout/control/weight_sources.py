@@ -26,11 +26,12 @@ SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
 
 
 def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpdater) -> BucketSource:
-    tensors, group = verb.lists(), verb.group_name
+    receiver, group = updater.receiver, verb.group_name
     if verb.load_format == DELTA:
-        inner = DistributedSource(tensors, group, updater.receiver)
+        inner = DistributedSource(verb.lists, group, receiver)
         return DeltaSource(inner, updater.weights, updater.target, updater.exchange, updater.model.quantised)
-    return DistributedSource(tensors, group, updater.receiver, verb.load_format, verb.packed_buffer_size_bytes)
+    packed_bytes = verb.packed_buffer_size_bytes
+    return DistributedSource(verb.lists, group, receiver, verb.load_format, packed_bytes, verb.digest())
 
 
 def _refused(verb: RefusedBucketReqInput, updater: WeightUpdater) -> BucketSource:

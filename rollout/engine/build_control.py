@@ -35,7 +35,7 @@ from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import TransactionStateError
 from weight_sync.held_format import FP8_BLOCKS, HeldFormats
 from weight_sync.held_memory import HeldMemory
-from weight_sync.loading import Coverage
+from weight_sync.ledger import Coverage
 from weight_sync.tensor_meta import LogicalWeights
 from weight_sync.updater import WeightUpdater
 

@@ -152,7 +152,7 @@ class W8Place:
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         assert tuple(shape) == (self._rows, self._in_features) and lead in (None, 1), shape
-        return [_packed_move(MoveKind.PACKED_W8, self._packed, *shape, 0, *self._layout)]
+        return [_packed_move(MoveKind.PACKED_W8, self._packed, self._rows, self._in_features, 0, *self._layout)]
 
 
 @dataclass(frozen=True)

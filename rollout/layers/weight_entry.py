@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,11 @@ class WeightLayer(Layer):
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         """Yield every logical tensor of this layer, children not included."""
         raise NotImplementedError
+
+    @property
+    def places_key(self) -> Hashable:
+        """A key of the places of its tensors, current and proposed; it changes with them.  By default they stay."""
+        return None
 
     def fused_forms(self, prefix: str) -> Iterator[FusedForm]:
         """Yield the wire tensors that carry several logical tensors at once; by default there are none."""

@@ -6,7 +6,7 @@ rank's part of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
 
@@ -44,6 +44,7 @@ class WeightIndex:
         self._aliases = dict(aliases)
         self._ignored = tuple(ignored)
         self._renamed = tuple(renamed)
+        self._layers = [layer for _, layer in model.named_layers() if isinstance(layer, WeightLayer)]
         for prefix, layer in model.named_layers():
             if isinstance(layer, WeightLayer):
                 for entry in layer.weight_entries(prefix):
@@ -100,6 +101,10 @@ class WeightIndex:
         Raises `UnknownTensorError`.
         """
         return self._places(self._entry(name))
+
+    def places_key(self) -> Hashable:
+        """Return a key that changes whenever `places` of any tensor does."""
+        return self._is_proposed, tuple(layer.places_key for layer in self._layers)
 
     def under_proposed_placement(self) -> WeightIndex:
         """Return an index whose places are the ones under the proposed placement.

@@ -43,13 +43,13 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.fingerprint import fingerprint
+from weight_sync.manifest import Entries
 from weight_sync.receivers.base import BucketSource
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.receivers.ipc import IpcSource
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import TensorMeta
-from weight_sync.transaction import Manifest
 from weight_sync.unnamed_file import UnnamedFile
 
 # --- an updater, and tensors in memory --------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def with_last(name: str, value: float) -> Callable[[Tensors], Tensors]:
     return change
 
 
-def manifest_of(tensors: Tensors) -> Manifest:
+def manifest_of(tensors: Tensors) -> Entries:
     return [(TensorMeta(n, t.dtype, tuple(t.shape)), fingerprint(t)) for n, t in tensors.items()]
 
 

@@ -11,7 +11,7 @@ from rollout.memory.radix_cache import RadixCache
 from tests.faults.wrong_engines import WRONG_ENGINES
 from weight_sync import intake, shadow
 from weight_sync.fingerprint import fingerprint
-from weight_sync.loading import WeightLedger
+from weight_sync.ledger import WeightLedger
 from weight_sync.transaction import WeightTransaction
 from weight_sync.updater import WeightUpdater
 

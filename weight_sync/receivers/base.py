@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from weight_sync.bucket_layout import BucketLayout, KnownCalls, PackedBucket
 from weight_sync.errors import TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.loading import ProvenPart
@@ -22,7 +24,7 @@ from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import Patience
 
 Named = Sequence[tuple[str, torch.Tensor]]
-Bucket = Named | ProvenPart
+Bucket = Named | PackedBucket | ProvenPart
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,23 @@ class Receiver:
     patience: Patience
     memory: Areas | None
     whole: bool
+    known_calls: KnownCalls[KnownCall]
+
+
+@dataclass(frozen=True)
+class KnownCall:
+    """A call's tensors, the layouts of its buckets, and its messages in the transport's own form.
+
+    They are the same in each refresh by the same sender.
+    """
+
+    metas: Sequence[TensorMeta]
+    layouts: Sequence[BucketLayout]
+    messages: Sequence[Any] = ()
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.metas)
 
 
 class BucketSource:
@@ -50,6 +69,8 @@ class BucketSource:
 
     must_drain = False
     casts = False
+    layouts: Sequence[BucketLayout] = ()
+    """Once it was announced: of the buckets that will come, where all are `PackedBucket`s."""
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """Return the wire tensors that will come, by any names; empty where only receiving them shows.

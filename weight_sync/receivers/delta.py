@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from weight_sync.bucket_layout import PackedBucket
 from weight_sync.delta.changes import changed, share_after
 from weight_sync.delta.frame import DeltaFrame, FrameEntry, TensorDelta, read_frame
 from weight_sync.errors import (
@@ -76,7 +77,7 @@ class DeltaSource(BucketSource):
         """
         for bucket in self._inner.receive():
             assert not isinstance(bucket, ProvenPart)
-            for _, content in bucket:
+            for _, content in bucket.named() if isinstance(bucket, PackedBucket) else bucket:
                 frame = read_frame(content.cpu().contiguous().numpy().data, self._max_bytes)
                 self._require_bases(frame)
                 check_frame(frame, self._weights)

@@ -17,7 +17,7 @@ from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.fp8_wire import whole_metas, with_other_halves
-from weight_sync.loading import WeightLedger
+from weight_sync.ledger import WeightLedger
 from weight_sync.receivers.base import BucketSource
 from weight_sync.splitting import split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta

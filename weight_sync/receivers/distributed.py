@@ -27,18 +27,19 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from weight_sync.bucket import check_alignment, cut_packed, cut_pieces, unpack
+from weight_sync.bucket import check_alignment, cut_packed, cut_pieces
+from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.errors import ContentError, TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.process_group import GroupHandle
-from weight_sync.receivers.base import BucketSource, Receiver
+from weight_sync.receivers.base import BucketSource, KnownCall, Receiver
 from weight_sync.tensor_meta import TensorMeta, parse_metas
 
 FLATTENED_BUCKET = "flattened_bucket"
@@ -49,7 +50,7 @@ PIECE_BYTES = 16 << 20
 NUM_AREAS = 3
 """One that is checked, one that fills, one that is ready for the next: with two, either side waits for the other."""
 
-Named = list[tuple[str, torch.Tensor]]
+Lists = tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]]
 
 _SLACK = 512 << 20  # as much as trainers put into a bucket, should one arrive where a single tensor was announced
 _LARGEST_FLAT_WORLD = 3  # in larger ones gloo has members pass messages on
@@ -60,8 +61,9 @@ _DRAIN_S = 5.0
 
 
 class DistributedSource(BucketSource):
-    """One bucket that rank 0 of a group broadcasts: `lists` are the names, dtypes and shapes of the call.
+    """One bucket that rank 0 of a group broadcasts: `lists()` are the names, dtypes and shapes of the call.
 
+    `key`: names the lists, such as a digest; they are read only if it is new.  None: they are read.
     A group that broke, or is out of step with its sender, is left.  `packed_bytes`: of the buffers of the form
     `packed`.
     """
@@ -70,41 +72,52 @@ class DistributedSource(BucketSource):
 
     def __init__(
         self,
-        lists: tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]],
+        lists: Callable[[], Lists],
         group_name: str,
         receiver: Receiver,
         load_format: str | None = None,
         packed_bytes: int | None = None,
+        key: Hashable = None,
     ) -> None:
         self._lists = lists
+        self._key = key
         self._load_format = load_format
         self._packed_bytes = packed_bytes
         self._group_name, self._groups = group_name, receiver.groups
         self._device, self._timeout_s = receiver.device, receiver.timeout_s
         self._memory = Areas() if receiver.memory is None else receiver.memory
-        self._whole = receiver.whole
-        self._messages: list[Announced] = []
+        self._in_turns = load_format in (PIECES, PACKED) and not receiver.whole
+        self._known_calls = receiver.known_calls
+        self._messages: Sequence[Announced] = ()
         self._is_begun = False
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """Return the call's tensors.  Raises `WeightRequestError`, `UnknownGroupError`."""
-        metas = parse_metas(*self._lists)
+        if self._key is None:
+            call = self._read(max_bytes)
+        else:
+            key = (self._key, self._load_format, self._packed_bytes, self._in_turns, max_bytes)
+            call = self._known_calls.get(key, lambda: self._read(max_bytes))
+        self._messages, self.layouts = call.messages, call.layouts
+        self._groups.get(self._group_name)
+        return call.metas
+
+    def _read(self, max_bytes: int) -> KnownCall:
+        metas = parse_metas(*self._lists())
         total = sum(meta.nbytes for meta in metas)
         if total > max_bytes:
             raise WeightRequestError(f"the bucket has {total} bytes; one call may have at most {max_bytes}")
-        self._messages = announced(metas, self._load_format, self._packed_bytes)
-        self._groups.get(self._group_name)
-        return metas
+        messages = announced(metas, self._load_format, self._packed_bytes)
+        return KnownCall(metas, layouts_of(messages, in_turns=self._in_turns), messages)
 
-    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+    def receive(self) -> Iterator[PackedBucket]:
         """Yield the tensors, in one or more parts.  Raises as `receive_distributed`."""
         group = self._groups.get(self._group_name)
         self._is_begun = True
         complete = False
         try:
-            in_turns = self._load_format in (PIECES, PACKED) and not self._whole
             yield from receive_distributed(
-                group, self._messages, self._device, self._timeout_s, self._memory, in_turns=in_turns
+                group, self._messages, self.layouts, self._device, self._timeout_s, self._memory
             )
             complete = True
         finally:
@@ -149,50 +162,64 @@ def announced(metas: Sequence[TensorMeta], load_format: str | None, packed_bytes
     raise WeightRequestError(f"unknown load_format {load_format!r}; known: {known}")
 
 
+def layouts_of(messages: Sequence[Announced], *, in_turns: bool) -> list[BucketLayout]:
+    """Return the layouts of the buckets as which the messages will be delivered: one for each, or one of all."""
+    dense = [[*itertools.accumulate((meta.nbytes for meta in message.metas), initial=0)] for message in messages]
+    if in_turns:
+        return [
+            BucketLayout(message.metas, offsets[:-1], message.num_bytes)
+            for message, offsets in zip(messages, dense, strict=True)
+        ]
+    starts = _starts(messages)
+    metas = [meta for message in messages for meta in message.metas]
+    return [BucketLayout(metas, [start + at for start, row in zip(starts, dense) for at in row[:-1]], starts[-1])]
+
+
 def receive_distributed(
     group: GroupHandle,
     messages: Sequence[Announced],
+    layouts: Sequence[BucketLayout],
     device: torch.device | str,
     timeout_s: float,
     memory: Areas | None = None,
-    *,
-    in_turns: bool = False,
-) -> Iterator[Named]:
-    """Take part in the broadcasts of one bucket; (name, tensor) in list order, in one part, or one for each broadcast.
+) -> Iterator[PackedBucket]:
+    """Take part in the broadcasts of one bucket, and yield them in parts of `layouts`: one for each, or one of all.
 
-    The tensors are views of `memory`, on the CPU with gloo and on `device` with NCCL, and the caller's until the next
+    The content is a view of `memory`, on the CPU with gloo and on `device` with NCCL, and the caller's until the next
     part is asked for.  `timeout_s` is the deadline of the whole bucket.  A caller that cannot use a part must ask for
     the others nevertheless, or the sender waits.  Raises `ContentError` when a message was shorter or longer than
     announced (the group stays usable), `TransportError` when a broadcast failed or was late (the group is broken).
     """
     deadline = time.monotonic() + timeout_s
     memory = Areas() if memory is None else memory
-    if in_turns:
-        yield from _in_turns(group, messages, device, deadline, memory)
+    if not messages:
+        return
+    if len(layouts) == len(messages) > 1:
+        yield from _in_turns(group, messages, layouts, device, deadline, memory)
     else:
-        yield _all_at_once(group, messages, device, deadline, memory)
+        yield PackedBucket(layouts[0], _all_at_once(group, messages, device, deadline, memory))
 
 
 def _in_turns(
     group: GroupHandle,
     messages: Sequence[Announced],
+    layouts: Sequence[BucketLayout],
     device: torch.device | str,
     deadline: float,
     memory: Areas,
-) -> Iterator[Named]:
+) -> Iterator[PackedBucket]:
     """Yield message by message, with the next ones on their way."""
     drain = _Drain(deadline)
     coming: list[_Message] = []
     largest = max((message.num_bytes for message in messages), default=0)
-    for number, message in enumerate(messages):
+    for number, layout in enumerate(layouts):
         for following in range(len(coming), min(number + NUM_AREAS, len(messages))):
             area = _ReceiveArea(group, largest, device, memory, following % NUM_AREAS)
             coming.append(area.start(0, messages[following], drain.deadline))
-        named: Named = []
         with drain.keep_going():
-            named = unpack(coming[number].finish(drain.deadline), message.metas)
+            content = coming[number].finish(drain.deadline)
         if drain.wrong is None:
-            yield named
+            yield PackedBucket(layout, content)
     drain.settle()
 
 
@@ -202,17 +229,21 @@ def _all_at_once(
     device: torch.device | str,
     deadline: float,
     memory: Areas,
-) -> Named:
+) -> torch.Tensor:
     """Receive one after the other into one area: more would save no time, as nothing is done between."""
-    ends = [0, *itertools.accumulate(_aligned(message.num_bytes) for message in messages)]
-    area = _ReceiveArea(group, ends[-1], device, memory)
+    starts = _starts(messages)
+    area = _ReceiveArea(group, starts[-1], device, memory)
     drain = _Drain(deadline)
-    everything: Named = []
-    for offset, message in zip(ends, messages):
+    for offset, message in zip(starts, messages):
         with drain.keep_going():
-            everything += unpack(area.start(offset, message, drain.deadline).finish(drain.deadline), message.metas)
+            area.start(offset, message, drain.deadline).finish(drain.deadline)
     drain.settle()
-    return everything
+    return area.content
+
+
+def _starts(messages: Sequence[Announced]) -> list[int]:
+    """Return where each message begins in the area of all, and where the area ends."""
+    return [0, *itertools.accumulate(_aligned(message.num_bytes) for message in messages)]
 
 
 class _Drain:
@@ -258,6 +289,12 @@ class _ReceiveArea:
         if self._marked:
             slack = max(_SLACK, total) if self._has_slack else _MARK_BYTES
         self._bytes = memory.take(number, total + slack, "cpu" if self._marked else device)
+        self._total = total
+
+    @property
+    def content(self) -> torch.Tensor:
+        """The bytes of all messages, uint8 [total]."""
+        return self._bytes[: self._total]
 
     def start(self, offset: int, message: Announced, deadline: float) -> _Message:
         """Take the message without waiting for it; its area must not be used until it is finished.

@@ -8,7 +8,7 @@ Shapes: R rows, S expert slots of a row, A filled slots, E logical experts, D hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -110,6 +110,10 @@ class Experts(WeightLayer):
             out_A1D = self._outputs(hidden_RD.index_select(0, rows_A), ids_RS[filled_RS].unsqueeze(1), None)
             out_RSD[filled_RS] = out_A1D.squeeze(1)
         return out_RSD if weights_RS is None else weighted_sum(out_RSD, weights_RS.masked_fill(~filled_RS, 0.0))
+
+    @property
+    def places_key(self) -> Hashable:
+        return self.placement.slots_key
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         hidden, inner = self.hidden_size, self.inner.total

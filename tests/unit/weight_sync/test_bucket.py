@@ -11,8 +11,8 @@ from tests.logical_weights_fake import bits
 from weight_sync import bucket
 from weight_sync.bucket import PackPlan, end_to_end, pack, plan_buckets, unpack
 from weight_sync.errors import WeightRequestError
+from weight_sync.manifest import parse_manifest
 from weight_sync.tensor_meta import DTYPES, TensorMeta, dtype_name, parse_dtype, parse_meta, parse_metas
-from weight_sync.transaction import parse_manifest
 
 
 def metas_of(named: list[tuple[str, torch.Tensor]]) -> list[TensorMeta]:

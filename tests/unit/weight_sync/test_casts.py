@@ -141,7 +141,7 @@ def test_what_is_cast_is_quantised_then() -> None:
     commit(receiver, sent)
     expected = INT8_BLOCKS.values(sent[EMBED].to(torch.bfloat16))
     assert torch.equal(receiver.weights.embed, expected)  # type: ignore[attr-defined]
-    assert receiver.content.digests.sent == digest_of(sent)
+    assert receiver.model.content.digests.sent == digest_of(sent)
 
 
 # --- a scheduler ------------------------------------------------------------------------------------------------------

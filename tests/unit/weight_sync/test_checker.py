@@ -10,7 +10,7 @@ import torch
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, fused, version
 from tests.loopback_updater import LoopbackUpdater, refresh
 from weight_sync.checker import compare, live_fingerprints, reset_tensors, resettable, take_snapshot
-from weight_sync.content import Content, ContentBook, Digests
+from weight_sync.content import Content, ContentBook, Contents, Digests, TensorTable
 from weight_sync.errors import CommitError, UnknownTensorError, WeightRequestError
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.tensor_meta import TensorMeta
@@ -94,21 +94,22 @@ def test_what_cannot_be_reset_is_refused_before_anything_is_filled() -> None:
 
 def test_the_book_knows_the_digest_when_every_tensor_is_known() -> None:
     weights = FakeWeights(seed=1)
-    book = ContentBook(weights.metas())
+    table = TensorTable(weights.metas())
+    book = ContentBook(table)
     meta_of = weights.metas()
     assert book.digests == Digests(None, None)
     rewrite(weights, seed=2)
-    book.note({EMBED: Content.plain(meta_of[EMBED], fingerprint(weights.read(EMBED)))})
+    book.note(Contents.of(table, {EMBED: Content.plain(meta_of[EMBED], fingerprint(weights.read(EMBED)))}))
     assert book.digests == Digests(None, None)
     book.note_live(live_fingerprints(weights))
     live = digest((meta, fingerprint(weights.read(name))) for name, meta in meta_of.items())
     assert book.digests == Digests(live, live)
     tensor = version(3)[EMBED]
     weights.write(EMBED, tensor)
-    content = Content.plain(meta_of[EMBED], fingerprint(tensor))
-    announced = book.digests_after({EMBED: content})
+    content = Contents.of(table, {EMBED: Content.plain(meta_of[EMBED], fingerprint(tensor))})
+    announced = book.digests_after(content)
     assert book.digests == Digests(live, live)
-    book.note({EMBED: content})
+    book.note(content)
     assert book.digests == announced
     assert announced.held == digest((meta, fingerprint(weights.read(name))) for name, meta in meta_of.items())
     assert announced.held != live
@@ -117,10 +118,12 @@ def test_the_book_knows_the_digest_when_every_tensor_is_known() -> None:
 def test_the_book_keeps_what_was_sent_where_memory_holds_what_came_of_it() -> None:
     weights = FakeWeights(seed=1)
     metas, live = weights.metas(), live_fingerprints(weights)
-    book = ContentBook(metas)
+    table = TensorTable(metas)
+    book = ContentBook(table)
     scale = TensorMeta(f"{EMBED}_scale_inv", torch.float32, (1, 1))
     other = expert_name(1, "up_proj")
-    book.note({EMBED: Content(((metas[EMBED], 5), (scale, 6)), live[EMBED]), other: Content.plain(metas[other], 7)})
+    sent_as = {EMBED: Content(((metas[EMBED], 5), (scale, 6)), live[EMBED]), other: Content.plain(metas[other], 7)}
+    book.note(Contents.of(table, sent_as))
     book.note_live(live)
     sent = {(meta, live[name]) for name, meta in metas.items()} - {(metas[EMBED], live[EMBED])}
     assert book.digests.sent == digest({*sent, (metas[EMBED], 5), (scale, 6)}), "what memory no longer holds is dropped"

@@ -28,11 +28,11 @@ from weight_sync.errors import (
 )
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.held_format import FP8_BLOCKS
+from weight_sync.manifest import Entries
 from weight_sync.receivers.delta import DeltaSource
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, parts_of
-from weight_sync.transaction import Manifest
 
 WEIGHT = "model.layers.1.mlp.experts.2.down_proj.weight"
 SCALE = f"{WEIGHT}_scale_inv"
@@ -79,11 +79,11 @@ def digest_of(tensors: Named) -> str:
     return digest((TensorMeta(n, t.dtype, tuple(t.shape)), fingerprint(t)) for n, t in tensors.items())
 
 
-def manifest_of(tensors: Named) -> Manifest:
+def manifest_of(tensors: Named) -> Entries:
     return [(TensorMeta(n, t.dtype, tuple(t.shape)), fingerprint(t)) for n, t in tensors.items()]
 
 
-def send(updater: LoopbackUpdater, buckets: Sequence[Named], manifest: Manifest | None = None) -> None:
+def send(updater: LoopbackUpdater, buckets: Sequence[Named], manifest: Entries | None = None) -> None:
     updater.begin("v2", manifest=manifest)
     for bucket in buckets:
         updater.send(list(bucket.items()))

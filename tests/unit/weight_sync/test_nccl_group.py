@@ -14,7 +14,7 @@ from tests.nccl_weight_group_stand_in import NcclGroupStandIn
 from weight_sync import nccl_group, process_group
 from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.process_group import GroupHandle, WeightUpdateGroups, free_port, resolve_backend
-from weight_sync.receivers.distributed import announced, receive_distributed
+from weight_sync.receivers.distributed import announced, layouts_of, receive_distributed
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import Patience
 
@@ -98,8 +98,8 @@ def test_a_bucket_arrives_and_is_read_after_it_is_complete(joined: tuple[GroupHa
 
     threading.Thread(target=send, daemon=True).start()
     messages = announced(METAS, "flattened_bucket")
-    (named,) = receive_distributed(handle, messages, "cpu", 5.0)
-    content = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in named])
+    (bucket,) = receive_distributed(handle, messages, layouts_of(messages, in_turns=False), "cpu", 5.0)
+    content = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket.named()])
     assert torch.equal(content, sent)
     assert stand_in.works[0].waits == 1, "the thread's stream comes after NCCL's"
 

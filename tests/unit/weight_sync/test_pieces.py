@@ -16,6 +16,7 @@ import torch
 
 from tests.logical_weights_fake import FakeWeights, version
 from weight_sync.bucket import cut_packed, cut_pieces, pack
+from weight_sync.bucket_layout import KnownCalls
 from weight_sync.errors import ContentError, TransactionStateError, TransportError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.process_group import GroupHandle, WeightUpdateGroups
@@ -90,8 +91,8 @@ def source_of(
         [dtype_name(tensor.dtype) for _, tensor in named],
         [list(tensor.shape) for _, tensor in named],
     )
-    receiver = Receiver(torch.device("cpu"), 5.0, OneGroup(group), Patience(), memory, whole)
-    return DistributedSource(lists, "g", receiver, **({"load_format": PIECES} | options))
+    receiver = Receiver(torch.device("cpu"), 5.0, OneGroup(group), Patience(), memory, whole, KnownCalls(1000))
+    return DistributedSource(lambda: lists, "g", receiver, **({"load_format": PIECES} | options))
 
 
 def messages_of(tensors: dict[str, torch.Tensor], cutter: Any = cut_pieces) -> list[torch.Tensor | None]:
@@ -222,7 +223,8 @@ def test_a_bucket_that_is_received_whole_takes_no_more_than_itself() -> None:
     memory, sent = Areas(), version(1)
     source = source_of(sent, Messages(messages_of(sent)), memory=memory, whole=True)
     source.announce(1 << 20)
-    ((part),) = source.receive()
+    (bucket,) = source.receive()
+    part = bucket.named()
     assert {name: tensor.tolist() for name, tensor in part} == {name: t.tolist() for name, t in sent.items()}
     ends = [tensor.data_ptr() + tensor.nbytes for _, tensor in part]
     (area,) = memory._areas.values()
@@ -235,7 +237,7 @@ def test_memory_is_kept_from_call_to_call() -> None:
     for _ in range(3):
         parts = source_of(sent, Messages(messages_of(sent)), memory=memory)
         parts.announce(1 << 20)
-        places.append({tensor.untyped_storage().data_ptr() for part in parts.receive() for _, tensor in part})
+        places.append({tensor.untyped_storage().data_ptr() for part in parts.receive() for _, tensor in part.named()})
     assert places[0] == places[1] == places[2] and len(places[0]) == 3
     memory.close()
     assert not memory._areas

@@ -1,0 +1,209 @@
+"""`Manifest`: what a sender announces of an update before it sends, and what the model makes of it.
+
+The tensors of a manifest are the same in each refresh, and only the fingerprints change.  What the tensors are to the
+model (`ManifestPlan`) is worked out once for the manifests of one key.
+"""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weight_sync.content import TensorTable
+from weight_sync.errors import ContentError, CoverageError, WeightRequestError, listed
+from weight_sync.fingerprint import parse_fingerprint, wrong_fingerprint
+from weight_sync.fp8_blocks import SCALE_SUFFIX
+from weight_sync.fp8_wire import weight_name, whole_metas
+from weight_sync.ledger import Numbers, WeightLedger
+from weight_sync.splitting import split_wire
+from weight_sync.tensor_meta import LogicalWeights, MetaParser, TensorMeta, parse_metas
+
+_DIGITS = 16
+_NOTHING, _SPLIT = -1, -2
+"""Of an F that is of no logical tensor: the model keeps nothing of it or it is of scales; or the model splits it."""
+
+
+Lists = tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]]
+"""Names, dtypes and shapes, in three parallel lists."""
+
+
+Entries = Sequence[tuple[TensorMeta, int | None]]
+"""Tensors, each with its F; None: not stated."""
+
+
+class Manifest:
+    """Tensors that are announced, by any names the model accepts.
+
+    `metas()` reads them; it is called if `key` is new, or None.  `fingerprints(count)` returns F, uint64 [count], and
+    where it is stated, bool [count].
+    """
+
+    def __init__(
+        self,
+        metas: Callable[[], Sequence[TensorMeta]],
+        fingerprints: Callable[[int], tuple[np.ndarray, np.ndarray]],
+        key: Hashable = None,
+    ) -> None:
+        self.metas = metas
+        self.fingerprints = fingerprints
+        self.key = key
+
+    @classmethod
+    def of(cls, entries: Entries) -> Manifest:
+        """Return the manifest of these entries."""
+        metas = [meta for meta, _ in entries]
+        values = np.array([value or 0 for _, value in entries], dtype=np.uint64)
+        is_stated = np.array([value is not None for _, value in entries], dtype=np.bool_)
+        return cls(lambda: metas, lambda _: (values, is_stated))
+
+    @classmethod
+    def of_lists(cls, lists: Callable[[], Lists], fingerprints: str | None, key: Hashable = None) -> Manifest:
+        """Return the manifest of lists of which `key` is a digest.
+
+        `fingerprints`: 16 hex digits for each tensor, end to end; None: not stated.
+        """
+
+        def values(count: int) -> tuple[np.ndarray, np.ndarray]:
+            if fingerprints is None:
+                return np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.bool_)
+            return _parsed(fingerprints, count), np.ones(count, dtype=np.bool_)
+
+        return cls(lambda: parse_metas(*lists()), values, key)
+
+
+def _parsed(fingerprints: str, count: int) -> np.ndarray:
+    """Return 64-bit integers written in hex, uint64 [count].  Raises `WeightRequestError`."""
+    if len(fingerprints) != _DIGITS * count:
+        raise WeightRequestError(
+            f"fingerprints must be {_DIGITS} hex digits for each of {count} tensors, got {len(fingerprints)} characters"
+        )
+    try:
+        octets = binascii.unhexlify(fingerprints)
+    except ValueError:
+        values = [parse_fingerprint(fingerprints[at : at + _DIGITS]) for at in range(0, len(fingerprints), _DIGITS)]
+        raise AssertionError(f"one of {len(values)} fingerprints is wrong") from None
+    return np.frombuffer(octets, dtype=">u8").astype(np.uint64)
+
+
+class Stated:
+    """The fingerprints that a sender announced: of the logical tensors of `table`, and of scales by name."""
+
+    def __init__(self, table: TensorTable) -> None:
+        self._table = table
+        self._is_stated = np.zeros(len(table), dtype=np.bool_)
+        self._values = np.zeros(len(table), dtype=np.uint64)
+        self._of_scales: dict[str, int] = {}
+
+    def put_all(self, numbers: Numbers, values: np.ndarray) -> None:
+        """Note F, uint64, of tensors by number.  Raises `WeightRequestError` for a tensor that has two."""
+        self._is_stated[numbers] = True
+        self._values[numbers] = values
+        (wrong,) = (self._values[numbers] != values).nonzero()
+        if len(wrong):
+            raise _contradicting(self._table.names[numbers[wrong[0]]])
+
+    def put_scale(self, name: str, value: int) -> None:
+        """Note F of scales.  Raises as `put_all`."""
+        if self._of_scales.setdefault(name, value) != value:
+            raise _contradicting(name)
+
+    def get(self, name: str, default: int) -> int:
+        """Return the fingerprint of a tensor or of scales; `default` where none was stated."""
+        number = self._table.number_of.get(name)
+        if number is None:
+            return self._of_scales.get(name, default)
+        return int(self._values[number]) if self._is_stated[number] else default
+
+    def require(self, numbers: Numbers, found: np.ndarray) -> None:
+        """Raise `ContentError` for the first of these tensors whose F, uint64, is not the one stated, where one is."""
+        (wrong,) = (self._is_stated[numbers] & (self._values[numbers] != found)).nonzero()
+        if len(wrong):
+            number = numbers[wrong[0]]
+            raise ContentError(
+                wrong_fingerprint(self._table.names[number], int(found[wrong[0]]), int(self._values[number]))
+            )
+
+
+def _contradicting(name: str) -> WeightRequestError:
+    return WeightRequestError(f"manifest: {name} has two fingerprints")
+
+
+@dataclass(frozen=True, eq=False)
+class ManifestPlan:
+    """What the tensors of a manifest are to the model: `announced` are the names of the logical tensors in them.
+
+    `names` [N] of its tensors.  `targets` [N]: the number of the logical tensor that an F is of; negative where it is
+    of none.  `scales`: the names of scales, by place in the manifest.
+    """
+
+    names: Sequence[str]
+    announced: Sequence[str]
+    targets: Numbers
+    scales: dict[int, str]
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.names)
+
+    def require_all(self, table: TensorTable) -> None:
+        """Raise `CoverageError` unless all tensors of the model are announced."""
+        if len(self.announced) < len(table):
+            absent = sorted(table.number_of.keys() - self.announced)
+            raise CoverageError(f"the manifest lacks {len(absent)} tensors: {listed(absent)}")
+
+    def note(self, manifest: Manifest, stated: Stated) -> None:
+        """Note the fingerprints of a manifest.
+
+        Raises `WeightRequestError` for one of a tensor that the model splits, and for two that contradict each other.
+        """
+        values, is_stated = manifest.fingerprints(len(self.names))
+        (split,) = (is_stated & (self.targets == _SPLIT)).nonzero()
+        if len(split):
+            name = self.names[split[0]]
+            raise WeightRequestError(f"manifest: the model splits {name}; give fingerprints of its parts")
+        (whole,) = (is_stated & (self.targets >= 0)).nonzero()
+        stated.put_all(self.targets[whole], values[whole])
+        for place, name in self.scales.items():
+            if is_stated[place]:
+                stated.put_scale(name, int(values[place]))
+
+
+def plan_manifest(weights: LogicalWeights, table: TensorTable, manifest: Manifest, cast: bool) -> ManifestPlan:
+    """Return the plan of the manifests with these tensors.
+
+    Raises what `split_wire` and `whole_metas` raise, and `CoverageError` for a tensor twice.
+    """
+    metas = manifest.metas()
+    values = whole_metas(weights, metas)
+    split = split_wire(weights, values, cast)
+    ledger = WeightLedger(table.names)
+    refusals = ledger.refusals((meta.name, piece.name) for meta, pieces in zip(values, split) for piece in pieces)
+    if refusals:
+        raise CoverageError(f"manifest: {listed(refusals)}")
+    pieces_of = {meta.name: pieces for meta, pieces in zip(values, split, strict=True)}
+    targets, scales = np.full(len(metas), _NOTHING, dtype=np.int64), dict[int, str]()
+    for place, meta in enumerate(metas):
+        is_scale = meta.name not in pieces_of
+        pieces = pieces_of[weight_name(meta.name) if is_scale else meta.name]
+        if not pieces:
+            continue  # the model keeps nothing of it
+        if len(pieces) != 1 or pieces[0].index != ():
+            targets[place] = _SPLIT
+        elif is_scale:
+            scales[place] = pieces[0].name + SCALE_SUFFIX
+        else:
+            targets[place] = table.number_of[pieces[0].name]
+    announced = dict.fromkeys(piece.name for pieces in split for piece in pieces)
+    return ManifestPlan([meta.name for meta in metas], tuple(announced), targets, scales)
+
+
+def parse_manifest(entries: Iterable[tuple[str, str, Sequence[int], str | None]]) -> Entries:
+    """Parse names, dtypes, shapes and fingerprints (16 hex digits, or None).  Raises `WeightRequestError`."""
+    parse = MetaParser()
+    return [
+        (parse(name, dtype, shape), None if stated is None else parse_fingerprint(stated))
+        for name, dtype, shape, stated in entries
+    ]
