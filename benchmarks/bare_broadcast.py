@@ -6,10 +6,12 @@ Run as a program, this module is the receiving process.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -50,9 +52,19 @@ class BareBroadcast:
         _broadcast(self._group, self._buckets)
         return time.perf_counter() - start
 
+    def peer_cpu_seconds(self) -> float:
+        """Return the CPU time of the peer so far."""
+        return cpu_seconds(self._peer.pid)
+
     def _end_peer(self) -> None:
         self._peer.terminate()
         self._peer.wait(TIMEOUT_S)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process so far, of all its threads, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _join(port: int, rank: int) -> GroupHandle:
