@@ -151,8 +151,9 @@ class W8Place:
         self.write(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
-        assert tuple(shape) == (self._rows, self._in_features) and lead in (None, 1), shape
-        return [_packed_move(MoveKind.PACKED_W8, self._packed, self._rows, self._in_features, 0, *self._layout)]
+        rows, columns = self._rows, self._in_features
+        assert tuple(shape) == (rows, columns) and lead in (None, 1), shape
+        return [_packed_move(MoveKind.PACKED_W8, self._packed, rows, columns, 0, *self._layout)]
 
 
 @dataclass(frozen=True)

@@ -174,10 +174,11 @@ def kernel_findings() -> list[str]:
     """List the configurations of Triton kernels that this triton does not compile for compute capability 9.0."""
     from benchmarks.compile_cases import CompileCase
     from benchmarks.gpu_kernels_table import cases, compile_case
-    from weight_sync import fingerprint_gpu
+    from weight_sync import fingerprint_gpu, spans_gpu
 
     found = []
-    for case in [*cases(), *(CompileCase(*case) for case in fingerprint_gpu.compile_cases())]:
+    of_weights = [*fingerprint_gpu.compile_cases(), *spans_gpu.compile_cases()]
+    for case in [*cases(), *(CompileCase(*case) for case in of_weights)]:
         try:
             row = compile_case(case)
         except Exception as error:

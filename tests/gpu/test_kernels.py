@@ -21,7 +21,10 @@ from rollout.kernels.operators.norm_route import RouterRule, of_best_groups
 from rollout.kernels.ops import plain_ops
 from tests.gpu.needs import need_cuda
 from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprints_end_to_end
+from weight_sync.fingerprint_words import multipliers
 from weight_sync.fp8_blocks import dequantise, quantise
+from weight_sync.spans import DTYPE_CODES
+from weight_sync.take_spans import take_spans, take_spans_plainly
 from weight_sync.tensor_meta import DTYPES
 
 plain = plain_ops()
@@ -325,3 +328,29 @@ def test_fingerprints_of_a_bucket_are_the_host_s(device: torch.device) -> None:
     assert fingerprints_end_to_end(flat.to(device), sizes) == fingerprints_end_to_end(flat, sizes)
     flat[70_000] = float("inf")
     assert fingerprints_end_to_end(flat.to(device), sizes)[1] is False
+
+
+def test_a_bucket_is_taken_by_tables_as_on_the_host(device: torch.device) -> None:
+    """Tensors of two dtypes, one of them transposed and cast, the last at an odd address."""
+    random = torch.Generator().manual_seed(3)
+    parts = [torch.randn(2100, 1300, generator=random).bfloat16(), torch.randn(70, 90, generator=random)]
+    flat = [part.view(-1).view(torch.uint8) for part in (*parts, parts[1])]
+    source = torch.cat([*flat[:2], torch.zeros(1, dtype=torch.uint8), flat[2]])
+    bf16, f32, offset = DTYPE_CODES[torch.bfloat16], DTYPE_CODES[torch.float32], flat[0].numel()
+    tensors = [
+        (0, bf16, bf16, 2100, 1300, 1300, 1),
+        (offset, f32, bf16, 90, 70, 1, 90),
+        (offset + flat[1].numel() + 1, f32, f32, 70, 90, 90, 1),
+    ]
+    moves = [
+        (0, 0, 0, 64, 100, 2000, 200, 1000, 1000, 1, 0),
+        (1, 0, 1, 0, 0, 90, 0, 70, 70, 1, 0),
+        (2, 0, 1, 1 << 16, 3, 50, 1, 80, 1, 64, 0),
+    ]
+    tables = torch.tensor(tensors), torch.tensor(moves)
+    host = [torch.zeros(64 + 2 * 2_000_000, dtype=torch.uint8), torch.zeros(1 << 17, dtype=torch.uint8)]
+    there = [storage.to(device) for storage in host]
+    wanted = take_spans_plainly(source, *tables, host, multipliers("cpu"), True, True)
+    found = take_spans(source.to(device), *tables, there)
+    for one, other in zip((*found, *there), (*wanted, *host), strict=True):
+        assert torch.equal(one.cpu(), other)

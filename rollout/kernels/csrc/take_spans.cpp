@@ -1,5 +1,5 @@
 // Takes the tensors of a bucket to where they live, by two tables: sums, finite checks, casts and copies in one pass
-// (`weight_sync/spans.py`, which defines the operator and does without this kernel).
+// (`weight_sync/take_spans.py`, which defines the operator and does without this kernel).
 //
 // Work is cut by bytes: a large tensor into spans of rows or of columns, and small ones go together.  A span is read,
 // summed, cast and written while it is in the second-level cache.  Sums wrap, so spans add theirs in any order.

@@ -26,10 +26,11 @@ from tests.family_zoo import FAMILIES, SEEING, family_config
 from tests.kernels import native_ops
 from tests.model_zoo import trivial_placement
 from weight_sync.fingerprint import fingerprint
-from weight_sync.fingerprint_words import multipliers, signed
+from weight_sync.fingerprint_words import signed
 from weight_sync.int8_blocks import held_values
 from weight_sync.moves import Move, MoveKind, lead_of, matrix_of, two_strides
 from weight_sync.spans import DTYPE_CODES, INT8_BLOCKS_CODE, SpanMove, SpanTensor
+from weight_sync.take_spans import take_spans
 from weight_sync.tensor_meta import Region
 
 Tensors = dict[str, torch.Tensor]
@@ -106,9 +107,7 @@ def take(sent: Tensors, places: dict[str, list[Place]], held: dict[str, torch.dt
             moves.append(SpanMove.of(move, len(named), key))
         named.append(name)
     tables = torch.tensor(tensors).view(-1, 7), torch.tensor(moves).view(-1, 11)
-    values, infinite = torch.ops.weight_sync.take_spans(
-        torch.cat(source), *tables, list(storages.values()), multipliers("cpu"), True, True
-    )
+    values, infinite = take_spans(torch.cat(source), *tables, list(storages.values()))
     assert not infinite.any()
     return {name: int(value) for name, value in zip(named, values[:, 1], strict=True)}
 

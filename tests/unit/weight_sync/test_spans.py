@@ -20,11 +20,10 @@ from weight_sync.spans import (
     CAST_DTYPES,
     DTYPE_CODES,
     INT8_BLOCKS_CODE,
-    Found,
     SpanMove,
     SpanTensor,
-    take_spans_plainly,
 )
+from weight_sync.take_spans import Found, take_spans_plainly
 from weight_sync.tensor_meta import DTYPES
 
 Taken = Callable[..., Found]

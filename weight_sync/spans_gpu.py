@@ -1,0 +1,301 @@
+"""`weight_sync::take_spans` on a CUDA device: one Triton kernel with the tables on the device.
+
+A program takes up to `_ROWS` blocks of 4096 elements of one tensor, in row-major order of its matrix.  It reads each
+element once, casts it, writes it into every box that it lies in, and adds what it found to the tensor's results:
+
+    element i of the tensor   ->  row i // C, column i % C  ->  source + row * stride + column * stride
+                                                            ->  storage + (row - first) * a + (column - first) * b
+
+Pairs of dtypes are compiled apart, and tensors whose elements do not lie at multiples of their width, which are read
+byte by byte.  Moves are boxes: other kinds are layouts of CPUs.
+
+`GpuSpans` checks two tables and keeps them on the device, to be taken for every bucket that lies as they say.  Nothing
+is read back: results stay on the device, in the order of the current stream.  Sums wrap, so programs add theirs in any
+order.
+
+Imported where there is Triton and something to run it (`block_sums.kernels_of` decides).  In Triton's interpreter
+the results equal `take_spans.take_spans_plainly` bit for bit; it has not run on a device yet.
+
+Shapes: T tensors, M moves, N items of work, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weight_sync.fingerprint import EXPONENTS
+from weight_sync.fingerprint_words import BLOCK, multipliers
+from weight_sync.spans import SpanMove, SpanTensor, checked_tables
+from weight_sync.tensor_meta import DTYPES
+
+_ROWS = 4
+_NUM_WARPS = 16
+_NARROW = (1 << 31) - 2 * BLOCK
+Found = tuple[torch.Tensor, torch.Tensor]
+_WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+
+
+@triton.jit
+def _mix_odd(k):
+    """Compute `fingerprint_words.mix_odd`, uint64."""
+    z = (k + 1) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return (z ^ (z >> 31)) | 1
+
+
+@triton.jit
+def _read(place, is_there, WORD: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+    """Read the words that begin at these bytes."""
+    if ALIGNED:
+        word = tl.load(place.to(tl.pointer_type(WORD), bitcast=True), mask=is_there, other=0)
+    else:
+        word = tl.load(place, mask=is_there, other=0).to(WORD)
+        for byte in tl.static_range(1, WIDTH):
+            word = word | (tl.load(place + byte, mask=is_there, other=0).to(WORD) << (8 * byte))
+    return word
+
+
+@triton.jit
+def _values(word, DTYPE: tl.constexpr):
+    """Return floating-point numbers by their bits: float64, or the others as float32."""
+    if DTYPE == 0:
+        value = word.to(tl.float64, bitcast=True)
+    elif DTYPE == 1:
+        value = word.to(tl.float32, bitcast=True)
+    elif DTYPE == 2:
+        value = (word.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        value = word.to(tl.float16, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _bits(value, DTYPE: tl.constexpr):
+    """Return the bits of numbers that are rounded to a dtype, a float64 by way of float32."""
+    if DTYPE == 0:
+        word = value.to(tl.float64).to(tl.uint64, bitcast=True)
+    else:
+        single = value.to(tl.float32)
+        if DTYPE == 1:
+            word = single.to(tl.uint32, bitcast=True)
+        elif DTYPE == 2:
+            bits = single.to(tl.uint32, bitcast=True)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            word = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).to(tl.uint16)
+        else:
+            word = single.to(tl.float16).to(tl.uint16, bitcast=True)
+    return word
+
+
+@triton.jit
+def _note(word, is_there, factor, b, sum_place, flag_place, MASK: tl.constexpr):
+    """Add what a block contributes to F, and note a value that is not finite."""
+    total = tl.sum(tl.where(is_there, word.to(tl.uint64) + 1, 0) * b, 0) * factor
+    tl.atomic_add(sum_place, total.to(tl.int64, bitcast=True))
+    if MASK != 0:
+        is_masked = is_there & ((word & MASK) == MASK)
+        tl.atomic_or(flag_place, tl.max(is_masked.to(tl.int32), 0))
+
+
+@triton.jit
+def _take(
+    source,
+    tensors,
+    moves,
+    first_move,
+    storages,
+    work,
+    table,
+    sums,
+    flags,
+    SENT: tl.constexpr,
+    HELD: tl.constexpr,
+    SENT_WORD: tl.constexpr,
+    HELD_WORD: tl.constexpr,
+    SENT_MASK: tl.constexpr,
+    HELD_MASK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHECKS: tl.constexpr,
+    WRITES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    item = work + tl.program_id(0).to(tl.int64) * 3
+    tensor, first_block, num_blocks = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    span = tensors + tensor * 7
+    begin, rows, columns = tl.load(span), tl.load(span + 3), tl.load(span + 4)
+    row_stride, column_stride = tl.load(span + 5), tl.load(span + 6)
+    within = tl.arange(0, BLOCK)
+    if CHECKS:
+        b = tl.load(table + within).to(tl.uint64, bitcast=True)
+    for nth in range(num_blocks):
+        start = (first_block + nth) * BLOCK
+        is_there = start + within < rows * columns
+        along = start % columns + within
+        if not WIDE:  # a division of 64 bits takes many times as long
+            along = along.to(tl.int32)
+            columns_here = columns.to(tl.int32)
+        else:
+            columns_here = columns
+        top, down, right = start // columns, along // columns_here, along % columns_here
+        place = source + begin + ((top + down) * row_stride + right * column_stride) * WIDTH
+        sent = _read(place, is_there, SENT_WORD, WIDTH, ALIGNED)
+        held = sent
+        if SENT != HELD:
+            held = _bits(_values(sent, SENT), HELD)
+        if CHECKS:
+            factor = _mix_odd((first_block + nth).to(tl.uint64) * 2)
+            _note(sent, is_there, factor, b, sums + 2 * tensor, flags + 2 * tensor, SENT_MASK)
+            if SENT != HELD:
+                _note(held, is_there, factor, b, sums + 2 * tensor + 1, flags + 2 * tensor + 1, HELD_MASK)
+        if WRITES:
+            for number in range(tl.load(first_move + tensor), tl.load(first_move + tensor + 1)):
+                move = moves + number * 11
+                storage = tl.load(storages + tl.load(move + 2)) + tl.load(move + 3)
+                y, x = top - tl.load(move + 4) + down, right - tl.load(move + 6)
+                is_inside = (y >= 0) & (y < tl.load(move + 5)) & (x >= 0) & (x < tl.load(move + 7)) & is_there
+                to = storage.to(tl.pointer_type(HELD_WORD)) + y * tl.load(move + 8) + x * tl.load(move + 9)
+                tl.store(to, held, mask=is_inside)
+
+
+class _Form(NamedTuple):
+    """Tensors of one compiled kernel: dtypes as sent and as held, and how their elements lie and are counted."""
+
+    sent: int
+    held: int
+    is_aligned: bool
+    is_wide: bool
+
+    def constants(self, checks: bool, writes: bool) -> dict[str, Any]:
+        dtypes = list(DTYPES.values())
+        sent, held = dtypes[self.sent], dtypes[self.held]
+        return {
+            "SENT": self.sent,
+            "HELD": self.held,
+            "SENT_WORD": _WORDS[sent.itemsize],
+            "HELD_WORD": _WORDS[held.itemsize],
+            "SENT_MASK": EXPONENTS.get(sent, 0),
+            "HELD_MASK": EXPONENTS.get(held, 0),
+            "WIDTH": sent.itemsize,
+            "ALIGNED": self.is_aligned,
+            "WIDE": self.is_wide,
+            "CHECKS": checks,
+            "WRITES": writes,
+            "BLOCK": BLOCK,
+        }
+
+
+class GpuSpans:
+    """Two checked tables on a device, to be taken for every bucket of `source_bytes` that lies as they say.
+
+    `storages` are written to, and kept.  Raises `RuntimeError` for a table that does not fit.
+    """
+
+    def __init__(
+        self, source: torch.Tensor, tensors: torch.Tensor, moves: torch.Tensor, storages: Sequence[torch.Tensor]
+    ) -> None:
+        spans, steps = checked_tables(source, tensors, moves, storages)
+        self._storages = list(storages)
+        self._source_bytes, self._phase, device = source.numel(), source.data_ptr() % 8, source.device
+        steps.sort(key=lambda step: step.tensor)
+        counts_T = torch.zeros(len(spans) + 1, dtype=torch.int64)
+        for step in steps:
+            counts_T[step.tensor + 1] += 1
+        self._num_tensors = len(spans)
+        self._tensors = _on(device, spans, len(SpanTensor._fields))
+        self._moves = _on(device, steps, len(SpanMove._fields))
+        self._first_move = counts_T.cumsum(0).to(device)
+        self._addresses = torch.tensor([storage.data_ptr() for storage in storages], dtype=torch.int64, device=device)
+        self._work = {form: _on(device, items, 3) for form, items in _work_of(spans, self._phase).items()}
+        self._same_T = torch.tensor([span.sent == span.held for span in spans], dtype=torch.bool, device=device)
+
+    def take(self, source: torch.Tensor, checks: bool = True, writes: bool = True) -> Found:
+        """Take a bucket; return what the operator returns, on the device."""
+        fits = source.numel() == self._source_bytes and source.data_ptr() % 8 == self._phase
+        if not (fits and source.is_contiguous() and source.device == self._tensors.device):
+            raise RuntimeError(f"a bucket of {source.numel()} bytes is another than its tables describe")
+        device = source.device
+        sums_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int64, device=device)
+        flags_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int32, device=device)
+        for form, items in self._work.items() if checks or writes else ():
+            # Triton launches on the current device, and the bucket may lie on another.
+            with torch.cuda.device(device) if source.is_cuda else nullcontext():
+                _take[(items.shape[0],)](
+                    source,
+                    self._tensors,
+                    self._moves,
+                    self._first_move,
+                    self._addresses,
+                    items,
+                    multipliers(str(device)),
+                    sums_T2,
+                    flags_T2,
+                    **form.constants(checks, writes),
+                    num_warps=_NUM_WARPS,
+                )
+        for found_T2 in (sums_T2, flags_T2):  # a tensor that is not cast was summed once
+            found_T2[:, 1] = torch.where(self._same_T, found_T2[:, 0], found_T2[:, 1])
+        return sums_T2, flags_T2 != 0
+
+
+def gpu_take_spans(
+    source: torch.Tensor,
+    tensors: torch.Tensor,
+    moves: torch.Tensor,
+    storages: Sequence[torch.Tensor],
+    checks: bool,
+    writes: bool,
+) -> Found:
+    """Compute the operator once.  The tables may lie in host memory or on the device; they are checked on the host."""
+    return GpuSpans(source, tensors, moves, storages).take(source, checks, writes)
+
+
+def _on(device: torch.device, rows: Sequence[Sequence[int]], columns: int) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64).view(-1, columns).to(device)
+
+
+def _work_of(spans: Sequence[SpanTensor], phase: int) -> dict[_Form, list[tuple[int, int, int]]]:
+    """Return the items of each form: tensor, first block, number of blocks."""
+    dtypes = list(DTYPES.values())
+    found: dict[_Form, list[tuple[int, int, int]]] = {}
+    for index, span in enumerate(spans):
+        width = dtypes[span.sent].itemsize
+        form = _Form(span.sent, span.held, (phase + span.offset) % width == 0, span.columns > _NARROW)
+        num_blocks = -(-span.rows * span.columns // BLOCK)
+        items = [(index, first, min(_ROWS, num_blocks - first)) for first in range(0, num_blocks, _ROWS)]
+        if items:
+            found.setdefault(form, []).extend(items)
+    return found
+
+
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, object], int, int]]:
+    """Return the configurations of tensors as they are mostly sent, and one of each other path of the kernel."""
+    arguments = ("tensors", "moves", "first_move", "storages", "work", "table", "sums")
+    types = {"source": "*u8", **dict.fromkeys(arguments, "*i64"), "flags": "*i32"}
+    names = list(DTYPES)
+    code = names.index
+    forms = {
+        **{f"spans_{name}": (_Form(code(name), code(name), True, False), True, True) for name in names},
+        **{
+            f"spans_{sent}_as_{held}": (_Form(code(sent), code(held), True, False), True, True)
+            for sent in names[:4]
+            for held in names[:4]
+            if sent != held
+        },
+        "spans_unaligned": (_Form(code("bfloat16"), code("bfloat16"), False, False), True, True),
+        "spans_wide": (_Form(code("bfloat16"), code("bfloat16"), True, True), True, True),
+        "spans_checked_only": (_Form(code("bfloat16"), code("bfloat16"), True, False), True, False),
+        "spans_unchecked": (_Form(code("bfloat16"), code("bfloat16"), True, False), False, True),
+    }
+    return [
+        (name, _take, types, form.constants(checks, writes), _NUM_WARPS, 1)
+        for name, (form, checks, writes) in forms.items()
+    ]

@@ -1,0 +1,133 @@
+"""`take_spans`: a bucket is taken to where its tensors live by two tables, in one pass: copies, casts and checks.
+
+The tables are described in `weight_sync.spans`.  `torch.ops.weight_sync.take_spans` is
+
+* in an engine on a CPU a compiled kernel (`rollout/kernels/csrc/take_spans.cpp`), which knows all kinds of moves;
+* on a CUDA device with Triton the kernel of `weight_sync.spans_gpu`, which knows boxes;
+* elsewhere plain torch, which knows boxes, and no `INT8_BLOCKS_CODE`.
+
+Every number of both tables is checked before anything is written.
+
+Shapes: T tensors, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import torch
+
+from weight_sync.block_sums import kernels_of
+from weight_sync.fingerprint import EXPONENTS, fingerprint
+from weight_sync.fingerprint_words import SIGNED, multipliers, signed
+from weight_sync.spans import SpanMove, SpanTensor, checked_tables
+from weight_sync.tensor_meta import DTYPES
+
+Found = tuple[torch.Tensor, torch.Tensor]
+
+
+def take_spans(
+    source: torch.Tensor,
+    tensors: torch.Tensor,
+    moves: torch.Tensor,
+    storages: Sequence[torch.Tensor],
+    checks: bool = True,
+    writes: bool = True,
+) -> Found:
+    """Take a bucket; return fingerprints int64 [T, 2] and flags bool [T, 2], of the values as sent and as held.
+
+    A fingerprint is a 64-bit integer that wrapped; a flag is set where a value is not finite.  Without `checks` both
+    are zeros, and nothing is read for them.  Without `writes` nothing is written.
+
+    `source`: uint8 [bytes], the bucket or one message of it.  `storages`: uint8 [bytes] each, whole storages or their
+    shadows.  Raises `RuntimeError` for a table that does not fit them.
+    """
+    table = multipliers(str(source.device))
+    found: Found = torch.ops.weight_sync.take_spans(source, tensors, moves, storages, table, checks, writes)
+    return found
+
+
+def take_spans_plainly(
+    source: torch.Tensor,
+    tensors: torch.Tensor,
+    moves: torch.Tensor,
+    storages: Sequence[torch.Tensor],
+    table: torch.Tensor,
+    checks: bool,
+    writes: bool,
+) -> Found:
+    """Compute the operator without a kernel."""
+    spans, steps = checked_tables(source, tensors, moves, storages)
+    fingerprints_T2 = torch.zeros(len(spans), 2, dtype=torch.int64, device=source.device)
+    infinite_T2 = torch.zeros(len(spans), 2, dtype=torch.bool, device=source.device)
+    by_tensor: list[list[SpanMove]] = [[] for _ in spans]
+    for step in steps:
+        by_tensor[step.tensor].append(step)
+    dtypes = list(DTYPES.values())
+    for index, span in enumerate(spans):
+        sent_RC = _matrix(source, span)
+        held_RC = sent_RC.to(dtypes[span.held])
+        if checks:
+            for column, values in enumerate((sent_RC, held_RC)):
+                fingerprints_T2[index, column] = signed(fingerprint(values))
+                infinite_T2[index, column] = _is_infinite(values)
+        for step in by_tensor[index] if writes else ():
+            _write(held_RC, step, storages[step.storage])
+    return fingerprints_T2, infinite_T2
+
+
+def _cuda_take_spans(
+    source: torch.Tensor,
+    tensors: torch.Tensor,
+    moves: torch.Tensor,
+    storages: Sequence[torch.Tensor],
+    table: torch.Tensor,
+    checks: bool,
+    writes: bool,
+) -> Found:
+    if kernels_of(source.device) is None:
+        return take_spans_plainly(source, tensors, moves, storages, table, checks, writes)
+    kernels = importlib.import_module("weight_sync.spans_gpu")
+    found: Found = kernels.gpu_take_spans(source, tensors, moves, storages, checks, writes)
+    return found
+
+
+torch.library.define(
+    "weight_sync::take_spans",
+    "(Tensor source, Tensor tensors, Tensor moves, Tensor(a!)[] storages, Tensor multipliers, bool checks, bool writes)"
+    " -> (Tensor, Tensor)",
+)
+torch.library.impl("weight_sync::take_spans", "CompositeExplicitAutograd", take_spans_plainly)
+torch.library.impl("weight_sync::take_spans", "CUDA", _cuda_take_spans)
+
+
+def _matrix(source: torch.Tensor, span: SpanTensor) -> torch.Tensor:
+    """Return the values of a tensor [R, C] as they were sent, contiguous."""
+    dtype = list(DTYPES.values())[span.sent]
+    view = _elements(source, span.offset, dtype.itemsize, span[3:5], span[5:7])
+    copied = view.clone(memory_format=torch.contiguous_format)  # which lies well for any dtype
+    return copied.view(-1).view(dtype).view(span.rows, span.columns)
+
+
+def _elements(
+    content: torch.Tensor, offset: int, width: int, sizes: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
+    """Return the bytes of a matrix that lies in `content`, uint8 [R, C, width], a view."""
+    return content.as_strided(
+        (*sizes, width), (*(stride * width for stride in strides), 1), content.storage_offset() + offset
+    )
+
+
+def _is_infinite(values: torch.Tensor) -> bool:
+    mask = EXPONENTS.get(values.dtype)
+    if mask is None:
+        return False
+    return bool(((values.view(-1).view(SIGNED[values.itemsize]) & mask) == mask).any())
+
+
+def _write(held_RC: torch.Tensor, step: SpanMove, storage: torch.Tensor) -> None:
+    box = held_RC[step.first_row :, step.first_column :][: step.num_rows, : step.num_columns].contiguous()
+    width = box.itemsize
+    place = _elements(storage, step.offset, width, box.shape, (step.a, step.b))
+    place.copy_(box.view(-1).view(torch.uint8).view(place.shape))
