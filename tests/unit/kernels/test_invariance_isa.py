@@ -1,4 +1,4 @@
-"""The tests of batch invariance and of the operators, compiled for each instruction set that this processor has.
+"""Tests of batch invariance, operators and tables of buckets, compiled for each instruction set of this processor.
 
 Operators are loaded once in a process, so each set has a process of its own.
 """
@@ -16,9 +16,10 @@ from rollout.kernels.isa import COMPILER_FLAGS, refusal_of
 
 TESTS = Path(__file__).parents[2]
 FILES = (
-    *sorted(TESTS.glob("unit/test_invariance_[el]*.py")),
-    TESTS / "unit/test_scheduler_invariance.py",
-    *(TESTS / f"unit/test_kernels_{name}.py" for name in ("ops", "biased", "latent", "numerics")),
+    *(TESTS / f"unit/engine/test_invariance_{name}.py" for name in ("engine", "layers")),
+    TESTS / "unit/scheduler/test_invariance.py",
+    *(TESTS / f"unit/kernels/test_{name}.py" for name in ("biased", "latent", "numerics", "ops")),
+    *(TESTS / f"unit/weight_sync/test_{name}.py" for name in ("span_tables", "spans")),
 )
 TIMEOUT_S = 1500.0  # two minutes to compile and one to run, on a busy machine
 
@@ -30,6 +31,10 @@ def test_batch_invariance_holds_on(isa: str) -> None:
         pytest.skip(refusal_of(isa))
     done = _pytest(isa, *FILES)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_every_file_of_them_is_there() -> None:
+    assert [path for path in FILES if not path.is_file()] == []
 
 
 @pytest.mark.mutant
