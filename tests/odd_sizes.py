@@ -27,6 +27,9 @@ from rollout.sampling.native_sampler import NativeSampler
 from tests.delta_rule import Sequences, Sizes
 from tests.kernels import plain_build
 from tests.layer_storage import PARTS, stored_experts, stored_latent, stored_matrix
+from weight_sync.moves import MoveKind
+from weight_sync.spans import CAST_DTYPES, DTYPE_CODES, INT8_BLOCKS_CODE
+from weight_sync.take_spans import take_spans
 
 DTYPES = (torch.bfloat16, torch.float32)
 # Around a group of two, a vector of 16, a panel of 32 and a token tile of 12 (3 on other processors).
@@ -34,6 +37,8 @@ DEPTHS = (1, 2, 16, 33, 131)
 OUTPUTS = (1, 16, 33, 70)
 TOKENS = (0, 1, 4, 13, 25, 200)
 EPS = 1e-6
+CASTS = (*product(CAST_DTYPES, CAST_DTYPES), (torch.bfloat16, None), (torch.float32, None))
+"""Dtypes as sent and as held; None for 8 bits."""
 
 
 def _randn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -260,7 +265,38 @@ def samplers(ops: Ops) -> Iterator[torch.Tensor]:
             _refuses(lambda: sampler.score(logits, wrong, 1.0, [], 0))  # noqa: B023
 
 
-OPERATORS = (matrices, routers, activations, delta_rules, experts, heads, latents, attention, samplers)
+def buckets(ops: Ops) -> Iterator[torch.Tensor]:
+    """Take one tensor at an odd address by a box, by packed rows and by packed columns."""
+    for (sent, held), rows, depth, turned in product(CASTS, (1, 16, 33, 70), (1, 17, 33, 600), (False, True)):
+        content = _randn(sent, rows * depth).view(torch.uint8)
+        source = torch.cat([torch.zeros(1, dtype=torch.uint8), content])
+        strides = (1, rows) if turned else (depth, 1)
+        codes = DTYPE_CODES[sent], INT8_BLOCKS_CODE if held is None else DTYPE_CODES[held]
+        kept = held or torch.bfloat16
+        places = [torch.zeros(rows * depth, dtype=kept), torch.zeros(rows * depth, dtype=kept)]
+        moves = [(0, MoveKind.BOX, 0, 0, 0, rows, 0, depth, depth, 1, 0)]
+        half = rows // 2
+        moves.append((0, MoveKind.BOX, 1, half * kept.itemsize, half, rows - half, 0, depth, 1, rows, 0))
+        if held is None:
+            places.append(torch.ops.lockstep.empty_packed_w8([], rows, depth))
+            moves.append((0, MoveKind.PACKED_W8, 2, 0, 0, rows, 0, depth, 0, 1, 0))
+        elif held in DTYPES:
+            places.append(torch.ops.lockstep.empty_packed([], rows, depth, held))
+            places.append(torch.ops.lockstep.empty_packed([], depth, rows, held))
+            moves.append((0, MoveKind.PACKED, 2, 0, 0, rows, 0, depth, 0, 1, 0))
+            moves.append((0, MoveKind.PACKED_TRANSPOSED, 3, 0, 0, rows, 0, depth, 0, 1, 0))
+        storages = [place.view(-1).view(torch.uint8) for place in places]
+        tensors, table = torch.tensor([(1, *codes, rows, depth, *strides)]), torch.tensor(moves)
+        fingerprints, infinite = take_spans(source, tensors, table, storages)
+        assert not infinite.any()
+        yield from (fingerprints, *storages)
+        _refuses(lambda: take_spans(source[1:], tensors, table, storages))  # noqa: B023
+        for index in range(len(moves)):
+            short = [storage[: -1 - 63 * (n > 1)] if n == index else storage for n, storage in enumerate(storages)]
+            _refuses(lambda: take_spans(source, tensors, table, short))  # noqa: B023
+
+
+OPERATORS = (matrices, routers, activations, delta_rules, experts, heads, latents, attention, samplers, buckets)
 
 
 def digest() -> str:
