@@ -49,7 +49,7 @@ def run(num_bytes: int, rounds: int, console: Console) -> list[dict]:
         f"delta of 1 element in {DELTA_SHARE}": (old.nbytes, lambda: fingerprint_update(0, at, old, old)),
         "64-bit products, bfloat16": (blocks.nbytes, lambda: wrapping_block_sums(blocks)),
     }
-    best = _best_seconds({name: evaluate for name, (_, evaluate) in kinds.items()}, rounds)
+    best = best_seconds({name: evaluate for name, (_, evaluate) in kinds.items()}, rounds)
     read = num_bytes / best["read"]
     result = [
         {"kind": name, "bytes": size, "bytes_per_s": size / best[name], "times_a_read": read * best[name] / size}
@@ -59,7 +59,8 @@ def run(num_bytes: int, rounds: int, console: Console) -> list[dict]:
     return result
 
 
-def _best_seconds(kinds: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def best_seconds(kinds: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the least time of each kind, in rounds of all kinds; of the process's CPU if it has one thread."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     best = dict.fromkeys(kinds, float("inf"))
     for turn in range(rounds + 1):

@@ -25,6 +25,7 @@ from benchmarks import (
     scaling,
     scoring,
     sessions,
+    spans,
     throughput,
     weight_formats,
     weight_refresh,
@@ -44,11 +45,13 @@ PARTS = (
     "refresh",
     "delta",
     "fingerprint",
+    "spans",
     "planners",
     "parallel",
     "stalls",
 )
 FINGERPRINT_BYTES = 512 << 20
+SPANS_BYTES = 64 << 20
 
 
 def main() -> None:
@@ -111,6 +114,8 @@ def main() -> None:
         rows += weight_formats.mismatch(console)
     if "fingerprint" in args.only:
         rows += fingerprint.run(FINGERPRINT_BYTES, args.rounds, console)
+    if "spans" in args.only:
+        rows += spans.run(SPANS_BYTES, args.rounds, console)
     if "planners" in args.only:
         rows += eplb_planners.run(console)
     if args.json is not None:
