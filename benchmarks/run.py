@@ -19,6 +19,7 @@ from benchmarks import (
     families,
     fingerprint,
     grpo,
+    http_lists,
     memory,
     parallel,
     parallel_stalls,
@@ -63,7 +64,9 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--svg", type=Path, default=None, help="folder for the pictures of `scaling` and `parallel`")
-    parser.add_argument("--against", type=Path, default=None, help="another checkout to compare with in `grpo`")
+    parser.add_argument(
+        "--against", type=Path, default=None, help="a checkout to compare with in `grpo`, `refresh`"
+    )
     parser.add_argument("--prompts", type=int, default=None, help="prompts of `grpo`; default: 32 for shape S, 4 for M")
     parser.add_argument(
         "--families", choices=FAMILIES, nargs="+", default=FAMILIES, help="families to measure in `families`"
@@ -108,6 +111,8 @@ def main() -> None:
             rows += memory.run(shape, console)
         if "refresh" in args.only:
             rows += weight_refresh.run(shape, args.rounds, console)
+            if shape == "S":
+                rows += http_lists.run(args.rounds, console, against=args.against)
         if "delta" in args.only:
             rows += delta.run(delta.DEMO if shape == "S" else shape, console)  # the demo's model is the small one
     if "formats" in args.only:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollout.core.errors import TooLarge
 from rollout.core.messages.tensor_lists import Json, decode_in_pieces
@@ -102,7 +103,9 @@ def _decode_field(raw: msgspec.Raw, kind: Any) -> Any:
 
 def _check_objects(data: bytes) -> None:
     """Refuse what would take thirty times its size in memory, before it does.  Raises `TooLarge`."""
-    if data.count(b'"') // 2 + data.count(b"[") + data.count(b"{") <= MAX_BODY_OBJECTS:
+    characters = np.frombuffer(data, dtype=np.uint8)  # `bytes.count` takes three times as long for what is frequent
+    quotes, arrays, objects = (int(np.count_nonzero(characters == ord(each))) for each in '"[{')
+    if quotes // 2 + arrays + objects <= MAX_BODY_OBJECTS:
         return
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
     count = plain.count(b'"') // 2

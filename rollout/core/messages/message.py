@@ -12,6 +12,7 @@ that; what is left to write is the handler, in `rollout.control`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
@@ -189,10 +190,11 @@ def reply_type(verb: type[ControlReqInput[AnyReply]]) -> type[AnyReply]:
     raise TypeError(f"{verb.__name__} does not declare its reply")
 
 
-def body_fields(verb: type[ControlReqInput[Any]]) -> list[msgspec.structs.FieldInfo]:
+@functools.cache
+def body_fields(verb: type[ControlReqInput[Any]]) -> tuple[msgspec.structs.FieldInfo, ...]:
     """Return the fields of a verb that a body carries, the verb's own before the fields of its bases."""
     not_sent = {*ControlReqInput.__struct_fields__, *verb.endpoint.hidden}
-    return [item for item in msgspec.structs.fields(verb) if item.name not in not_sent]
+    return tuple(item for item in msgspec.structs.fields(verb) if item.name not in not_sent)
 
 
 class Limits:

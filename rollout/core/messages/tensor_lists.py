@@ -49,7 +49,7 @@ class _Parts(msgspec.Struct):
 
 def joined_lists(names: Json, dtypes: Json, shapes: Json) -> bytes:
     """Return the JSON object of three lists in JSON."""
-    return b'{"names":%b,"dtypes":%b,"shapes":%b}' % (names, dtypes, shapes)
+    return b"".join((b'{"names":', names, b',"dtypes":', dtypes, b',"shapes":', shapes, b"}"))
 
 
 def encode_lists(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bytes:
@@ -66,8 +66,12 @@ def decode_lists(data: bytes) -> Lists:
 
 
 def digest_of(data: bytes) -> bytes:
-    """Return 32 bytes that stand for this JSON: BLAKE2b, which needs no instructions that only some processors have."""
-    return hashlib.blake2b(data, digest_size=32).digest()
+    """Return 32 bytes that stand for this JSON.
+
+    SHA-256: nobody can make other lists of the same digest.  Processors have instructions for it, with which it takes
+    half the time of BLAKE2b.
+    """
+    return hashlib.sha256(data).digest()
 
 
 def decode_in_pieces(data: Json, kind: Any) -> list[Any]:
