@@ -25,6 +25,7 @@ from benchmarks import (
     parallel_stalls,
     scaling,
     scoring,
+    sender_costs,
     sessions,
     spans,
     throughput,
@@ -115,6 +116,8 @@ def main() -> None:
                 rows += http_lists.run(args.rounds, console, against=args.against)
         if "delta" in args.only:
             rows += delta.run(delta.DEMO if shape == "S" else shape, console)  # the demo's model is the small one
+    if "refresh" in args.only:
+        rows += sender_costs.run(console)
     if "formats" in args.only:
         rows += weight_formats.mismatch(console)
     if "fingerprint" in args.only:

@@ -180,11 +180,11 @@ class SharedBucket:
         for held in shares:
             for share in held:
                 by_rank[share.rank].append(share)
-        totals = [sum(share.num_bytes for share in held) for held in by_rank]
+        totals = [sum(share.meta.nbytes for share in held) for held in by_rank]
         self.sizes = [-(-total // _ALIGNMENT) * _ALIGNMENT for total in totals]
         """The bytes of each rank."""
-        self._word = _widest([share.num_bytes for held in by_rank for share in held])
-        self._words = [[share.num_bytes // self._word.itemsize for share in held] for held in by_rank]
+        self._word = _widest([share.meta.nbytes for held in by_rank for share in held])
+        self._words = [[share.meta.nbytes // self._word.itemsize for share in held] for held in by_rank]
         in_order = [id(share) for held in by_rank for share in held]
         numbers = {share: number for number, share in enumerate(in_order)}
         self._joins: list[_Join] = []
@@ -214,7 +214,7 @@ class SharedBucket:
             if all(share.offset is not None for share in held):
                 for share in sorted(held, key=lambda share: share.offset or 0):
                     blocks.append(numbers[id(share)])
-                    sizes.append(share.num_bytes // self._word.itemsize)
+                    sizes.append(share.meta.nbytes // self._word.itemsize)
             else:
                 close()
                 self._boxes += [(numbers[id(share)], start, meta, share) for share in held]

@@ -70,7 +70,8 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
         for piece in _split(name, shape, sources) if split_experts else [Piece(name)]:
             if piece.name in parts:
                 raise WeightRequestError(f"{piece.name} is given twice")
-            parts[piece.name] = Part(TensorMeta(piece.name, sent_as, piece.shape_in(shape)), name, piece)
+            sizes = piece.shape_in(shape) if piece.index or piece.transposed else shape
+            parts[piece.name] = Part(TensorMeta(piece.name, sent_as, sizes), name, piece)
     return TensorPlan(sources, parts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from weight_sync.sender.plan import Part, TensorPlan
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.shards import Box, Picks, box_among, flat_offset, holdings, picks_of, size_of, source_index
 from weight_sync.sender.views import Content
-from weight_sync.tensor_meta import Piece, TensorMeta
+from weight_sync.tensor_meta import TensorMeta
 
 T = TypeVar("T")
 
@@ -30,9 +30,10 @@ class Share:
     box: Box
     sizes: tuple[int, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(size_of(self.box)) * self.part.meta.dtype.itemsize
+    @functools.cached_property
+    def meta(self) -> TensorMeta:
+        """Describe the box as a tensor of its own."""
+        return TensorMeta(self.part.meta.name, self.part.meta.dtype, size_of(self.box))
 
     @functools.cached_property
     def offset(self) -> int | None:
@@ -58,12 +59,7 @@ class Shares:
         """Return what all ranks bring of a tensor that is sent; at most one share a rank."""
         if name not in self._shares:
             part = self._plan.parts[name]
-            picks = self._picks(part)
-            sizes = tuple(len(picked) for picked in picks)
-            met = [(held.rank, box_among(picks, held.box)) for held in self._held[part.source]]
-            self._shares[name] = [
-                Share(part, rank, _turned(part, box), _turned(part, sizes)) for rank, box in met if box is not None
-            ]
+            self._shares[name] = [Share(part, *met) for met in self._met(part)]
         return self._shares[name]
 
     def own(self, name: str) -> list[Share]:
@@ -79,20 +75,38 @@ class Shares:
         part = share.part
         number = self._numbers[part.source]
         here = self._here[number]
-        if part.piece == Piece(part.meta.name) and here is self._plan.sources[part.source]:
-            index = (slice(None),) * here.dim()  # all of it, as most tensors are sent
+        if _is_whole(part):
+            index = (slice(None),) * here.dim()
             return Content(
-                number, part.meta, index, False, 0 if here.is_contiguous() else None, here.dtype, here.device
+                number, share.meta, index, False, 0 if here.is_contiguous() else None, here.dtype, here.device
             )
         (held,) = [held.box for held in self._held[part.source] if held.rank == share.rank]
         index = source_index(self._picks(part), _turned(part, share.box), held)
-        meta = TensorMeta(part.meta.name, part.meta.dtype, size_of(share.box))
         is_run = here.is_contiguous() and not part.piece.transposed and all(_is_dense(each) for each in index)
         start = flat_offset(tuple((each.start, each.stop) for each in index), here.shape) if is_run else None
-        return Content(number, meta, index, part.piece.transposed, start, here.dtype, here.device)
+        return Content(number, share.meta, index, part.piece.transposed, start, here.dtype, here.device)
+
+    def _met(self, part: Part) -> Iterator[tuple[int, Box, tuple[int, ...]]]:
+        """Yield the rank, the box and the part's sizes of each share."""
+        if _is_whole(part):  # as most tensors are sent
+            for held in self._held[part.source]:
+                if 0 not in size_of(held.box):
+                    yield held.rank, held.box, part.meta.shape
+            return
+        picks = self._picks(part)
+        sizes = tuple(len(picked) for picked in picks)
+        for held in self._held[part.source]:
+            box = box_among(picks, held.box)
+            if box is not None:
+                yield held.rank, _turned(part, box), _turned(part, sizes)
 
     def _picks(self, part: Part) -> Picks:
         return picks_of(part.piece, tuple(self._plan.sources[part.source].shape))
+
+
+def _is_whole(part: Part) -> bool:
+    """Return whether the part is all of its source."""
+    return not part.piece.index and not part.piece.transposed
 
 
 def _turned(part: Part, sizes: tuple[T, ...]) -> tuple[T, ...]:

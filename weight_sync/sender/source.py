@@ -105,9 +105,8 @@ def _ties(source: Source) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def _shards(source: Source) -> list[Any]:
-    """Return what of a tensor's form only a sharded one has.
-
-    In some releases of torch placements of two types are equal.
+    """Return what of a tensor's form only a sharded one has.  Some releases of torch call placements of two types
+    equal.
     """
     return [
         (local.shape, whole.placements, tuple(map(type, whole.placements)), whole.device_mesh)

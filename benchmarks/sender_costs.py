@@ -1,0 +1,128 @@
+"""CPU time and memory of a trainer's side of a refresh, for models of many small tensors: what `WeightSender` does
+before and between its calls, stage by stage, at the first refresh and at those that follow.
+
+    plan          ask the source for its form, find or make the plan, take views
+    fingerprints  of all tensors
+    manifest      the JSON of begin, the report's texts, the digest
+    pack          every bucket into one of two areas
+
+No engine takes part.  Torch has one thread, so that no thread's waiting counts as work.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import tracemalloc
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from weight_sync.sender.lists import Manifest
+from weight_sync.sender.refresh_plan import KeptPlans, Settings
+from weight_sync.sender.source import Source
+
+COUNTS = (31_094, 46_000, 69_000)
+"""Of a 30B model's experts, of DeepSeek-V3's names, of Kimi-K2's."""
+SHAPES = ((64, 64), (64,))
+FOLLOWING = 5
+GOAL_US = 6.0
+BUCKET_BYTES = 256 << 20  # as the sender has it by default
+TRACED = 5000
+"""Tensors of the plan whose memory is measured, which slows it down."""
+STAGES = ("plan", "fingerprints", "manifest", "pack")
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def run(console: Console) -> list[dict]:
+    """Measure all sizes, print one table, and return its rows."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [_measure(count, shape) for shape in SHAPES for count in COUNTS]
+    finally:
+        torch.set_num_threads(threads)
+    _print(rows, console)
+    return rows
+
+
+def _measure(count: int, shape: tuple[int, ...]) -> dict:
+    named = [
+        (f"model.layers.{i % 60}.mlp.experts.{i}.gate_proj.weight", torch.randn(shape).bfloat16()) for i in range(count)
+    ]
+    plans = KeptPlans()
+    areas = [torch.zeros(BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+    first = _refresh(plans, named, areas)
+    following = [_refresh(plans, named, areas) for _ in range(FOLLOWING)]
+    means = {stage: statistics.mean(one[stage] for one in following) for stage in STAGES}
+    return {
+        "part": "sender",
+        "tensors": count,
+        "bytes": 2 * torch.Size(shape).numel(),
+        "first_us": {stage: 1e6 * seconds / count for stage, seconds in first.items()},
+        "following_us": {stage: 1e6 * seconds / count for stage, seconds in means.items()},
+        "plan_bytes": _plan_bytes(named[:TRACED]) / TRACED,
+    }
+
+
+def _refresh(plans: KeptPlans, named: Named, areas: list[torch.Tensor]) -> dict[str, float]:
+    """Return the seconds of CPU by stage."""
+    times = [time.process_time()]
+    source = Source(named)
+    plan = plans.find(source, _settings(), None)
+    gatherer = plan.gatherer(source, None)
+    times.append(time.process_time())
+    fingerprints = gatherer.fingerprints()
+    times.append(time.process_time())
+    manifest = Manifest(plan.contents.lists, fingerprints).as_lists()
+    assert isinstance(manifest, dict)
+    b"".join(manifest[key].json for key in ("names", "dtypes", "shapes"))
+    fingerprints.by_name(plan.contents.lists.names)
+    plan.contents.digest(fingerprints)
+    times.append(time.process_time())
+    for number, bucket in enumerate(plan.layout.buckets):
+        gatherer.gather(bucket, areas[number % 2][: bucket.num_bytes])
+        _ = [lists.json for lists in vars(bucket.lists).values()]
+    times.append(time.process_time())
+    return {stage: end - start for stage, start, end in zip(STAGES, times, times[1:])}
+
+
+def _plan_bytes(named: Named) -> int:
+    """Return the memory of a plan that has been used, without the sender's areas."""
+    plans = KeptPlans()
+    areas = [torch.zeros(BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+    gc.collect()
+    tracemalloc.start()
+    _refresh(plans, named, areas)
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return kept
+
+
+def _settings() -> Settings:
+    return Settings(None, True, BUCKET_BYTES, torch.device("cpu"), None)
+
+
+def _print(rows: list[dict], console: Console) -> None:
+    table = Table(title="The sender's CPU time, us a tensor: first refresh, and the mean of those that follow")
+    for column in ("tensors", "bytes", "refresh", *STAGES, "sum", "plan, bytes a tensor"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        for refresh in ("first", "following"):
+            spent = row[f"{refresh}_us"]
+            total = sum(spent.values())
+            bad = refresh == "following" and total > GOAL_US
+            table.add_row(
+                f"{row['tensors']:,}",
+                f"{row['bytes']:,}",
+                refresh,
+                *(f"{spent[stage]:.2f}" for stage in STAGES),
+                f"[red]{total:.1f}[/red]" if bad else f"{total:.1f}",
+                f"{row['plan_bytes']:.0f}",
+            )
+    console.print(table)
+    console.print(f"Bound: {GOAL_US:g} us a tensor from the second refresh on.")
