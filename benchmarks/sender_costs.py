@@ -1,5 +1,5 @@
 """CPU time and memory of a trainer's side of a refresh, for models of many small tensors: what `WeightSender` does
-before and between its calls, stage by stage, at the first refresh and at those that follow.
+before and between its calls, stage by stage, at the first refresh and at later ones.
 
     plan          ask the source for its form, find or make the plan, take views
     fingerprints  of all tensors
@@ -25,7 +25,7 @@ from weight_sync.sender.refresh_plan import KeptPlans, Settings
 from weight_sync.sender.source import Source
 
 COUNTS = (31_094, 46_000, 69_000)
-"""Of a 30B model's experts, of DeepSeek-V3's names, of Kimi-K2's."""
+"""The numbers of names of a 30B model of experts, of DeepSeek-V3 and of Kimi-K2."""
 SHAPES = ((64, 64), (64,))
 FOLLOWING = 5
 GOAL_US = 6.0
@@ -108,7 +108,7 @@ def _settings() -> Settings:
 
 
 def _print(rows: list[dict], console: Console) -> None:
-    table = Table(title="The sender's CPU time, us a tensor: first refresh, and the mean of those that follow")
+    table = Table(title="The sender's CPU time, us a tensor: the first refresh, and the mean of five more")
     for column in ("tensors", "bytes", "refresh", *STAGES, "sum", "plan, bytes a tensor"):
         table.add_column(column, justify="right")
     for row in rows:

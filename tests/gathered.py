@@ -35,7 +35,7 @@ class Gathered:
         return self._gatherer.gather(self.buckets[number], flat)
 
     def fingerprints(self) -> dict[str, int]:
-        """Return those that are known, by name."""
+        """Return each that is known, by name."""
         found = self._gatherer.fingerprints()
         pairs = zip(self._names, found.values.tolist(), found.known.tolist(), strict=True)
         return {name: value for name, value, known in pairs if known}

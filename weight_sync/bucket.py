@@ -77,8 +77,7 @@ def _cut(
 def end_to_end(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """Return the bytes of tensors that lie end to end in one storage, uint8, a view; None where they do not.
 
-    They must be of `dtype` and on `device`, and not all be empty.  Tensors of which the last does not lie where it
-    should are told apart from the first and the last alone.
+    They must be of `dtype` and on `device`, and not all be empty.
     """
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:

@@ -26,7 +26,7 @@ from weight_sync.fingerprint_words import BLOCK, UNSIGNED, mix_odd, multipliers
 from weight_sync.tensor_meta import DTYPES, dtype_name
 
 _BATCH_BYTES = 4 << 20
-"""Of one matrix."""
+"""The size of one matrix, at most."""
 _ALONE_BLOCKS = 256
 """From this size on a tensor is not copied."""
 
@@ -134,7 +134,7 @@ class _Matrix:
 
     @property
     def num_bytes(self) -> int:
-        """The scratch area that `values` needs: the matrix, and a copy of what is not whole rows of it."""
+        """The scratch area that `values` needs: the matrix, and a copy of columns of it."""
         return 2 * self._count * self._form.size * self._form.dtype.itemsize
 
     def values(self, views: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:

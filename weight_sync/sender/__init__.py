@@ -1,13 +1,19 @@
 """The trainer's side of a refresh: tensors of a model, whole or sharded, to one engine or many, in one transaction.
 
-    plan      what is sent: names, dtypes, and which part of which of the trainer's tensors each one is
-    shards    which trainer rank holds what of it
-    ranks     collectives of the trainer ranks, with deadlines
-    gather    a bucket's bytes on the sending rank; fingerprints
-    link      one engine: its group, its calls, a bucket on its way
-    update    one transaction on many engines, as a context manager; who takes part, what one's failure means for the
-              others and the end in two phases are in `weight_sync/joint_update.py`
-    sender    `WeightSender`, which joins all this
+    source        the trainer's tensors of one refresh, and the form by which a plan for them is known again
+    plan          what is sent: names, dtypes, and which part of which of the trainer's tensors each one is
+    shards        which boxes of a tensor each trainer rank holds
+    shares        what of a tensor that is sent each rank brings, and where it lies there
+    layout        where each bucket's bytes come from and go to
+    views         contents of tensors as flat views, and how they are packed
+    lists         names, dtypes and shapes as engines get them; the manifest
+    refresh_plan  all of that for one form of source, kept from refresh to refresh
+    ranks         collectives of the trainer ranks, with deadlines
+    gather        a bucket's bytes on the sending rank; fingerprints
+    link          one engine: its group, its calls, a bucket on its way
+    update        one transaction on many engines, as a context manager; who takes part, what one's failure means for
+                  the others and the end in two phases are in `weight_sync/joint_update.py`
+    sender        `WeightSender`, which joins all this
 
 Needs torch only.
 """

@@ -61,7 +61,7 @@ class Gatherer:
         """Return F of the content as it is sent, in the order of the plan; without fused tensors, which the engine
         splits.
 
-        All are known on every rank, but those of tensors whose shards are not runs: on the sending rank only.
+        All are known on every rank.  Where shards of a tensor are not runs, its own is known on the sending rank only.
         """
         layout, ranks = self._layout, self._ranks
         known = layout.in_runs.copy()

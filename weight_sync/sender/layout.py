@@ -68,7 +68,7 @@ class Layout:
         printed = np.array([not plan.parts[meta.name].is_fused for meta in metas], bool)
         runs = np.array([shares.are_runs(meta.name) for meta in metas], bool)
         self.in_runs = printed & (runs | (ranks is None))
-        """Of which tensors, in the order of the buckets, the fingerprints add up from those of the shares."""
+        """The tensors, in the order of the buckets, whose fingerprint is the sum of its shares', as bool."""
         rest = np.flatnonzero(printed & ~self.in_runs)
         self.rest = Rest(plan, [metas[at] for at in rest], rest, ranks) if with_rest and len(rest) else None
 
@@ -88,7 +88,7 @@ class Layout:
 
 
 class Rest:
-    """Tensors, of numbers `positions` among those of a layout, that come whole to the sending rank for fingerprints."""
+    """Tensors that come whole to the sending rank for their fingerprints; `positions`: their numbers in the layout."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class WholeBucket:
 
 
 class _Join:
-    """Blocks that go end to end to bytes `start` .. `stop - 1` of a bucket: numbers among those of all ranks."""
+    """Blocks that go end to end to bytes `start` .. `stop - 1` of a bucket; `blocks`: their numbers over all ranks."""
 
     def __init__(self, blocks: list[int], sizes: list[int], start: int, word: torch.dtype, plan: PackPlan) -> None:
         self.blocks, self.start, self.stop = blocks, start, start + sum(sizes) * word.itemsize

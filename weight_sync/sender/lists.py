@@ -39,7 +39,7 @@ class Fingerprints:
     known: npt.NDArray[np.bool_]
 
     def by_name(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the wire forms of those that are known."""
+        """Return the wire form of each that is known."""
         texts = split_digits(hex_digits(self.values))
         if self.known.all():
             return dict(zip(names, texts, strict=True))

@@ -22,7 +22,7 @@ from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.source import Source, SourceForm
 from weight_sync.sender.statement import RefreshStatement
 
-_MOST_PLANS = 3
+_MAX_PLANS = 3
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class KeptPlans:
                 self._plans.append(self._plans.pop(at))
                 return plan
         plan = RefreshPlan(source, settings, ranks)
-        self._plans = [*self._plans[1 - _MOST_PLANS :], (settings, SourceForm(source), plan)]
+        self._plans = [*self._plans[1 - _MAX_PLANS :], (settings, SourceForm(source), plan)]
         return plan
 
     def clear(self) -> None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Share:
-    """The `box` that one rank brings of a part with `sizes`: in the dimensions that are sent, and those of length 1
+    """The `box` that one rank brings of a part with `sizes`: in the dimensions that are sent, and each of length 1
     that an index of the source leaves out.
     """
 
@@ -110,7 +110,7 @@ def _is_whole(part: Part) -> bool:
 
 
 def _turned(part: Part, sizes: tuple[T, ...]) -> tuple[T, ...]:
-    """Return what is given for each dimension of the source for those of the part, and the other way round."""
+    """Turn what is given for each dimension of the source into what it is for the part, and the other way round."""
     return (*sizes[:-2], sizes[-1], sizes[-2]) if part.piece.transposed else sizes
 
 

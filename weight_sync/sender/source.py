@@ -46,7 +46,7 @@ class Source:
 
 
 class SourceForm:
-    """All that a plan follows from: sources of one form have one plan, wherever their tensors lie."""
+    """The form of a source, from which its plan follows: sources of one form have one, wherever their tensors lie."""
 
     def __init__(self, source: Source) -> None:
         self._names = source.names
@@ -89,7 +89,7 @@ def _ties(source: Source) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the number of the first tensor at the place of each one, int64 [n]: by address, and by storage of shards,
     as an empty one has no address.
 
-    Nothing for a source that is no state: tied tensors are sent as they are given, and names too.
+    Only a state has ties: tensors and names of other sources are sent as they are given.
     """
     here = source.locals if source.is_state else []
     count = len(here)
