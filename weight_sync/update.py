@@ -184,12 +184,11 @@ class WeightUpdate:
 
     def _other_version(self, weight_version: str | None) -> TransactionStateError | None:
         """Return why a bucket of this label is not of the update's version; None if it is, or one has no label."""
-        mine = self.transaction.weight_version
-        if mine == weight_version or None in (mine, weight_version):
+        own = self.transaction.weight_version
+        if own == weight_version or None in (own, weight_version):
             return None
-        return TransactionStateError(
-            f"the bucket has version {weight_version!r}, the open weight update of {mine!r} {self.way_out}"
-        )
+        mine = f"the open weight update of {own!r} {self.way_out}"
+        return TransactionStateError(f"the bucket has version {weight_version!r}, {mine}")
 
     # --- its tensors ---------------------------------------------------------------------------------------------
 
@@ -234,7 +233,7 @@ class WeightUpdate:
         self.transaction.fail(reason)
         self.target.torn = self.transaction.torn or self.target.torn
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str = "the weight update was aborted") -> None:
         """Put the target back as it was before the update, unless a failed commit has done so."""
         if self.transaction.state is not TransactionState.ABORTED:
             self.transaction.abort(reason)

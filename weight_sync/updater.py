@@ -209,8 +209,7 @@ class WeightUpdater:
             if update_id is None and not self.is_open:
                 self.book.clear_loss()
             raise
-        update = self._close("it was aborted", reported=True, by_sender=update_id is not None)
-        update.abort("the weight update was aborted")
+        self._close("it was aborted", reported=True, by_sender=update_id is not None).abort()
 
     def drop(self, reason: str, *, reported: bool = False, by_sender: bool = False) -> None:
         """Drop the open update because it failed; `status` keeps the reason.  Raises as `abort`.
