@@ -193,7 +193,7 @@ def takes_every_call() -> Context:
 @noticed_by("histories")
 def forgets_what_was_lost() -> Context:
     """Take the calls after a dropped update for updates of their own."""
-    return _replaced((UpdateBook, "loss_error", lambda self: None), (UpdateBook, "report_loss", lambda self: None))
+    return _replaced((UpdateBook, "record_loss", lambda self, reason, *, reported: None))
 
 
 @noticed_by("matrix")
