@@ -212,6 +212,30 @@ def test_close_drops_what_is_open() -> None:
     updater.close()
 
 
+def test_what_another_rank_s_failure_tears_is_known_at_once() -> None:
+    """Nothing was kept of what the bucket overwrote, and the other rank's failure is the first news of it."""
+    updater = LoopbackUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging="in_place")
+    updater.begin("v1")
+    updater.send([(NORM, version(1)[NORM])])
+    assert updater.torn is None
+    updater.fail("rank 1: the peer is gone")
+    assert updater.torn is not None and "rank 1: the peer is gone" in updater.torn
+    assert updater.status()["failed"] == "rank 1: the peer is gone" and updater.is_open
+
+
+def test_an_update_names_its_target_whose_state_is_its_own() -> None:
+    weights = FakeWeights()
+    updater = loopback(weights)
+    updater.begin("v1")
+    assert updater.update is not None and updater.update.target is updater.model
+    assert (updater.model.name, updater.model.weights, updater.model.torn) == ("model", weights, None)
+    updater.send(list(version(1).items()))
+    assert updater.model.content.digests.sent is None
+    updater.verify()
+    result = updater.commit()
+    assert result.update.target.content.digests == result.digests and result.digests.sent is not None
+
+
 def test_an_unknown_group_is_refused() -> None:
     updater = WeightUpdater(FakeWeights(), device="cpu", timeout_s=1.0, vote=lambda mine: mine)
     with pytest.raises(UnknownGroupError, match="'g' does not exist; joined groups: none"):
