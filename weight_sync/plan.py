@@ -4,7 +4,7 @@
 
 `take_spans` (`spans`) reads the tables.  It copies, converts and checks a bucket without a step for each tensor.
 Tensors that the tables cannot express are listed in `rest`, and go the way of single tensors (`intake`): halves of FP8
-pairs, tensors that are quantised here, and places that only their own `write` can fill.
+pairs, tensors that are quantised to FP8 here, and places that only their own `write` can fill.
 
 A plan is of one layout, one state of the places (`LogicalWeights.places_key`), and one answer to whether casts that
 lose something are taken (`planner`).  Memory: about 300 bytes a tensor and place.
@@ -21,10 +21,18 @@ import torch
 from weight_sync.bucket_layout import BucketLayout
 from weight_sync.content import TensorTable
 from weight_sync.fp8_wire import weight_name
-from weight_sync.held_format import HeldFormats
+from weight_sync.held_format import INT8_BLOCKS, HeldFormats
 from weight_sync.ledger import Numbers
 from weight_sync.moves import Move, lead_of, matrix_of, two_strides
-from weight_sync.spans import CAST_DTYPES, DTYPE_CODES, MOVE_COLUMNS, TENSOR_COLUMNS, SpanMove, SpanTensor
+from weight_sync.spans import (
+    CAST_DTYPES,
+    DTYPE_CODES,
+    INT8_BLOCKS_CODE,
+    MOVE_COLUMNS,
+    TENSOR_COLUMNS,
+    SpanMove,
+    SpanTensor,
+)
 from weight_sync.tensor_meta import LogicalWeights, Piece, Place, TensorMeta
 
 
@@ -108,7 +116,7 @@ def plan_bucket(
     quantised: HeldFormats,
 ) -> BucketPlan:
     """Return the plan of a layout.  `pieces`: the logical tensors in each wire tensor that is no half of a pair."""
-    rows, rest, seen = _Rows(table), [], set[str]()
+    rows, rest, seen = _Rows(table, quantised), [], set[str]()
     halves = {weight_name(wire.name) for wire in layout.metas if wire not in pieces}
     for place, (wire, offset) in enumerate(zip(layout.metas, layout.offsets, strict=True)):
         parts = pieces.get(wire)
@@ -130,6 +138,7 @@ class _Rows:
     """The rows of a plan's tables, as they are made."""
 
     table: TensorTable
+    quantised: HeldFormats
     numbers: list[int] = field(default_factory=list)
     wire_names: list[str] = field(default_factory=list)
     tensors: list[SpanTensor] = field(default_factory=list)
@@ -142,20 +151,19 @@ class _Rows:
         found = []
         for piece in pieces:
             held = self.table.metas[self.table.number_of[piece.name]]
-            to = homes.moves(piece.name)
+            to, code = homes.moves(piece.name), self._code_of(wire, held)
             matrix = None if to is None else _matrix(wire, offset, piece, held.shape, to[1])
-            if to is None or matrix is None or not is_castable(wire.dtype, held.dtype):
+            if to is None or matrix is None or code is None:
                 return False
-            found.append((held, matrix, to[0]))
-        for held, matrix, moves in found:
+            found.append((held, code, matrix, to[0]))
+        for held, code, matrix, moves in found:
             number = self.table.number_of[held.name]
             self.numbers.append(number)
             self.wire_names.append(wire.name)
             for move in moves:
                 self.moves.append(SpanMove.of(move, len(self.tensors), self._number_of(move.storage)))
             start, *sizes_and_strides = matrix
-            codes = DTYPE_CODES[wire.dtype], DTYPE_CODES[held.dtype]
-            self.tensors.append(SpanTensor(start, *codes, *sizes_and_strides))
+            self.tensors.append(SpanTensor(start, DTYPE_CODES[wire.dtype], code, *sizes_and_strides))
         return True
 
     def plan(self, rest: Sequence[int]) -> BucketPlan:
@@ -171,6 +179,14 @@ class _Rows:
             storages=self.storages,
             rest=rest,
         )
+
+    def _code_of(self, wire: TensorMeta, held: TensorMeta) -> int | None:
+        """Return the code of what is held of a tensor; None where `take_spans` does not make that of what is sent."""
+        is_cast = wire.dtype in CAST_DTYPES and held.dtype in CAST_DTYPES
+        held_format = self.quantised.get(held.name)
+        if held_format is None:
+            return DTYPE_CODES[held.dtype] if is_cast or wire.dtype == held.dtype else None
+        return INT8_BLOCKS_CODE if held_format is INT8_BLOCKS and is_cast else None
 
     def _number_of(self, storage: torch.Tensor) -> int:
         number = self._numbers_of_storages.setdefault(address_of(storage), len(self.storages))
@@ -196,8 +212,3 @@ def _matrix(
     if strides is None:
         return None
     return offset + int(view.storage_offset()) * wire.dtype.itemsize, rows, columns, *strides
-
-
-def is_castable(sent: torch.dtype, held: torch.dtype) -> bool:
-    """Return whether `take_spans` holds values of `sent` as `held`."""
-    return sent == held or (sent in CAST_DTYPES and held in CAST_DTYPES)

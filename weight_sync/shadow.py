@@ -29,11 +29,11 @@ import torch
 
 from weight_sync.device_queue import DeviceQueue, HostQueue
 from weight_sync.errors import StagingError
-from weight_sync.fingerprint_words import multipliers
 from weight_sync.held_memory import Areas
 from weight_sync.pages import PageTrader, tradable_spans
 from weight_sync.plan import BucketPlan, Homes, address_of
 from weight_sync.staging import Content
+from weight_sync.take_spans import take_spans
 from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
 _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
@@ -89,8 +89,7 @@ class ShadowStaging:
     def write_spans(self, plan: BucketPlan, content: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         areas = [self._shadow_of(storage).staged for storage in plan.storages]
         self._plans.append(plan)
-        table = multipliers(str(content.device))
-        sums, infinite = torch.ops.weight_sync.take_spans(content, plan.tensors, plan.moves, areas, table, True, True)
+        sums, infinite = take_spans(content, plan.tensors, plan.moves, areas)
         return sums.numpy().view(np.uint64), infinite.numpy()
 
     def settle(self) -> None:
