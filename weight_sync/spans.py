@@ -70,6 +70,7 @@ def checked_tables(
     """Return the rows of both tables.  Raises `RuntimeError`, as the kernel does, for one that does not fit."""
     for content in (source, *storages):
         _require(content.dim() == 1 and content.dtype == torch.uint8 and content.is_contiguous(), "bytes must be uint8")
+        _require(content.device == source.device, f"a storage is on {content.device}, its source on {source.device}")
     spans = [SpanTensor(*row) for row in _rows(tensors, TENSOR_COLUMNS, "tensor")]
     steps = [SpanMove(*row) for row in _rows(moves, MOVE_COLUMNS, "move")]
     for index, span in enumerate(spans):

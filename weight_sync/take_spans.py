@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -46,6 +47,31 @@ def take_spans(
     table = multipliers(str(source.device))
     found: Found = torch.ops.weight_sync.take_spans(source, tensors, moves, storages, table, checks, writes)
     return found
+
+
+class SpanTables:
+    """The two tables of one layout, to be taken for bucket after bucket.
+
+    On a CUDA device with Triton they are checked and copied to the device once for the same storages.
+    """
+
+    def __init__(self, tensors: torch.Tensor, moves: torch.Tensor) -> None:
+        self.tensors, self.moves = tensors, moves
+        self._kept: tuple[object, Any] | None = None  # what they were checked for, and the tables on the device
+
+    def take(
+        self, source: torch.Tensor, storages: Sequence[torch.Tensor], checks: bool = True, writes: bool = True
+    ) -> Found:
+        """Compute `take_spans`."""
+        if kernels_of(source.device) is None:
+            return take_spans(source, self.tensors, self.moves, storages, checks, writes)
+        places = [(storage.data_ptr(), storage.numel(), storage.device) for storage in storages]
+        checked_for = (source.numel(), source.data_ptr() % 8, source.device, places)
+        if self._kept is None or self._kept[0] != checked_for:
+            kernels = importlib.import_module("weight_sync.spans_gpu")
+            self._kept = checked_for, kernels.GpuSpans(source, self.tensors, self.moves, storages)
+        found: Found = self._kept[1].take(source, checks, writes)
+        return found
 
 
 def take_spans_plainly(

@@ -319,6 +319,25 @@ def test_columns_are_packed_as_rows(dtype: torch.dtype, rows: range) -> None:
     assert torch.equal(packed, wanted)
 
 
+@FORMS
+@pytest.mark.parametrize("shift", [0, 2, 62])
+def test_a_bucket_that_is_written_past_the_caches(take: Taken, shift: int) -> None:
+    """Runs of many lengths to addresses of any alignment, with bytes around them that stay."""
+    bucket, moves, end = Bucket(), [], shift
+    for index, size in enumerate([1, 500, 513, 3000, 70_001, 1_200_000, 1_000_000]):
+        values = random_values((1, size), BF16, index)
+        bucket.add(values, values)
+        moves.append(box(index, 0, end, range(1), range(size), 0, 1))
+        end += values.nbytes + 6
+    storage = random_bytes(end + 64, 0)
+    wanted = storage.clone()
+    for move, values in zip(moves, bucket.values, strict=True):
+        wanted[move.offset :][: values.nbytes] = as_bytes(values)
+    assert bucket.source.numel() > 4 << 20
+    assert_found(taken(take, bucket.source, bucket.tensors, moves, [storage]), bucket)
+    assert torch.equal(storage, wanted)
+
+
 def test_results_do_not_depend_on_threads() -> None:
     bucket, moves, end = Bucket(), [], 0
     for index in range(400):

@@ -180,6 +180,29 @@ def test_the_operator_of_a_device_without_kernels_is_plain(monkeypatch: pytest.M
         assert_found(taken(take_spans._cuda_take_spans, bucket.source, bucket.tensors, moves, [storage]), bucket)
 
 
+def test_tables_are_checked_again_for_other_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, moves, storage = a_bucket()
+    tables = take_spans.SpanTables(torch.tensor(bucket.tensors), torch.tensor(moves))
+    made, kind = [], spans_gpu.GpuSpans
+    monkeypatch.setattr(spans_gpu, "GpuSpans", lambda *given: made.append(given) or kind(*given))
+    wanted = torch.zeros_like(storage)
+    assert_found(tables.take(bucket.source, [wanted]), bucket)
+    assert not made, "a CPU has no kernel"
+    monkeypatch.setattr(take_spans, "kernels_of", lambda device: spans_gpu)
+    source = bucket.source
+    for number, place in ((1, storage), (1, storage), (2, torch.zeros_like(storage))):
+        place.zero_()
+        assert_found(tables.take(source, [place]), bucket)
+        assert torch.equal(place, wanted) and len(made) == number
+    tables.take(source, [storage[: len(storage) // 8 * 8]])
+    assert len(made) == 3
+    for short in (storage[:100], storage[:-1].view(1, -1)):
+        with pytest.raises(RuntimeError):
+            tables.take(source, [short])
+    with pytest.raises(RuntimeError, match="lies outside of the source"):
+        tables.take(source[:-1], [storage])
+
+
 @pytest.mark.mutant
 @pytest.mark.parametrize(
     ("old", "new"),
