@@ -41,6 +41,14 @@ inline bool any_masked(__m512i words, __m512i bits) {
   if constexpr (sizeof(W) == 8) return _mm512_cmpeq_epi64_mask(found, bits) != 0;
 }
 
+// As unsigned integers, which wrap; the compiler's own sum of lanes is one of signed integers.
+inline uint64_t added_lanes(__m512i sums) {
+  uint64_t lanes[8], total = 0;
+  _mm512_storeu_si512(lanes, sums);
+  for (const uint64_t lane : lanes) total += lane;
+  return total;
+}
+
 template <class W>
 inline __m512i in_every_word(uint64_t mask) {
   constexpr int64_t kVector = sizeof(__m512i) / sizeof(W);
@@ -74,7 +82,7 @@ inline int64_t sum_vectors(const uint8_t* const (&runs)[kRuns], const uint64_t* 
     }
   }
   for (int64_t n = 0; n < kRuns; ++n) {
-    to[n] = _mm512_reduce_add_epi64(sums[n]);
+    to[n] = added_lanes(sums[n]);
     masked[n] = found[n];
   }
   return j;
