@@ -24,6 +24,13 @@ def bucket_fields(named: Named, group_name: str, load_format: str | None) -> dic
     }
 
 
+def manifest_in_lists(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return the manifest of `manifest_of` as one object of lists."""
+    entries = manifest_of(named)
+    lists = {f"{name}s": [entry[name] for entry in entries] for name in ("name", "dtype", "shape")}
+    return lists | {"fingerprints": "".join(entry["fingerprint"] for entry in entries)}
+
+
 def manifest_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
     """Return a manifest: one entry for each tensor, with its fingerprint."""
     return [
