@@ -65,9 +65,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--svg", type=Path, default=None, help="folder for the pictures of `scaling` and `parallel`")
-    parser.add_argument(
-        "--against", type=Path, default=None, help="a checkout to compare with in `grpo`, `refresh`"
-    )
+    parser.add_argument("--against", type=Path, default=None, help="a checkout to compare with in `grpo`, `refresh`")
     parser.add_argument("--prompts", type=int, default=None, help="prompts of `grpo`; default: 32 for shape S, 4 for M")
     parser.add_argument(
         "--families", choices=FAMILIES, nargs="+", default=FAMILIES, help="families to measure in `families`"

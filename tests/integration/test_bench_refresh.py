@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import weight_refresh
+from benchmarks import http_lists, weight_refresh
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 
 pytestmark = pytest.mark.full
@@ -43,3 +43,15 @@ def test_every_number_is_measured(folder: Path, mode: str) -> None:
         assert row["delta_s"] is None
     text = console.export_text()
     assert mode in text and "bare broadcast" in text
+
+
+def test_the_http_process_is_measured_with_and_without_known_lists(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_lists, "checkpoint", lambda shape: folder)
+    console = Console(record=True, width=200)
+    (row,) = http_lists.run(1, console, counts=(300,))
+    assert row["checkout"] == "this" and row["tensors"] == 300
+    for name in ("bucket_first", "bucket_next", "call", "entries", "lists_first", "lists_next"):
+        assert row[name] > 0, name
+    assert "lists that came before" in console.export_text()
