@@ -7,6 +7,7 @@ offset is a multiple of its item size; that always holds when larger item sizes 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -22,7 +23,7 @@ _SMALL = 1 << 20
 _STAGED = 1 << 22
 """Elements that are joined on a device at a time, to be cast or to go to another device."""
 _EQUAL_RUN = 8
-"""Tensors of one size in a row that are worth a call of their own: torch joins equal sizes for half the price."""
+"""Tensors of one shape in a row that are worth a call of their own: torch joins equal shapes for half the price."""
 
 
 def plan_buckets(metas: Sequence[TensorMeta], bucket_bytes: int) -> list[list[TensorMeta]]:
@@ -136,7 +137,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class _Copy(NamedTuple):
-    """One call of a `PackPlan`: views `first` .. `last - 1` go to elements `start` .. `stop - 1`."""
+    """One call of a `PackPlan`: tensors `first` .. `last - 1` go to elements `start` .. `stop - 1`."""
 
     first: int
     last: int
@@ -146,7 +147,7 @@ class _Copy(NamedTuple):
 
 
 class PackPlan:
-    """Copies flat tensors of one dtype and device end to end, by calls that are chosen once from their sizes.
+    """Copies contiguous tensors of one dtype and device end to end, by calls that are chosen once from their shapes.
 
     Holds no tensor.  `source`, `target`: the dtypes of the tensors, and of the room that they go to.  `devices`: where
     the tensors are, and the room.
@@ -154,7 +155,7 @@ class PackPlan:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]],
         source: torch.dtype,
         target: torch.dtype,
         devices: tuple[torch.device, torch.device],
@@ -162,34 +163,43 @@ class PackPlan:
         self._source, self._device = source, devices[0]
         on_cpu = devices[0].type == devices[1].type == "cpu"
         if source == target and devices[0] == devices[1]:
-            self._copies = _joined(sizes, on_cpu)
+            self._copies = _joined(shapes, on_cpu)
         else:
-            self._copies = _staged(sizes, _ONE_THREAD if on_cpu else _STAGED)
+            self._copies = _staged(shapes, _ONE_THREAD if on_cpu else _STAGED)
+        self._rows = [_rows(shapes[copy.first : copy.last]) for copy in self._copies]
         self._scratch = max((copy.stop - copy.start for copy in self._copies if copy.way == "cast"), default=0)
 
-    def pack(self, views: Sequence[torch.Tensor], room: torch.Tensor) -> None:
-        """Copy `views`, one-dimensional and contiguous, of the planned sizes, into `room`, of the target's dtype."""
+    def pack(self, tensors: Sequence[torch.Tensor], room: torch.Tensor) -> None:
+        """Copy `tensors`, of the planned shapes, into `room`, which is flat and of the target's dtype."""
         scratch = torch.empty(self._scratch, dtype=self._source, device=self._device)
-        for first, last, start, stop, way in self._copies:
+        for (first, last, start, stop, way), rows in zip(self._copies, self._rows, strict=True):
             if way == "alone":
-                copy_into(room[start:stop], views[first])
+                copy_into(room[start:stop], tensors[first].view(-1))
                 continue
-            some = views[first:last]
+            some, joined = list(tensors[first:last]), scratch[: stop - start] if way == "cast" else room[start:stop]
             if way == "split":
-                some = [part for view in some for part in view.split(_ONE_THREAD)]
-            joined = scratch[: stop - start] if way == "cast" else room[start:stop]
-            torch.cat(list(some), out=joined)
+                some = [part for tensor in some for part in tensor.view(-1).split(_ONE_THREAD)]
+            if rows is None or way == "split":
+                torch.cat(list(map(torch.ravel, some)), out=joined)
+            else:
+                torch.cat(some, out=joined.view(rows))  # so that no view of each is made
             if way == "cast":
                 room[start:stop].copy_(joined)
 
 
-def _joined(sizes: Sequence[int], on_cpu: bool) -> list[_Copy]:
-    """Cut tensors that are copied as they are: many in a call, longer runs of equal sizes apart from others."""
+def _rows(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the shape of tensors of one shape below one another; None for others, and for scalars."""
+    first = shapes[0]
+    return (len(shapes) * first[0], *first[1:]) if first and len(set(shapes)) == 1 else None
+
+
+def _joined(shapes: Sequence[tuple[int, ...]], on_cpu: bool) -> list[_Copy]:
+    """Cut tensors that are copied as they are: many in a call, longer runs of equal shapes apart from others."""
     copies: list[_Copy] = []
     first = start = 0
     takes_more = False  # the last copy is no such run
-    for size, run in itertools.groupby(sizes):
-        count = len(list(run))
+    for shape, run in itertools.groupby(shapes):
+        count, size = len(list(run)), math.prod(shape)
         last, stop, is_run = first + count, start + count * size, count >= _EQUAL_RUN
         way: Literal["join", "split"] = "split" if on_cpu and _ONE_THREAD < size <= _SMALL else "join"
         if takes_more and not is_run and copies[-1].way == way:
@@ -200,11 +210,11 @@ def _joined(sizes: Sequence[int], on_cpu: bool) -> list[_Copy]:
     return copies
 
 
-def _staged(sizes: Sequence[int], limit: int) -> list[_Copy]:
+def _staged(shapes: Sequence[tuple[int, ...]], limit: int) -> list[_Copy]:
     """Cut tensors that are joined first, `limit` elements at a time; a larger one is copied by itself."""
     copies: list[_Copy] = []
     start = 0
-    for at, size in enumerate(sizes):
+    for at, size in enumerate(map(math.prod, shapes)):
         before = copies[-1] if copies and copies[-1].way == "cast" else None
         if size > limit:
             copies.append(_Copy(at, at + 1, start, start + size, "alone"))

@@ -1,9 +1,9 @@
-"""`FingerprintPlan`: F of many tensors together, by calls that are chosen once from their sizes.
+"""`FingerprintPlan`: F of many tensors together, by calls that are chosen once from their shapes.
 
-Tensors of one size and dtype are joined in a scratch area as the rows of a matrix, so that every column of it meets one
-multiplier.  One product then gives the sums of many tensors.  So thousands of small tensors take a few parallel regions
-of torch's threads instead of several each.  Where cores are busy, each such region waits until a thread runs.  A large
-tensor is not copied.
+Tensors of one shape and dtype are joined in a scratch area as the rows of a matrix, so that each of its columns meets
+one multiplier.  One product then gives the sums of many tensors.  So thousands of small tensors take a few parallel
+regions of torch's threads instead of several each.  Where cores are busy, each such region waits until a thread runs.
+A large tensor is not copied.
 
 Shapes: S shards in a matrix, J words of a shard, K blocks that a shard touches.
 """
@@ -11,6 +11,7 @@ Shapes: S shards in a matrix, J words of a shard, K blocks that a shard touches.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -35,13 +36,17 @@ Shard = tuple[torch.Tensor, torch.dtype, int]
 
 
 class Form(NamedTuple):
-    """The form of a shard: its elements, its own dtype, the one it is meant in, its flat index in the whole tensor."""
+    """The form of a shard: its shape, its own dtype, the one it is meant in, its flat index in the whole tensor."""
 
-    size: int
+    shape: tuple[int, ...]
     source: torch.dtype
     dtype: torch.dtype
     offset: int
     device: torch.device
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 def fingerprints_of(shards: Iterable[Shard]) -> list[int]:
@@ -53,7 +58,7 @@ def fingerprints_of(shards: Iterable[Shard]) -> list[int]:
     """
     listed = list(shards)
     plan = FingerprintPlan(
-        [Form(tensor.numel(), tensor.dtype, dtype, offset, tensor.device) for tensor, dtype, offset in listed]
+        [Form((tensor.numel(),), tensor.dtype, dtype, offset, tensor.device) for tensor, dtype, offset in listed]
     )
     values: list[int] = plan.values([tensor.detach().reshape(-1) for tensor, _, _ in listed]).tolist()
     return values
@@ -75,17 +80,17 @@ class FingerprintPlan:
             if form.size >= _ALONE_BLOCKS * BLOCK:
                 self._alone.append((index, form))
             elif form.size:
-                members.setdefault((form.size, form.source, form.dtype, form.offset % BLOCK, form.device), []).append(
-                    index
-                )
+                key = (form.shape, form.source, form.dtype, form.offset % BLOCK, form.device)
+                members.setdefault(key, []).append(index)
         self._matrices = [
             _Matrix(forms[some[0]], some, [forms[index].offset // BLOCK for index in some])
             for group in members.values()
             for some in _batches(group, forms[group[0]])
         ]
 
+    @torch.no_grad()
     def values(self, views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
-        """Return F of each shard: uint64 [n].  `views`: the shards, contiguous and flat, of the planned forms."""
+        """Return F of each shard: uint64 [n].  `views`: the shards, contiguous, of the planned forms."""
         values = torch.zeros(self._size, dtype=torch.int64)
         found = [(torch.tensor([index]), _alone(views[index], form)) for index, form in self._alone]
         for device in {matrix.device for matrix in self._matrices}:
@@ -108,7 +113,7 @@ def _alone(view: torch.Tensor, form: Form) -> torch.Tensor:
     kernels = kernels_of(view.device)
     if kernels is None:
         return torch.from_numpy(np.array([fingerprint(view.to(form.dtype), form.offset)], np.uint64).view(np.int64))
-    words = view.to(form.dtype).view(UNSIGNED[form.dtype.itemsize])
+    words = view.to(form.dtype).view(-1).view(UNSIGNED[form.dtype.itemsize])
     value: torch.Tensor = kernels.gpu_sum_and_flag(words, form.offset, NO_MASK)[:1]
     return value
 
@@ -121,7 +126,7 @@ class _Matrix:
         self.device = form.device
         self._ranges = _ranges(indices)
         self._form, self._count = form, len(indices)
-        self._pack = PackPlan([form.size] * len(indices), form.source, form.dtype, (form.device, form.device))
+        self._pack = PackPlan([form.shape] * len(indices), form.source, form.dtype, (form.device, form.device))
         phase = form.offset % BLOCK
         self._head = min(-phase % BLOCK, form.size)  # the words before the first block that begins in the shard
         self._body = (form.size - self._head) // BLOCK * BLOCK  # the words of whole blocks; the rest is the tail

@@ -21,7 +21,7 @@ from weight_sync.sender.lists import TensorLists
 from weight_sync.sender.plan import TensorPlan
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.shares import Share, Shares
-from weight_sync.sender.views import Content, FlatViews, Packing, Recipe
+from weight_sync.sender.views import Content, Packing, Recipe, Views
 from weight_sync.tensor_meta import TensorMeta
 
 _ALIGNMENT = 16  # at least any item size, so that a rank's bytes can be read as their dtypes
@@ -53,7 +53,7 @@ class Layout:
         self._contents = [shares.content(share) for _, share in own]
         self._offsets = [share.offset for _, share in own]
         self._positions = np.array([position for position, _ in own], np.int64)
-        self.recipe = Recipe(self._contents, shares.numels)
+        self.recipe = Recipe(self._contents)
         self.buckets: list[WholeBucket | SharedBucket] = []
         first = 0
         for bucket in buckets:
@@ -79,9 +79,9 @@ class Layout:
         Raises `WeightRequestError` for a dtype without a fingerprint.
         """
         forms = [
-            Form(content.meta.numel, content.dtype, content.meta.dtype, offset or 0, content.device)
+            Form(content.view_shape, content.dtype, content.meta.dtype, offset or 0, content.device)
             if self.in_runs[position]
-            else Form(0, content.dtype, torch.uint8, 0, content.device)
+            else Form((0,), content.dtype, torch.uint8, 0, content.device)
             for position, content, offset in zip(self._positions, self._contents, self._offsets, strict=True)
         ]
         return self._positions, FingerprintPlan(forms)
@@ -115,7 +115,7 @@ class _Piece:
         self._may_lie = kinds == {(self._dtype, self._dtype, device, False)}
         self._before = sum(content.meta.nbytes for content in contents[:-1])
 
-    def content(self, views: FlatViews, room: torch.Tensor) -> torch.Tensor:
+    def content(self, views: Views, room: torch.Tensor) -> torch.Tensor:
         """Return the piece, uint8: where it lies, if it does so as it is sent; else packed into `room`."""
         first, last = self._first, self._last
         if self._may_lie and views[last - 1].data_ptr() - views[first].data_ptr() == self._before:
@@ -143,7 +143,7 @@ class WholeBucket:
             self._pieces.append(_Piece(piece, contents[at:stop], first + at, device))
             at = stop
 
-    def pieces(self, views: FlatViews, flat: torch.Tensor) -> list[torch.Tensor]:
+    def pieces(self, views: Views, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the pieces as they are broadcast, in `flat`, uint8 [num_bytes], or where they lie."""
         rooms = flat.split(self.piece_sizes)
         return [piece.content(views, room) for piece, room in zip(self._pieces, rooms, strict=True)]
@@ -205,7 +205,7 @@ class SharedBucket:
 
         def close() -> None:
             if blocks:
-                plan = PackPlan(sizes, self._word, self._word, devices)
+                plan = PackPlan([(size,) for size in sizes], self._word, self._word, devices)
                 self._joins.append(_Join(blocks[:], sizes[:], begin, self._word, plan))
                 blocks.clear()
                 sizes.clear()

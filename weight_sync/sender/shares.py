@@ -50,7 +50,6 @@ class Shares:
         self._numbers = {name: number for number, name in enumerate(plan.sources)}
         with torch.no_grad():
             self._here = [it.to_local() if isinstance(it, DTensor) else it for it in plan.sources.values()]
-        self.numels = [tensor.numel() for tensor in self._here]
         rank_of = _nobody if ranks is None else ranks.rank_of
         self._held = {name: holdings(name, it, rank_of) for name, it in plan.sources.items()}
         self._shares: dict[str, list[Share]] = {}
@@ -75,16 +74,14 @@ class Shares:
         part = share.part
         number = self._numbers[part.source]
         here = self._here[number]
-        if _is_whole(part):
-            index = (slice(None),) * here.dim()
-            return Content(
-                number, share.meta, index, False, 0 if here.is_contiguous() else None, here.dtype, here.device
-            )
-        (held,) = [held.box for held in self._held[part.source] if held.rank == share.rank]
-        index = source_index(self._picks(part), _turned(part, share.box), held)
-        is_run = here.is_contiguous() and not part.piece.transposed and all(_is_dense(each) for each in index)
-        start = flat_offset(tuple((each.start, each.stop) for each in index), here.shape) if is_run else None
-        return Content(number, share.meta, index, part.piece.transposed, start, here.dtype, here.device)
+        index, start = (slice(None),) * here.dim(), 0 if here.is_contiguous() else None
+        if not _is_whole(part):
+            (held,) = [held.box for held in self._held[part.source] if held.rank == share.rank]
+            index = source_index(self._picks(part), _turned(part, share.box), held)
+            is_run = start == 0 and not part.piece.transposed and all(_is_dense(each) for each in index)
+            start = flat_offset(tuple((each.start, each.stop) for each in index), here.shape) if is_run else None
+        is_whole = start is not None and share.meta.numel == here.numel()
+        return Content(number, share.meta, index, part.piece.transposed, start, is_whole, here.dtype, here.device)
 
     def _met(self, part: Part) -> Iterator[tuple[int, Box, tuple[int, ...]]]:
         """Yield the rank, the box and the part's sizes of each share."""

@@ -1,4 +1,4 @@
-"""Contents of the trainer's tensors as flat views, taken anew at each refresh, and how they are packed.
+"""Contents of the trainer's tensors as views, taken anew at each refresh, and how they are packed.
 
 A plan is kept for long, so it holds no tensor: it would keep memory that the trainer wants back, and could send what is
 no longer the model's.  It holds a `Recipe` instead, which takes the views of whatever tensors are given.
@@ -23,7 +23,8 @@ class Content:
     """A part of the tensor with number `source`, as it is sent: `meta` has its name, its dtype there and its size.
 
     `index`: a slice for each dimension of the tensor; `transposed`: the last two dimensions are exchanged then.
-    `start`: the first element, where it is one run of a contiguous tensor, else None.  `dtype`, `device`: the tensor's.
+    `start`: the first element, where it is one run of a contiguous tensor, else None; `is_whole`: all of that tensor.
+    `dtype`, `device`: the tensor's.
     """
 
     source: int
@@ -31,8 +32,14 @@ class Content:
     index: tuple[slice, ...]
     transposed: bool
     start: int | None
+    is_whole: bool
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def view_shape(self) -> tuple[int, ...]:
+        """The shape of its view: a whole tensor is its own."""
+        return self.meta.shape if self.is_whole else (self.meta.numel,)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the content as a view with the dimensions of `tensor`, in row-major order as it is sent."""
@@ -52,18 +59,18 @@ class _Step(NamedTuple):
 
 
 class Recipe:
-    """Takes flat views of `contents` from tensors with these numbers of elements."""
+    """Takes views of `contents` from tensors: whole ones as they are, parts of them flat."""
 
-    def __init__(self, contents: Sequence[Content], numels: Sequence[int]) -> None:
+    def __init__(self, contents: Sequence[Content]) -> None:
         self._steps: list[_Step | None] = []  # None: the content is not one run
         self._scattered = {at: content for at, content in enumerate(contents) if content.start is None}
         for content in contents:
-            self._steps.append(None) if content.start is None else self._add(content, numels[content.source])
+            self._steps.append(None) if content.start is None else self._add(content)
 
-    def _add(self, content: Content, numel: int) -> None:
+    def _add(self, content: Content) -> None:
         number, start, size = content.source, content.start or 0, content.meta.numel
         last = self._steps[-1] if self._steps else None
-        if size == numel:
+        if content.is_whole:
             if last is not None and last.sizes is None and last.last == number:
                 self._steps[-1] = last._replace(last=number + 1)
             else:
@@ -73,7 +80,7 @@ class Recipe:
         else:
             self._steps.append(_Step(number, number + 1, start, (size,)))
 
-    def views(self, tensors: Sequence[torch.Tensor]) -> FlatViews:
+    def views(self, tensors: Sequence[torch.Tensor]) -> Views:
         """Return the contents, in their order."""
         views: list[torch.Tensor | None] = []
         with torch.no_grad():
@@ -81,15 +88,15 @@ class Recipe:
                 if step is None:
                     views.append(None)
                 elif step.sizes is None:
-                    views += map(torch.ravel, tensors[step.first : step.last])
+                    views += tensors[step.first : step.last]
                 else:
                     flat = tensors[step.first].ravel()
                     views += flat.narrow(0, step.start, sum(step.sizes)).split(step.sizes)
-        return FlatViews(views, self._scattered, tensors)
+        return Views(views, self._scattered, tensors)
 
 
-class FlatViews(Sequence[torch.Tensor]):
-    """The contents, one-dimensional; one that is not a run is copied each time that it is asked for."""
+class Views(Sequence[torch.Tensor]):
+    """The contents, contiguous; one that is not a run is copied each time that it is asked for."""
 
     def __init__(
         self,
@@ -146,14 +153,14 @@ class Packing:
         for (dtype, source, at, is_run), run in itertools.groupby(numbered, _kind):
             group = list(run)
             for some in [group] if is_run else [[one] for one in group]:
-                sizes = [content.meta.numel for _, content in some]
-                stop = self.num_bytes + sum(sizes) * dtype.itemsize
-                plan = PackPlan(sizes, source, dtype, (at, device)) if is_run else None
+                shapes = [content.view_shape for _, content in some]
+                stop = self.num_bytes + sum(content.meta.nbytes for _, content in some)
+                plan = PackPlan(shapes, source, dtype, (at, device)) if is_run else None
                 begin = some[0][0]
                 self._stretches.append(_Stretch(begin, begin + len(some), self.num_bytes, stop, dtype, plan))
                 self.num_bytes = stop
 
-    def pack(self, views: FlatViews, room: torch.Tensor) -> None:
+    def pack(self, views: Views, room: torch.Tensor) -> None:
         """Pack into `room`, uint8 [num_bytes]."""
         with torch.no_grad():
             for first, last, start, stop, dtype, plan in self._stretches:

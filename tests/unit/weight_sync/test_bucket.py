@@ -100,32 +100,35 @@ def test_neighbours_in_memory_of_several_storages_are_to_be_copied() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_pack_plan_puts_flat_tensors_end_to_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes around the limits, runs of equal ones, and casts; the same plan again for other content."""
+def test_a_pack_plan_puts_tensors_end_to_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes around the limits, runs of equal shapes, and casts; the same plan again for other content."""
     monkeypatch.setattr(bucket, "_ONE_THREAD", 50)
     monkeypatch.setattr(bucket, "_SMALL", 120)
     rng = random.Random(seed)
     source = rng.choice([torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, torch.bool])
     target = rng.choice([source, torch.bfloat16]) if source == torch.float32 else source
-    sizes: list[int] = []
-    while len(sizes) < rng.choice([1, 5, 60]):
-        sizes += [rng.choice([0, 1, 7, 49, 50, 51, 120, 121, 300])] * rng.choice([1, 1, 2, 7, 8, 9])
+    shapes: list[tuple[int, ...]] = []
+    while len(shapes) < rng.choice([1, 5, 60]):
+        size = rng.choice([0, 1, 7, 49, 50, 51, 120, 121, 300])
+        shapes += [rng.choice([(size,), (1, size), (size, 1), (2, size), ()])] * rng.choice([1, 1, 2, 7, 8, 9])
     cpu = torch.device("cpu")
-    plan = PackPlan(sizes, source, target, (cpu, cpu))
+    plan = PackPlan(shapes, source, target, (cpu, cpu))
     for _ in range(2):
-        tensors = [torch.randint(0, 2, (size,)).to(source) for size in sizes]
-        room = torch.empty(sum(sizes), dtype=target)
+        tensors = [torch.randint(0, 2, shape).to(source) for shape in shapes]
+        room = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=target)
         plan.pack(tensors, room)
         assert bits(room) == b"".join(bits(tensor.to(target)) for tensor in tensors)
 
 
 def test_many_small_tensors_are_packed_by_a_few_calls() -> None:
-    """Calls go with bytes, not with tensors; equal sizes are joined apart, which torch does for half the price."""
+    """Calls go with bytes, not with tensors; equal shapes are joined apart, which torch does for half the price."""
     cpu = torch.device("cpu")
-    assert len(PackPlan([64] * 10_000, torch.float32, torch.float32, (cpu, cpu))._copies) == 1
-    mixed = PackPlan([5, 6] * 1000 + [64] * 1000 + [5, 6] * 1000, torch.float32, torch.float32, (cpu, cpu))
+    assert len(PackPlan([(64,)] * 10_000, torch.float32, torch.float32, (cpu, cpu))._copies) == 1
+    mixed = PackPlan(
+        [(5,), (6,)] * 1000 + [(8, 8)] * 1000 + [(5,), (6,)] * 1000, torch.float32, torch.float32, (cpu, cpu)
+    )
     assert [copy.last - copy.first for copy in mixed._copies] == [2000, 1000, 2000]
-    assert len(PackPlan([64] * 5120, torch.float32, torch.bfloat16, (cpu, cpu))._copies) == 11
+    assert len(PackPlan([(64,)] * 5120, torch.float32, torch.bfloat16, (cpu, cpu))._copies) == 11
 
 
 def test_an_empty_bucket_holds_nothing() -> None:

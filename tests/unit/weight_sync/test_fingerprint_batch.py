@@ -59,7 +59,7 @@ def test_a_plan_serves_any_content_of_its_forms() -> None:
     """A plan made once; each time other tensors, of which none is kept."""
     cpu = torch.device("cpu")
     sizes = [3, 3, BLOCK, 2 * BLOCK + 9, 3, 2 * BLOCK + 9, BLOCK, 0]
-    plan = FingerprintPlan([Form(size, torch.float32, torch.bfloat16, 5 * i, cpu) for i, size in enumerate(sizes)])
+    plan = FingerprintPlan([Form((size,), torch.float32, torch.bfloat16, 5 * i, cpu) for i, size in enumerate(sizes)])
     for _ in range(3):
         tensors = [torch.randn(size) for size in sizes]
         expected = [fingerprint(tensor.bfloat16(), 5 * i) for i, tensor in enumerate(tensors)]

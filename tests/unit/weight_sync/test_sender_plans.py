@@ -298,6 +298,22 @@ def test_no_more_than_three_plans_are_kept_and_the_last_used_are() -> None:
     assert plans.find(Source(states[1]), SETTINGS, None) is not others[0]
 
 
+def test_parameters_are_sent_as_they_are_while_they_take_part_in_training() -> None:
+    """Pairs of `named_parameters()` require gradients, and no graph may grow through what is sent."""
+    plans = KeptPlans()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        shapes = {"a": (8, 8), "b": (8, 8), "c": (3,), "large": (1 << 10, 1 << 10), "column": (4, 4)}
+        named = [(name, torch.nn.Parameter(torch.randn(shape))) for name, shape in shapes.items()]
+        named[-1] = ("column", torch.nn.Parameter(torch.randn(4, 4).t()))
+        assert all(parameter.requires_grad for _, parameter in named)
+        sums = [(parameter * 2).sum() for _, parameter in named]
+        check(plans, named)
+        check(plans, named, replace(SETTINGS, dtype=torch.bfloat16))
+        torch.stack(sums).sum().backward()
+    assert len(plans._plans) == 2
+
+
 def test_a_plan_keeps_no_memory_of_the_trainer() -> None:
     plans, state = KeptPlans(), model()
     sent(plans, state)
