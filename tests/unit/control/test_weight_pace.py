@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rollout.control.weight_pace import WeightPace
 from rollout.scheduler.stats import StepStats
+from tests.device_engine import device_engine, stand_in_device
+from tests.local_refresh import updater_of
+from tests.model_zoo import tiny_checkpoint
+from tests.scheduler_harness import Harness
 
 
 @dataclass
@@ -114,3 +119,10 @@ def test_a_rest_ends_with_the_last_request() -> None:
     engine.advance = until_the_last  # type: ignore[method-assign]
     engine.refresh(parts=20)
     assert engine.rested_s < 0.06
+
+
+def test_an_engine_paces_on_a_cpu_and_never_on_a_device(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "model", "moe")
+    assert isinstance(updater_of(Harness(folder))._pace, WeightPace)
+    with stand_in_device():
+        assert updater_of(device_engine(folder))._pace is None
