@@ -5,6 +5,7 @@ Shapes: L MoE layers, E logical experts, P physical experts (slots over all rank
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from eplb.errors import LayoutError, LoadsError, MapError
 from eplb.expert_location import ExpertLocationMetadata, check_cover, find_duplicate, replica_counts
 
 T = TypeVar("T")
+_DECODING = threading.Lock()
+"""The process can crash if two threads make msgspec decode into a type that it does not know yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +175,8 @@ def to_bytes(value: Any) -> bytes:
 
 def from_bytes(data: bytes, kind: type[T]) -> T:
     """Return the `kind` that `to_bytes` was given."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoded)
+    with _DECODING:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoded)
 
 
 def _encoded(value: Any) -> Any:
