@@ -2,6 +2,9 @@
 
 * The first collective of a group connects its members.  The call returns once all have come, and has no deadline: it is
   made on a thread, and left there when its caller gives up.
+* Later ones only put a kernel into a queue, and end in the order in which they were started.  The queue holds about a
+  thousand; a call that finds it full waits for the sender, again without a deadline.  So a caller bounds how many it
+  starts ahead (`receivers.distributed`).
 * torch's watchdog ends the whole process over a collective that is late (`TORCH_NCCL_ASYNC_ERROR_HANDLING`).  So the
   deadline that NCCL gets lies behind ours, and the group is aborted in between.
 * `work.wait()` lets the stream wait, not the host, and knows no timeout: a work is asked whether it is completed.
@@ -13,7 +16,6 @@ Shown with `tests/nccl_weight_group_stand_in.py`; not run on several GPUs.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import time
 from collections.abc import Iterator
@@ -46,11 +48,10 @@ def errors_are_ours() -> Iterator[None]:
             os.environ[_ON_ERROR] = before
 
 
-def start_broadcast(
+def connect(
     process_group: dist.ProcessGroup, tensor: torch.Tensor, options: dist.BroadcastOptions
 ) -> Future[dist.Work]:
-    """Start it on a thread, in the order of this thread's stream.  `options.timeout`: ours."""
-    options.timeout += datetime.timedelta(seconds=WATCHDOG_GRACE_S)
+    """Start the first broadcast of a group on a thread of its own, in the order of this thread's stream."""
     stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
     def start() -> dist.Work:

@@ -70,38 +70,45 @@ class GroupHandle:
     broken: bool = False
     patience: Patience = field(default_factory=Patience, repr=False)
     watch: Future[None] | None = field(default=None, repr=False)
-    _works: list[dist.Work] = field(default_factory=list, repr=False)  # not known to be over
+    _works: list[dist.Work] = field(default_factory=list, repr=False)  # of gloo, not known to be over
+    _is_connected: bool = field(default=False, repr=False)  # over NCCL, by a first collective
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
-        """Start a broadcast from rank 0.  Only over NCCL the call waits for members that have not come yet.
+        """Start a broadcast from rank 0.  Only the first one over NCCL waits for members that have not come yet.
 
         gloo itself gives up after `timeout_s` (default: the group's).  Raises `TransportError`.
         """
         if self.broken or self.process_group is None:
             raise TransportError(f"group {self.name!r} has failed or was left; join it again")
+        within_s = self.timeout_s if timeout_s is None else timeout_s
+        grace_s = nccl_group.WATCHDOG_GRACE_S if self.backend == "nccl" else 0.0
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        options.timeout = datetime.timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
-        if self.backend == "nccl":
-            until = time.monotonic() + options.timeout.total_seconds()
-            starting = nccl_group.start_broadcast(self.process_group, tensor, options)
-            self._wait("broadcast", lambda seconds: _is_done(starting, seconds), until)
-            work = starting.result()
-        else:
-            try:
-                work = self.process_group.broadcast([tensor], options)
-            except RuntimeError as error:
-                self.broken = True
-                raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
-        self._works.append(work)
+        options.timeout = datetime.timedelta(seconds=within_s + grace_s)
+        if self.backend == "nccl" and not self._is_connected:
+            connecting = nccl_group.connect(self.process_group, tensor, options)
+            self._wait("broadcast", lambda seconds: _is_done(connecting, seconds), time.monotonic() + within_s)
+            self._is_connected = True
+            return connecting.result()
+        try:
+            work = self.process_group.broadcast([tensor], options)
+        except RuntimeError as error:
+            self.broken = True
+            raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
+        if self.backend == "gloo":
+            self._works.append(work)
         return work
 
     def finish(self, work: dist.Work, deadline: float) -> None:
-        """Wait for a collective until `deadline` (`time.monotonic()`).  Raises `TransportError`; then it is broken."""
+        """Wait for a collective until `deadline` (`time.monotonic()`).  Raises `TransportError`: the group is broken.
+
+        NCCL ends collectives in order, so earlier ones are over, too.
+        """
         is_over = _gloo_is_over if self.backend == "gloo" else nccl_group.is_over
         self._wait("broadcast", lambda seconds: is_over(work, seconds), deadline)
-        self._works.remove(work)
+        if self.backend == "gloo":
+            self._works.remove(work)
 
     def send_number(self, member: int, number: int, deadline: float) -> None:
         """Send a number to a member.  gloo only.  Raises `TransportError`; then the group is broken."""
@@ -120,7 +127,6 @@ class GroupHandle:
             return
         if self.backend == "nccl":
             nccl_group.leave(process_group, broken=self.broken, timeout_s=_CLOSE_S)
-            self._works.clear()
             return
         if self.broken or self.watch is not None:
             _close_connections(process_group, peer=int(self.rank == 0))

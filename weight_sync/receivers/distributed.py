@@ -6,40 +6,29 @@
                         piece is checked and written the next ones come, into others of three areas
     packed              the same, in vLLM's buffers (`cut_packed` with the size that the call names)
 
-gloo does not compare the two ends of a broadcast.  A message shorter than the receiver's buffer counts as received
-and leaves the rest of the buffer untouched; a longer one ends the receiving process.  So with gloo every message is
-received into a larger area, and marks show afterwards how long it was:
-
-    |<------------- announced ------------->|<----------------- slack ----------------->|
-    |                            canary 16 B| 0xFF x 4096 |    (memory never touched)    |
-         still there: the message was short   changed: the message was long
-
-The slack is address space, not memory, until a message runs into it.  It must be small where a member passes messages
-on, as gloo passes on whole receive areas.  Members of a group of 4 or more do, all but the last, so there messages are
-probed: one member that gets its own from rank 0 and passes nothing on receives first, with all the slack, and tells the
-others, which have not begun, whether it was long.  If it was, all leave the group: none of them could pass it on.
-
-A message that is longer than the announced and the slack ends the process, and with it the engine.
+Messages of one call are started ahead of the one that is waited for (`_received`).  Over NCCL they are started in
+two batches, of `WINDOW_BYTES` together.  NCCL ends them in their order, so one wait for the last of a batch is enough.
+Over gloo each needs a `ReceiveArea` in which no other message is on its way, so as many are started as there are areas.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from weight_sync.bucket import check_alignment, cut_packed, cut_pieces
+from weight_sync.bucket import cut_packed, cut_pieces
 from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.errors import ContentError, TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers.base import BucketSource, KnownCall, Receiver
+from weight_sync.receivers.receive_area import Announced, Message, ReceiveArea, is_marked
 from weight_sync.tensor_meta import TensorMeta, parse_metas
 
 FLATTENED_BUCKET = "flattened_bucket"
@@ -49,13 +38,15 @@ PIECE_BYTES = 16 << 20
 """Few enough to stay in a processor's cache from one pass to the next."""
 NUM_AREAS = 3
 """One that is checked, one that fills, one that is ready for the next: with two, either side waits for the other."""
+WINDOW_BYTES = 256 << 20
+"""Bounds the messages without marks that are on their way at once; larger messages are up to `NUM_BATCHES`."""
+WINDOW_MESSAGES = 256
+"""A message is a kernel.  CUDA queues about a thousand, and a call that finds the queue full waits without an end."""
+NUM_BATCHES = 2
+"""In a window: one that is waited for, and one that comes next."""
 
 Lists = tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]]
 
-_SLACK = 512 << 20  # as much as trainers put into a bucket, should one arrive where a single tensor was announced
-_LARGEST_FLAT_WORLD = 3  # in larger ones gloo has members pass messages on
-_MARK_BYTES = 4096
-_CANARY_BYTES = 16
 _ALIGNMENT = 64
 _DRAIN_S = 5.0
 
@@ -135,19 +126,6 @@ class DistributedSource(BucketSource):
                 self._groups.destroy(self._group_name)
 
 
-@dataclass(frozen=True)
-class Announced:
-    """Tensors end to end, in one broadcast; `what` it is in errors.  Raises `WeightRequestError`."""
-
-    what: str
-    metas: Sequence[TensorMeta]
-    num_bytes: int
-
-    @classmethod
-    def of(cls, what: str, metas: Sequence[TensorMeta]) -> Announced:
-        return cls(what, metas, check_alignment(metas))
-
-
 def announced(metas: Sequence[TensorMeta], load_format: str | None, packed_bytes: int | None = None) -> list[Announced]:
     """Return the broadcasts of one bucket.  Raises `WeightRequestError` for one that cannot be received."""
     if load_format is None:
@@ -209,18 +187,11 @@ def _in_turns(
     memory: Areas,
 ) -> Iterator[PackedBucket]:
     """Yield message by message, with the next ones on their way."""
-    drain = _Drain(deadline)
-    coming: list[_Message] = []
-    largest = max((message.num_bytes for message in messages), default=0)
-    for number, layout in enumerate(layouts):
-        for following in range(len(coming), min(number + NUM_AREAS, len(messages))):
-            area = _ReceiveArea(group, largest, device, memory, following % NUM_AREAS)
-            coming.append(area.start(0, messages[following], drain.deadline))
-        with drain.keep_going():
-            content = coming[number].finish(drain.deadline)
-        if drain.wrong is None:
-            yield PackedBucket(layout, content)
-    drain.settle()
+    largest = max(message.num_bytes for message in messages)
+    areas = [ReceiveArea(group, largest, device, memory, number) for number in range(min(NUM_AREAS, len(messages)))]
+    batches = [[_Start(areas[number % NUM_AREAS], 0, message)] for number, message in enumerate(messages)]
+    for content, layout in zip(_received(group, batches, NUM_AREAS, deadline), layouts):
+        yield PackedBucket(layout, content)
 
 
 def _all_at_once(
@@ -230,15 +201,57 @@ def _all_at_once(
     deadline: float,
     memory: Areas,
 ) -> torch.Tensor:
-    """Receive one after the other into one area: more would save no time, as nothing is done between."""
-    starts = _starts(messages)
-    area = _ReceiveArea(group, starts[-1], device, memory)
-    drain = _Drain(deadline)
-    for offset, message in zip(starts, messages):
-        with drain.keep_going():
-            area.start(offset, message, drain.deadline).finish(drain.deadline)
-    drain.settle()
+    """Receive all into one area.  With marks one after the other: they lie where the next message comes."""
+    offsets = _starts(messages)
+    area = ReceiveArea(group, offsets[-1], device, memory)
+    starts = [_Start(area, offset, message) for offset, message in zip(offsets, messages)]
+    batches, ahead = ([[start] for start in starts], 1) if is_marked(group) else (_batches(starts), NUM_BATCHES)
+    for _ in _received(group, batches, ahead, deadline):
+        pass
     return area.content
+
+
+class _Start(NamedTuple):
+    """A message that will come into `area`, at byte `offset`."""
+
+    area: ReceiveArea
+    offset: int
+    message: Announced
+
+
+def _batches(starts: Sequence[_Start]) -> list[list[_Start]]:
+    """Return the messages in runs of which `NUM_BATCHES` fill the window; a larger message is a run of its own."""
+    batches: list[list[_Start]] = []
+    room = 0
+    for start in starts:
+        num_bytes = start.message.num_bytes
+        if not batches or num_bytes > room or len(batches[-1]) == WINDOW_MESSAGES // NUM_BATCHES:
+            batches.append([])
+            room = WINDOW_BYTES // NUM_BATCHES
+        batches[-1].append(start)
+        room -= num_bytes
+    return batches
+
+
+def _received(
+    group: GroupHandle, batches: Sequence[Sequence[_Start]], ahead: int, deadline: float
+) -> Iterator[torch.Tensor]:
+    """Receive batch after batch, with up to `ahead` of them on their way; yield the content of each one's last message.
+
+    After a wrong message the rest is received and not yielded, and the error raised at the end.
+    """
+    drain = _Drain(deadline)
+    waiting, coming = iter(batches), deque[Message]()
+    for _ in batches:
+        with drain.keep_going():
+            for batch in itertools.islice(waiting, ahead - len(coming)):
+                coming.append([area.start(at, message, drain.deadline) for area, at, message in batch][-1])
+            content = coming.popleft().finish(drain.deadline)
+        if drain.wrong is None:
+            yield content
+        elif group.broken:
+            break
+    drain.settle()
 
 
 def _starts(messages: Sequence[Announced]) -> list[int]:
@@ -273,127 +286,6 @@ class _Drain:
     def settle(self) -> None:
         if self.wrong is not None:
             raise self.wrong
-
-
-class _ReceiveArea:
-    """Memory for messages, in order.  The part that is not yet received serves as slack."""
-
-    def __init__(
-        self, group: GroupHandle, total: int, device: torch.device | str, memory: Areas, number: int = 0
-    ) -> None:
-        self._group = group
-        self._marked = group.backend == "gloo"  # NCCL needs equal counts on both ends
-        self._probing_member = _probing_member(group.world_size) if self._marked else None
-        self._has_slack = self._probing_member in (None, group.rank)
-        slack = 0
-        if self._marked:
-            slack = max(_SLACK, total) if self._has_slack else _MARK_BYTES
-        self._bytes = memory.take(number, total + slack, "cpu" if self._marked else device)
-        self._total = total
-
-    @property
-    def content(self) -> torch.Tensor:
-        """The bytes of all messages, uint8 [total]."""
-        return self._bytes[: self._total]
-
-    def start(self, offset: int, message: Announced, deadline: float) -> _Message:
-        """Take the message without waiting for it; its area must not be used until it is finished.
-
-        Raises `TransportError`, and `ContentError` for one that another member found too long.
-        """
-        what = message.what
-        end = offset + message.num_bytes
-        content = self._bytes[offset:end]
-        if not self._marked:
-            work = self._group.start_broadcast(content, _left(deadline))
-            return _Message(self._group, work, content, what, None, None)
-        canary, mark = self._set_marks(offset, end, _last_of(message.metas))
-        limit = None
-        if not self._has_slack:
-            assert self._probing_member is not None
-            limit = end + _MARK_BYTES
-            if self._group.receive_number(self._probing_member, deadline):
-                self._group.broken = True
-                raise _too_long(what, content)
-        work = self._group.start_broadcast(self._bytes[offset:limit], _left(deadline))
-        return _Message(
-            self._group, work, content, what, canary, mark, reports=self._probing_member == self._group.rank
-        )
-
-    def _set_marks(self, offset: int, end: int, last: TensorMeta | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-        mark = self._bytes[end : end + _MARK_BYTES]
-        mark.fill_(0xFF)
-        canary = _canary(last)
-        if canary is not None:
-            tail = self._bytes[max(offset, end - _CANARY_BYTES) : end]
-            tail.fill_(0xFF)
-            tail[-canary.numel() :] = canary
-        return canary, mark
-
-
-@dataclass(frozen=True)
-class _Message:
-    """On its way into `content`, with marks at its end.  `reports`: to the other receivers, whether it was too long."""
-
-    group: GroupHandle
-    work: dist.Work
-    content: torch.Tensor
-    what: str
-    canary: torch.Tensor | None
-    mark: torch.Tensor | None
-    reports: bool = False
-
-    def finish(self, deadline: float) -> torch.Tensor:
-        """Return the message's bytes, uint8 [n].  Raises `TransportError`, `ContentError`."""
-        self.group.finish(self.work, deadline)
-        is_long = self.mark is not None and bool((self.mark != 0xFF).any())
-        if self.reports:
-            for member in range(1, self.group.world_size):
-                if member != self.group.rank:
-                    self.group.send_number(member, int(is_long), deadline)
-            self.group.broken = self.group.broken or is_long
-        if is_long:
-            raise _too_long(self.what, self.content)
-        if self.canary is not None and torch.equal(self.content[-self.canary.numel() :], self.canary):
-            raise ContentError(f"{self.what}: the message is shorter than the {self.content.numel()} bytes announced")
-        return self.content
-
-
-def _probing_member(world_size: int) -> int | None:
-    """Return the member that receives first; None where no member passes messages on.
-
-    gloo's member v passes on to v + 2**k, for every 2**k > v: the highest power of two passes on to none, and gets its
-    own from rank 0.
-    """
-    return None if world_size <= _LARGEST_FLAT_WORLD else 1 << ((world_size - 1).bit_length() - 1)
-
-
-def _too_long(what: str, content: torch.Tensor) -> ContentError:
-    return ContentError(f"{what}: the message is longer than the {content.numel()} bytes announced")
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)
-
-
-def _last_of(metas: Sequence[TensorMeta]) -> TensorMeta | None:
-    """Return the last tensor that has bytes: marks are judged by it."""
-    return next((meta for meta in reversed(metas) if meta.nbytes), None)
-
-
-def _canary(last: TensorMeta | None) -> torch.Tensor | None:
-    """Return bytes at the end of a message that no right message ends in; None where there are none.
-
-    All bits set is NaN in every float type, and NaN is refused anyway, so one element is enough.  Integers have no such
-    value: 16 random bytes, if there are as many.
-    """
-    if last is None or last.nbytes == 0:
-        return None
-    if last.dtype.is_floating_point:
-        return torch.full((last.dtype.itemsize,), 0xFF, dtype=torch.uint8)
-    if last.nbytes < _CANARY_BYTES:
-        return None
-    return torch.frombuffer(bytearray(os.urandom(_CANARY_BYTES)), dtype=torch.uint8)
 
 
 def _aligned(nbytes: int) -> int:

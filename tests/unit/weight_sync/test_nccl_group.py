@@ -14,9 +14,10 @@ from tests.nccl_weight_group_stand_in import NcclGroupStandIn
 from weight_sync import nccl_group, process_group
 from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.process_group import GroupHandle, WeightUpdateGroups, free_port, resolve_backend
+from weight_sync.receivers import distributed
 from weight_sync.receivers.distributed import announced, layouts_of, receive_distributed
 from weight_sync.tensor_meta import TensorMeta
-from weight_sync.waiting import Patience
+from weight_sync.waiting import Patience, in_thread
 
 DEADLINE_S = 0.3
 METAS = [TensorMeta("a", torch.float32, (3,)), TensorMeta("b", torch.bfloat16, (2, 2))]
@@ -102,6 +103,85 @@ def test_a_bucket_arrives_and_is_read_after_it_is_complete(joined: tuple[GroupHa
     content = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket.named()])
     assert torch.equal(content, sent)
     assert stand_in.works[0].waits == 1, "the thread's stream comes after NCCL's"
+
+
+# --- a broadcast for each tensor --------------------------------------------------------------------------------------
+
+
+def receive_each(
+    handle: GroupHandle, stand_in: NcclGroupStandIn, sizes: list[int], num_sent: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Receive one tensor a message; rank 0 sends the first `num_sent`, each once the receiver waits."""
+    stand_in.others_come.set()
+    metas = [TensorMeta(f"t{number}", torch.uint8, (size,)) for number, size in enumerate(sizes)]
+
+    def send() -> None:
+        for number, size in enumerate(sizes[:num_sent]):
+            stand_in.send(torch.full((size,), number % 251, dtype=torch.uint8))
+
+    threading.Thread(target=send, daemon=True).start()
+    messages = announced(metas, None)
+    layouts = layouts_of(messages, in_turns=False)
+    (bucket,) = receive_distributed(handle, messages, layouts, "cpu", DEADLINE_S if num_sent else 10.0)
+    return dict(bucket.named())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_messages", "num_bytes", "waits"),
+    [
+        ([10] * 20, 20, 200, 2),
+        ([100] * 30, 10, 1000, 6),
+        ([10, 5000, 10, 10, 5000, 600, 600], 3, 5600, 6),
+        ([1] * 70, 32, 32, 5),
+    ],
+    ids=["few", "many bytes", "larger than the window", "many messages"],
+)
+def test_messages_of_a_call_are_on_their_way_together(
+    joined: tuple[GroupHandle, NcclGroupStandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    num_messages: int,
+    num_bytes: int,
+    waits: int,
+) -> None:
+    monkeypatch.setattr(distributed, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(distributed, "WINDOW_MESSAGES", 32)
+    handle, stand_in = joined
+    got = receive_each(handle, stand_in, sizes)
+    assert [(int(tensor[0]), tensor.unique().numel()) for tensor in got.values()] == [
+        (number % 251, 1) for number in range(len(sizes))
+    ]
+    assert stand_in.largest_window == (num_messages, num_bytes)
+    assert sum(work.waits for work in stand_in.works) == waits, "one wait for each batch"
+
+
+def test_only_the_first_collective_has_a_thread_of_its_own(joined: tuple[GroupHandle, NcclGroupStandIn]) -> None:
+    handle, stand_in = joined
+    receive_each(handle, stand_in, [8] * 5)
+    first, *others = stand_in.threads
+    assert first != threading.get_ident()
+    assert others == [threading.get_ident()] * 4
+
+
+def test_a_sender_that_stops_amid_a_window_is_given_up(joined: tuple[GroupHandle, NcclGroupStandIn]) -> None:
+    handle, stand_in = joined
+    assert took(lambda: receive_each(handle, stand_in, [8] * 5000, num_sent=300)) >= DEADLINE_S * 0.9
+    assert handle.broken
+    assert not stand_in.ended_process
+
+
+@pytest.mark.mutant
+def test_a_window_longer_than_the_queue_is_noticed(
+    joined: tuple[GroupHandle, NcclGroupStandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call would wait in CUDA, where no deadline ends it."""
+    monkeypatch.setattr(distributed, "WINDOW_MESSAGES", 1 << 20)
+    handle, stand_in = joined
+    ended = in_thread(receive_each, handle, stand_in, [8] * 5000, 300)
+    with pytest.raises(TimeoutError):
+        ended.exception(3 * DEADLINE_S)
+    for _ in range(5000 - 300):
+        stand_in.send(torch.zeros(8, dtype=torch.uint8))
 
 
 # --- which backend ----------------------------------------------------------------------------------------------------
