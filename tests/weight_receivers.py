@@ -17,7 +17,7 @@ import torch
 
 from weight_sync.errors import WeightSyncError
 from weight_sync.process_group import init_process_group
-from weight_sync.receivers.distributed import announced, receive_distributed
+from weight_sync.receivers.distributed import PIECES, announced, layouts_of, receive_distributed
 from weight_sync.tensor_meta import TensorMeta
 
 BUCKETS = 3
@@ -65,8 +65,12 @@ def main() -> None:
         group = init_process_group("127.0.0.1", int(port), rank, world, group_name(int(port)), "gloo", TIMEOUT_S)
         for _ in range(BUCKETS):
             try:
-                parts = receive_distributed(group, announced(metas, load_format or None), "cpu", TIMEOUT_S)
-                answer: Answer = {name: float(tensor.double().mean()) for part in parts for name, tensor in part}
+                messages = announced(metas, load_format or None)
+                layouts = layouts_of(messages, in_turns=load_format == PIECES)
+                parts = receive_distributed(group, messages, layouts, "cpu", TIMEOUT_S)
+                answer: Answer = {
+                    name: float(tensor.double().mean()) for part in parts for name, tensor in part.named()
+                }
             except WeightSyncError as error:
                 answer = {"error": type(error).__name__, "message": str(error), "broken": group.broken}
             print(json.dumps(answer), flush=True)
