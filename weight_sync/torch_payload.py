@@ -12,8 +12,8 @@ Pickled bytes of a storage are torch's legacy file format inside the pickle; the
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,12 +81,13 @@ class TorchPayload:
     """Reads the pickles of one call.
 
     `segments`: the torch shared files that they name, as often as they were counted.  `cuda_storages`: the CUDA memory,
-    each handle once; its owner waits until all are released.
+    each once, however many handles name it; its owner waits until all are released.
     """
 
     def __init__(self, max_instructions: int = MAX_INSTRUCTIONS) -> None:
         self.segments: list[SharedSegment] = []
         self.cuda_storages: list[CudaStorage] = []
+        self._cuda_memory: dict[Hashable, CudaStorage] = {}
         self._budget = Budget(max_instructions)
         self._admitted = _constants() | {name: Function(call) for name, call in self._functions().items()}
 
@@ -131,9 +132,16 @@ class TorchPayload:
 
     def _cuda_tensor(self, *arguments: Any) -> TensorPlace:
         place = _rebuild_cuda_tensor(*arguments)
-        if isinstance(place.storage, CudaStorage):
+        if not isinstance(place.storage, CudaStorage):
+            return place
+        handle = place.storage.handle
+        known = self._cuda_memory.get(handle.place)
+        if known is None:
+            self._cuda_memory[handle.place] = place.storage
             self.cuda_storages.append(place.storage)
-        return place
+            return place
+        known.add(handle)
+        return replace(place, storage=known)
 
     def _load_storage(self, data: Any) -> Storage | TypedStorage:
         """Read torch's legacy format: five pickles (magic number, version, system, storage, keys), a count, the

@@ -41,10 +41,14 @@ class Sender:
         self.counters[:NUM_TENSORS] = 1
         self.memory = torch.arange(NUM_TENSORS * NBYTES, dtype=torch.uint8)
         self.opened = 0
+        self.events: list[bytes] = []
         self.fails_at: int | None = None
 
-    def payload(self, device: int | str = 0) -> bytearray:
-        """Return the payload as torch's reductions write it: the same names and fifteen arguments in 2.11 and 2.13."""
+    def payload(self, device: int | str = 0, *, in_one_storage: bool = False) -> bytearray:
+        """Return the payload as torch's reductions write it: the same names and fifteen arguments in 2.11 and 2.13.
+
+        `in_one_storage`: the tensors are views of one.
+        """
         buffer = io.BytesIO()
         sender = self
 
@@ -53,8 +57,9 @@ class Sender:
                 if not isinstance(value, torch.Tensor):
                     return NotImplemented
                 number = int(value)
-                handle = (b"h" * 64, NBYTES, number * NBYTES, False, sender.name.encode(), number, b"e" * 64, True)
-                size = (torch.Size([NBYTES]), (1,), 0)
+                place = (NUM_TENSORS * NBYTES, 0) if in_one_storage else (NBYTES, number * NBYTES)
+                handle = (b"h" * 64, *place, False, sender.name.encode(), number, b"%064d" % number, True)
+                size = (torch.Size([NBYTES]), (1,), number * NBYTES if in_one_storage else 0)
                 return rebuild_cuda_tensor, (torch.Tensor, *size, torch.UntypedStorage, torch.uint8, device, *handle)
 
         Pickler(buffer).dump([(f"t{number}", torch.tensor(number)) for number in range(NUM_TENSORS)])
@@ -65,7 +70,8 @@ class Sender:
         if self.fails_at == number:
             raise RuntimeError("CUDA error: invalid device context")
         self.opened += 1
-        content = self.memory[number * NBYTES : (number + 1) * NBYTES].view(NBYTES)
+        self.events.append(arguments[13])
+        content = self.memory[arguments[9] : arguments[9] + arguments[8]].view(-1)
         weakref.finalize(content, self.count_down, arguments[11], number)
         return content
 
@@ -124,12 +130,60 @@ def test_a_wrong_release_is_noticed(
 
     def other(self: CudaStorage) -> None:
         if wrong == "always":
-            self._is_counted_down = False
+            self._uncounted.append(self.handle)
             release(self)
 
     monkeypatch.setattr(CudaStorage, "release", other)
     play(sender, end)
     assert sender.left == left
+
+
+@pytest.mark.parametrize("end", ["whole", "refused", "given_up", "fails"])
+def test_tensors_of_one_storage_are_opened_once(sender: Sender, end: str) -> None:
+    """Each has a handle with a counter and an event; the event that was recorded last is waited for."""
+    sender.fails_at = NUM_TENSORS - 1 if end == "fails" else None
+    source = TensorSource(sender.payload(in_one_storage=True), None)
+    source.announce(1 << 20)
+    with suppress(WeightSyncError):
+        for part in source.receive() if end != "refused" else ():
+            assert {name: content.tolist() for name, content in part} == {
+                f"t{number}": list(range(number * NBYTES, (number + 1) * NBYTES)) for number in range(NUM_TENSORS)
+            }
+            if end == "given_up":
+                break
+    part = None
+    source.refuse("the call failed")
+    assert sender.left == [0] * NUM_TENSORS
+    assert sender.events == ([b"%064d" % (NUM_TENSORS - 1)] if end in ("whole", "given_up") else [])
+
+
+def in_two_calls(sender: Sender) -> tuple[list[int], list[int]]:
+    """Return what two calls see: the sender gives its memory back after the first, and gets other under the handle."""
+    seen: list[list[int]] = []
+    for value in (1, 2):
+        sender.memory = torch.full((NUM_TENSORS * NBYTES,), value, dtype=torch.uint8)
+        sender.counters[:NUM_TENSORS] = 1
+        source = TensorSource(sender.payload(), None)
+        source.announce(1 << 20)
+        seen.append([int(content.unique()) for part in source.receive() for _, content in part])
+    return seen[0], seen[1]
+
+
+def test_memory_is_opened_anew_for_each_call(sender: Sender) -> None:
+    """A counter of 0 lets the sender free its memory, and a handle of other memory may have the same bytes."""
+    assert in_two_calls(sender) == ([1] * NUM_TENSORS, [2] * NUM_TENSORS)
+    assert sender.left == [0] * NUM_TENSORS
+
+
+@pytest.mark.mutant
+def test_memory_that_is_kept_from_call_to_call_is_noticed(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, torch.Tensor] = {}
+
+    def read(self: CudaStorage, start: int, stop: int) -> torch.Tensor:
+        return kept.setdefault(self.handle.place, self._content)[start:stop]
+
+    monkeypatch.setattr(CudaStorage, "read", read)
+    assert in_two_calls(sender) == ([1] * NUM_TENSORS, [1] * NUM_TENSORS)
 
 
 def test_memory_that_cannot_be_opened_is_an_error(sender: Sender) -> None:
@@ -218,3 +272,62 @@ def test_w16_a_cuda_handle_stays_within_its_counters_and_its_allocation(
     else:
         with pytest.raises(WeightRequestError, match=reason):
             storage.read(0, storage.nbytes)
+
+
+EXPANDABLE = b"\x02e" + b"m" * 40
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_mapped", "reason"),
+    [
+        (EXPANDABLE, 3, None),
+        (EXPANDABLE, 4, None),
+        (EXPANDABLE, 2, "bytes 32 to 300 of an allocation of 256"),
+        (b"\x02c" + b"m" * 64, 3, "bytes 32 to 300 of an allocation of 128"),
+        (b"me" + b"m" * 62, 3, "bytes 32 to 300 of an allocation of 128"),
+    ],
+    ids=["just fits", "fits", "too long", "of cudaMalloc", "before torch 2.5"],
+)
+def test_memory_in_expandable_segments_spans_allocations(
+    counters: str, monkeypatch: pytest.MonkeyPatch, memory: bytes, num_mapped: int, reason: str | None
+) -> None:
+    """Allocations of 128 bytes lie one behind the other; a plain handle names one of them, whatever lies behind it."""
+    content = torch.zeros(4096, dtype=torch.uint8)
+
+    def allocation_of(address: int) -> tuple[int, int]:
+        number = (address - content.data_ptr()) // 128
+        if not 0 <= number < num_mapped:
+            raise TransportError("not mapped")
+        return content.data_ptr() + 128 * number, 128
+
+    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", lambda *arguments: content[32 : 32 + arguments[8]])
+    monkeypatch.setattr(cuda_ipc, "device_index", lambda device: 0)
+    monkeypatch.setattr(cuda_ipc, "allocation_of", allocation_of)
+    storage = CudaStorage(cuda_ipc.CudaHandle(0, memory, 268, 32, counters.encode(), 0, b"e" * 64, True))
+    if reason is None:
+        assert storage.read(0, storage.nbytes).numel() == 268
+    else:
+        with pytest.raises(WeightRequestError, match=reason):
+            storage.read(0, storage.nbytes)
+
+
+def test_the_driver_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def open_driver(name: str) -> Any:
+        def find(base: Any, size: Any, address: Any) -> int:
+            base._obj.value, size._obj.value = address.value - 16, 4096
+            return 0 if address.value else 1
+
+        opened.append(name)
+        return SimpleNamespace(cuMemGetAddressRange_v2=find)
+
+    monkeypatch.setattr(cuda_ipc.ctypes, "CDLL", open_driver)
+    cuda_ipc._driver.cache_clear()
+    try:
+        assert [cuda_ipc.allocation_of(address) for address in (1016, 2016)] == [(1000, 4096), (2000, 4096)]
+        with pytest.raises(TransportError, match="error 1"):
+            cuda_ipc.allocation_of(0)
+    finally:
+        cuda_ipc._driver.cache_clear()
+    assert opened == ["libcuda.so.1"]
