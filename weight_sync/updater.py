@@ -261,15 +261,8 @@ class WeightUpdater:
         """The receiver that the source of the next call is made with."""
         memory = self._held.receive if self.is_open else None
         # Whole: what is wrong with a bucket is found before any of it is written.
-        return Receiver(
-            self._device,
-            self._timeout_s,
-            self.groups,
-            self.patience,
-            memory,
-            whole=self.holds_steps,
-            known_calls=self.model.known_calls,
-        )
+        whole, calls = self.holds_steps, self.model.known_calls
+        return Receiver(self._device, self._timeout_s, self.groups, self.patience, memory, whole, calls)
 
     @property
     def is_open(self) -> bool:
