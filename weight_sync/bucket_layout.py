@@ -24,7 +24,7 @@ class BucketLayout:
     num_bytes: int
 
     def views(self, content: torch.Tensor, places: Sequence[int] | None = None) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors, or those of some places in the list, as views of the bucket, uint8 [num_bytes].
+        """Return all tensors, or the ones at some places in the list, as views of the bucket, uint8 [num_bytes].
 
         A tensor that its dtype cannot be read from where it lies is copied.
         """
@@ -60,9 +60,9 @@ Call = TypeVar("Call", bound=Sized)
 
 
 class KnownCalls(Generic[Call]):
-    """What calls of the same arguments have in common, the ones used last; of at most `max_tensors` tensors together.
+    """Calls that were read, by a key of their arguments, such as a digest of them.
 
-    `key`: names the arguments, such as a digest of them.
+    The ones used last are kept, with at most `max_tensors` tensors together.
     """
 
     def __init__(self, max_tensors: int) -> None:

@@ -119,7 +119,7 @@ class Contents:
         self._sent[number] = fingerprint
 
     def update(self, other: Contents) -> None:
-        """Take what `other` knows, in place of what is known here."""
+        """Take the contents that `other` knows; they replace the ones here."""
         (numbers,) = other._is_known.nonzero()
         self.put_all(numbers, other._codes[numbers], other._sent[numbers], other._held[numbers])
         self._odd |= other._odd

@@ -32,7 +32,7 @@ class TensorNumbers:
 
     @functools.cached_property
     def by_name(self) -> Numbers:
-        """All numbers, in the order of the names."""
+        """The numbers of all tensors, in the order of their names."""
         return np.array(sorted(range(len(self.names)), key=self.names.__getitem__), dtype=np.int64)
 
 

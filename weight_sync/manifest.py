@@ -23,7 +23,8 @@ from weight_sync.tensor_meta import LogicalWeights, MetaParser, TensorMeta, pars
 
 _DIGITS = 16
 _NOTHING, _SPLIT = -1, -2
-"""Of an F that is of no logical tensor: the model keeps nothing of it or it is of scales; or the model splits it."""
+"""Targets of a fingerprint that belongs to no logical tensor.  The model keeps nothing of it, or it is of scales; or the
+model splits its tensor."""
 
 
 Lists = tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]]
@@ -133,7 +134,7 @@ def _contradicting(name: str) -> WeightRequestError:
 
 @dataclass(frozen=True, eq=False)
 class ManifestPlan:
-    """What the tensors of a manifest are to the model: `announced` are the names of the logical tensors in them.
+    """The relation of a manifest to the model.  `announced`: the names of the logical tensors in its tensors.
 
     `names` [N] of its tensors.  `targets` [N]: the number of the logical tensor that an F is of; negative where it is
     of none.  `scales`: the names of scales, by place in the manifest.

@@ -37,7 +37,7 @@ from weight_sync.tensor_meta import LogicalWeights, Piece, Place, TensorMeta
 
 
 class Homes:
-    """Where the logical tensors live on this rank, asked once for one state of the places."""
+    """The places of logical tensors on this rank, asked once for one state of the places."""
 
     def __init__(self, weights: LogicalWeights) -> None:
         self._weights = weights
@@ -115,7 +115,7 @@ def plan_bucket(
     table: TensorTable,
     quantised: HeldFormats,
 ) -> BucketPlan:
-    """Return the plan of a layout.  `pieces`: the logical tensors in each wire tensor that is no half of a pair."""
+    """Return the plan of a layout.  `pieces`: the logical tensors in each wire tensor, but for halves of pairs."""
     rows, rest, seen = _Rows(table, quantised), [], set[str]()
     halves = {weight_name(wire.name) for wire in layout.metas if wire not in pieces}
     for place, (wire, offset) in enumerate(zip(layout.metas, layout.offsets, strict=True)):
@@ -181,7 +181,7 @@ class _Rows:
         )
 
     def _code_of(self, wire: TensorMeta, held: TensorMeta) -> int | None:
-        """Return the code of what is held of a tensor; None where `take_spans` does not make that of what is sent."""
+        """Return the code of a tensor's dtype as it is held; None where `take_spans` cannot convert to it."""
         is_cast = wire.dtype in CAST_DTYPES and held.dtype in CAST_DTYPES
         held_format = self.quantised.get(held.name)
         if held_format is None:
@@ -200,7 +200,7 @@ def _matrix(
 ) -> tuple[int, int, int, int, int] | None:
     """Return first byte, rows, columns, and their strides in elements, of a piece as a matrix.
 
-    None if its strides in the wire tensor are those of no matrix, or its dtype cannot be read from there.
+    None if no matrix has its strides in the wire tensor, or its dtype cannot be read from there.
     """
     if offset % wire.dtype.itemsize:
         return None

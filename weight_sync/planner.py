@@ -15,7 +15,7 @@ from weight_sync.splitting import split_wire
 from weight_sync.tensor_meta import LogicalWeights
 
 _MANIFESTS_KEPT = 2
-"""The plans of manifests that are kept have at most so many times the tensors of the model."""
+"""Plans of manifests are kept for this many times the tensors of the model, all together."""
 
 
 class Planner:

@@ -47,7 +47,7 @@ from weight_sync.waiting import Lease
 _REMEMBERED = 256
 _ENDS_REMEMBERED = 16
 _CALLS_KEPT = 4
-"""The calls that are kept have at most so many times the tensors of the target."""
+"""Calls are kept with this many times the tensors of the target, all together."""
 
 
 # --- how updates end -------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def decode_lists(data: bytes) -> Lists:
 def digest_of(data: bytes) -> bytes:
     """Return 32 bytes that stand for this JSON.
 
-    SHA-256: nobody can make other lists of the same digest.  Processors have instructions for it, with which it takes
+    SHA-256: other lists of the same digest cannot be made.  Processors have instructions for it, with which it takes
     half the time of BLAKE2b.
     """
     return hashlib.sha256(data).digest()
