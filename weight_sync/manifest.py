@@ -23,8 +23,8 @@ from weight_sync.tensor_meta import LogicalWeights, MetaParser, TensorMeta, pars
 
 _DIGITS = 16
 _NOTHING, _SPLIT = -1, -2
-"""Targets of a fingerprint that belongs to no logical tensor.  The model keeps nothing of it, or it is of scales; or the
-model splits its tensor."""
+"""Targets of a fingerprint that belongs to no logical tensor.  The model keeps nothing of it, or it is of scales; or
+the model splits its tensor."""
 
 
 Lists = tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]]

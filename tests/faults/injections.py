@@ -22,6 +22,7 @@ from tests.faults.harness import RefreshHarness
 from tests.faults.transports import remove_files
 from weight_sync.errors import StagingError
 from weight_sync.in_model import InPlaceStaging, JournalStaging
+from weight_sync.plan import BucketPlan
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
@@ -59,7 +60,10 @@ def place_of(step: str, staging: StagingMode) -> Place:
 def hook(
     owner: Any, name: str, before: Callable[[int], Any] = lambda _: None, after: Callable[[], Any] = lambda: None
 ) -> Any:
-    """Wrap a method in calls of `before` and `after`; `before` gets the number of the call, from 1."""
+    """Wrap a method in calls of `before` and `after`; `before` gets the number of the call, from 1.
+
+    Tensors of a planned bucket count as one write each.
+    """
     original = getattr(owner, name)
     numbers = itertools.count(1)
 
@@ -69,6 +73,15 @@ def hook(
         after()
         return result
 
+    def spans_hooked(staging: ShadowStaging, plan: BucketPlan, content: Any) -> Any:
+        found = spans(staging, plan, content)
+        for _ in plan.numbers:
+            before(next(numbers))
+        return found
+
+    if owner is ShadowStaging and name == "write":  # one by one, or all of a planned bucket in one call
+        spans = ShadowStaging.write_spans
+        return mock.patch.multiple(ShadowStaging, write=hooked, write_spans=spans_hooked)
     is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
     return mock.patch.object(owner, name, staticmethod(hooked) if is_static else hooked)
 
