@@ -68,8 +68,8 @@ def decode_lists(data: bytes) -> Lists:
 def digest_of(data: bytes) -> bytes:
     """Return 32 bytes that stand for this JSON.
 
-    Nobody can find other lists of the same SHA-256.  Processors have instructions for it, with which it takes half the
-    time of BLAKE2b.
+    It is a SHA-256, so that no other lists can be made to have it.  Processors have instructions for it, with which it
+    takes half the time of BLAKE2b.
     """
     return hashlib.sha256(data).digest()
 
