@@ -11,8 +11,13 @@ What is left, edges, small storages and other devices, is exchanged by exclusive
     commit     live ^= shadow     one pass, as long as a copy
     undo       live ^= shadow     again; a sum of the old words, taken in `prepare`, proves that they are back
 
+Where the shadow lies in host memory and the weights on a device, tensors are folded as they are written, on the device:
+shadow = new ^ live, and 0 where nothing was sent.  So each byte crosses the bus twice, out at the write and back at the
+commit, and `prepare` has only to take the sum.  Nothing else changes the weights while an update is open.
+
 Only `commit` stalls the steps.  Memory: the bytes of every storage that the refresh touches (a full refresh: the
-model's, padding and replicas included), in host memory or on the weights' device.
+model's, padding and replicas included), in host memory or on the weights' device.  Folding takes as much of the device
+as the tensor that is written.
 
 What is written and exchanged is given to a `DeviceQueue`.  On a GPU the exchange of `device` moves three bytes of its
 memory for each byte of weights (two read, one written), that of `host` one over the bus.
@@ -36,6 +41,7 @@ from weight_sync.staging import Content
 from weight_sync.take_spans import take_spans
 from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
 
 
@@ -74,10 +80,10 @@ class ShadowStaging:
     def write(self, name: str, content: Content) -> None:
         for place in self._homes.places(name):
             target = self._place_in_shadow(place)
-            if isinstance(content, Part):
-                self._queue.put(functools.partial(target.restore, content.content))
+            if self._folds_early(place.storage):
+                self._queue.put(functools.partial(_write_folded, content, place, target))
             else:
-                self._queue.put(functools.partial(target.write, content))
+                self._queue.put(functools.partial(_write, content, target))
         self._written.add(name)
 
     @property
@@ -107,8 +113,8 @@ class ShadowStaging:
         for shadow, tradable in zip(shadows, spans, strict=True):
             shadow.divide(tradable)
             shadow.old_sum = shadow.live_sum()
-            for live, staged in shadow.parts():
-                self._queue.put(functools.partial(_fold, live, staged))
+            for live, staged in () if shadow.is_folded else shadow.parts():
+                self._queue.put(functools.partial(staged.bitwise_xor_, live))
         self._queue.fence()
         longest = max((len(span) for tradable in spans for span in tradable), default=0)
         if longest:
@@ -165,7 +171,15 @@ class ShadowStaging:
     def _is_lost(self) -> bool:
         return self._trader is not None and self._trader.lost is not None
 
+    def _folds_early(self, storage: torch.Tensor) -> bool:
+        """Return whether the shadow of a storage lies in other memory than it does."""
+        return self.mode == "host" and storage.device.type != "cpu"
+
     def _content(self, place: Place) -> torch.Tensor:
+        if self._folds_early(place.storage):
+            old = place.read()
+            folded = self._place_in_shadow(place).read().to(old.device)
+            return (_words(folded) ^ _words(old)).view(old.dtype)
         if not self._prepared:
             return self._place_in_shadow(place).read()
         content = self._shadows[address_of(place.storage)].new_content()
@@ -180,7 +194,8 @@ class ShadowStaging:
         if key not in self._shadows:
             live, device = _bytes_of(storage), torch.device("cpu") if self.mode == "host" else storage.device
             area = self._memory.take(live.data_ptr(), live.numel(), device, like=live)
-            self._shadows[key] = _Shadow(live, area, copy=self._homes.has_gaps(storage))
+            has_gaps = self._homes.has_gaps(storage)
+            self._shadows[key] = _Shadow(live, area, copy=has_gaps, folded=self._folds_early(storage))
         return self._shadows[key]
 
     def _fill(self, keys: set[int]) -> None:
@@ -190,20 +205,25 @@ class ShadowStaging:
             for place in self._homes.places(name):
                 if address_of(place.storage) in keys:
                     target = self._place_in_shadow(place)
-                    self._queue.put(functools.partial(target.restore, place.read()))
+                    is_folded = self._folds_early(place.storage)
+                    rest = torch.zeros_like(target.read()) if is_folded else place.read()
+                    self._queue.put(functools.partial(target.restore, rest))
 
 
 class _Shadow:
     """The second copy of one storage's bytes.  `copy`: start from the live content, for storages with more in them than
-    tensors."""
+    tensors.  `folded`: what is written is folded already, and what is not is 0."""
 
-    def __init__(self, live: torch.Tensor, staged: torch.Tensor, copy: bool) -> None:
+    def __init__(self, live: torch.Tensor, staged: torch.Tensor, *, copy: bool, folded: bool) -> None:
         self.live, self.staged = live, staged
         self.is_copy = copy
+        self.is_folded = folded
         self.old_sum = 0
         """The sum of the live words that are not traded, before the commit."""
         self._tradable: list[range] = []
-        if copy:
+        if copy and folded:
+            self.staged.zero_()
+        elif copy:
             self.staged.copy_(self.live)
 
     def divide(self, tradable: list[range]) -> None:
@@ -216,10 +236,10 @@ class _Shadow:
         return int(torch.stack(sums).sum()) if sums else 0
 
     def new_content(self) -> torch.Tensor:
-        """Return a copy of what the storage will hold, uint8, once the rest is folded."""
+        """Return a copy of what the storage will hold, uint8, once the rest is folded in `prepare`."""
         content = self.staged.clone()
         for at in self._rest():
-            content[at.start : at.stop] ^= self.live[at.start : at.stop].to(content.device)
+            content[at.start : at.stop] ^= self.live[at.start : at.stop]
         return content
 
     def traded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -248,12 +268,25 @@ class _Shadow:
             start = span.stop
 
 
-def _fold(live: torch.Tensor, staged: torch.Tensor) -> None:
-    """Compute `staged ^= live` where the weights lie, as a GPU does it in passing."""
-    if live.device == staged.device:
-        staged.bitwise_xor_(live)
-        return
-    staged.copy_(staged.to(live.device, non_blocking=True).bitwise_xor_(live), non_blocking=True)
+def _write(content: Content, target: Place) -> None:
+    if isinstance(content, Part):
+        target.restore(content.content)
+    else:
+        target.write(content)
+
+
+def _write_folded(content: Content, live: Place, target: Place) -> None:
+    """Write into `target` the exclusive or of what `live` would hold and what it holds, computed where it lies."""
+    new = live.rebind(torch.empty_like(live.storage))
+    _write(content, new)
+    folded = new.read()
+    _words(folded).bitwise_xor_(_words(live.read()))
+    target.restore(folded)
+
+
+def _words(content: torch.Tensor) -> torch.Tensor:
+    """Return a view of the bits, in integers of the same size."""
+    return content.view(_INTEGERS[content.itemsize])
 
 
 def _bytes_of(storage: torch.Tensor) -> torch.Tensor:

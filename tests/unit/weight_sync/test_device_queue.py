@@ -34,6 +34,17 @@ def shadow(weights: FakeWeights, device: LateDevice, memory: Areas) -> Staging:
     return ShadowStaging(weights, "device", memory, device)
 
 
+class FoldsEarly(ShadowStaging):
+    """Folds each tensor as it is written, as for weights on a device with shadows in host memory."""
+
+    def _folds_early(self, storage: torch.Tensor) -> bool:
+        return True
+
+
+def folded(weights: FakeWeights, device: LateDevice, memory: Areas) -> Staging:
+    return FoldsEarly(weights, "host", memory, device)
+
+
 def journal(weights: FakeWeights, device: LateDevice, memory: Areas) -> Staging:
     return JournalStaging(weights, None, device)
 
@@ -136,16 +147,21 @@ def played(make: Make, updates: list[tuple[int, int, str, bool, bool]], *, holds
 
 @settings(max_examples=examples(100), deadline=None)
 @given(updates=UPDATES)
-@pytest.mark.parametrize(("make", "holds_steps"), [(shadow, False), (journal, True)], ids=["shadow", "journal"])
+@pytest.mark.parametrize(
+    ("make", "holds_steps"),
+    [(shadow, False), (folded, False), (journal, True)],
+    ids=["shadow", "folded", "journal"],
+)
 def test_a_step_sees_one_version_and_votes_are_on_what_is_there(
     make: Make, holds_steps: bool, updates: list[tuple[int, int, str, bool, bool]]
 ) -> None:
     assert played(make, updates, holds_steps=holds_steps) == []
 
 
-def test_staged_content_can_be_read_at_once() -> None:
+@pytest.mark.parametrize("make", [shadow, folded])
+def test_staged_content_can_be_read_at_once(make: Make) -> None:
     weights, device = FakeWeights(seed=0), LateDevice()
-    staging = ShadowStaging(weights, "device", None, device)
+    staging = make(weights, device, Areas())
     for name, tensor in version(3).items():
         staging.write(name, tensor)
         assert all(bits(part.content) == bits(tensor) for part in staging.read(name))
