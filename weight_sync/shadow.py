@@ -88,11 +88,12 @@ class ShadowStaging:
 
     @property
     def takes_spans(self) -> bool:
-        """True where the shadow is in the memory that a plan is replayed from."""
+        """True where the shadow is in the memory that a plan is replayed from, and what comes is not folded."""
         device = self._homes.device
         return device is not None and device.type == "cpu"
 
     def write_spans(self, plan: BucketPlan, content: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        assert not any(map(self._folds_early, plan.storages))  # a plan does not fold
         areas = [self._shadow_of(storage).staged for storage in plan.storages]
         self._plans.append(plan)
         sums, infinite = take_spans(content, plan.tensors, plan.moves, areas)

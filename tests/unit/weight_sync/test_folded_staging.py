@@ -1,4 +1,4 @@
-"""Shadows in host memory beside a device: tensors are folded as they are written, and the rest of a shadow is 0.
+"""Tests of shadows on the host whose weights are on a device: folded as they are written, and 0 where nothing came.
 
 The device is played by the CPU: `FoldsEarly` folds there as for weights on a device.  `test_device_queue` plays whole
 updates with it on a device that is late.
