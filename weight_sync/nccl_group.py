@@ -8,6 +8,8 @@
 * torch's watchdog ends the whole process over a collective that is late (`TORCH_NCCL_ASYNC_ERROR_HANDLING`).  So the
   deadline that NCCL gets lies behind ours, and the group is aborted in between.
 * `work.wait()` lets the stream wait, not the host, and knows no timeout: a work is asked whether it is completed.
+* torch keeps a message's tensor until its work was waited for, or another collective begins.  So each work is waited
+  for, and memory that is released goes back to the device at once.
 * Leaving a group in which a call is stuck may be stuck as well: that, too, is left to a thread.
 
 Shown with `tests/nccl_weight_group_stand_in.py`; not run on several GPUs.
@@ -18,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 
 import torch
@@ -73,6 +75,12 @@ def is_over(work: dist.Work, seconds: float) -> bool:
         time.sleep(_POLL_S)
     work.wait()
     return True
+
+
+def let_go(works: Sequence[dist.Work]) -> None:
+    """Have torch let go of the tensors of works that are over."""
+    for work in works:
+        work.wait()
 
 
 def leave(process_group: dist.ProcessGroup, *, broken: bool, timeout_s: float) -> None:

@@ -70,7 +70,7 @@ class GroupHandle:
     broken: bool = False
     patience: Patience = field(default_factory=Patience, repr=False)
     watch: Future[None] | None = field(default=None, repr=False)
-    _works: list[dist.Work] = field(default_factory=list, repr=False)  # of gloo, not known to be over
+    _works: list[dist.Work] = field(default_factory=list, repr=False)  # not known to be over
     _is_connected: bool = field(default=False, repr=False)  # over NCCL, by a first collective
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
@@ -90,14 +90,14 @@ class GroupHandle:
             connecting = nccl_group.connect(self.process_group, tensor, options)
             self._wait("broadcast", lambda seconds: _is_done(connecting, seconds), time.monotonic() + within_s)
             self._is_connected = True
-            return connecting.result()
+            self._works.append(connecting.result())
+            return self._works[-1]
         try:
             work = self.process_group.broadcast([tensor], options)
         except RuntimeError as error:
             self.broken = True
             raise TransportError(f"broadcast in group {self.name!r} failed: {_first_line(error)}") from error
-        if self.backend == "gloo":
-            self._works.append(work)
+        self._works.append(work)
         return work
 
     def finish(self, work: dist.Work, deadline: float) -> None:
@@ -109,6 +109,10 @@ class GroupHandle:
         self._wait("broadcast", lambda seconds: is_over(work, seconds), deadline)
         if self.backend == "gloo":
             self._works.remove(work)
+        elif work in self._works:
+            place = self._works.index(work)
+            nccl_group.let_go(self._works[:place])
+            del self._works[: place + 1]
 
     def send_number(self, member: int, number: int, deadline: float) -> None:
         """Send a number to a member.  gloo only.  Raises `TransportError`; then the group is broken."""
@@ -127,6 +131,7 @@ class GroupHandle:
             return
         if self.backend == "nccl":
             nccl_group.leave(process_group, broken=self.broken, timeout_s=_CLOSE_S)
+            self._works.clear()
             return
         if self.broken or self.watch is not None:
             _close_connections(process_group, peer=int(self.rank == 0))

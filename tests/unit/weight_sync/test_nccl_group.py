@@ -152,7 +152,9 @@ def test_messages_of_a_call_are_on_their_way_together(
         (number % 251, 1) for number in range(len(sizes))
     ]
     assert stand_in.largest_window == (num_messages, num_bytes)
-    assert sum(work.waits for work in stand_in.works) == waits, "one wait for each batch"
+    assert sum(work.was_asked for work in stand_in.works) == waits, "the host waits once for each batch"
+    assert {work.waits for work in stand_in.works} == {1}, "torch lets go of every tensor"
+    assert handle._works == []
 
 
 def test_only_the_first_collective_has_a_thread_of_its_own(joined: tuple[GroupHandle, NcclGroupStandIn]) -> None:
