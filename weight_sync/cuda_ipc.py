@@ -155,10 +155,14 @@ def _end_of(address: int, stop: int, *, across: bool) -> int:
     Raises `TransportError`.
     """
     base, size = allocation_of(address)
+    end = base + size
     with suppress(TransportError):  # nothing is mapped behind the last one
-        while across and base + size < stop:
-            base, size = allocation_of(base + size)
-    return base + size
+        while across and end < stop:
+            base, size = allocation_of(end)
+            if base != end:
+                break
+            end += size
+    return end
 
 
 def allocation_of(address: int) -> tuple[int, int]:
