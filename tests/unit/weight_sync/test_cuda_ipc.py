@@ -311,6 +311,18 @@ def test_memory_in_expandable_segments_spans_allocations(
             storage.read(0, storage.nbytes)
 
 
+def test_a_driver_that_answers_with_one_range_for_all_ends_the_walk(
+    counters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = torch.zeros(4096, dtype=torch.uint8)
+    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", lambda *arguments: content[: arguments[8]])
+    monkeypatch.setattr(cuda_ipc, "device_index", lambda device: 0)
+    monkeypatch.setattr(cuda_ipc, "allocation_of", lambda address: (content.data_ptr(), 128))
+    storage = CudaStorage(cuda_ipc.CudaHandle(0, EXPANDABLE, 268, 0, counters.encode(), 0, b"e" * 64, True))
+    with pytest.raises(WeightRequestError, match="bytes 0 to 268 of an allocation of 128"):
+        storage.read(0, storage.nbytes)
+
+
 def test_the_driver_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 
