@@ -120,7 +120,3 @@ def _refreshes(client: RolloutClient, named: list, front: int, rounds: int) -> l
         found.append(Cost(*spent, time.perf_counter() - start))
     sender.close()
     return found
-
-
-if __name__ == "__main__":
-    run(sys.argv[1:] or ["31,000 tensors"], 5, Console(width=140))

@@ -23,6 +23,7 @@ from benchmarks import (
     memory,
     parallel,
     parallel_stalls,
+    refresh_costs,
     scaling,
     scoring,
     sender_costs,
@@ -116,6 +117,7 @@ def main() -> None:
             rows += delta.run(delta.DEMO if shape == "S" else shape, console)  # the demo's model is the small one
     if "refresh" in args.only:
         rows += sender_costs.run(console)
+        rows += refresh_costs.run(list(refresh_costs.LAYERS), args.rounds, console)
     if "formats" in args.only:
         rows += weight_formats.mismatch(console)
     if "fingerprint" in args.only:
