@@ -204,13 +204,15 @@ class ContentBook:
     def _digests(self, known: Contents) -> Digests:
         if not known.is_complete:
             return Digests(None, None)
-        form = known.sent_form()
-        if self._sent_lines is None or self._sent_lines[0] != form:
-            self._sent_lines = form, DigestPlan(known.sent_metas())
         if self._held_lines is None:
             self._held_lines = DigestPlan(self._table.metas)
         held = self._held_lines.digest(known.held_values)
-        return Digests(held if known.is_as_sent else self._sent_lines[1].digest(known.sent_values()), held)
+        if known.is_as_sent:
+            return Digests(held, held)
+        form = known.sent_form()
+        if self._sent_lines is None or self._sent_lines[0] != form:
+            self._sent_lines = form, DigestPlan(known.sent_metas())
+        return Digests(self._sent_lines[1].digest(known.sent_values()), held)
 
 
 def by_name(contents: Iterable[Content]) -> dict[str, int]:

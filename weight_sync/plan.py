@@ -33,6 +33,7 @@ from weight_sync.spans import (
     SpanMove,
     SpanTensor,
 )
+from weight_sync.take_spans import SpanTables
 from weight_sync.tensor_meta import LogicalWeights, Piece, Place, TensorMeta
 
 
@@ -94,16 +95,15 @@ class BucketPlan:
     """T logical tensors of a layout, by number and name, and M moves of them.
 
     `wire_names`: of the tensors whose parts they are.  `codes`: their dtypes as sent, of `DTYPE_CODES`.
-    `tensors` [T, 7] and `moves` [M, 11], int64: see `spans.take_spans`.  `storages`: a tensor of each storage that the
-    moves go to.  `rest`: places in the layout of the wire tensors that are not planned.
+    `tables`: of these tensors and moves.  `storages`: a tensor of each storage that the moves go to.  `rest`: places in
+    the layout of the wire tensors that are not planned.
     """
 
     numbers: Numbers
     names: Sequence[str]
     wire_names: Sequence[str]
     codes: np.ndarray
-    tensors: torch.Tensor
-    moves: torch.Tensor
+    tables: SpanTables
     storages: Sequence[torch.Tensor]
     rest: Sequence[int]
 
@@ -174,8 +174,7 @@ class _Rows:
             names=[self.table.names[number] for number in self.numbers],
             wire_names=self.wire_names,
             codes=tensors[:, 1].numpy().astype(np.uint8),
-            tensors=tensors,
-            moves=torch.tensor(self.moves, dtype=torch.int64).view(-1, MOVE_COLUMNS),
+            tables=SpanTables(tensors, torch.tensor(self.moves, dtype=torch.int64).view(-1, MOVE_COLUMNS)),
             storages=self.storages,
             rest=rest,
         )

@@ -38,7 +38,6 @@ from weight_sync.held_memory import Areas
 from weight_sync.pages import PageTrader, tradable_spans
 from weight_sync.plan import BucketPlan, Homes, address_of
 from weight_sync.staging import Content
-from weight_sync.take_spans import take_spans
 from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -96,7 +95,7 @@ class ShadowStaging:
         assert not any(map(self._folds_early, plan.storages))  # a plan does not fold
         areas = [self._shadow_of(storage).staged for storage in plan.storages]
         self._plans.append(plan)
-        sums, infinite = take_spans(content, plan.tensors, plan.moves, areas)
+        sums, infinite = plan.tables.take(content, areas)
         return sums.numpy().view(np.uint64), infinite.numpy()
 
     def settle(self) -> None:
