@@ -29,8 +29,8 @@ _TYPES = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*i64"}
 
 
 @triton.jit
-def _mix_odd(k):
-    """Compute `block_sums.mix_odd`, uint64."""
+def mix_odd(k):
+    """Compute `fingerprint_words.mix_odd`, uint64."""
     z = (k + 1) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -65,7 +65,7 @@ def _block_sums(
             total = tl.where(is_there, word + 1, 0)
         total = tl.sum(total * b, 0)
         if WEIGHTED:
-            total = total * _mix_odd(((first_block + block) * 2).to(tl.uint64))
+            total = total * mix_odd(((first_block + block) * 2).to(tl.uint64))
         tl.store(sums + block, total.to(tl.int64, bitcast=True), mask=block < num_blocks)
         is_masked = is_there & ((word & MASK) == MASK)
         tl.store(found + block, tl.max(is_masked.to(tl.int8), 0), mask=block < num_blocks)

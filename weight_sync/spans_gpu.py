@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from weight_sync.fingerprint import EXPONENTS
+from weight_sync.fingerprint_gpu import mix_odd
 from weight_sync.fingerprint_words import BLOCK, multipliers
 from weight_sync.spans import SpanMove, SpanTensor, checked_tables
 from weight_sync.tensor_meta import DTYPES
@@ -39,15 +40,6 @@ _NUM_WARPS = 16
 _NARROW = (1 << 31) - 2 * BLOCK
 Found = tuple[torch.Tensor, torch.Tensor]
 _WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
-
-
-@triton.jit
-def _mix_odd(k):
-    """Compute `fingerprint_words.mix_odd`, uint64."""
-    z = (k + 1) * 0x9E3779B97F4A7C15
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return (z ^ (z >> 31)) | 1
 
 
 @triton.jit
@@ -152,7 +144,7 @@ def _take(
         if SENT != HELD:
             held = _bits(_values(sent, SENT), HELD)
         if CHECKS:
-            factor = _mix_odd((first_block + nth).to(tl.uint64) * 2)
+            factor = mix_odd((first_block + nth).to(tl.uint64) * 2)
             _note(sent, is_there, factor, b, sums + 2 * tensor, flags + 2 * tensor, SENT_MASK)
             if SENT != HELD:
                 _note(held, is_there, factor, b, sums + 2 * tensor + 1, flags + 2 * tensor + 1, HELD_MASK)

@@ -158,8 +158,8 @@ def test_products_of_another_width_are_noticed(wrong: str, monkeypatch: pytest.M
         monkeypatch.setattr(fingerprint_gpu, "UNSIGNED", {4: torch.int32})
     else:
         shown = words
-        mix = fingerprint_gpu._mix_odd
-        monkeypatch.setattr(fingerprint_gpu, "_mix_odd", lambda k: mix(k).to(tl.uint32).to(tl.uint64))
+        mix = fingerprint_gpu.mix_odd
+        monkeypatch.setattr(fingerprint_gpu, "mix_odd", lambda k: mix(k).to(tl.uint32).to(tl.uint64))
     value = int(fingerprint_gpu.gpu_sum_and_flag(shown, 0, 1)[0]) & MASK
     assert value != prints._contiguous(words, 0)
 

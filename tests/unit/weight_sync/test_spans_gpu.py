@@ -208,7 +208,7 @@ def test_tables_are_checked_again_for_other_storages(monkeypatch: pytest.MonkeyP
     ("old", "new"),
     [
         ("start = (first_block + nth) * BLOCK", "start = first_block * BLOCK"),
-        ("factor = _mix_odd((first_block + nth)", "factor = _mix_odd((first_block * 0 + nth)"),
+        ("factor = mix_odd((first_block + nth)", "factor = mix_odd((first_block * 0 + nth)"),
         ("is_there = start + within < rows * columns", "is_there = within < rows * columns"),
         ("along = start % columns + within", "along = within"),
         ("top, down, right = start // columns,", "top, down, right = start * 0,"),
