@@ -17,6 +17,8 @@ from weight_sync.waiting import DEFAULT_LEASE_S
 class RefreshHarness(Harness):
     """`now` is the clock of the leases.  `failed` names the step that `injections` made fail since it was last asked.
 
+    The scheduler's own clock decides when leases are checked.  `now` lies so far before it that every turn checks them.
+
     The sender's end of a conversation waits `sender_timeout_ms` for the engine.
     """
 
@@ -28,7 +30,7 @@ class RefreshHarness(Harness):
         self.scratch = scratch
         self.updater = updater_of(self)
         self.weights = self.scheduler.runner.state.model.weights
-        self.now = 0.0
+        self.now = -1e9
         self.updater._clock = lambda: self.now
         self.failed: str | None = None
         self._numbers = itertools.count(1)

@@ -68,7 +68,7 @@ def trainer(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Lo
 def start(folders: list[Path]) -> Callable[..., Harness]:
     def harness(**settings: Any) -> Harness:
         started = Harness(folders[0], weight_version="v1", **settings)
-        started.now = 0.0  # type: ignore[attr-defined]
+        started.now = -1e9  # type: ignore[attr-defined]  # before the scheduler's clock: each turn checks leases
         updater_of(started)._clock = lambda: started.now  # type: ignore[attr-defined]
         return started
 
