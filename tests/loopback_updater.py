@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from weight_sync.bucket_layout import BucketLayout, KnownCalls, PackedBucket
-from weight_sync.receivers.base import BucketSource, KnownCall
+from weight_sync.process_group import WeightUpdateGroups
+from weight_sync.receivers.base import BucketSource, KnownCall, Receiver, StoredSource
 from weight_sync.receivers.distributed import DistributedSource
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 from weight_sync.updater import WeightUpdater
+from weight_sync.waiting import Patience
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -92,6 +94,20 @@ class LoopbackUpdater(WeightUpdater):
         finally:
             if not is_foreign:
                 self.renew_lease()
+
+
+def new_receiver(max_tensors: int = 1000) -> Receiver:
+    """Return a receiver on the CPU of which no update is open.  It knows calls with that many tensors."""
+    groups, patience = WeightUpdateGroups(torch.device("cpu"), 1.0, Patience()), Patience()
+    return Receiver(torch.device("cpu"), 1.0, groups, patience, None, False, KnownCalls(max_tensors))
+
+
+def content_of(source: StoredSource, max_bytes: int = 1 << 30) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors of a call, which must be those that it announced."""
+    metas = source.announce(max_bytes)
+    tensors = {name: tensor.clone() for bucket in source.receive() for name, tensor in bucket.named()}
+    assert list(metas) == [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return tensors
 
 
 def new_updater(weights: LogicalWeights) -> LoopbackUpdater:

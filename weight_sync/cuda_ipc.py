@@ -86,6 +86,7 @@ class CudaStorage:
     """A `Storage` on a CUDA device; it is opened at the first `read`, which may raise `TransportError`."""
 
     handle: CudaHandle
+    has_views = True
     _uncounted: list[CudaHandle] = field(init=False)
     """Names what is not counted down, and will not be by closing the memory."""
 
@@ -96,12 +97,16 @@ class CudaStorage:
     def nbytes(self) -> int:
         return self.handle.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", device_index(self.handle.device))
+
     def add(self, handle: CudaHandle) -> None:
         """Take a later handle of the same memory, before the first `read`."""
         assert handle.place == self.handle.place
         self._uncounted.append(handle)
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
+    def read(self, start: int, stop: int, room: torch.Tensor | None = None) -> torch.Tensor:
         """Return a view of the owner's memory, uint8 on its device."""
         return self._content[start:stop]
 

@@ -8,6 +8,8 @@ calls nothing but the functions of the table, which are ours and only build desc
 
 Bytes objects stay views of the payload.  No instruction takes memory for more than the payload holds, and a `Budget`
 bounds instructions, so time and memory are bounded by the caps alone.
+
+A dict may be read in two halves: what the second half makes depends on a `Front` alone, and may be remembered.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from weight_sync.errors import WeightRequestError
 
 _MAX_MARKS = 64
 _MAX_INT_BYTES = 16  # torch's magic number has ten
 _MAX_NAME_BYTES = 256
+_MAX_FRONT = 1000
+"""Instructions of a front: a tensor has about 60."""
 
 
 @dataclass
@@ -41,10 +47,12 @@ class Budget:
 class Function:
     """An admitted name that a pickle may call: `call(*arguments)` with values that the reader made.
 
-    `call` checks its arguments; a `TypeError` or `ValueError` of it means a malformed payload.
+    `call` checks its arguments; a `TypeError` or `ValueError` of it means a malformed payload.  `is_plain`: it makes a
+    value of plain values, and notes nothing.
     """
 
     call: Callable[..., Any]
+    is_plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,18 @@ Admitted = Mapping[tuple[str, str], Any]
 """(module, name) -> `Function`, `RecordType`, or a value that the name stands for."""
 
 
+class Front(NamedTuple):
+    """A pickled dict that was read as far as its second key.
+
+    `value`: of the first.  `rest`: the bytes after the second, without the headers of frames.  `memo`: what the pickle
+    may fetch again, where it is text, a number, a name or a shape; None for anything else.
+    """
+
+    value: Any
+    rest: bytes
+    memo: tuple[tuple[int, Any], ...]
+
+
 class PayloadReader:
     """One buffer with one or more pickles in it.
 
@@ -81,6 +101,7 @@ class PayloadReader:
         resolve_persistent: Callable[[Any], Any] | None = None,
     ) -> None:
         self.position = 0
+        self._frame_end = len(data)
         self._data = data
         self._admitted = admitted
         self._budget = budget
@@ -94,16 +115,40 @@ class PayloadReader:
 
         Raises `WeightRequestError`, and nothing else whatever the bytes are.
         """
+        return self._guarded(self._read)
+
+    def read_front(self, first: str, kind: type, second: str) -> Front | None:
+        """Read a dict as far as the second of two keys, where the first has a value of this kind.
+
+        None for any other pickle, which another reader may `read`.  Raises as `read`.
+        """
+        front: Front | None = self._guarded(lambda: self._read_front(first, kind, second))
+        return front
+
+    def read_rest(self, first: str, second: str, front: Front) -> Any:
+        """Return the dict whose front was read; this reader's buffer is the rest.  Raises as `read`."""
+        self._marks, self._stack = [[{}]], [first, front.value, second]
+        self._memo = dict(front.memo)
+        return self._guarded(self._run)
+
+    def _guarded(self, read: Callable[[], Any]) -> Any:
+        """Return what `read` returns."""
         try:
-            if self._byte() != 0x80 or not 2 <= self._byte() <= 5:
-                raise WeightRequestError("not a pickle of protocol 2 to 5")
-            return self._run()
+            return read()
         except IndexError:
             raise WeightRequestError("malformed pickle: it takes values that are not there") from None
         except (ValueError, TypeError, KeyError) as error:
             raise WeightRequestError(f"malformed pickle: {type(error).__name__}: {str(error)[:200]}") from None
         finally:
             self._stack, self._marks, self._memo = [], [], {}
+
+    def _begin(self) -> None:
+        if self._byte() != 0x80 or not 2 <= self._byte() <= 5:
+            raise WeightRequestError("not a pickle of protocol 2 to 5")
+
+    def _read(self) -> Any:
+        self._begin()
+        return self._run()
 
     def _run(self) -> Any:
         while True:
@@ -113,10 +158,45 @@ class PayloadReader:
                 if len(self._stack) != 1 or self._marks:
                     raise ValueError("it leaves values on the stack at its end")
                 return self._stack.pop()
-            step = _STEPS.get(opcode)
-            if step is None:
-                raise WeightRequestError(f"the payload uses pickle instruction 0x{opcode:02x}, which is not allowed")
-            step(self)
+            self._step(opcode)
+
+    def _step(self, opcode: int) -> None:
+        step = _STEPS.get(opcode)
+        if step is None:
+            raise WeightRequestError(f"the payload uses pickle instruction 0x{opcode:02x}, which is not allowed")
+        step(self)
+
+    def _read_front(self, first: str, kind: type, second: str) -> Front | None:
+        self._begin()
+        for _ in range(_MAX_FRONT):
+            opcode = self._byte()
+            if opcode == _STOP:
+                break
+            self._budget.spend(1)
+            self._step(opcode)
+            if (self._marks or [self._stack])[0] not in ([], [{}]):
+                break
+            if len(self._marks) != 1 or len(self._stack) != 3 or type(self._stack[1]) is not kind:
+                continue
+            if self._marks == [[{}]] and self._stack[::2] == [first, second]:
+                memo = tuple((at, value if _is_plain(value) else None) for at, value in self._memo.items())
+                return Front(self._stack[1], self._rest(), memo)
+        return None
+
+    def _rest(self) -> bytes:
+        """Return the bytes from here on, without the headers of the frames that follow one another.
+
+        Where a frame ends depends on the lengths of all before it, so equal values may be cut in other places.
+        """
+        parts = []
+        while True:
+            end = max(self.position, self._frame_end)
+            parts.append(self._data[self.position : end])
+            self.position = end
+            if self._data[end : end + 1] != bytes([_FRAME]):
+                return b"".join((*parts, self._data[end:]))
+            self.position += 1
+            _frame(self)
 
     # --- bytes ----------------------------------------------------------------------------------------------------
 
@@ -233,8 +313,16 @@ class PayloadReader:
 
 _U1, _U2, _I4, _U4, _U8 = (struct.Struct(layout) for layout in ("<B", "<H", "<i", "<I", "<Q"))
 _STOP = ord(".")
+_FRAME = 0x95
 
 Step = Callable[[PayloadReader], None]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is immutable, can be compared, and is no part of a tensor."""
+    if type(value) is tuple:
+        return all(type(item) is int for item in value)
+    return type(value) in (str, int, torch.dtype, RecordType) or (type(value) is Function and value.is_plain)
 
 
 def _constant(value: Any) -> Step:
@@ -273,7 +361,8 @@ def _long1(reader: PayloadReader) -> None:
 
 
 def _frame(reader: PayloadReader) -> None:
-    if reader._number(_U8) > len(reader._data) - reader.position:
+    reader._frame_end = reader._number(_U8) + reader.position
+    if reader._frame_end > len(reader._data):
         raise WeightRequestError("the payload ends in the middle of a pickle")
 
 
@@ -289,7 +378,7 @@ def _stack_global(reader: PayloadReader) -> None:
 
 # Left out on purpose: INST, OBJ, EXT1-4, NEWOBJ_EX, PERSID, DUP, sets, bytearrays, buffers, floats and all text forms.
 _STEPS: dict[int, Step] = {
-    0x95: _frame,
+    _FRAME: _frame,
     ord("("): PayloadReader._mark,
     ord("N"): _constant(None),
     0x88: _constant(True),

@@ -137,16 +137,26 @@ def parse_header(where: str, nbytes: int, read: Callable[[int, int], torch.Tenso
 
     `where` they are, for messages.  Raises `ContentError`.
     """
+    return parse_text(where, nbytes, header_text(where, nbytes, read, max_header_bytes))
+
+
+def header_text(where: str, nbytes: int, read: Callable[[int, int], torch.Tensor], max_header_bytes: int) -> bytes:
+    """Return the JSON of the header.  Takes and raises what `parse_header` does."""
     if nbytes < _LENGTH.size:
         raise ContentError(f"{where} is not a safetensors file: it has {nbytes} bytes")
     (length,) = _LENGTH.unpack(read(0, _LENGTH.size).numpy().tobytes())
     if length > max_header_bytes or length > nbytes - _LENGTH.size:
         raise ContentError(f"{where} is not a safetensors file, or cut short: {nbytes} bytes, a header of {length}")
-    header = _parse_json(where, read(_LENGTH.size, length).numpy().tobytes())
+    return read(_LENGTH.size, length).numpy().tobytes()
+
+
+def parse_text(where: str, nbytes: int, text: bytes) -> Header:
+    """Parse the JSON of a header of `nbytes` bytes in all.  Raises `ContentError`."""
+    header = _parse_json(where, text)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ContentError(f"{where}: __metadata__ must map text to text")
-    start = _LENGTH.size + length
+    start = _LENGTH.size + len(text)
     tensors, position = [], 0
     for (begin, end), name in sorted((_extent(where, name, entry), name) for name, entry in header.items()):
         meta = _meta(where, name, header[name])

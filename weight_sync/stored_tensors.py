@@ -2,8 +2,10 @@
 
     StoredTensor = name + dtype, shape, stride, first byte + Storage
     Storage      = bytes of the payload | shared memory | memory of another process on a CUDA device
+    StoredPart   = the layout of a bucket + the stretches of storages that fill it
 
-Everything is checked against the storage's size when it is made; content is read in parts of a few tensors.
+Everything is checked against the storage's size when it is made.  Parts know storages by number alone, so that a call
+which comes again in other storages is read by the same ones.
 
 Shapes are torch's own; sizes are in bytes where they say so.
 """
@@ -14,11 +16,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.errors import WeightRequestError
+from weight_sync.held_memory import Areas
 from weight_sync.shared_segment import SharedSegment
 from weight_sync.tensor_meta import (
     DTYPES,
@@ -30,30 +34,43 @@ from weight_sync.tensor_meta import (
 )
 
 PART_BYTES = 16 << 20
-"""Bytes of a storage that are read at once: few enough to stay in a processor's cache between two passes."""
+"""Bytes of a bucket at most, unless one tensor has more: few enough to stay in a processor's cache."""
+_JOINED_BYTES = 1 << 20
+"""Stretches of other storages up to this size are copied into one bucket: a bucket costs more than the copy."""
+_ALIGNMENT = 64
 
 
 class Storage(Protocol):
-    """Bytes somewhere."""
+    """Bytes somewhere.  `has_views`: `read` needs no room for them.  `device`: where they are read."""
 
     @property
     def nbytes(self) -> int: ...
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Return bytes [start, stop) as uint8 [stop - start]: a view or a copy, valid until the storage is released."""
+    @property
+    def has_views(self) -> bool: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def read(self, start: int, stop: int, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Return bytes [start, stop) as uint8 [stop - start]: a view, valid until the storage is released, or a copy in
+        `room`, where it is given.
+        """
 
 
 @dataclass(frozen=True)
 class InlineStorage:
-    """Bytes of the payload itself; `read` gives views."""
+    """Bytes of the payload itself."""
 
     data: memoryview
+    has_views = True
+    device = torch.device("cpu")
 
     @property
     def nbytes(self) -> int:
         return len(self.data)
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
+    def read(self, start: int, stop: int, room: torch.Tensor | None = None) -> torch.Tensor:
         if start == stop:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self.data[start:stop], dtype=torch.uint8)
@@ -61,16 +78,18 @@ class InlineStorage:
 
 @dataclass(frozen=True)
 class SegmentStorage:
-    """Shared memory of another process on this machine; `read` copies.  Raises `ContentError` if it is short."""
+    """Shared memory of another process on this machine.  `read` raises `ContentError` if it is short."""
 
     segment: SharedSegment
+    has_views = False
+    device = torch.device("cpu")
 
     @property
     def nbytes(self) -> int:
         return self.segment.nbytes
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        content = torch.empty(stop - start, dtype=torch.uint8)
+    def read(self, start: int, stop: int, room: torch.Tensor | None = None) -> torch.Tensor:
+        content = torch.empty(stop - start, dtype=torch.uint8) if room is None else room
         self.segment.read_into(content.numpy().data, start)
         return content
 
@@ -92,7 +111,15 @@ class TensorPlace:
     @property
     def is_flat(self) -> bool:
         """One dimension, elements side by side."""
-        return len(self.shape) == 1 and (self.numel < 2 or self.stride == (1,))
+        return len(self.shape) == 1 and self.is_dense
+
+    @property
+    def is_dense(self) -> bool:
+        """Elements side by side, in row-major order."""
+        if self.stride == _dense_stride(self.shape) or self.numel < 2:
+            return True
+        steps = zip(self.shape, self.stride, _dense_stride(self.shape))
+        return all(stride == step for size, stride, step in steps if size > 1)
 
     @property
     def span(self) -> tuple[int, int]:
@@ -102,6 +129,11 @@ class TensorPlace:
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return self.start, self.start + (last + 1) * self.dtype.itemsize
 
+    @property
+    def num_bytes(self) -> int:
+        """The length of `span`."""
+        return self.span[1] - self.start
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -109,17 +141,6 @@ class StoredTensor:
 
     meta: TensorMeta
     place: TensorPlace
-
-    def within(self, content: torch.Tensor, start: int) -> torch.Tensor:
-        """Return the tensor, where `content` are bytes of its storage from `start` on; a copy if it is not aligned
-        there.
-        """
-        first, stop = self.place.span
-        content = content[first - start : stop - start]
-        size = self.place.dtype.itemsize
-        if content.data_ptr() % size or content.storage_offset() % size:  # empty ones have no address
-            content = content.clone()
-        return content.view(self.place.dtype).as_strided(self.place.shape, self.place.stride)
 
 
 def place_tensor(
@@ -164,37 +185,132 @@ def require_apart(tensors: Sequence[StoredTensor], where: str) -> None:
             raise WeightRequestError(f"{name} and {other} overlap in {where}")
 
 
-def check_total(tensors: Sequence[StoredTensor], max_bytes: int) -> None:
-    """Raise `WeightRequestError` if the tensors, or the bytes that must be read for them, exceed `max_bytes`."""
-    spans = [tensor.place.span for tensor in tensors]
-    total = max(sum(tensor.meta.nbytes for tensor in tensors), sum(stop - start for start, stop in spans))
+class Stretch(NamedTuple):
+    """Bytes [start, stop) of storage number `storage`, which go to byte `at` of a bucket.
+
+    `strided`: dtype, shape and stride of the tensor in them, if it is not dense; it becomes dense there.
+    """
+
+    storage: int
+    start: int
+    stop: int
+    at: int
+    strided: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPart:
+    """A bucket, and what fills it.  `num_bytes`: of its tensors, or that are read for them, whatever is more."""
+
+    layout: BucketLayout
+    stretches: Sequence[Stretch]
+    num_bytes: int
+
+    def read(self, storages: Sequence[Storage], memory: Areas) -> PackedBucket:
+        """Return the bucket: a view of a storage, or a copy in `memory`.
+
+        Raises `WeightRequestError` for a storage that is too short, and what `Storage.read` raises.
+        """
+        for stretch in self.stretches:
+            if stretch.stop > storages[stretch.storage].nbytes:
+                raise WeightRequestError(
+                    f"a tensor reaches byte {stretch.stop} of a storage of {storages[stretch.storage].nbytes} bytes"
+                )
+        first, *others = self.stretches
+        storage = storages[first.storage]
+        if storage.has_views and not others and first.strided is None:
+            return PackedBucket(self.layout, storage.read(first.start, first.stop))
+        area = memory.take(0, max(self.layout.num_bytes, 1), storage.device)
+        for stretch in self.stretches:
+            _fill(area, stretch, storages[stretch.storage])
+        return PackedBucket(self.layout, area[: self.layout.num_bytes])
+
+
+def _fill(area: torch.Tensor, stretch: Stretch, storage: Storage) -> None:
+    """Copy a stretch to its place in `area`, uint8."""
+    if stretch.strided is None:
+        room = area[stretch.at : stretch.at + stretch.stop - stretch.start]
+        content = storage.read(stretch.start, stretch.stop, room)
+        if content is not room:
+            room.copy_(content)
+        return
+    dtype, shape, stride = stretch.strided
+    content = storage.read(stretch.start, stretch.stop)
+    if content.data_ptr() % dtype.itemsize or content.storage_offset() % dtype.itemsize:  # empty ones have no address
+        content = content.clone()
+    room = area[stretch.at : stretch.at + math.prod(shape) * dtype.itemsize]
+    room.view(dtype).view(shape).copy_(content.view(dtype).as_strided(shape, stride))
+
+
+def check_total(parts: Sequence[StoredPart], max_bytes: int) -> int:
+    """Return the bytes of all parts.  Raises `WeightRequestError` if they exceed `max_bytes`."""
+    total = sum(part.num_bytes for part in parts)
     if total > max_bytes:
         raise WeightRequestError(f"the call has {total} bytes of tensors; the limit is {max_bytes}")
+    return total
 
 
-def read_in_parts(tensors: Sequence[StoredTensor]) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
-    """Yield buckets of tensors that follow one another in one storage, each read at once: at most `PART_BYTES`, or one
-    tensor.  Staged tensors apart, never more than one part is held.
+def storages_of(tensors: Sequence[StoredTensor]) -> list[Storage]:
+    """Return the storages of the tensors, each once, in the order in which `parts_of` numbers them."""
+    return list({id(tensor.place.storage): tensor.place.storage for tensor in tensors}.values())
+
+
+def parts_of(tensors: Sequence[StoredTensor]) -> list[StoredPart]:
+    """Cut tensors, in order, into buckets of at most `PART_BYTES`, or one tensor.
+
+    Tensors that follow one another in a storage are read together.  Short runs of several storages share a bucket.
     """
-    for part in _parts(tensors):
-        start = part[0].place.start
-        content = part[0].place.storage.read(start, part[-1].place.span[1])
-        yield [(tensor.meta.name, tensor.within(content, start)) for tensor in part]
+    numbers = {id(storage): number for number, storage in enumerate(storages_of(tensors))}
+    groups: list[list[list[StoredTensor]]] = []
+    room, kind = 0, None
+    for run in _runs(tensors):
+        size, is_short = _aligned(_size_of(run)), _size_of(run) <= _JOINED_BYTES
+        joins = is_short and size <= room and type(run[0].place.storage) is kind
+        if not joins:
+            groups.append([])
+            room = PART_BYTES if is_short else 0
+        groups[-1].append(run)
+        room, kind = room - size, type(run[0].place.storage)
+    return [_part_of(runs, numbers) for runs in groups]
 
 
-def _parts(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
-    part: list[StoredTensor] = []
+def _part_of(runs: Sequence[Sequence[StoredTensor]], numbers: dict[int, int]) -> StoredPart:
+    metas, offsets, stretches, end, num_bytes = [], [], [], 0, 0
+    for run in runs:
+        at, first, start = _aligned(end), run[0].place, run[0].place.start
+        metas += [tensor.meta for tensor in run]
+        offsets += [at + tensor.place.start - start for tensor in run]
+        strided = None if first.is_dense else (first.dtype, first.shape, first.stride)
+        stretches.append(Stretch(numbers[id(first.storage)], start, run[-1].place.span[1], at, strided))
+        end = at + _size_of(run)
+        num_bytes += sum(max(tensor.meta.nbytes, tensor.place.num_bytes) for tensor in run)
+    return StoredPart(BucketLayout(metas, offsets, end), stretches, num_bytes)
+
+
+def _runs(tensors: Sequence[StoredTensor]) -> Iterator[list[StoredTensor]]:
+    """Yield dense tensors that follow one another in a storage, with at most `PART_BYTES`, and others by themselves."""
+    run: list[StoredTensor] = []
     end = 0
     for tensor in tensors:
         start, stop = tensor.place.span
-        follows = bool(part) and tensor.place.storage is part[0].place.storage and start >= end
-        if part and not (follows and stop - part[0].place.start <= PART_BYTES):
-            yield part
-            part = []
-        part.append(tensor)
+        is_dense = tensor.place.is_dense
+        follows = bool(run) and is_dense and tensor.place.storage is run[0].place.storage and start >= end
+        if run and not (follows and run[0].place.is_dense and stop - run[0].place.start <= PART_BYTES):
+            yield run
+            run = []
+        run.append(tensor)
         end = stop
-    if part:
-        yield part
+    if run:
+        yield run
+
+
+def _size_of(run: Sequence[StoredTensor]) -> int:
+    """Return the bytes of a bucket that a run takes."""
+    return run[-1].place.span[1] - run[0].place.start if run[0].place.is_dense else run[0].meta.nbytes
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _is_size(number: object) -> bool:

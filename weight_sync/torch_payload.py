@@ -20,7 +20,7 @@ import torch
 
 from weight_sync.cuda_ipc import CudaHandle, CudaStorage
 from weight_sync.errors import WeightRequestError
-from weight_sync.payload_reader import Budget, Function, PayloadReader, RecordType
+from weight_sync.payload_reader import Budget, Front, Function, PayloadReader, RecordType
 from weight_sync.shared_segment import SharedSegment, torch_shared_file
 from weight_sync.stored_tensors import InlineStorage, SegmentStorage, Storage, TensorPlace, place_tensor
 from weight_sync.tensor_meta import DTYPES
@@ -89,20 +89,34 @@ class TorchPayload:
         self.cuda_storages: list[CudaStorage] = []
         self._cuda_memory: dict[Hashable, CudaStorage] = {}
         self._budget = Budget(max_instructions)
-        self._admitted = _constants() | {name: Function(call) for name, call in self._functions().items()}
+        self._admitted = _NO_TENSORS | {name: Function(call) for name, call in self._functions().items()}
 
     def read(self, data: memoryview) -> Any:
         """Return the value of a pickle that fills `data`; tensors are `TensorPlace`s.  Raises `WeightRequestError`."""
         reader = PayloadReader(data, self._admitted, self._budget)
-        value = reader.read()
-        if reader.position != len(data):
-            raise WeightRequestError("the payload has bytes after its pickle")
-        return value
+        return _whole(reader.read(), reader, data)
+
+    def read_front(self, data: memoryview, first: str, second: str) -> Front | None:
+        """Read a dict with a tensor under its first key as far as its second; None for any other pickle.
+
+        Raises `WeightRequestError`.
+        """
+        front = PayloadReader(data, self._admitted, self._budget).read_front(first, TensorPlace, second)
+        if front is None:  # what it names will be read again
+            self.segments.clear()
+            self.cuda_storages.clear()
+            self._cuda_memory.clear()
+        return front
+
+    def read_rest(self, first: str, second: str, front: Front) -> Any:
+        """Return the dict whose front was read; there are no other tensors in it.  Raises `WeightRequestError`."""
+        reader = PayloadReader(memoryview(front.rest), _NO_TENSORS, self._budget)
+        value = reader.read_rest(first, second, front)
+        return _whole(value, reader, front.rest)
 
     def _functions(self) -> dict[tuple[str, str], Callable[..., Any]]:
         functions: dict[tuple[str, str], Callable[..., Any]] = {
             ("collections", "OrderedDict"): _no_hooks,
-            ("torch", "Size"): _size,
             ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
             ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
             ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
@@ -184,6 +198,7 @@ def _constants() -> dict[tuple[str, str], Any]:
         ("types", "SimpleNamespace"): FLATTENED_METADATA,  # for clients that do without the sglang package
         ("multiprocessing.resource_sharer", "DupFd"): RecordType("DupFd", frozenset({"_id"})),
     }
+    constants |= {("torch", "Size"): Function(_size, is_plain=True)}
     constants |= {("torch", name): dtype for name, dtype in DTYPES.items()}
     constants |= {("torch", name): StorageClass(dtype) for name, dtype in _LEGACY_STORAGES.items()}
     for module in _BUCKET_MODULES:
@@ -192,6 +207,13 @@ def _constants() -> dict[tuple[str, str], Any]:
     for module in _LOCAL_MODULES:
         constants[_SGLANG + module, LOCAL_TENSOR.name] = LOCAL_TENSOR
     return constants
+
+
+def _whole(value: Any, reader: PayloadReader, data: bytes | memoryview) -> Any:
+    """Return the value of a pickle that must fill `data`."""
+    if reader.position != len(data):
+        raise WeightRequestError("the payload has bytes after its pickle")
+    return value
 
 
 # --- what the functions of the table make -----------------------------------------------------------------------
@@ -274,6 +296,10 @@ def _rebuild_cuda_tensor(*arguments: Any) -> TensorPlace:
         event_sync_required=bool(must_sync),
     )
     return _place(CudaStorage(handle), _dtype(dtype), size, stride, offset)
+
+
+_NO_TENSORS = _constants()
+"""Names that may come where no tensor may."""
 
 
 # --- checks -----------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class WeightTransaction:
 
     def _take_packed(self, bucket: PackedBucket, cast: bool) -> None:
         """Replay the plan of a bucket.  What it leaves out, or cannot do now, goes tensor by tensor."""
-        plan = self._plans.get(bucket.layout)
+        plan = self._plan_of(bucket.layout, cast)
         if plan is None or self._intake.pairs.num_waiting or not self._ledger.is_clear(plan.numbers):
             self._take(bucket.named(), cast)
             return
@@ -234,6 +234,16 @@ class WeightTransaction:
         self._ledger.record_all(plan.numbers, plan.wire_names)
         if plan.rest:
             self._take(bucket.layout.views(bucket.content, plan.rest), cast)
+
+    def _plan_of(self, layout: BucketLayout, cast: bool) -> BucketPlan | None:
+        """Return the plan of a bucket; None where the staging takes tensor by tensor.
+
+        Some transports cannot announce a bucket before it comes.
+        """
+        plan = self._plans.get(layout)
+        if plan is None and self._staging.takes_spans:
+            (plan,) = self._planner.plans(self._weights, [layout], cast or self._cast)
+        return plan
 
     def fail(self, reason: str) -> None:
         """Fail, OPEN -> FAILED, over a bucket that never came here.  The model is as it was before the first bucket."""

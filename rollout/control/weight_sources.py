@@ -46,15 +46,15 @@ def _tensor(verb: UpdateWeightsFromTensorReqInput, updater: WeightUpdater) -> Bu
     if verb.shm_name is not None:
         if verb.shm_unlink and updater.ranks > 1:
             raise WeightRequestError("shm_unlink is for an engine of one rank: unlink it when the answer has come")
-        return SafetensorsSource(SharedSegment(verb.shm_name, verb.shm_bytes or 0), unlink=verb.shm_unlink)
+        segment = SharedSegment(verb.shm_name, verb.shm_bytes or 0)
+        return SafetensorsSource(segment, updater.receiver, unlink=verb.shm_unlink)
     payload = verb.payload if verb.payloads is None else verb.payloads[updater.rank]
     if payload is None:
         payload = bytearray()
     if verb.format == "safetensors":
-        return SafetensorsSource(payload)
-    return TensorSource(
-        payload, verb.load_format, rank=updater.rank, ranks=updater.ranks, is_shared=verb.serialized_once
-    )
+        return SafetensorsSource(payload, updater.receiver)
+    rank, ranks, is_shared = updater.rank, updater.ranks, verb.serialized_once
+    return TensorSource(payload, verb.load_format, updater.receiver, rank=rank, ranks=ranks, is_shared=is_shared)
 
 
 SOURCES: dict[type[UpdateWeightsReqInput[Any]], SourceFactory] = {

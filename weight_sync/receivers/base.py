@@ -6,6 +6,8 @@ shapes, coverage and versions.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +21,7 @@ from weight_sync.errors import TransportError, UnknownGroupError, WeightRequestE
 from weight_sync.held_memory import Areas
 from weight_sync.loading import ProvenPart
 from weight_sync.process_group import WeightUpdateGroups
-from weight_sync.stored_tensors import StoredTensor, check_total, read_in_parts
+from weight_sync.stored_tensors import Storage, StoredPart, StoredTensor, check_total, parts_of, storages_of
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import Patience
 
@@ -99,47 +101,73 @@ class BucketSource:
 class StoredSource(BucketSource):
     """A call whose tensors are known, and lie in storages, before any of them is read.
 
-    `_release`: gives up what is held; it may be called again.
+    A call that describes its tensors as one before did is not read again.  Its storages are others, and are checked
+    each time.  `_release`: gives up what is held; it may be called again.
     """
 
-    _tensors: Sequence[StoredTensor] = ()
     _release: Callable[[], object]
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._known_calls = receiver.known_calls
+        self._memory = Areas() if receiver.memory is None else receiver.memory
+        self._parts: Sequence[StoredPart] = ()
+        self._storages: Sequence[Storage] = ()
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
         """Return every tensor of the call.  Raises `WeightRequestError`; what is held is released then."""
         try:
-            tensors = self._parse()
-            check_total(tensors, max_bytes)
+            call, storages = self._read()
+            check_total(call.messages, max_bytes)
             self._check_storages()
         except WeightRequestError:
             self._release()
             raise
-        self._tensors = tensors
-        return [tensor.meta for tensor in tensors]
+        self._parts, self._storages, self.layouts = call.messages, storages, call.layouts
+        return call.metas
 
-    def receive(self) -> Iterator[Named]:
+    def receive(self) -> Iterator[PackedBucket]:
         """Yield a few tensors a bucket.
 
         Raises `ContentError` (shared memory ends early), `WeightRequestError` (it is gone), `TransportError` (CUDA
         memory cannot be opened).
         """
         try:
-            yield from read_in_parts(self._tensors)
+            for part in self._parts:
+                yield part.read(self._storages, self._memory)
         finally:
-            self._tensors = ()
-            self._release()
+            self._forget()
 
     def refuse(self, reason: str) -> None:
         """Release what is held.  The sender learns of the failure by the call's answer."""
-        self._tensors = ()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._parts, self._storages = (), ()
         self._release()
 
-    def _parse(self) -> Sequence[StoredTensor]:
-        """Return the call's tensors.  Raises `WeightRequestError`."""
+    def _read(self) -> tuple[KnownCall, Sequence[Storage]]:
+        """Return the call, and its storages by number.  Raises `WeightRequestError`."""
         raise NotImplementedError
 
     def _check_storages(self) -> None:
         """Check that the storages of the tensors can be read.  Raises `WeightRequestError`."""
+
+
+def stored_call(tensors: Sequence[StoredTensor], known_calls: KnownCalls[KnownCall]) -> KnownCall:
+    """Return the call that brings these tensors, whose messages are `StoredPart`s: one that was known, if there is."""
+    storages = storages_of(tensors)
+    numbers = {id(storage): number for number, storage in enumerate(storages)}
+    described: list[tuple[object, ...]] = [tuple(type(storage).__name__ for storage in storages)]
+    for tensor in tensors:
+        place = tensor.place
+        where = (numbers[id(place.storage)], place.start, place.shape, place.stride)
+        described.append((tensor.meta.name, str(place.dtype), *where))
+
+    def make() -> KnownCall:
+        parts = parts_of(tensors)
+        return KnownCall([tensor.meta for tensor in tensors], [part.layout for part in parts], parts)
+
+    return known_calls.get(("stored", hashlib.sha256(json.dumps(described).encode()).digest()), make)
 
 
 class RefusedSource(BucketSource):

@@ -13,6 +13,7 @@ Verified with buffers in CPU shared memory.  Handles of CUDA memory are opened b
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +23,14 @@ import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from weight_sync.bucket_layout import PackedBucket
 from weight_sync.cuda_ipc import CudaStorage
 from weight_sync.errors import TransportError, WeightRequestError, WeightSyncError
-from weight_sync.ipc_messages import MAX_MESSAGE_BYTES, SenderFailure, read_bucket, read_end, read_handle
-from weight_sync.receivers.base import BucketSource, Receiver
+from weight_sync.held_memory import Areas
+from weight_sync.ipc_messages import MAX_MESSAGE_BYTES, IpcBuffer, SenderFailure, read_bucket, read_end, read_handle
+from weight_sync.receivers.base import BucketSource, KnownCall, Receiver, stored_call
 from weight_sync.shared_segment import release_torch_shared_file
-from weight_sync.stored_tensors import check_total, read_in_parts
+from weight_sync.stored_tensors import check_total
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import POLL_S, Patience
 
@@ -44,6 +47,9 @@ GRACE_S = 10.0
 
 _CPU_NAMES = ("cpu", "cpu-0")  # ours: the package names no CPU
 
+_END = KnownCall((), ())
+"""The end, in place of a bucket."""
+
 Message = TypeVar("Message")
 
 
@@ -55,6 +61,8 @@ class IpcSource(BucketSource):
         self._device = receiver.device
         self._timeout_s = receiver.timeout_s
         self._waits = receiver.patience
+        self._known_calls = receiver.known_calls
+        self._memory = Areas() if receiver.memory is None else receiver.memory
         self._deadline = 0.0
         self._endpoint: str | None = None
         self._peer: IpcPeer | None = None
@@ -70,7 +78,7 @@ class IpcSource(BucketSource):
         self._deadline = time.monotonic() + self._timeout_s
         return ()
 
-    def receive(self) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+    def receive(self) -> Iterator[PackedBucket]:
         """Yield a few tensors at a time; a bucket is answered when its last tensor has been taken.
 
         Raises `WeightRequestError` and its kinds (a message that cannot be right), `TransportError` (the sender has
@@ -98,16 +106,16 @@ class IpcSource(BucketSource):
         finally:
             self._close()
 
-    def _buckets(self, peer: IpcPeer) -> Iterator[Sequence[tuple[str, torch.Tensor]]]:
+    def _buckets(self, peer: IpcPeer) -> Iterator[PackedBucket]:
         """Yield the buckets up to the first end, which is not answered here; the buffer is held no longer than that."""
         buffer = self._unless_given_up(read_handle(peer.receive(), self._device))
         left = self._max_bytes
         try:
             peer.answer()
-            while (tensors := self._unless_given_up(read_bucket(peer.receive(), buffer))) is not None:
-                check_total(tensors, left)
-                left -= sum(tensor.meta.nbytes for tensor in tensors)
-                yield from read_in_parts(tensors)
+            while (call := self._bucket(peer.receive(), buffer)) is not _END:
+                left -= check_total(call.messages, left)
+                for part in call.messages:
+                    yield part.read([buffer.storage], self._memory)
                 peer.answer()
             self._num_ends = 1
         finally:
@@ -115,6 +123,16 @@ class IpcSource(BucketSource):
                 release_torch_shared_file(segment)
             if isinstance(buffer.storage, CudaStorage):
                 buffer.storage.release()
+
+    def _bucket(self, message: memoryview, buffer: IpcBuffer) -> KnownCall:
+        """Return the bucket of a message, which is read unless an equal one is known; `_END` for the end."""
+
+        def read() -> KnownCall:
+            tensors = self._unless_given_up(read_bucket(message, buffer))
+            return _END if tensors is None else stored_call(tensors, self._known_calls)
+
+        place = (type(buffer.storage), buffer.start, buffer.nbytes)
+        return self._known_calls.get(("ipc", place, hashlib.sha256(message).digest()), read)
 
     def _unless_given_up(self, message: Message | SenderFailure) -> Message:
         """Return the message.  Raises `TransportError` where the sender gives up with it; the conversation is over

@@ -7,11 +7,13 @@ Where the content is: in the payload itself; in shared memory that torch made wi
 in CUDA memory by IPC handle, where this process sees that device.  The strategy "file_descriptor", torch's default on
 Linux, hands descriptors over a connection that only processes of one family can open: refused, with what to do.
 
-`payload_reader` reads the pickles, `torch_payload` resolves their names.
+`payload_reader` reads the pickles, `torch_payload` resolves their names.  Of a flattened bucket like one before only
+the flattened tensor is read, and what follows is compared by a digest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,20 +22,23 @@ import torch
 
 from weight_sync.cuda_ipc import CudaStorage, require_cuda
 from weight_sync.errors import WeightRequestError
-from weight_sync.payload_reader import Record
-from weight_sync.receivers.base import StoredSource
+from weight_sync.payload_reader import Front, Record
+from weight_sync.receivers.base import KnownCall, Receiver, StoredSource, stored_call
 from weight_sync.shared_segment import SharedSegment, release_torch_shared_file
 from weight_sync.stored_tensors import (
+    Storage,
     StoredTensor,
     TensorPlace,
     contiguous_place,
     name_tensor,
     require_apart,
+    storages_of,
 )
 from weight_sync.tensor_meta import MAX_NAME_LENGTH
 from weight_sync.torch_payload import FLATTENED_BUCKET, FLATTENED_METADATA, LOCAL_TENSOR, TorchPayload
 
 FLATTENED = "flattened_bucket"
+_KEYS = ("flattened_tensor", "metadata")
 
 
 class TensorSource(StoredSource):
@@ -44,8 +49,16 @@ class TensorSource(StoredSource):
     """
 
     def __init__(
-        self, payload: bytearray, load_format: str | None, *, rank: int = 0, ranks: int = 1, is_shared: bool = False
+        self,
+        payload: bytearray,
+        load_format: str | None,
+        receiver: Receiver,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        is_shared: bool = False,
     ) -> None:
+        super().__init__(receiver)
         self._payload = payload
         self._load_format = load_format
         self._rank = rank
@@ -54,9 +67,26 @@ class TensorSource(StoredSource):
         self._reader = TorchPayload()
         self._release = weakref.finalize(self, _release_all, self._reader.segments, self._reader.cuda_storages)
 
-    def _parse(self) -> list[StoredTensor]:
+    def _read(self) -> tuple[KnownCall, Sequence[Storage]]:
         if self._load_format not in (None, FLATTENED):
             raise WeightRequestError(_refused_format(self._load_format))
+        front = self._reader.read_front(memoryview(self._payload), *_KEYS)
+        if front is not None:
+            return self._read_flattened(front)
+        tensors = self._parse()
+        return stored_call(tensors, self._known_calls), storages_of(tensors)
+
+    def _read_flattened(self, front: Front) -> tuple[KnownCall, Sequence[Storage]]:
+        flattened: TensorPlace = front.value
+
+        def read() -> KnownCall:
+            return stored_call(split_flattened(self._reader.read_rest(*_KEYS, front)), self._known_calls)
+
+        place = (type(flattened.storage), flattened.dtype, flattened.shape, flattened.stride, flattened.start)
+        key = (FLATTENED, place, front.memo, hashlib.sha256(front.rest).digest())
+        return self._known_calls.get(key, read), [flattened.storage]
+
+    def _parse(self) -> list[StoredTensor]:
         value = self._reader.read(memoryview(self._payload))
         if isinstance(value, Record) and value.type is FLATTENED_BUCKET:
             value = value.values

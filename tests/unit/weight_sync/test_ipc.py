@@ -25,9 +25,10 @@ from weight_sync.errors import (
     UnknownTensorError,
     WeightRequestError,
 )
+from weight_sync.held_memory import Areas
 from weight_sync.ipc_messages import IpcBuffer, SenderFailure, read_bucket, read_end, read_handle
 from weight_sync.receivers.ipc import IpcPeer, IpcSource, choose_endpoint
-from weight_sync.stored_tensors import read_in_parts
+from weight_sync.stored_tensors import parts_of
 from weight_sync.updater import WeightUpdater
 
 CPU = torch.device("cpu")
@@ -135,7 +136,7 @@ def test_an_answer_before_the_copy_would_be_noticed(updater: WeightUpdater, weig
                 late += tensors
                 peer.answer()
             self._num_ends = 1
-            yield from read_in_parts(late)
+            yield from (part.read([buffer.storage], Areas()) for part in parts_of(late))
 
     sent = version(1)
     updater.begin()

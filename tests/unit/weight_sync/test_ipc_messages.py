@@ -18,9 +18,10 @@ from tests.ipc_wire import cuda_handle, entry
 from tests.logical_weights_fake import EMBED, NORM
 from tests.tiers import examples
 from weight_sync.errors import WeightRequestError
+from weight_sync.held_memory import Areas
 from weight_sync.ipc_messages import IpcBuffer, read_bucket, read_end, read_handle
 from weight_sync.shared_segment import SharedSegment
-from weight_sync.stored_tensors import SegmentStorage, StoredTensor, read_in_parts
+from weight_sync.stored_tensors import SegmentStorage, StoredTensor, parts_of
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,8 @@ def buffer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[IpcBuffer]:
 
 
 def content_of(stored: StoredTensor) -> torch.Tensor:
-    (((_, tensor),),) = read_in_parts([stored])
+    (part,) = parts_of([stored])
+    ((_, tensor),) = part.read([stored.place.storage], Areas()).named()
     return tensor
 
 

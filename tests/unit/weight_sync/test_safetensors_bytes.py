@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from tests.logical_weights_fake import FakeWeights, bits, version
+from tests.loopback_updater import content_of, new_receiver
 from tests.tiers import examples
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.receivers.safetensors_bytes import MAX_HEADER_BYTES, SafetensorsSource
@@ -31,14 +32,13 @@ SENT = version(1)
 FILE = save(SENT)
 
 
-def received(content: bytes | SharedSegment, **options: Any) -> dict[str, torch.Tensor]:
-    source = SafetensorsSource(content if isinstance(content, SharedSegment) else bytearray(content), **options)
-    metas = source.announce(MANY)
-    tensors = {name: tensor.clone() for bucket in source.receive() for name, tensor in bucket}
-    assert {(meta.name, meta.dtype, meta.shape) for meta in metas} == {
-        (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
-    }
-    return tensors
+def source_of(content: bytes | SharedSegment, *, unlink: bool = False) -> SafetensorsSource:
+    held = content if isinstance(content, SharedSegment) else bytearray(content)
+    return SafetensorsSource(held, new_receiver(), unlink=unlink)
+
+
+def received(content: bytes | SharedSegment) -> dict[str, torch.Tensor]:
+    return content_of(source_of(content))
 
 
 def same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -61,9 +61,9 @@ def test_every_dtype_survives_safetensors() -> None:
 
 def test_content_is_not_copied_while_it_is_in_the_call() -> None:
     content = bytearray(FILE)
-    source = SafetensorsSource(content)
+    source = SafetensorsSource(content, new_receiver())
     source.announce(MANY)
-    tensors = [tensor for _, tensor in next(source.receive())]
+    tensors = [tensor for _, tensor in next(source.receive()).named()]
     before = [bits(tensor) for tensor in tensors]
     for position in range(len(content)):
         content[position] ^= 0xFF
@@ -74,7 +74,7 @@ def test_an_update_through_the_updater() -> None:
     weights = FakeWeights()
     updater = WeightUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine)
     updater.begin()
-    updater.receive(SafetensorsSource(bytearray(FILE)), "v1")
+    updater.receive(SafetensorsSource(bytearray(FILE), updater.receiver), "v1")
     updater.verify()
     updater.commit()
     assert weights.snapshot() == FakeWeights(1).snapshot()
@@ -148,9 +148,9 @@ def test_the_cap_on_the_header() -> None:
 
 def test_the_cap_on_the_content() -> None:
     total = sum(tensor.nbytes for tensor in SENT.values())
-    SafetensorsSource(bytearray(FILE)).announce(total)
+    source_of(FILE).announce(total)
     with pytest.raises(WeightRequestError, match=f"has {total} bytes of tensors; the limit is {total - 1}"):
-        SafetensorsSource(bytearray(FILE)).announce(total - 1)
+        source_of(FILE).announce(total - 1)
 
 
 edits = st.lists(
@@ -217,7 +217,7 @@ def test_a_segment_larger_than_its_file(shared: SharedMemory) -> None:
 
 @pytest.mark.parametrize("outcome", ["read", "refused", "dropped", "half read"])
 def test_a_segment_is_unlinked_if_asked(shared: SharedMemory, outcome: str) -> None:
-    source = SafetensorsSource(SharedSegment(shared.name, len(FILE)), unlink=True)
+    source = source_of(SharedSegment(shared.name, len(FILE)), unlink=True)
     if outcome == "refused":
         with pytest.raises(WeightRequestError):
             source.announce(1)
@@ -236,7 +236,7 @@ def test_a_segment_is_unlinked_if_asked(shared: SharedMemory, outcome: str) -> N
 
 
 def test_a_segment_that_ends_early(shared: SharedMemory) -> None:
-    source = SafetensorsSource(SharedSegment(shared.name, len(FILE)))
+    source = source_of(SharedSegment(shared.name, len(FILE)))
     source.announce(MANY)
     with open(f"/dev/shm/{shared.name}", "r+b") as file:
         file.truncate(len(FILE) - 1)
@@ -266,7 +266,7 @@ def _file(memory: SharedMemory) -> bool:
 
 
 def test_w15_what_holds_no_safetensors_file_is_not_unlinked(segment: SharedMemory) -> None:
-    source = SafetensorsSource(SharedSegment(segment.name, 4096), unlink=True)
+    source = source_of(SharedSegment(segment.name, 4096), unlink=True)
     with pytest.raises(WeightRequestError):
         source.announce(MANY)
     source.refuse("refused")
@@ -277,7 +277,7 @@ def test_w15_what_holds_no_safetensors_file_is_not_unlinked(segment: SharedMemor
 def test_w15_only_names_with_our_prefix_are_unlinked(segment: SharedMemory) -> None:
     content = save({"x": torch.ones(3)})
     segment.buf[: len(content)] = content
-    source = SafetensorsSource(SharedSegment(segment.name, len(content)), unlink=True)
+    source = source_of(SharedSegment(segment.name, len(content)), unlink=True)
     if segment.name.startswith("lockstep_"):
         source.announce(MANY)
         list(source.receive())

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_sync import stored_tensors
+from weight_sync.bucket_layout import PackedBucket
 from weight_sync.errors import WeightRequestError
+from weight_sync.held_memory import Areas
 from weight_sync.shared_segment import SharedSegment
 from weight_sync.stored_tensors import (
     InlineStorage,
@@ -20,8 +22,9 @@ from weight_sync.stored_tensors import (
     StoredTensor,
     contiguous_place,
     name_tensor,
+    parts_of,
     place_tensor,
-    read_in_parts,
+    storages_of,
 )
 
 NUM_BYTES = 400
@@ -40,9 +43,23 @@ class Counted:
     def nbytes(self) -> int:
         return self.inner.nbytes
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
+    @property
+    def has_views(self) -> bool:
+        return self.inner.has_views
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    def read(self, start: int, stop: int, room: torch.Tensor | None = None) -> torch.Tensor:
         self.reads.append((start, stop))
-        return self.inner.read(start, stop)
+        return self.inner.read(start, stop, room)
+
+
+def read_all(tensors: list[StoredTensor], storages: list[Storage] | None = None) -> list[PackedBucket]:
+    """Read all parts, into memory that is not used again."""
+    where = storages_of(tensors) if storages is None else storages
+    return [part.read(where, Areas()) for part in parts_of(tensors)]
 
 
 def inline(address: int) -> InlineStorage:
@@ -98,25 +115,57 @@ def test_parts_hold_what_each_tensor_is(data: st.DataObject, address: int) -> No
         expected = [(one.meta.name, bits(plainly_read(one, contents[id(one.place.storage)]))) for one in tensors]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stored_tensors, "PART_BYTES", PART_BYTES)
-            parts = [[(name, bits(tensor)) for name, tensor in part] for part in read_in_parts(tensors)]
+            patch.setattr(stored_tensors, "_JOINED_BYTES", data.draw(st.sampled_from([0, 16, PART_BYTES])))
+            parts = [[(name, bits(tensor)) for name, tensor in part.named()] for part in read_all(tensors)]
     finally:
         shared.close()
         shared.unlink()
     assert [entry for part in parts for entry in part] == expected
     most = max([PART_BYTES, *(stop - start for start, stop in (tensor.place.span for tensor in tensors))])
     reads = [read for storage in storages for read in storage.reads]
-    assert len(reads) == len(parts) <= len(tensors) and all(parts)
+    assert len(parts) <= len(reads) <= len(tensors) and all(parts)
     assert all(stop - start <= most for start, stop in reads)
 
 
-def test_tensors_side_by_side_are_read_together() -> None:
+def in_a_row(storage: Storage, count: int, size: int = 8) -> list[StoredTensor]:
+    """Return tensors of `size` bytes, one behind the other."""
+    places = [contiguous_place(storage, torch.uint8, (size,), size * number) for number in range(count)]
+    return [name_tensor(f"t{number}", place) for number, place in enumerate(places)]
+
+
+def test_tensors_side_by_side_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Counted(inline(0))
-    places = [contiguous_place(storage, torch.bfloat16, (4,), 8 * number) for number in range(12)]
-    tensors = [name_tensor(f"t{number}", place) for number, place in enumerate(places)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_tensors, "PART_BYTES", PART_BYTES)
-        assert [len(part) for part in read_in_parts(tensors)] == [8, 4]
+    monkeypatch.setattr(stored_tensors, "PART_BYTES", PART_BYTES)
+    assert [len(part.layout.metas) for part in read_all(in_a_row(storage, 12))] == [8, 4]
     assert storage.reads == [(0, 64), (64, 96)]
+
+
+def test_a_run_of_the_payload_is_not_copied() -> None:
+    storage = inline(0)
+    (bucket,) = read_all(in_a_row(storage, 12))
+    assert bucket.content.data_ptr() == storage.read(0, 1).data_ptr()
+
+
+def test_short_tensors_of_many_storages_share_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_tensors, "PART_BYTES", 4 * PART_BYTES)
+    tensors = [each for _ in range(10) for each in in_a_row(inline(1), 1)]
+    assert [len(part.layout.metas) for part in read_all(tensors)] == [4, 4, 2]
+
+
+def test_memory_is_used_from_bucket_to_bucket_unless_the_payload_holds_it() -> None:
+    memory = Areas()
+    tensors = [each for storage in (inline(0), inline(0)) for each in in_a_row(storage, 2)]
+    (part,) = parts_of(tensors)
+    first, second = (part.read(storages_of(tensors), memory) for _ in range(2))
+    assert first.content.data_ptr() == second.content.data_ptr()
+
+
+def test_a_storage_that_is_shorter_than_the_first_time_is_refused() -> None:
+    """The parts of a call are kept, and its storages are others each time."""
+    tensors = in_a_row(inline(0), 12)
+    assert read_all(tensors, [inline(0)])
+    with pytest.raises(WeightRequestError, match="reaches byte 96 of a storage of 95 bytes"):
+        read_all(tensors, [InlineStorage(inline(0).data[:95])])
 
 
 @pytest.mark.parametrize("start", [-1, NUM_BYTES + 1, 2**60, 1.0])

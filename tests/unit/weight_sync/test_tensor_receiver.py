@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, bits, version
+from tests.loopback_updater import content_of, new_receiver
 from tests.sglang_payloads import (
     BUCKET_MODULES,
     LOCAL_MODULES,
@@ -55,14 +56,12 @@ def shared_by_name() -> Iterator[None]:
     torch.multiprocessing.set_sharing_strategy(before)
 
 
+def source_of(payload: bytes, load_format: str | None = None, **ranks: int) -> TensorSource:
+    return TensorSource(bytearray(payload), load_format, new_receiver(), **ranks)
+
+
 def received(payload: bytes, load_format: str | None = None, **ranks: int) -> dict[str, torch.Tensor]:
-    source = TensorSource(bytearray(payload), load_format, **ranks)
-    metas = source.announce(MANY)
-    tensors = {name: tensor.clone() for bucket in source.receive() for name, tensor in bucket}
-    assert [(meta.name, meta.dtype, meta.shape) for meta in metas] == [
-        (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
-    ]
-    return tensors
+    return content_of(source_of(payload, load_format, **ranks))
 
 
 def same(tensors: dict[str, torch.Tensor], named: list[tuple[str, torch.Tensor]]) -> None:
@@ -166,10 +165,11 @@ def test_an_update_through_the_updater() -> None:
     weights = FakeWeights()
     updater = WeightUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine)
     updater.begin()
-    updater.receive(TensorSource(bytearray(forking_pickle(NAMED[:4])), None))
+    updater.receive(TensorSource(bytearray(forking_pickle(NAMED[:4])), None, updater.receiver))
     with classes_in(BUCKET_MODULES[0]):
         content = flattened(NAMED[4:])
-        updater.receive(TensorSource(bytearray(forking_pickle(content)), "flattened_bucket"), "v1")
+        payload = bytearray(forking_pickle(content))
+        updater.receive(TensorSource(payload, "flattened_bucket", updater.receiver), "v1")
     before = weights.snapshot()
     updater.verify()
     assert weights.snapshot() == before == FakeWeights().snapshot()
@@ -209,7 +209,7 @@ def test_cuda_handles_are_refused_without_a_device() -> None:
         return buffer.getvalue()
 
     for device in (0, str(uuid.uuid4())):
-        source = TensorSource(bytearray(pickled(device)), None)
+        source = source_of(pickled(device))
         assert source._parse()[0].meta.shape == (4,)
         assert "CUDA" in refusal(pickled(device))
     arguments[8] = 7  # four bfloat16 need eight bytes
@@ -280,10 +280,10 @@ def test_more_than_the_model_has_is_refused_before_it_is_read() -> None:
     assert place_tensor(InlineStorage(memoryview(b"")), torch.uint8, (0,), (1,), 0).numel == 0
     with pytest.raises(WeightRequestError, match="cannot open"):
         huge.check()
-    source = TensorSource(bytearray(forking_pickle([("a", torch.zeros(1).expand(2**20))])), None)
+    source = source_of(forking_pickle([("a", torch.zeros(1).expand(2**20))]))
     with pytest.raises(WeightRequestError, match=r"4194304 bytes of tensors; the limit is 4194303"):
         source.announce(4194303)
-    wide = TensorSource(bytearray(forking_pickle([("a", torch.zeros(1001)[::1000])])), None)
+    wide = source_of(forking_pickle([("a", torch.zeros(1001)[::1000])]))
     with pytest.raises(WeightRequestError, match=r"4004 bytes of tensors; the limit is 4000"):
         wide.announce(4000)
 
@@ -328,12 +328,12 @@ def test_memory_that_only_the_count_keeps(sender: TensorSender) -> None:
 
 def test_a_refused_payload_lets_go_of_its_memory(sender: TensorSender) -> None:
     payload = base64.b64decode(sender.payload("list", [EMBED, NORM], drop=True))
-    source = TensorSource(bytearray(payload), None)
+    source = source_of(payload)
     with pytest.raises(WeightRequestError, match=r"the limit is 10$"):
         source.announce(10)
     assert files_of(sender) == []
     # The bucket is announced, and then refused by the transaction: the source is dropped unread.
-    source = TensorSource(bytearray(base64.b64decode(sender.payload("list", [NORM], drop=True))), None)
+    source = source_of(base64.b64decode(sender.payload("list", [NORM], drop=True)))
     source.announce(MANY)
     assert len(files_of(sender)) == 1
     del source
@@ -351,12 +351,12 @@ def test_a_sender_that_died(sender: TensorSender) -> None:
 
 def test_memory_that_shrinks_is_an_error_and_no_signal(sender: TensorSender) -> None:
     payload = base64.b64decode(sender.payload("list", [EMBED]))
-    source = TensorSource(bytearray(payload), None)
+    source = source_of(payload)
     source.announce(MANY)
     os.truncate(files_of(sender)[0], 70)
     with pytest.raises(ContentError, match="ends at byte 70"):
         list(source.receive())
-    again = TensorSource(bytearray(payload), None)
+    again = source_of(payload)
     with pytest.raises(WeightRequestError, match="has 70 bytes"):
         again.announce(MANY)
 
