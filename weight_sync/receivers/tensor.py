@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,14 +77,10 @@ class TensorSource(StoredSource):
         return stored_call(tensors, self._known_calls), storages_of(tensors)
 
     def _read_flattened(self, front: Front) -> tuple[KnownCall, Sequence[Storage]]:
-        flattened: TensorPlace = front.value
-
         def read() -> KnownCall:
             return stored_call(split_flattened(self._reader.read_rest(*_KEYS, front)), self._known_calls)
 
-        place = (type(flattened.storage), flattened.dtype, flattened.shape, flattened.stride, flattened.start)
-        key = (FLATTENED, place, front.memo, hashlib.sha256(front.rest).digest())
-        return self._known_calls.get(key, read), [flattened.storage]
+        return self._known_calls.get(_key_of(front), read), [front.value.storage]
 
     def _parse(self) -> list[StoredTensor]:
         value = self._reader.read(memoryview(self._payload))
@@ -120,6 +116,13 @@ class TensorSource(StoredSource):
             )
         for segment in {segment.name: segment for segment in self._reader.segments}.values():
             segment.check()
+
+
+def _key_of(front: Front) -> Hashable:
+    """Return a key of all that the tensors of a flattened bucket depend on, but for their content."""
+    place: TensorPlace = front.value
+    where = (type(place.storage), place.dtype, place.shape, place.stride, place.start)
+    return FLATTENED, where, front.memo, hashlib.sha256(front.rest).digest()
 
 
 def split_flattened(value: Any) -> list[StoredTensor]:

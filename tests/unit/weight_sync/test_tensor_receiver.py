@@ -38,6 +38,7 @@ from tests.sglang_payloads import (
 from tests.tensor_sender import TensorSender
 from tests.tiers import examples
 from weight_sync.errors import ContentError, WeightRequestError
+from weight_sync.receivers.base import Receiver
 from weight_sync.receivers.tensor import TensorSource
 from weight_sync.shared_segment import SharedSegment, release_torch_shared_file, torch_shared_file
 from weight_sync.stored_tensors import InlineStorage, place_tensor
@@ -427,10 +428,24 @@ edits = st.lists(
 )
 
 
+@pytest.fixture(scope="module")
+def warm() -> Receiver:
+    """A receiver that knows all of `VALID`."""
+    receiver = new_receiver(100)
+    for data, load_format in VALID:
+        content_of(TensorSource(bytearray(data), load_format, receiver))
+    return receiver
+
+
 @settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(range(len(VALID))), edits)
-def test_damaged_payloads_load_or_are_refused(which: int, changes: list[tuple[str, float, bytes]]) -> None:
-    """Every edit of a valid payload either is refused or yields the tensors that it then describes."""
+def test_damaged_payloads_load_or_are_refused(
+    warm: Receiver, which: int, changes: list[tuple[str, float, bytes]]
+) -> None:
+    """Every edit of a valid payload either is refused or yields the tensors that it then describes.
+
+    So it does where payloads like it are known.
+    """
     data, load_format = VALID[which]
     payload = bytearray(data)
     for kind, place, content in changes:
@@ -446,8 +461,11 @@ def test_damaged_payloads_load_or_are_refused(which: int, changes: list[tuple[st
     try:
         tensors = received(bytes(payload), load_format)
     except WeightRequestError:
+        with pytest.raises(WeightRequestError):
+            content_of(TensorSource(payload, load_format, warm))
         return
     assert sum(tensor.nbytes for tensor in tensors.values()) < 1 << 20
+    same(content_of(TensorSource(payload, load_format, warm)), list(tensors.items()))
 
 
 @pytest.mark.parametrize("which", range(len(VALID)))
