@@ -7,6 +7,7 @@ array of numbers, whatever its length.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -39,19 +40,18 @@ class TensorNumbers:
 class WeightLedger:
     """Arrivals of one load or one refresh.
 
-    `coverage="full"`: all of `expected` must come.  `"partial"`: what came is the subset, and may be empty.
-    `numbers`: of the tensors that may be expected; by default `expected` itself.
+    `tensors`: those that may come, by number or name.  `expected`: the ones that are announced; None: all of them.
+    `coverage="full"`: all of these must come.  `"partial"`: what came is the subset, and may be empty.
     """
 
     def __init__(
-        self, expected: Iterable[str], coverage: Coverage = "full", numbers: TensorNumbers | None = None
+        self, tensors: TensorNumbers | Iterable[str], coverage: Coverage = "full", expected: Numbers | None = None
     ) -> None:
         self.coverage = coverage
-        self.numbers = TensorNumbers(expected) if numbers is None else numbers
-        self._is_expected = np.ones(len(self.numbers), dtype=np.bool_)
-        if numbers is not None and expected is not numbers.names:
-            self._is_expected[:] = False
-            self._is_expected[[numbers.number_of[name] for name in expected]] = True
+        self.numbers = tensors if isinstance(tensors, TensorNumbers) else TensorNumbers(tensors)
+        self._is_expected = np.full(len(self.numbers), expected is None, dtype=np.bool_)
+        if expected is not None:
+            self._is_expected[expected] = True
         self._came = np.zeros(len(self.numbers), dtype=np.bool_)
         self._arrivals: list[Numbers] = []
         self._planned: list[tuple[Numbers, Sequence[str]]] = []
@@ -66,7 +66,7 @@ class WeightLedger:
     @property
     def received(self) -> list[str]:
         """Logical names in order of first arrival."""
-        return [self.numbers.names[number] for number in self._in_order()]
+        return list(map(self.numbers.names.__getitem__, self._in_order()))
 
     @property
     def num_expected(self) -> int:
@@ -85,8 +85,7 @@ class WeightLedger:
 
     def first_received(self, count: int) -> list[str]:
         """Return the first names of `received`."""
-        names = self.numbers.names
-        return [names[number] for number, _ in zip(self._in_order(), range(count))]
+        return [self.numbers.names[number] for number in itertools.islice(self._in_order(), count)]
 
     def first_missing(self, count: int) -> list[str]:
         """Return the first names of `missing`."""
@@ -136,11 +135,10 @@ class WeightLedger:
         self._planned.append((numbers, wire_names))
         self._note(numbers)
 
-    def settle(self) -> list[str]:
-        """Return the logical names that make up this version.  Raises `CoverageError` when something is missing."""
+    def settle(self) -> None:
+        """Raise `CoverageError` if something is missing."""
         if self.coverage == "full" and self.num_missing:
             raise CoverageError(f"{self.num_missing} of {self.num_expected} tensors missing: {listed(self.missing)}")
-        return self.received
 
     def _note(self, numbers: Numbers) -> None:
         self._came[numbers] = True
@@ -148,8 +146,7 @@ class WeightLedger:
         self.num_received += len(numbers)
 
     def _in_order(self) -> Iterator[int]:
-        for numbers in self._arrivals:
-            yield from numbers.tolist()
+        return itertools.chain.from_iterable(numbers.tolist() for numbers in self._arrivals)
 
     def _names_of(self, number: int) -> set[str]:
         """Return the names under which a tensor came."""

@@ -134,14 +134,14 @@ def _contradicting(name: str) -> WeightRequestError:
 
 @dataclass(frozen=True, eq=False)
 class ManifestPlan:
-    """The relation of a manifest to the model.  `announced`: the names of the logical tensors in its tensors.
+    """The relation of a manifest to the model.  `announced`: the numbers of the logical tensors in its tensors.
 
     `names` [N] of its tensors.  `targets` [N]: the number of the logical tensor that an F is of; negative where it is
     of none.  `scales`: the names of scales, by place in the manifest.
     """
 
     names: Sequence[str]
-    announced: Sequence[str]
+    announced: Numbers
     targets: Numbers
     scales: dict[int, str]
 
@@ -152,7 +152,9 @@ class ManifestPlan:
     def require_all(self, table: TensorTable) -> None:
         """Raise `CoverageError` unless all tensors of the model are announced."""
         if len(self.announced) < len(table):
-            absent = sorted(table.number_of.keys() - self.announced)
+            absent = sorted(
+                table.names[number] for number in set(range(len(table))).difference(self.announced.tolist())
+            )
             raise CoverageError(f"the manifest lacks {len(absent)} tensors: {listed(absent)}")
 
     def note(self, manifest: Manifest, stated: Stated) -> None:
@@ -180,7 +182,7 @@ def plan_manifest(weights: LogicalWeights, table: TensorTable, manifest: Manifes
     metas = manifest.metas()
     values = whole_metas(weights, metas)
     split = split_wire(weights, values, cast)
-    ledger = WeightLedger(table.names)
+    ledger = WeightLedger(table)
     refusals = ledger.refusals((meta.name, piece.name) for meta, pieces in zip(values, split) for piece in pieces)
     if refusals:
         raise CoverageError(f"manifest: {listed(refusals)}")
@@ -197,8 +199,8 @@ def plan_manifest(weights: LogicalWeights, table: TensorTable, manifest: Manifes
             scales[place] = pieces[0].name + SCALE_SUFFIX
         else:
             targets[place] = table.number_of[pieces[0].name]
-    announced = dict.fromkeys(piece.name for pieces in split for piece in pieces)
-    return ManifestPlan([meta.name for meta in metas], tuple(announced), targets, scales)
+    announced = {table.number_of[piece.name] for pieces in split for piece in pieces}
+    return ManifestPlan([meta.name for meta in metas], np.array(sorted(announced), dtype=np.int64), targets, scales)
 
 
 def parse_manifest(entries: Iterable[tuple[str, str, Sequence[int], str | None]]) -> Entries:

@@ -36,7 +36,7 @@ from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.intake import Intake
-from weight_sync.ledger import Coverage, WeightLedger
+from weight_sync.ledger import Coverage, Numbers, WeightLedger
 from weight_sync.loading import ProvenPart, load_part, store
 from weight_sync.manifest import Entries, Manifest, Stated
 from weight_sync.plan import BucketPlan, Homes
@@ -100,17 +100,17 @@ class WeightTransaction:
         self._staging = ShadowStaging(weights) if staging is None else staging
         table = self._planner.table
         stated = Stated(table)
-        expected: Sequence[str] = table.names
+        expected: Numbers | None = None
         if manifest is not None:
             manifest = manifest if isinstance(manifest, Manifest) else Manifest.of(manifest)
             plan = self._planner.manifest(weights, manifest, cast)
             if coverage == "full":
                 plan.require_all(table)
-            if not plan.announced:
+            if not len(plan.announced):
                 raise CoverageError("the manifest is empty")
             plan.note(manifest, stated)
             expected, coverage = plan.announced, "full"
-        self._ledger = WeightLedger(expected, coverage, table)
+        self._ledger = WeightLedger(table, coverage, expected)
         self._intake = Intake(weights, table, stated, quantised)
         self._plans: dict[BucketLayout, BucketPlan] = {}
 
