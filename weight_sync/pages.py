@@ -20,11 +20,12 @@ import ctypes
 import functools
 import itertools
 import mmap
+import operator
 import os
+import re
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,6 +38,9 @@ _MOVE_AND_KEEP = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 _PROT_NONE = 0
 _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
+_MOVABLE = re.compile(rb"^(\w+)-(\w+) rw-p \w+ \S+ 0 *(?:\[anon.*)?$", re.MULTILINE)
+"""A line of /proc/self/maps (start-end rw-p offset device inode name) of private anonymous memory."""
+_STOP = operator.attrgetter("stop")
 
 
 def new_area(num_bytes: int, at: int = 0) -> torch.Tensor:
@@ -99,15 +103,6 @@ class PageTrader:
         self._free()
 
 
-@dataclass(frozen=True)
-class _Mapping:
-    """Addresses from `start` to `end`; `movable`: private anonymous memory."""
-
-    start: int
-    end: int
-    movable: bool
-
-
 def tradable_spans(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[list[range]]:
     """Return what can be traded of each pair of equally long byte tensors: ranges of offsets, ascending.
 
@@ -116,12 +111,12 @@ def tradable_spans(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[l
     """
     if not pairs or not _can_trade():
         return [[] for _ in pairs]
-    mappings = _mappings()
+    mappings = _movable_mappings()
     return [_spans_of(live, shadow, mappings) for live, shadow in pairs]
 
 
-def _spans_of(live: torch.Tensor, shadow: torch.Tensor, mappings: Sequence[_Mapping]) -> list[range]:
-    if not live.is_cpu or not shadow.is_cpu or live.numel() < _MIN_TRADE_BYTES or live.data_ptr() % 8:
+def _spans_of(live: torch.Tensor, shadow: torch.Tensor, mappings: Sequence[range]) -> list[range]:
+    if live.numel() < _MIN_TRADE_BYTES or not live.is_cpu or not shadow.is_cpu or live.data_ptr() % 8:
         return []
     if (live.data_ptr() - shadow.data_ptr()) % mmap.PAGESIZE:
         return []
@@ -134,31 +129,26 @@ def _spans_of(live: torch.Tensor, shadow: torch.Tensor, mappings: Sequence[_Mapp
     return spans
 
 
-def _movable_pages(tensor: torch.Tensor, mappings: Sequence[_Mapping]) -> list[range]:
+def _movable_pages(tensor: torch.Tensor, mappings: Sequence[range]) -> list[range]:
     """Return the offsets of whole pages inside `tensor`, a range for each mapping: a move cannot cross from one to the
     next.
     """
     address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel()
     found = []
-    after = bisect.bisect_right(mappings, address, key=lambda mapping: mapping.end)
+    after = bisect.bisect_right(mappings, address, key=_STOP)
     for mapping in itertools.islice(mappings, after, None):
         if mapping.start >= end:
             break
-        first, last = max(_page_ceil(address), mapping.start), min(_page_floor(end), mapping.end)
-        if mapping.movable and first < last:
+        first, last = max(_page_ceil(address), mapping.start), min(_page_floor(end), mapping.stop)
+        if first < last:
             found.append(range(first - address, last - address))
     return found
 
 
-def _mappings() -> list[_Mapping]:
-    """Return this process's mappings, ascending.  A line of the file: `start-end rw-p offset device inode name`."""
-    mappings = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        words = line.split(maxsplit=5)
-        start, end = (int(edge, 16) for edge in words[0].split("-"))
-        anonymous = words[4] == "0" and (len(words) == 5 or words[5].startswith("[anon"))
-        mappings.append(_Mapping(start, end, words[1] == "rw-p" and anonymous))
-    return mappings
+def _movable_mappings() -> list[range]:
+    """Return the addresses of this process's mappings of private anonymous memory, ascending."""
+    found = _MOVABLE.findall(Path("/proc/self/maps").read_bytes())
+    return [range(int(start, 16), int(end, 16)) for start, end in found]
 
 
 def _can_trade() -> bool:

@@ -26,7 +26,7 @@ memory for each byte of weights (two read, one written), that of `host` one over
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -65,8 +65,12 @@ class ShadowStaging:
         self._plans: list[BucketPlan] = []  # whose tensors were written
         self._prepared = False
         self._trader: PageTrader | None = None
+        # Live memory and its shadow, part by part: what the commit will trade and exchange, and what it has.
+        self._to_trade: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._to_exchange: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._traded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._old_sums: list[int] = []  # of the words of the live parts to exchange, before the commit
 
     @property
     def dirty(self) -> bool:
@@ -112,26 +116,26 @@ class ShadowStaging:
         spans = tradable_spans([(shadow.live, shadow.staged) for shadow in shadows])
         for shadow, tradable in zip(shadows, spans, strict=True):
             shadow.divide(tradable)
-            shadow.old_sum = shadow.live_sum()
-            for live, staged in () if shadow.is_folded else shadow.parts():
+            self._to_trade += shadow.traded()
+            self._to_exchange += (parts := list(shadow.parts()))
+            for live, staged in () if shadow.is_folded else parts:
                 self._queue.put(functools.partial(staged.bitwise_xor_, live))
+        self._old_sums = self._live_sums()
         self._queue.fence()
-        longest = max((len(span) for tradable in spans for span in tradable), default=0)
-        if longest:
-            self._trader = PageTrader(longest)
+        if self._to_trade:
+            self._trader = PageTrader(max(live.numel() for live, _ in self._to_trade))
         self._prepared = True
 
     def commit(self) -> None:
         assert self._prepared
         self._queue.fence_device()  # steps in flight read the old content
-        for shadow in self._shadows.values():
-            for live, staged in shadow.traded():
-                assert self._trader is not None
-                self._trader.trade(live, staged)
-                self._traded.append((live, staged))
-            for live, staged in shadow.parts():
-                self._queue.put(functools.partial(self.exchange, live, staged))
-                self._exchanged.append((live, staged))
+        for live, staged in self._to_trade:
+            assert self._trader is not None
+            self._trader.trade(live, staged)
+            self._traded.append((live, staged))
+        for live, staged in self._to_exchange:
+            self._queue.put(functools.partial(self.exchange, live, staged))
+            self._exchanged.append((live, staged))
         self._queue.fence()
 
     @staticmethod
@@ -149,7 +153,7 @@ class ShadowStaging:
             self._traded.pop()
         if self._trader is not None and self._trader.lost is not None:
             raise StagingError(self._trader.lost)
-        if self._prepared and any(shadow.live_sum() != shadow.old_sum for shadow in self._shadows.values()):
+        if self._prepared and self._live_sums() != self._old_sums:
             raise StagingError("the checksum of the restored weights differs from the checksum before the update")
         self.close()
 
@@ -158,8 +162,8 @@ class ShadowStaging:
             self._memory.close()
         self._shadows.clear()
         self._memory.end()
-        self._exchanged.clear()
-        self._traded.clear()
+        for pairs in (self._to_trade, self._to_exchange, self._traded, self._exchanged):
+            pairs.clear()
         self._written.clear()
         self._plans.clear()
         self._prepared = False
@@ -200,14 +204,25 @@ class ShadowStaging:
 
     def _fill(self, keys: set[int]) -> None:
         """Copy the rest of these storages' content into their shadows."""
-        written = self._written.union(*(plan.names for plan in self._plans))
-        for name in self._weights.metas().keys() - written if keys else ():
+        for name in self._missing() if keys else ():
             for place in self._homes.places(name):
                 if address_of(place.storage) in keys:
                     target = self._place_in_shadow(place)
                     is_folded = self._folds_early(place.storage)
                     rest = torch.zeros_like(target.read()) if is_folded else place.read()
                     self._queue.put(functools.partial(target.restore, rest))
+
+    def _missing(self) -> Collection[str]:
+        """Return the names of the tensors that were not written."""
+        names = self._weights.metas().keys()
+        if not self._written and sum(len(plan.names) for plan in self._plans) == len(names):
+            return ()  # no two plans have the same tensor
+        return names - self._written.union(*(plan.names for plan in self._plans))
+
+    def _live_sums(self) -> list[int]:
+        """Return the sum of the live words of each part to exchange; read from the device once."""
+        sums = [live.sum() for live, _ in self._to_exchange]
+        return torch.stack(sums).tolist() if sums else []
 
 
 class _Shadow:
@@ -218,8 +233,6 @@ class _Shadow:
         self.live, self.staged = live, staged
         self.is_copy = copy
         self.is_folded = folded
-        self.old_sum = 0
-        """The sum of the live words that are not traded, before the commit."""
         self._tradable: list[range] = []
         if copy and folded:
             self.staged.zero_()
@@ -229,11 +242,6 @@ class _Shadow:
     def divide(self, tradable: list[range]) -> None:
         """Set which offsets will be traded, ascending; `parts` are the rest."""
         self._tradable = tradable
-
-    def live_sum(self) -> int:
-        """Return the sum of the live words outside the traded spans; read from the device once."""
-        sums = [live.sum() for live, _ in self.parts()]
-        return int(torch.stack(sums).sum()) if sums else 0
 
     def new_content(self) -> torch.Tensor:
         """Return a copy of what the storage will hold, uint8, once the rest is folded in `prepare`."""
