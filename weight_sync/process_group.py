@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from weight_sync import nccl_group
-from weight_sync.errors import TransportError, UnknownGroupError, WeightRequestError
+from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.waiting import Patience, in_thread
 
 _NOT_EPHEMERAL = range(20_000, 32_000)  # Linux gives the local ends of connections ports from 32768 on
@@ -255,64 +255,6 @@ def leave_late(joining: Future[GroupHandle]) -> None:
     """
     if joining.exception() is None:
         joining.result().destroy()
-
-
-class WeightUpdateGroups:
-    """`device`: where the weights live; decides the backend.  `timeout_s`: deadline of a rendezvous.
-
-    `patience`: of all waits in the groups and for them.
-    """
-
-    def __init__(self, device: torch.device, timeout_s: float, patience: Patience) -> None:
-        self._device = device
-        self._timeout_s = timeout_s
-        self._patience = patience
-        self._groups: dict[str, GroupHandle] = {}
-
-    def init(
-        self,
-        master_address: str,
-        master_port: int,
-        rank: int,
-        world_size: int,
-        group_name: str,
-        backend: str | None = None,
-    ) -> None:
-        """Join a group, blocking until all members have.  A group of this name is destroyed first.
-
-        Raises `WeightRequestError`, `TransportError`.
-        """
-        if rank < 1:
-            raise WeightRequestError(f"rank 0 of a weight update group is the trainer; got rank {rank} for an engine")
-        resolved = resolve_backend(backend, self._device)
-        if group_name in self._groups:
-            self.destroy(group_name)
-        try:
-            self._groups[group_name] = init_process_group(
-                master_address, master_port, rank, world_size, group_name, resolved, self._timeout_s, self._patience
-            )
-        except TransportError as error:
-            if backend in (None, resolved):
-                raise
-            hint = f"this engine's weights are on a {self._device.type}, so it joined over {resolved}, not {backend}"
-            raise TransportError(f"{error}; {hint}: the trainer's group must use {resolved}, too") from error
-
-    def get(self, group_name: str) -> GroupHandle:
-        """Return the joined group of this name.  Raises `UnknownGroupError`."""
-        if group_name not in self._groups:
-            known = ", ".join(sorted(self._groups)) or "none"
-            raise UnknownGroupError(f"weight update group {group_name!r} does not exist; joined groups: {known}")
-        return self._groups[group_name]
-
-    def destroy(self, group_name: str) -> None:
-        """Leave a group.  Raises `UnknownGroupError`."""
-        self.get(group_name)
-        self._groups.pop(group_name).destroy()
-
-    def close(self) -> None:
-        """Leave all groups."""
-        for name in list(self._groups):
-            self.destroy(name)
 
 
 def _join(group: GroupHandle, master_address: str, master_port: int) -> GroupHandle:

@@ -260,7 +260,7 @@ def test_a_group_that_is_joined_in_a_pause_keeps_it(
     """A trainer may wait long for the last member."""
     engine = start(pause_timeout=LEASE_S)
     engine.ok(PauseGenerationReqInput, mode="in_place")
-    monkeypatch.setattr("weight_sync.process_group.WeightUpdateGroups.init", lambda *_, **__: None)
+    monkeypatch.setattr("weight_sync.update_groups.WeightUpdateGroups.init", lambda *_, **__: None)
     engine.pass_time(LEASE_S * 0.9)
     engine.ok(InitWeightsUpdateGroupReqInput, master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2)
     engine.pass_time(LEASE_S * 0.9)

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from tests.nccl_weight_group_stand_in import NcclGroupStandIn
 from weight_sync import nccl_group, process_group
 from weight_sync.errors import TransportError, WeightRequestError
-from weight_sync.process_group import GroupHandle, WeightUpdateGroups, free_port, resolve_backend
+from weight_sync.process_group import GroupHandle, free_port, resolve_backend
 from weight_sync.receivers import distributed
 from weight_sync.receivers.distributed import announced, layouts_of, receive_distributed
 from weight_sync.tensor_meta import TensorMeta
+from weight_sync.update_groups import WeightUpdateGroups
 from weight_sync.waiting import Patience, in_thread
 
 DEADLINE_S = 0.3

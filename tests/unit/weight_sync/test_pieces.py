@@ -19,11 +19,12 @@ from weight_sync.bucket import cut_packed, cut_pieces, pack
 from weight_sync.bucket_layout import KnownCalls
 from weight_sync.errors import ContentError, TransactionStateError, TransportError, WeightRequestError
 from weight_sync.held_memory import Areas
-from weight_sync.process_group import GroupHandle, WeightUpdateGroups
+from weight_sync.process_group import GroupHandle
 from weight_sync.receivers import distributed
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.receivers.distributed import PACKED, PIECES, DistributedSource
 from weight_sync.tensor_meta import TensorMeta, dtype_name
+from weight_sync.update_groups import WeightUpdateGroups
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import Patience
 
