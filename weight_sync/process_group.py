@@ -70,6 +70,8 @@ class GroupHandle:
     broken: bool = False
     patience: Patience = field(default_factory=Patience, repr=False)
     watch: Future[None] | None = field(default=None, repr=False)
+    listener: dist.Store | None = field(default=None, repr=False)
+    """On rank 0 the store in which the members meet: without it a rendezvous that is under way fails on all of them."""
     _works: list[dist.Work] = field(default_factory=list, repr=False)  # not known to be over
     _is_connected: bool = field(default=False, repr=False)  # over NCCL, by a first collective
 
@@ -126,6 +128,7 @@ class GroupHandle:
 
     def destroy(self) -> None:
         """Leave the group.  This ends the wait of a peer in it at once; a peer that has left is no error."""
+        self.listener = None
         process_group, self.process_group = self.process_group, None
         if process_group is None:
             return
@@ -228,11 +231,18 @@ def init_process_group(
     """Join, blocking until all `world_size` members have come.  Rank 0 listens at the master address.
 
     Raises `WeightRequestError` for arguments that cannot work, or a name that this process already uses;
-    `TransportError` when the others do not come within about `timeout_s` seconds, or `patience` ends before.
+    `TransportError` when the others do not come within about `timeout_s` seconds, or `patience` ends before.  When rank
+    0 gives up, the others fail at once.
     """
     group = GroupHandle(group_name, rank, world_size, backend, timeout_s, None, patience=patience or Patience())
     _check_arguments(group, master_port)
     where = f"cannot join group {group_name!r} at {master_address}:{master_port} as rank {rank} of {world_size}"
+    if rank == 0:
+        try:
+            # The group alone holds it, not the thread that joins, which may hang.  It listens on all addresses.
+            group.listener = dist.TCPStore("127.0.0.1", master_port, world_size, True, wait_for_workers=False)
+        except RuntimeError as error:
+            raise TransportError(f"{where}: {_first_line(error)}") from error
     # torch's store client waits for ever for a peer that accepts the connection and sends nothing.
     joining = in_thread(_join, group, master_address, master_port)
     try:
@@ -241,6 +251,7 @@ def init_process_group(
         ):
             raise TransportError(f"the process that listens there did not answer within {timeout_s:g} s")
     except (RuntimeError, OSError, TransportError) as error:
+        group.listener = None
         joining.add_done_callback(leave_late)
         raise TransportError(f"{where}: {_first_line(error)}") from error
     if backend == "gloo" and rank != 0:
@@ -259,12 +270,8 @@ def leave_late(joining: Future[GroupHandle]) -> None:
 
 def _join(group: GroupHandle, master_address: str, master_port: int) -> GroupHandle:
     deadline = time.monotonic() + group.timeout_s
-    is_master = group.rank == 0
-    if not is_master:
-        _wait_for_listener(master_address, master_port, deadline)
-    store = dist.TCPStore(
-        master_address, master_port, group.world_size, is_master, timeout=_remaining(deadline), multi_tenant=True
-    )
+    _wait_for_listener(master_address, master_port, deadline)
+    store = dist.TCPStore(master_address, master_port, group.world_size, False, timeout=_remaining(deadline))
     # `backend_options`/`pg_options` differ between torch releases; what is passed here is common to all of them.
     with nccl_group.errors_are_ours() if group.backend == "nccl" else nullcontext():
         process_group, _ = distributed_c10d._new_process_group_helper(
