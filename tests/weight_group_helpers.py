@@ -26,6 +26,23 @@ seeds = itertools.count(1)
 names = (f"group{i}" for i in itertools.count())
 
 
+class Meddling:
+    """Passes control calls on; `before(verb, arguments)` may change them, raise, or act."""
+
+    def __init__(self, engine: Engine, before: Callable[[str, dict[str, Any]], None]) -> None:
+        self._engine, self._before = engine, before
+        self.calls: list[str] = []
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def call(**arguments: Any) -> Any:
+            phase = arguments.get("phase")
+            self.calls.append(f"{verb}:{phase}" if phase else verb)
+            self._before(self.calls[-1], arguments)
+            return getattr(self._engine, verb)(**arguments)
+
+        return call
+
+
 def content_of(seed: int) -> list[str]:
     return [block.hex() for block in FakeWeights(seed).snapshot()]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import TransportError, WeightSyncError
 
 Phase = Literal["verify", "commit"]
 
@@ -90,6 +90,14 @@ def was_refused(error: BaseException) -> bool:
 def was_not_found(error: BaseException) -> bool:
     """Return whether the engine has answered that it does not have what the call names, such as a group."""
     return _status(error) == 404
+
+
+def to_blame(failures: Mapping[str, BaseException]) -> dict[str, BaseException]:
+    """Return the failures that can have caused the others, of engines that share a group.
+
+    The group of an engine that refuses or breaks off fails for all: they answer with a `TransportError`.
+    """
+    return {name: error for name, error in failures.items() if _status(error) != TransportError.status_code}
 
 
 def _status(error: BaseException) -> int | None:

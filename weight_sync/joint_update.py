@@ -23,7 +23,7 @@ from weight_sync.timing import Parts
 
 OnEngineFailure = Literal["abort_all", "leave_out"]
 
-_ABORT_S = 10.0
+ABORT_S = 10.0
 """At most, for engines to answer an abort: one that hangs has cost a whole deadline by then."""
 _ASK_S = 5.0
 """For engines in doubt to drop what they have not committed, and again to report the outcome."""
@@ -128,7 +128,7 @@ class JointUpdate:
         """Drop the transaction wherever it is open; what cannot be dropped is noted on `cause`."""
         self._is_entered = False
         calls = self._call("abort_weight_update", self._open)
-        for name, error in self._failed("abort_weight_update", calls, _ABORT_S).items():
+        for name, error in self._failed("abort_weight_update", calls, ABORT_S).items():
             if cause is not None and not was_refused(error):
                 cause.add_note(f"engine {name}: aborting the weight update failed as well: {_described(error)}")
         self._open.clear()
@@ -188,9 +188,13 @@ class JointUpdate:
             self.engines[name].seconds = time.perf_counter() - self._start
         committed = [name for name, report in self.engines.items() if report.committed]
         unknown = [name for name, report in self.engines.items() if report.unknown]
-        if self._policy == "abort_all" or not self._active:
+        if self._ends_all():
             first = next(iter(failed.values()))
             raise EngineError(self._failures, committed, unknown, self._update_id) from first
+
+    def _ends_all(self) -> bool:
+        """Return whether a failure ends the refresh on all engines."""
+        return self._policy == "abort_all" or not self._active
 
     def _abort_if_begun(self, name: str, call: Future[Any]) -> None:
         """Abort on this engine, should it be open after all."""

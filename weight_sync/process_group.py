@@ -102,6 +102,11 @@ class GroupHandle:
         self._works.append(work)
         return work
 
+    def end_connecting(self, reason: str) -> None:
+        """Cancel the wait of a first broadcast over NCCL for members of which one will not come.  On any thread."""
+        if self.backend == "nccl" and not self._is_connected:
+            self.patience.give_up(reason)
+
     def finish(self, work: dist.Work, deadline: float) -> None:
         """Wait for a collective until `deadline` (`time.monotonic()`).  Raises `TransportError`: the group is broken.
 

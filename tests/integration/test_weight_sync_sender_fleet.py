@@ -14,7 +14,7 @@ import torch
 from tests.logical_weights_fake import version
 from tests.ports import free_ports_in_a_row
 from tests.weight_engine_process import Engine
-from tests.weight_group_helpers import TIMEOUT_S, content_of, names, seeds
+from tests.weight_group_helpers import TIMEOUT_S, Meddling, content_of, names, seeds
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.sender import EngineError, WeightSender
 from weight_sync.sender.gather import Gatherer
@@ -26,23 +26,6 @@ pytestmark = pytest.mark.full
 
 POLICIES = ("abort_all", "leave_out")
 OLD = 0  # the seed that engines start with
-
-
-class Meddling:
-    """Passes control calls on; `before(verb, arguments)` may change them, raise, or act."""
-
-    def __init__(self, engine: Engine, before: Callable[[str, dict[str, Any]], None]) -> None:
-        self._engine, self._before = engine, before
-        self.calls: list[str] = []
-
-    def __getattr__(self, verb: str) -> Callable[..., Any]:
-        def call(**arguments: Any) -> Any:
-            phase = arguments.get("phase")
-            self.calls.append(f"{verb}:{phase}" if phase else verb)
-            self._before(self.calls[-1], arguments)
-            return getattr(self._engine, verb)(**arguments)
-
-        return call
 
 
 @contextmanager
@@ -426,18 +409,19 @@ def test_two_buckets_on_their_way_to_an_engine_that_hangs_cost_one_deadline() ->
     timeout_s = 1.0
     with two_engines() as engines:
         sender = with_deadline(sender_for({"b": engines["b"]}), timeout_s)
-        link = sender._links["b"]
+        group = sender._links["b"].require_group()
         engines["b"].freeze()
         content = torch.zeros(4 << 20, dtype=torch.uint8)
         bucket = Bucket(TensorLists.of([TensorMeta("x", torch.uint8, (content.numel(),))]), [content])
-        older, newer = link.start(bucket, None, "u"), link.start(bucket, None, "u")
+        older, newer = group.start(bucket, None, "u"), group.start(bucket, None, "u")
         start = time.monotonic()
         while not older.poll():
             time.sleep(0.01)
         ended = time.monotonic()
         assert ended - start < timeout_s + 15
         assert newer.poll() and time.monotonic() - ended < 0.5
-        assert isinstance(older.failure, TransportError) and "earlier bucket" in str(newer.failure)
+        assert older.failures is not None and isinstance(older.failures["b"], TransportError)
+        assert "earlier bucket" in str(newer.failures)
 
 
 def test_ports_and_names_are_one_each(engines: dict[str, Engine]) -> None:
@@ -459,7 +443,7 @@ def test_a_replacement_joins_a_running_sender() -> None:
     with two_engines() as engines:
         sender = sender_for(dict(engines), on_engine_failure="leave_out")
         sender.refresh(version(next(seeds)), bucket_bytes=40)
-        group = sender._links["a"]._group
+        group = sender._links["a"].group
         engines["b"].kill()
         assert sender.refresh(version(next(seeds)), bucket_bytes=40).left_out == ["b"]
         sender.remove_engine("b")
@@ -467,7 +451,7 @@ def test_a_replacement_joins_a_running_sender() -> None:
         sender.add_engine("c", engines["c"])
         assert sender.connected == ["a"]
         sender.connect(group_name=next(names))
-        assert sender.connected == ["a", "c"] and sender._links["a"]._group is group
+        assert sender.connected == ["a", "c"] and sender._links["a"].group is group
         seed = next(seeds)
         assert sender.refresh(version(seed), bucket_bytes=40).left_out == []
         assert {name: engines[name].call("content") for name in "ac"} == dict.fromkeys("ac", content_of(seed))

@@ -262,7 +262,7 @@ def test_sender_is_told_at_once_when_the_engine_refuses_before_receiving(engine:
 
 
 def test_closing_accepts_an_engine_that_has_left_the_group(engine: Engine, sender: WeightSender) -> None:
-    engine.destroy_weights_update_group(group_name=sender._links["engine"]._group.name)  # type: ignore[union-attr]
+    engine.destroy_weights_update_group(group_name=sender._links["engine"].require_group().handle.name)
     sender.close()
     assert not sender.connected
 

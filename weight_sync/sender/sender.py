@@ -18,14 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from weight_sync.engine_control import EngineControl, EngineError
 from weight_sync.errors import TransactionStateError, WeightRequestError
-from weight_sync.joint_update import EngineReport, OnEngineFailure
+from weight_sync.joint_update import OnEngineFailure
 from weight_sync.process_group import resolve_backend
 from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.group import MeetingPlace
 from weight_sync.sender.layout import SharedBucket, WholeBucket
 from weight_sync.sender.link import Bucket, EngineLink
-from weight_sync.sender.lists import Manifest
 from weight_sync.sender.plan import TensorSource
 from weight_sync.sender.ranks import TrainerRanks, device_of_group
+from weight_sync.sender.refresh import Refresh
 from weight_sync.sender.refresh_plan import KeptPlans, RefreshPlan, Settings
 from weight_sync.sender.report import RefreshReport
 from weight_sync.sender.source import Source
@@ -66,13 +67,14 @@ class WeightSender:
         self._device = torch.device("cpu")
         self._areas: list[torch.Tensor] = []
         self._plans = KeptPlans()
+        self._place: MeetingPlace | None = None  # of the last `connect`
         self._sending = threading.RLock()  # held by a refresh and by `connect`
         self._closing = threading.Event()
 
     @property
     def connected(self) -> list[str]:
-        """Names of the engines that share a group with this process."""
-        return [name for name, link in self._links.items() if link.is_connected]
+        """Names of the engines that the next refresh reaches: they are in a group with this process or join one then."""
+        return [name for name, link in self._links.items() if link.group is not None or link.rejoins]
 
     def add_engine(self, name: str, control: EngineControl) -> None:
         """Have one more engine take part, such as the replacement of one that died; `connect` joins it.
@@ -90,7 +92,8 @@ class WeightSender:
         """
         if name not in self._links:
             raise WeightRequestError(f"there is no engine {name!r}")
-        self._links.pop(name).leave_failed()
+        if (group := self._links.pop(name).group) is not None:
+            group.leave_failed()
 
     def connect(
         self,
@@ -101,37 +104,37 @@ class WeightSender:
         group_name: str = "weight_update_group",
         backend: str | None = None,
         device: torch.device | str = "cpu",
+        shared: bool = False,
     ) -> None:
         """Join a group with each engine that is not connected: this process is rank 0, the engine's ranks follow.
 
-        Call it again for engines that were lost.  `master_address`: where engines reach this process.  `master_port`:
-        of the first engine, the following ones take the ports after it; None: free ones.  Each engine states how many
-        ranks it has; one with another number than `engine_world_size`, if that is given, is refused.  `group_name`: of
-        the only engine; of several, each adds `-` and its own name.  `device`: where the tensors to send live; decides
-        the backend where None is given.
+        Call it again for engines that were lost.  All are asked at once.  `master_address`: where engines reach this
+        process.  `master_port`: of the first engine, the following ones take the ports after it; None: free ones.  Each
+        engine states how many ranks it has; one with another number than `engine_world_size`, if that is given, is
+        refused.  `group_name`: of the only engine; of several, each adds `-` and its own name.  `device`: where the
+        tensors to send live; decides the backend where None is given.
+
+        `shared`: one group of all engines, so that a broadcast reaches all of them.  Groups from before are left, and
+        engines that do not come are left out.  From then on engines that are left of it, after one failed or was
+        removed, join a new one at the next refresh: its name adds `#` and a number.
 
         Raises `EngineError`, which names the engines that did not join; the others are connected.
         """
-        missing = [link for link in self._links.values() if not link.is_connected]
-        if self._links and not missing:
+        links = self._links
+        groups = {link.group for link in links.values()}
+        if links and None not in groups and (len(groups) == 1 or not shared):
             raise TransactionStateError("already connected; close first")
-        failed: dict[str, BaseException] = {}
+        resolved = resolve_backend(backend, device)
+        place = MeetingPlace(master_address, master_port, group_name, resolved, engine_world_size, shared)
         with self._sending:
-            for position, link in enumerate(self._links.values()):
-                if link not in missing:
-                    continue
-                try:
-                    link.connect(
-                        master_address=master_address,
-                        master_port=None if master_port is None else master_port + position,
-                        engine_world_size=engine_world_size,
-                        group_name=group_name if len(self._links) == 1 else f"{group_name}-{link.name}",
-                        backend=backend,
-                        device=device,
-                    )
-                except Exception as error:
-                    failed[link.name] = error
-        self._device = torch.device("cpu" if resolve_backend(backend, device) == "gloo" else device)
+            if shared:
+                for group in filter(None, groups):
+                    group.leave_failed()
+            failed = place.join(links, [name for name, link in links.items() if link.group is None])
+        self._device = torch.device("cpu" if resolved == "gloo" else device)
+        self._place = place
+        for name in failed:
+            links[name].rejoins = False
         if failed:
             raise EngineError(failed) from next(iter(failed.values()))
 
@@ -176,38 +179,11 @@ class WeightSender:
             listed = Source(source)
             ranks = self._trainer_ranks(listed)
             plan = self._planned(listed, dtype, ranks, options)
-            gatherer = plan.gatherer(listed, ranks)
-        engines: dict[str, EngineReport] = {}
-        contents, buckets = plan.contents, plan.layout.buckets
-        with contextlib.nullcontext() if ranks is None else ranks.reporting():
-            with parts.timed("fingerprints"):
-                fingerprints = gatherer.fingerprints() if with_manifest else None
-            with parts.timed("manifest"):
-                manifest = None if fingerprints is None else Manifest(contents.lists, fingerprints)
-                values = {} if fingerprints is None else fingerprints.by_name(contents.lists.names)
-                digest = None if fingerprints is None else contents.digest(fingerprints)
-            if ranks is None or ranks.is_sender:
-                fields = {"weight_version": weight_version, "coverage": coverage, "manifest": manifest}
-                fields |= dict(begin_options or {}) | {"prepared_s": time.perf_counter() - start}
-                update = self._new_update(fields, contents.num_bytes, progress)
-                self._lead(update, gatherer, buckets, parts)
-                engines = update.engines
-            else:
-                with parts.timed("pack"):
-                    for bucket in buckets:
-                        gatherer.gather(bucket, None)
-                with parts.timed("end"):
-                    ranks.jointly(_nothing)  # the engines' final answers
-        return RefreshReport(
-            weight_version,
-            contents.num_bytes,
-            time.perf_counter() - start,
-            len(buckets),
-            values,
-            digest,
-            engines,
-            parts,
-        )
+        fields = {"weight_version": weight_version, "coverage": coverage} | dict(begin_options or {})
+        refresh = Refresh(plan, listed, ranks, fields, with_manifest, start, parts)
+        while not self._attempt(refresh, progress):
+            refresh.ranks = self._trainer_ranks(listed)  # the ones before have agreed on a failure
+        return refresh.report()
 
     def update(
         self,
@@ -239,10 +215,8 @@ class WeightSender:
         with self._sending:
             self._closing.clear()
             for link in self._links.values():
-                try:
-                    link.leave()
-                except Exception as error:
-                    failed[link.name] = error
+                failed |= {} if link.group is None else link.group.leave()
+                link.rejoins = False
             self._areas.clear()
             self._plans.clear()
         if failed:
@@ -294,11 +268,52 @@ class WeightSender:
         if not sends and self._links:
             raise WeightRequestError("only rank 0 of the trainer group sends; give no engines on the other ranks")
 
-    def _new_update(self, fields: dict[str, Any], num_bytes: int | None, progress: Progress | None) -> WeightUpdate:
+    def _new_update(
+        self,
+        fields: dict[str, Any],
+        num_bytes: int | None,
+        progress: Progress | None,
+        lost: Mapping[str, BaseException] | None = None,
+    ) -> WeightUpdate:
         if not self._links:
             raise TransactionStateError("there are no engines to update")
+        lost = self._rejoin() | dict(lost or {})
         fields = {"update_id": uuid.uuid4().hex} | fields
-        return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing)
+        return WeightUpdate(self._links, self._policy, self._device, fields, num_bytes, progress, self._closing, lost)
+
+    def _rejoin(self) -> dict[str, BaseException]:
+        """Join what is left of a shared group that ended; return the errors of engines that did not come."""
+        with self._sending:
+            names = [name for name, link in self._links.items() if link.rejoins]
+            failed = self._place.join(self._links, names) if names and self._place is not None else {}
+            for name in failed:
+                self._links[name].rejoins = False
+        return failed
+
+    def _attempt(self, refresh: Refresh, progress: Progress | None) -> bool:
+        """Send once.  Returns whether all was sent; if not, the engines that are left take it all again."""
+        update, ranks, parts = None, refresh.ranks, refresh.parts
+        buckets = refresh.plan.layout.buckets
+        try:
+            with contextlib.nullcontext() if ranks is None else ranks.reporting():
+                gatherer = refresh.prepare()
+                if refresh.is_sender:
+                    num_bytes = refresh.plan.contents.num_bytes
+                    update = self._new_update(refresh.begin_fields(), num_bytes, progress, refresh.lost)
+                    self._lead(update, gatherer, buckets, parts)
+                    refresh.engines = update.engines
+                else:
+                    assert ranks is not None
+                    with parts.timed("pack"):
+                        for bucket in buckets:
+                            gatherer.gather(bucket, None)
+                    with parts.timed("end"):
+                        ranks.jointly(_nothing)  # the engines' final answers
+        except BaseException as error:
+            if refresh.begins_again(update, error):
+                return False
+            raise
+        return True
 
     def _lead(
         self, update: WeightUpdate, gatherer: Gatherer, buckets: Sequence[WholeBucket | SharedBucket], parts: Parts
@@ -313,7 +328,9 @@ class WeightSender:
         except BaseException:
             self._areas.clear()  # a broadcast that was given up may still read them
             raise
-        parts.update(update.parts)
+        finally:
+            for part, seconds in update.parts.items():
+                parts[part] = parts.get(part, 0.0) + seconds
         if any(engine.error is not None for engine in update.engines.values()):
             self._areas.clear()
 

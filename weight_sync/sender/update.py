@@ -19,9 +19,11 @@ from typing import Any
 import torch
 
 from weight_sync.bucket import pack
+from weight_sync.engine_control import to_blame, was_refused
 from weight_sync.errors import TransactionStateError
-from weight_sync.joint_update import JointUpdate, OnEngineFailure
-from weight_sync.sender.link import Bucket, EngineLink, Sending, split_pieces
+from weight_sync.joint_update import ABORT_S, JointUpdate, OnEngineFailure
+from weight_sync.sender.group import Sending
+from weight_sync.sender.link import Bucket, EngineLink, split_pieces
 from weight_sync.sender.lists import TensorLists
 from weight_sync.tensor_meta import TensorMeta
 
@@ -37,7 +39,11 @@ class WeightUpdate(JointUpdate):
     """A transaction on the engines behind `links`, used once.
 
     `fields`: of begin, `update_id` among them.  `num_bytes`: how many will be sent, for `progress(done, total)`; None:
-    not known.  `closing`: set by another thread that closes the sender; the update is aborted then.
+    not known.  `closing`: set by another thread that closes the sender; the update is aborted then.  `lost`: the errors
+    of engines that were lost before, to be reported again.
+
+    An engine of a shared group that fails before all was sent ends the update on all, whatever the policy: the others
+    cannot go on in that group.
     """
 
     def __init__(
@@ -49,13 +55,19 @@ class WeightUpdate(JointUpdate):
         num_bytes: int | None = None,
         progress: Progress | None = None,
         closing: threading.Event | None = None,
+        lost: Mapping[str, BaseException] | None = None,
     ) -> None:
         super().__init__(links, on_engine_failure, fields)
         self._links = links
+        self._in_shared = {name for name, link in links.items() if link.group is not None and link.group.is_shared}
+        self._is_sent = False
+        self._lost_before = lost or {}
+        self.lost: dict[str, BaseException] = {}
+        """Errors of the engines by which a shared group ended: all other engines of it join the next one again."""
         self._device = device
         self._num_bytes, self._progress = num_bytes, progress
         self._closing = closing or threading.Event()
-        self._sending: deque[tuple[Bucket, dict[str, Sending]]] = deque()  # by engine name; the oldest bucket first
+        self._sending: deque[tuple[Bucket, list[Sending]]] = deque()  # by group; the oldest bucket first
         self.bytes_sent = 0
         self.buckets_sent = 0
 
@@ -76,14 +88,15 @@ class WeightUpdate(JointUpdate):
         with self.parts.timed("send"):
             # So an engine takes buckets in their order, and finds the next one waiting.
             _await(
-                [one for _, sending in self._sending for one in sending.values()],
+                [one for _, sending in self._sending for one in sending],
                 lambda one: one.poll() or one.has_begun,
                 self._require_open,
             )
-            label, links = self._fields["weight_version"], self._links
-            self._sending.append(
-                (bucket, {name: links[name].start(bucket, label, self._update_id) for name in self._active})
-            )
+            while any(one.failures for _, sending in self._sending for one in sending):
+                self._finish()  # their groups may be gone
+            label = self._fields["weight_version"]
+            groups = dict.fromkeys(self._links[name].require_group() for name in self._active)
+            self._sending.append((bucket, [group.start(bucket, label, self._update_id) for group in groups]))
             if len(self._sending) > 1:
                 self._finish()
 
@@ -91,9 +104,9 @@ class WeightUpdate(JointUpdate):
 
     def _begin(self) -> None:
         failed: dict[str, BaseException] = {
-            name: TransactionStateError("not connected; connect first")
+            name: self._lost_before.get(name) or TransactionStateError("not connected; connect first")
             for name, link in self._links.items()
-            if not link.is_connected
+            if link.group is None
         }
         self._settle(failed)  # before anything is asked of the others
         super()._begin()
@@ -113,28 +126,60 @@ class WeightUpdate(JointUpdate):
         with self.parts.timed("send"):
             while self._sending:
                 self._finish()
+        self._is_sent = True
         super()._end()
 
     def _leave(self, cause: BaseException | None) -> None:
         """Leave the update; an interrupt does not wait for the bucket on its way, whose groups are left then."""
         is_interrupted = cause is not None and not isinstance(cause, Exception)
         if is_interrupted or self._closing.is_set():
-            for one in (one for _, sending in self._sending for one in sending.values()):
+            for one in (one for _, sending in self._sending for one in sending):
                 one.shorten_deadline(0.0 if is_interrupted else _CLOSING_S)
         while self._sending:
             self._drain(self._sending.popleft()[1], _nothing)
         super()._leave(cause)
+        for name in self._failures.keys() & self._in_shared:
+            if (group := self._links[name].group) is not None:
+                group.leave_failed()
+        for name in self.lost:
+            self._links[name].rejoins = False
+
+    def _settle(self, failed: Mapping[str, BaseException]) -> None:
+        """Settle as for engines by themselves; of those of a shared group only the ones to blame are lost."""
+        shared = {name: failed[name] for name in failed.keys() & self._in_shared & set(self._active)}
+        if shared:
+            self.lost |= shared if self._is_sent else self._to_blame(shared)
+            apart = {name: error for name, error in failed.items() if name not in shared}
+            failed = apart | ({name: shared[name] for name in shared.keys() & self.lost.keys()} or shared)
+        super()._settle(failed)
+
+    def _ends_all(self) -> bool:
+        return super()._ends_all() or (not self._is_sent and bool(self._failures.keys() & self._in_shared))
+
+    def begins_again(self) -> bool:
+        """Return whether the engines that are left can take all of it again, as a shared group ended too early."""
+        rejoin = any(link.rejoins for link in self._links.values())
+        return self._policy == "leave_out" and not self._is_sent and rejoin and not self._closing.is_set()
+
+    def _to_blame(self, failed: dict[str, BaseException]) -> dict[str, BaseException]:
+        """Return the failures that ended a shared group.  Where that is not clear an abort shows who is silent."""
+        if blamed := to_blame(failed):
+            return blamed
+        asked = self._wait("abort_weight_update", self._call("abort_weight_update", failed), ABORT_S)
+        self._open -= failed.keys()
+        return {name: failed[name] for name, error in asked.items() if not was_refused(error)}
 
     def _require_open(self) -> None:
         if self._closing.is_set():
             raise TransactionStateError("the sender is being closed on another thread")
 
-    def _drain(self, sending: dict[str, Sending], check: Callable[[], None]) -> dict[str, BaseException]:
+    def _drain(self, sending: Collection[Sending], check: Callable[[], None]) -> dict[str, BaseException]:
         """Wait for a bucket on its way; which engines failed, and with what."""
-        _await(sending.values(), Sending.poll, check)
-        failed = {name: one.failure for name, one in sending.items() if one.failure is not None}
-        for name in sending.keys() - failed.keys():
-            self.engines[name].num_bytes += sending[name].bucket.num_bytes
+        _await(sending, Sending.poll, check)
+        failed = {name: error for one in sending for name, error in (one.failures or {}).items()}
+        for one in sending:
+            for name in one.engines - failed.keys():
+                self.engines[name].num_bytes += one.bucket.num_bytes
         return failed
 
 
@@ -144,7 +189,7 @@ def _await(everything: Collection[Sending], is_so: Callable[[Sending], bool], ch
     poll_s = _POLL_S
     check()
     while pending := [one for one in everything if not is_so(one)]:
-        unanswered = [one.call for one in pending if not one.call.done()]
+        unanswered = [call for one in pending for call in one.unanswered]
         if unanswered:
             wait(unanswered, timeout=poll_s, return_when=FIRST_COMPLETED)
         else:

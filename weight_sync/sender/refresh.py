@@ -1,0 +1,90 @@
+"""`Refresh`: one call of `WeightSender.refresh` on one rank: what it sends, and who was lost in earlier attempts."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from weight_sync.engine_control import EngineError
+from weight_sync.errors import TransportError
+from weight_sync.joint_update import EngineReport
+from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.lists import Manifest
+from weight_sync.sender.ranks import TrainerRanks
+from weight_sync.sender.refresh_plan import RefreshPlan
+from weight_sync.sender.report import RefreshReport
+from weight_sync.sender.source import Source
+from weight_sync.sender.update import WeightUpdate
+from weight_sync.timing import Parts
+
+
+@dataclass
+class Refresh:
+    """`fields`: of begin.  `ranks`: of this attempt; None where this one sends alone."""
+
+    plan: RefreshPlan
+    source: Source
+    ranks: TrainerRanks | None
+    fields: dict[str, Any]
+    with_manifest: bool
+    start: float
+    parts: Parts
+    lost: dict[str, BaseException] = field(default_factory=dict)
+    engines: Mapping[str, EngineReport] = field(default_factory=dict)
+    _fingerprints: dict[str, str] = field(default_factory=dict)
+    _digest: str | None = None
+    _is_repeated: bool = False
+
+    @property
+    def is_sender(self) -> bool:
+        return self.ranks is None or self.ranks.is_sender
+
+    def prepare(self) -> Gatherer:
+        """Fingerprint the tensors, together with the other trainer ranks; return what gathers their buckets."""
+        with self.parts.timed("plan"):
+            gatherer, contents = self.plan.gatherer(self.source, self.ranks), self.plan.contents
+        if self.with_manifest:
+            with self.parts.timed("fingerprints"):
+                fingerprints = gatherer.fingerprints()
+            with self.parts.timed("manifest"):
+                self.fields["manifest"] = Manifest(contents.lists, fingerprints)
+                self._fingerprints = fingerprints.by_name(contents.lists.names)
+                self._digest = contents.digest(fingerprints)
+        return gatherer
+
+    def begin_fields(self) -> dict[str, Any]:
+        return {"manifest": None} | self.fields | {"prepared_s": time.perf_counter() - self.start}
+
+    def begins_again(self, update: WeightUpdate | None, failure: BaseException) -> bool:
+        """Return whether all trainer ranks make another attempt after a failure, which they have agreed on.
+
+        Each further attempt is without an engine, but for one: there may be no engine to blame, once.
+        """
+        again = False
+        if update is not None and isinstance(failure, EngineError):
+            again = update.begins_again() and bool(update.lost or not self._is_repeated)
+            self._is_repeated |= not update.lost
+            self.lost |= update.lost
+        if self.ranks is None:
+            return again
+        with contextlib.suppress(TransportError):
+            return bool(self.ranks.sum_over_ranks(np.array([again], dtype=np.uint64))[0])
+        return False
+
+    def report(self) -> RefreshReport:
+        """Return the report of an attempt that succeeded."""
+        return RefreshReport(
+            self.fields["weight_version"],
+            self.plan.contents.num_bytes,
+            time.perf_counter() - self.start,
+            len(self.plan.layout.buckets),
+            self._fingerprints,
+            self._digest,
+            dict(self.engines),
+            self.parts,
+        )
