@@ -44,6 +44,23 @@ _COUNTER_BYTES = 8
 _PLAIN_HANDLE_BYTES = 64
 """The length of a handle before torch 2.5.  Later handles begin with a version and a kind."""
 _EXPANDABLE = b"e"
+_HEADER_BYTES = 26
+"""The start of a handle in an expandable segment: version, kind, the owner's process, the bytes of an allocation, and
+their number.  The handle of each allocation follows.
+"""
+_FABRIC_HANDLE_BYTES = 64
+"""CU_MEM_HANDLE_TYPE_FABRIC; a file's descriptor takes 4."""
+_ALLOCATION_BYTES = 2 << 20
+"""The smallest allocation that a device maps; torch's have 2 or 20 MiB."""
+
+
+def max_handle_bytes(nbytes: int) -> int:
+    """Return the most bytes that the handle of a storage of `nbytes` has, which names each allocation that it touches.
+
+    A storage of 1 GiB touches 53 allocations of 20 MiB, of which 26 + 53 x 64 bytes tell.  A limit by size lets every
+    storage of a device through, and refuses a handle that is too long for its storage.
+    """
+    return _HEADER_BYTES + _FABRIC_HANDLE_BYTES * (nbytes // _ALLOCATION_BYTES + 2)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weight_sync.cuda_ipc import CudaHandle, CudaStorage
+from weight_sync.cuda_ipc import CudaHandle, CudaStorage, max_handle_bytes
 from weight_sync.errors import WeightRequestError
 from weight_sync.payload_reader import Budget, Front, Function, PayloadReader, RecordType
 from weight_sync.shared_segment import SharedSegment, torch_shared_file
@@ -36,7 +36,8 @@ LOCAL_TENSOR = RecordType("LocalSerializedTensor", frozenset({"values"}))
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 _COUNT = struct.Struct("<q")
-_MAX_HANDLE_BYTES = 4096
+_MAX_NAME_BYTES = 4096
+"""A file's or an event's."""
 
 _REDUCTIONS = "torch.multiprocessing.reductions"
 _SGLANG = "sglang.srt."
@@ -287,7 +288,7 @@ def _rebuild_cuda_tensor(*arguments: Any) -> TensorPlace:
         return _place(TypedStorage(InlineStorage(memoryview(b"")), _dtype(dtype)), None, size, stride, offset)
     handle = CudaHandle(
         device=device,
-        memory=bytes(_short(memory)),
+        memory=bytes(_short(memory, max_handle_bytes(_number(nbytes)))),
         nbytes=_number(nbytes),
         offset_bytes=_number(offset_bytes),
         counter=bytes(_short(counter)),
@@ -330,8 +331,8 @@ def _number(value: Any) -> int:
     return number
 
 
-def _short(value: Any) -> Sequence[int] | memoryview:
-    _require(isinstance(value, memoryview) and len(value) <= _MAX_HANDLE_BYTES, "a handle")
+def _short(value: Any, max_bytes: int = _MAX_NAME_BYTES) -> Sequence[int] | memoryview:
+    _require(isinstance(value, memoryview) and len(value) <= max_bytes, "a handle")
     content: memoryview = value
     return content
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import struct
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,7 +23,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from tests.loopback_updater import new_receiver
 from weight_sync import cuda_ipc
-from weight_sync.cuda_ipc import CudaStorage, device_index
+from weight_sync.cuda_ipc import CudaStorage, device_index, max_handle_bytes
 from weight_sync.errors import TransportError, WeightRequestError, WeightSyncError
 from weight_sync.receivers import tensor as tensor_receiver
 from weight_sync.receivers.tensor import TensorSource
@@ -45,10 +46,10 @@ class Sender:
         self.events: list[bytes] = []
         self.fails_at: int | None = None
 
-    def payload(self, device: int | str = 0, *, in_one_storage: bool = False) -> bytearray:
+    def payload(self, device: int | str = 0, *, in_one_storage: bool = False, memory: bytes = b"h" * 64) -> bytearray:
         """Return the payload as torch's reductions write it: the same names and fifteen arguments in 2.11 and 2.13.
 
-        `in_one_storage`: the tensors are views of one.
+        `in_one_storage`: the tensors are views of one.  `memory`: the handle.
         """
         buffer = io.BytesIO()
         sender = self
@@ -59,7 +60,7 @@ class Sender:
                     return NotImplemented
                 number = int(value)
                 place = (NUM_TENSORS * NBYTES, 0) if in_one_storage else (NBYTES, number * NBYTES)
-                handle = (b"h" * 64, *place, False, sender.name.encode(), number, b"%064d" % number, True)
+                handle = (memory, *place, False, sender.name.encode(), number, b"%064d" % number, True)
                 size = (torch.Size([NBYTES]), (1,), number * NBYTES if in_one_storage else 0)
                 return rebuild_cuda_tensor, (torch.Tensor, *size, torch.UntypedStorage, torch.uint8, device, *handle)
 
@@ -312,6 +313,32 @@ def test_memory_in_expandable_segments_spans_allocations(
     else:
         with pytest.raises(WeightRequestError, match=reason):
             storage.read(0, storage.nbytes)
+
+
+def _expandable_handle(start: int, nbytes: int, allocation: int, part: bytes) -> bytes:
+    """Return the handle of a block as torch 2.5 to 2.13 write it (`CUDACachingAllocator.cpp`, `shareIpcHandle`)."""
+    count = -(-(start + nbytes) // allocation) - start // allocation
+    return b"\x02e" + struct.pack("@iQQ", 77, allocation, count) + part * count
+
+
+@pytest.mark.parametrize("part", [b"fdno", b"f" * 64], ids=["descriptors", "fabric"])
+@pytest.mark.parametrize("allocation", [2 << 20, 20 << 20])
+@pytest.mark.parametrize("nbytes", [1, 512, 2 << 20, 20 << 20, (1 << 30) + 1, 1_400_000_000, 140 << 30])
+def test_handles_of_storages_of_any_size_are_within_the_limit(nbytes: int, allocation: int, part: bytes) -> None:
+    for start in (0, 512, allocation - 512):
+        assert len(_expandable_handle(start, nbytes, allocation, part)) <= max_handle_bytes(nbytes)
+
+
+def test_the_limit_of_4096_bytes_refused_handles_that_torch_makes() -> None:
+    """It let storages of 1.2 GiB through, in allocations of 20 MiB with handles of the fabric kind."""
+    assert len(_expandable_handle(0, 1_400_000_000, 20 << 20, b"f" * 64)) > 4096
+
+
+def test_a_handle_that_is_too_long_for_its_storage_is_refused(sender: Sender) -> None:
+    most = max_handle_bytes(NBYTES)
+    TensorSource(sender.payload(memory=b"\x02e" + b"m" * (most - 2)), None).announce(1 << 20)
+    with pytest.raises(WeightRequestError, match="malformed payload: a handle was expected"):
+        TensorSource(sender.payload(memory=b"\x02e" + b"m" * (most - 1)), None).announce(1 << 20)
 
 
 def test_a_driver_that_answers_with_one_range_for_all_ends_the_walk(
