@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 
 import torch
@@ -16,6 +17,12 @@ import torch
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 from rollout.distributed.layout import layout_of
+
+logger = logging.getLogger(__name__)
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_USUAL_QUEUES = 8
+"""The queues of a process on a device, where the variable is not set."""
 
 
 def with_device(args: ServerArgs) -> ServerArgs:
@@ -35,8 +42,25 @@ def claim_device(args: ServerArgs, world_rank: int) -> torch.device:
     """
     device = rank_device(args, world_rank)
     if device.type == "cuda":
+        _warn_of_few_queues()
         torch.cuda.set_device(device)
     return device
+
+
+def _warn_of_few_queues() -> None:
+    """Warn where the driver has fewer queues than streams: then what is on one stream waits for another's.
+
+    Megatron sets the variable to 1 for its own kernels, and Ray hands it on to an engine that a trainer starts.
+    """
+    stated = os.environ.get(_QUEUES, "")
+    if stated.isdecimal() and 0 < int(stated) < _USUAL_QUEUES:
+        logger.warning(
+            "%s=%s: steps, staged weights and broadcasts wait for each other, and engines of several ranks may stop. "
+            "Start the engine without this variable: env -u %s lockstep serve ...",
+            _QUEUES,
+            stated,
+            _QUEUES,
+        )
 
 
 def rank_device(args: ServerArgs, world_rank: int) -> torch.device:

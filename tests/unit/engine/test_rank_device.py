@@ -52,6 +52,27 @@ def test_ranks_of_a_machine_take_devices_in_turn(
 
 
 @pytest.mark.parametrize(
+    ("stated", "is_warned"), [(None, False), ("1", True), ("7", True), ("8", False), ("32", False), ("x", False)]
+)
+def test_a_device_with_fewer_queues_than_streams_is_warned_of(
+    eight_gpus: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stated: str | None,
+    is_warned: bool,
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if stated is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", stated)
+    claim_device(settings(device="cpu"), 0)
+    assert not caplog.records
+    claim_device(settings(), 0)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [] if not is_warned else f"MAX_CONNECTIONS={stated}: steps, staged weights" in said[0], said
+    assert not is_warned or "env -u CUDA_DEVICE_MAX_CONNECTIONS" in said[0]
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"base_gpu_id": 8}, r"this rank needs CUDA device 8, and this machine shows 8 of them"),
