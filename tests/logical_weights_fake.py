@@ -116,6 +116,30 @@ class FakeWeights:
         return [self.w13[slot, rows] for slot in slots]
 
 
+class NamedWeights(FakeWeights):
+    """Stores tensors of any names, as they come."""
+
+    def __init__(self, metas: Mapping[str, TensorMeta]) -> None:
+        self.fault, self.derived_fault = lambda name: None, lambda: None
+        self._metas = dict(metas)
+        self.tensors = {name: torch.zeros(meta.shape, dtype=meta.dtype) for name, meta in metas.items()}
+
+    def split(self, wire: TensorMeta) -> list[Piece]:
+        if wire.name not in self._metas:
+            raise UnknownTensorError(f"{wire.name}: no such tensor")
+        _require_shape(wire, self._metas[wire.name].shape)
+        return [Piece(wire.name)]
+
+    def recompute_derived(self) -> None:
+        self.derived_fault()
+
+    def snapshot(self) -> list[bytes]:
+        return [bits(tensor) for tensor in self.tensors.values()]
+
+    def _places(self, name: str) -> list[torch.Tensor]:
+        return [self.tensors[name]]
+
+
 def version(seed: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Return all logical tensors of one weight version, by canonical name."""
     generator = torch.Generator().manual_seed(seed)

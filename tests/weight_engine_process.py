@@ -13,16 +13,18 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from tests.logical_weights_fake import FakeWeights
+from tests.logical_weights_fake import FakeWeights, NamedWeights
 from tests.loopback_updater import broadcast_source
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import WeightSyncError
 from weight_sync.fingerprint import fingerprint_hex
 from weight_sync.manifest import parse_manifest
+from weight_sync.tensor_meta import TensorMeta, dtype_name
 from weight_sync.updater import WeightUpdater
 
 
@@ -35,11 +37,17 @@ class Refused(Exception):
 
 
 class Engine:
-    """One engine process.  `timeout_s` is its deadline for a rendezvous and for a bucket."""
+    """One engine process.  `timeout_s` is its deadline for a rendezvous and for a bucket.
 
-    def __init__(self, timeout_s: float = 3.0, rank: int = 0) -> None:
+    `metas`: the tensors of its model; None: the small test model's.
+    """
+
+    def __init__(self, timeout_s: float = 3.0, rank: int = 0, metas: Sequence[TensorMeta] | None = None) -> None:
+        words = [str(timeout_s), str(rank)]
+        if metas is not None:
+            words.append(json.dumps([[meta.name, dtype_name(meta.dtype), meta.shape] for meta in metas]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.weight_engine_process", str(timeout_s), str(rank)],
+            [sys.executable, "-m", "tests.weight_engine_process", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -110,8 +118,11 @@ class Engine:
 
 
 class _Server:
-    def __init__(self, timeout_s: float, rank: int) -> None:
+    def __init__(self, timeout_s: float, rank: int, entries: list[tuple[str, str, list[int]]] | None) -> None:
         self.weights = FakeWeights(seed=0)
+        if entries is not None:
+            metas = [TensorMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in entries]
+            self.weights = NamedWeights({meta.name: meta for meta in metas})
         self.updater = WeightUpdater(self.weights, device="cpu", timeout_s=timeout_s, vote=lambda mine: mine)
         self.rank = rank
 
@@ -158,7 +169,8 @@ class _Server:
 
 def main() -> None:
     torch.set_num_threads(1)
-    server = _Server(float(sys.argv[1]), int(sys.argv[2]))
+    timeout_s, rank, *metas = sys.argv[1:]
+    server = _Server(float(timeout_s), int(rank), json.loads(metas[0]) if metas else None)
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -1,4 +1,6 @@
-"""Two real trainer ranks with sharded tensors, and real engines: the scenarios of `tests/sharded_trainer.py`."""
+"""Real trainer ranks with sharded tensors, and real engines: the scenarios of `tests/sharded_trainer.py`, on two ranks,
+and of `tests/fsdp_tp_trainer.py`, on four.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,11 @@ def test_two_trainer_ranks_refresh_and_fail_together(scenarios: str) -> None:
 @pytest.mark.gate
 def test_plans_of_shards_are_replayed_until_their_form_changes() -> None:
     run_ranks("replays")
+
+
+@pytest.mark.gate
+def test_fsdp_with_tensor_parallelism_on_four_ranks() -> None:
+    run_ranks("wrong_variants,other_meshes,refresh_and_train", exits=(0,) * 4, module="tests.fsdp_tp_trainer")
 
 
 @pytest.mark.gate

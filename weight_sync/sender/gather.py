@@ -6,8 +6,7 @@
                        which puts every share in its place
 
 So only the sending rank ever holds more than its own shards, and that is a bucket, never a tensor list or a model.
-Fingerprints add up over shards, so each rank computes its own shards' and no tensor moves for them, but for the few
-tensors that are sharded in such a way that a shard is not one run of the flat tensor.
+Fingerprints add up over shards, so each rank computes its own shards' and no tensor moves for them.
 
 Where all this comes from and goes to is planned once (`layout`); what is done at each refresh takes no step of Python a
 tensor, but for contents that are not one run of a tensor (transposed, or shards of an inner dimension).
@@ -21,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_sync.bucket import unpack
-from weight_sync.fingerprint_batch import fingerprints_of
+from weight_sync.fingerprint import fingerprint_slice
 from weight_sync.sender.layout import Layout, SharedBucket, WholeBucket
 from weight_sync.sender.lists import Fingerprints
 from weight_sync.sender.ranks import TrainerRanks
@@ -58,29 +56,13 @@ class Gatherer:
         return bucket.assemble([mine, *received[1:]], flat)
 
     def fingerprints(self) -> Fingerprints:
-        """Return F of the content as it is sent, in the order of the plan; without fused tensors, which the engine
-        splits.
-
-        All are known on every rank.  Where shards of a tensor are not runs, its own is known on the sending rank only.
+        """Return F of the content as it is sent, in the order of the plan, on every rank; without fused tensors, which
+        the engine splits.
         """
         layout, ranks = self._layout, self._ranks
-        known = layout.in_runs.copy()
         values = self._own_prints() if ranks is None else ranks.sum_over_ranks(ranks.jointly(self._own_prints))
-        if layout.rest is not None:
-            rest = layout.rest
-            found: list[int] = []
-            gatherer = Gatherer(rest.layout, self._tensors, ranks)
-            for bucket, metas in zip(rest.layout.buckets, rest.metas, strict=True):
-                is_sender = ranks is not None and ranks.is_sender
-                flat = torch.empty(bucket.num_bytes, dtype=torch.uint8) if is_sender else None
-                gatherer.gather(bucket, flat)
-                if flat is not None:
-                    found += fingerprints_of((view, view.dtype, 0) for _, view in unpack(flat, metas))
-            if found:
-                values[rest.positions] = np.array(found, np.uint64)
-                known[rest.positions] = True
-        planned = Fingerprints(np.empty_like(values), np.empty_like(known))
-        planned.values[layout.order], planned.known[layout.order] = values, known
+        planned = Fingerprints(np.empty_like(values), np.empty_like(layout.printed))
+        planned.values[layout.order], planned.known[layout.order] = values, layout.printed
         return planned
 
     def _own_prints(self) -> npt.NDArray[np.uint64]:
@@ -88,6 +70,9 @@ class Gatherer:
         values = np.zeros(len(self._layout.order), np.uint64)
         positions, plan = self._layout.prints
         values[positions] = plan.values(self._views)
+        for position, number, share in self._layout.slices:
+            content = self._views[number].to(share.meta.dtype).view(share.meta.shape)
+            values[position] = fingerprint_slice(content, share.sizes, share.index)
         return values
 
     def _pack_mine(self, bucket: SharedBucket) -> torch.Tensor:

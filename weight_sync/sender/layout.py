@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_sync.bucket import PackPlan, cut_pieces, end_to_end, plan_buckets
+from weight_sync.bucket import PackPlan, cut_pieces, end_to_end
 from weight_sync.fingerprint_batch import FingerprintPlan, Form
 from weight_sync.receivers.distributed import PIECE_BYTES
 from weight_sync.sender.lists import TensorLists
@@ -31,7 +31,6 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 class Layout:
     """The layout of `buckets` of a plan's tensors.  `ranks`: None where no tensor is sharded.  `device`: of buckets.
 
-    `with_rest`: plan how tensors come whole whose fingerprints do not add up from shares.
     Raises `WeightRequestError` for shards that cannot be sent.
     """
 
@@ -41,8 +40,6 @@ class Layout:
         buckets: Sequence[Sequence[TensorMeta]],
         ranks: TrainerRanks | None,
         device: torch.device,
-        *,
-        with_rest: bool = True,
     ) -> None:
         metas = [meta for bucket in buckets for meta in bucket]
         numbers = {name: number for number, name in enumerate(plan.parts)}
@@ -51,7 +48,7 @@ class Layout:
         shares = Shares(plan, ranks)
         own = [(position, share) for position, meta in enumerate(metas) for share in shares.own(meta.name)]
         self._contents = [shares.content(share) for _, share in own]
-        self._offsets = [share.offset for _, share in own]
+        self._own = [share for _, share in own]
         self._positions = np.array([position for position, _ in own], np.int64)
         self.recipe = Recipe(self._contents)
         self.buckets: list[WholeBucket | SharedBucket] = []
@@ -65,12 +62,8 @@ class Layout:
                 held = [shares.of(meta.name) for meta in bucket]
                 self.buckets.append(SharedBucket(bucket, *packing, held, ranks, device))
             first = last
-        printed = np.array([not plan.parts[meta.name].is_fused for meta in metas], bool)
-        runs = np.array([shares.are_runs(meta.name) for meta in metas], bool)
-        self.in_runs = printed & (runs | (ranks is None))
-        """The tensors, in the order of the buckets, whose fingerprint is the sum of its shares', as bool."""
-        rest = np.flatnonzero(printed & ~self.in_runs)
-        self.rest = Rest(plan, [metas[at] for at in rest], rest, ranks) if with_rest and len(rest) else None
+        self.printed = np.array([not plan.parts[meta.name].is_fused for meta in metas], bool)
+        """The tensors, in the order of the buckets, that have a fingerprint, as bool."""
 
     @functools.cached_property
     def prints(self) -> tuple[npt.NDArray[np.int64], FingerprintPlan]:
@@ -79,29 +72,18 @@ class Layout:
         Raises `WeightRequestError` for a dtype without a fingerprint.
         """
         forms = [
-            Form(content.view_shape, content.dtype, content.meta.dtype, offset or 0, content.device)
-            if self.in_runs[position]
+            Form(content.view_shape, content.dtype, content.meta.dtype, share.offset or 0, content.device)
+            if self.printed[position] and share.offset is not None
             else Form((0,), content.dtype, torch.uint8, 0, content.device)
-            for position, content, offset in zip(self._positions, self._contents, self._offsets, strict=True)
+            for position, content, share in zip(self._positions, self._contents, self._own, strict=True)
         ]
         return self._positions, FingerprintPlan(forms)
 
-
-class Rest:
-    """Tensors that come whole to the sending rank for their fingerprints; `positions`: their numbers in the layout."""
-
-    def __init__(
-        self,
-        plan: TensorPlan,
-        metas: Sequence[TensorMeta],
-        positions: npt.NDArray[np.int64],
-        ranks: TrainerRanks | None,
-    ) -> None:
-        self.metas = plan_buckets(metas, max(meta.nbytes for meta in metas))
-        parts = TensorPlan(plan.sources, {meta.name: plan.parts[meta.name] for meta in metas})
-        self.layout = Layout(parts, self.metas, ranks, torch.device("cpu"), with_rest=False)
-        self.positions = positions[self.layout.order]
-        """In the order of the buckets here."""
+    @functools.cached_property
+    def slices(self) -> list[tuple[int, int, Share]]:
+        """The shares here that are not one run of their tensor: the tensor's position, the view's number, the share."""
+        numbered = enumerate(zip(self._positions.tolist(), self._own, strict=True))
+        return [(at, number, share) for number, (at, share) in numbered if share.offset is None and self.printed[at]]
 
 
 class _Piece:
@@ -232,7 +214,7 @@ class SharedBucket:
             join.plan.pack([blocks[number] for number in join.blocks], flat[join.start : join.stop].view(self._word))
         for number, start, meta, share in self._boxes:
             whole = flat[start : start + meta.nbytes].view(meta.dtype).view(share.sizes)
-            target = whole[tuple(slice(first, last) for first, last in share.box)]
+            target = whole[share.index]
             target.copy_(blocks[number].view(meta.dtype).view(target.shape))
         return list(flat.split(self.piece_sizes))
 

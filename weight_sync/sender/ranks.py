@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.fingerprint_words import signed
+from weight_sync.sender.meshes import SendingMeshes
 from weight_sync.sender.statement import RefreshStatement
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class TrainerRanks:
             raise WeightRequestError("this process is not in the given group of trainer ranks")
         self._global_ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.world_size = len(self._global_ranks)
+        self.meshes = SendingMeshes(self._global_ranks)
         self._timeout_s = timeout_s if self.is_sender else _OTHERS_DEADLINES * timeout_s
         self._broken: str | None = None
         self._is_over = False  # a failure has been agreed on: no rank waits any more

@@ -48,15 +48,15 @@ class RefreshPlan:
         self.layout = Layout(tensors, buckets, ranks, settings.device)
         self.contents = Contents(metas)
         self._sent_as = {part.source: part.meta.dtype for part in tensors.parts.values()} if ranks is not None else {}
-        self.tensors_digest = b"" if ranks is None else self.statement(source, {}).tensors_digest()
+        self.tensors_digest = b"" if ranks is None else self.statement(source, {}, ranks).tensors_digest()
 
     def gatherer(self, source: Source, ranks: TrainerRanks | None) -> Gatherer:
         """Return who gathers the tensors of `source`, which is of the form that this plan was made for."""
         return Gatherer(self.layout, _picked(source.locals, self._kept), ranks)
 
-    def statement(self, source: Source, options: dict[str, object]) -> RefreshStatement:
+    def statement(self, source: Source, options: dict[str, object], ranks: TrainerRanks) -> RefreshStatement:
         """Return what must be equal on all ranks."""
-        return RefreshStatement.of(source.named(self._kept), self._sent_as, options)
+        return RefreshStatement.of(source.named(self._kept), self._sent_as, options, ranks.meshes)
 
 
 class KeptPlans:

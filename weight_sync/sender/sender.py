@@ -256,7 +256,7 @@ class WeightSender:
         if ranks is None:
             return plan_here()
         plan = ranks.jointly(plan_here)
-        state = lambda: plan.statement(source, dict(options))  # noqa: E731
+        state = lambda: plan.statement(source, dict(options), ranks)  # noqa: E731
         ranks.require_equal(digest_of_refresh(options, plan.tensors_digest), state)
         return plan
 

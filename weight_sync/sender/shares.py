@@ -35,6 +35,11 @@ class Share:
         """Describe the box as a tensor of its own."""
         return TensorMeta(self.part.meta.name, self.part.meta.dtype, size_of(self.box))
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The box as an index into the part."""
+        return tuple(slice(start, stop) for start, stop in self.box)
+
     @functools.cached_property
     def offset(self) -> int | None:
         """The first element in the flat part; None if the box is not one run there."""
@@ -50,8 +55,7 @@ class Shares:
         self._numbers = {name: number for number, name in enumerate(plan.sources)}
         with torch.no_grad():
             self._here = [it.to_local() if isinstance(it, DTensor) else it for it in plan.sources.values()]
-        rank_of = _nobody if ranks is None else ranks.rank_of
-        self._held = {name: holdings(name, it, rank_of) for name, it in plan.sources.items()}
+        self._held = {name: holdings(name, it, ranks) for name, it in plan.sources.items()}
         self._shares: dict[str, list[Share]] = {}
 
     def of(self, name: str) -> list[Share]:
@@ -64,10 +68,6 @@ class Shares:
     def own(self, name: str) -> list[Share]:
         """Return what this rank brings of it."""
         return [share for share in self.of(name) if share.rank == self._rank]
-
-    def are_runs(self, name: str) -> bool:
-        """Return whether each share is one run of the flat tensor."""
-        return all(share.offset is not None for share in self.of(name))
 
     def content(self, share: Share) -> Content:
         """Return where this rank's share lies."""
@@ -113,7 +113,3 @@ def _turned(part: Part, sizes: tuple[T, ...]) -> tuple[T, ...]:
 
 def _is_dense(at: slice) -> bool:
     return bool(at.step == 1 or at.stop - at.start == 1)
-
-
-def _nobody(global_rank: int) -> int:
-    raise AssertionError(f"rank {global_rank} of a tensor that is not sharded")

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from weight_sync.sender.meshes import SendingMeshes
 from weight_sync.tensor_meta import dtype_name
 
 _MAX_LISTED_RANKS = 16
@@ -41,10 +42,14 @@ class RefreshStatement:
 
     @classmethod
     def of(
-        cls, tensors: Sequence[tuple[str, torch.Tensor]], sent_as: Mapping[str, torch.dtype], options: Mapping[str, Any]
+        cls,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        sent_as: Mapping[str, torch.dtype],
+        options: Mapping[str, Any],
+        sending: SendingMeshes,
     ) -> RefreshStatement:
         """Describe the trainer's tensors, sent in the dtypes `sent_as` (by name), and the refresh's options."""
-        meshes: dict[int, str] = {}
+        meshes = _MeshTexts(sending)
         lines = [
             TensorLine(name, dtype_name(sent_as[name]), str(list(tensor.shape)), _placement(tensor, meshes))
             for name, tensor in tensors
@@ -125,20 +130,26 @@ def _text(value: Any) -> str:
     return str(value) if isinstance(value, torch.dtype) else json.dumps(value, sort_keys=True, default=repr)
 
 
-def _placement(tensor: torch.Tensor, meshes: dict[int, str]) -> str:
-    """Return the placement as text.  `meshes`: texts of the meshes met so far, by object; most tensors share one."""
+class _MeshTexts(dict[DeviceMesh, str]):
+    """Texts of the meshes met so far; most tensors share one."""
+
+    def __init__(self, sending: SendingMeshes) -> None:
+        self._sending = sending
+
+    def __missing__(self, mesh: DeviceMesh) -> str:
+        ranks = torch.tensor(self._sending.ranks(mesh)).view(mesh.shape).tolist()
+        if mesh.size() <= _MAX_LISTED_RANKS:
+            text = f"ranks {ranks}"
+        else:
+            shape = "x".join(str(size) for size in mesh.shape)
+            text = f"a mesh of {shape} ranks ({digest_of(json.dumps(ranks).encode()):016x})"
+        self[mesh] = text
+        return text
+
+
+def _placement(tensor: torch.Tensor, meshes: _MeshTexts) -> str:
+    """Return the placement as text."""
     if not isinstance(tensor, DTensor):
         return _WHOLE
-    mesh = tensor.device_mesh
-    if id(mesh) not in meshes:
-        meshes[id(mesh)] = _mesh_text(mesh)
     placed = ", ".join(f"Shard({one.dim})" if type(one) is Shard else repr(one) for one in tensor.placements)
-    return f"{placed} over {meshes[id(mesh)]}"
-
-
-def _mesh_text(mesh: DeviceMesh) -> str:
-    ranks = mesh.mesh.tolist()
-    if mesh.size() <= _MAX_LISTED_RANKS:
-        return f"ranks {ranks}"
-    shape = "x".join(str(size) for size in mesh.mesh.shape)
-    return f"a mesh of {shape} ranks ({digest_of(json.dumps(ranks).encode()):016x})"
+    return f"{placed} over {meshes[tensor.device_mesh]}"

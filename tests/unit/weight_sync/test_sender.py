@@ -14,6 +14,7 @@ from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import fingerprint
 from weight_sync.sender import EngineError, ProgressBar, WeightSender, named_tensors_of, split_fused_experts
 from weight_sync.sender.link import split_pieces
+from weight_sync.sender.meshes import SendingMeshes
 from weight_sync.sender.plan import plan_tensors
 from weight_sync.sender.statement import RefreshStatement, digest_of
 
@@ -240,7 +241,7 @@ def test_a_plan_refuses_two_tensors_of_one_name() -> None:
 
 def _stated(tensors: dict[str, torch.Tensor], **options: object) -> RefreshStatement:
     sent_as = {name: tensor.dtype for name, tensor in tensors.items()}
-    return RefreshStatement.of(list(tensors.items()), sent_as, options)
+    return RefreshStatement.of(list(tensors.items()), sent_as, options, SendingMeshes([0]))
 
 
 def test_statements_of_equal_refreshes_are_equal_bytes() -> None:

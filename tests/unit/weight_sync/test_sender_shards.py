@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from weight_sync.sender.shards import box_among, flat_offset, picks_of, shard_box, size_of, source_index
+from weight_sync.errors import WeightRequestError
+from weight_sync.sender.shards import _order_of_cuts, box_among, flat_offset, picks_of, shard_box, size_of, source_index
 from weight_sync.tensor_meta import Piece
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
@@ -44,6 +49,39 @@ def test_boxes_are_what_torch_chunk_gives_and_tile_the_tensor(
         assert torch.equal(held, expected)
         seen += held.flatten().tolist()
     assert sorted(seen) == whole.flatten().tolist()
+
+
+@given(st.data())
+def test_splits_are_undone_in_the_order_in_which_they_were_made(data: st.DataObject) -> None:
+    """Cut a dimension by mesh dimensions in any order: placements that state the parts before give the same boxes."""
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    order = data.draw(st.permutations(range(len(sizes))))
+    placements: list[Placement] = []
+    for at in range(len(sizes)):
+        parts = math.prod(sizes[before] for before in order[: order.index(at)] if before > at)
+        placements.append(Shard(0) if parts == 1 else _StridedShard(0, split_factor=parts))
+    cuts = _order_of_cuts("w", placements, sizes)
+    rows = torch.arange(data.draw(st.integers(0, 30)))
+    for coordinate in product(*map(range, sizes)):
+        expected = rows
+        for at in order:
+            chunks = expected.chunk(sizes[at])
+            expected = chunks[coordinate[at]] if coordinate[at] < len(chunks) else expected[:0]
+        ((start, stop),) = shard_box((len(rows),), [(dim, coordinate[at], sizes[at]) for dim, at in cuts])
+        assert torch.equal(rows[start:stop], expected)
+
+
+def test_each_dimension_has_an_order_of_its_own() -> None:
+    """The mesh is [dp, ep, tp]: experts are split by ep and then by dp, their rows by tp."""
+    placements = [_StridedShard(0, split_factor=4), Shard(0), Shard(1)]
+    assert _order_of_cuts("w", placements, [2, 4, 3]) == [(1, 2), (0, 1), (0, 0)]
+    assert _order_of_cuts("w", [Replicate(), Shard(1), Replicate()], [2, 4, 3]) == [(1, 1)]
+
+
+@pytest.mark.parametrize("placement", [_StridedShard(0, split_factor=3), _StridedShard(1, split_factor=4), Partial()])
+def test_placements_that_name_no_order_are_refused(placement: Placement) -> None:
+    with pytest.raises(WeightRequestError, match=r"^w: placement .* cannot be sent; redistribute to Shard or "):
+        _order_of_cuts("w", [placement, Shard(0)], [2, 4])
 
 
 @st.composite
