@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.safetensors_file import (
     FileStamp,
+    RawHeader,
     SafetensorsFile,
-    open_regular,
-    read_header,
+    read_raw_header,
     read_small,
-    read_tensor,
     unique_keys,
 )
 from weight_sync.tensor_meta import TensorMeta
@@ -33,73 +31,93 @@ _TICK_S = 0.02
 
 
 @dataclass(frozen=True)
-class CheckpointFolder:
-    """A folder whose headers were read: every tensor in one file only.  `index`: the stamp of its index, if any."""
+class RawFolder:
+    """All that a folder states of its tensors, read and not parsed.  `index`: its index, if it has one."""
 
     path: Path
-    files: tuple[SafetensorsFile, ...]
-    index: FileStamp | None = None
+    headers: tuple[RawHeader, ...]
+    index: bytes | None
+    index_stamp: FileStamp | None
 
     @property
-    def metas(self) -> list[TensorMeta]:
-        return [meta for file in self.files for meta in file.metas]
+    def digest(self) -> bytes:
+        """The digest of all that `parse` depends on, but for the path."""
+        found = hashlib.sha256(b"" if self.index is None else hashlib.sha256(self.index).digest())
+        for header in self.headers:
+            found.update(header.digest + hashlib.sha256(header.path.name.encode()).digest())
+        return found.digest()
 
-    def only(self, names: Collection[str]) -> CheckpointFolder:
-        """Return the same folder with these of its tensors."""
-        files = (
-            replace(file, tensors=tuple(tensor for tensor in file.tensors if tensor.meta.name in names))
-            for file in self.files
-        )
-        return replace(self, files=tuple(files))
+    def parse(self) -> CheckpointFolder:
+        """Parse and check all headers.
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, in host memory, one at a time.
-
-        Raises `ContentError`, after the last one where the folder changed meanwhile, and `TransportError`.
+        Raises `ContentError` for one that is damaged, for a tensor that is in two files, or that is not where the index
+        puts it.
         """
-        for header in self.files:
-            with open_regular(header.path) as file:
-                for tensor in header.tensors:
-                    yield tensor.meta.name, read_tensor(file, header.path, tensor)
-        self.require_unchanged()
+        files = tuple(header.parse() for header in self.headers)
+        homes = homes_of(files)
+        for name, file_name in ({} if self.index is None else parse_index(self.path, self.index)[1]).items():
+            if homes.get(name) is None or homes[name].path.name != file_name:
+                raise ContentError(f"{self.path / file_name} has no tensor {name}, though {INDEX_FILE} lists it there")
+        return CheckpointFolder(self, files)
 
     def require_unchanged(self) -> None:
-        """Raise `ContentError` if a file was written or replaced since the folder was opened.
+        """Raise `ContentError` if a file was written or replaced since the folder was read.
 
         The tensors that were read may then be a mixture.
         """
-        stamps = {file.path: file.stamp for file in self.files} | {self.path / INDEX_FILE: self.index}
+        stamps = {header.path: header.stamp for header in self.headers} | {self.path / INDEX_FILE: self.index_stamp}
         for path, stamp in stamps.items():
             if _stamp(path) != stamp:
                 raise ContentError(f"{path} changed while {self.path} was read; write to another folder and rename it")
 
 
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A folder whose headers were parsed: every tensor in one file only."""
+
+    raw: RawFolder
+    files: tuple[SafetensorsFile, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.raw.path
+
+    @property
+    def metas(self) -> list[TensorMeta]:
+        return [meta for file in self.files for meta in file.metas]
+
+
 def open_checkpoint_folder(path: Path) -> CheckpointFolder:
+    """Read and parse the index and all headers.  Raises as `read_folder` and `RawFolder.parse`."""
+    return read_folder(path).parse()
+
+
+def read_folder(path: Path, files_of: Callable[[bytes], Sequence[str]] | None = None) -> RawFolder:
     """Read the index and all headers.
 
-    An index lists its files.  Without one it is `model.safetensors` alone, or else all `*.safetensors` but those
-    whose names say that they are something else.
+    An index lists its files, which `files_of` returns; by default it is parsed.  Without one it is `model.safetensors`
+    alone, or else all `*.safetensors` but those whose names say that they are something else.
 
-    Raises `WeightRequestError` for a folder or file that is missing, `ContentError` for one that is damaged, for a
-    tensor that is in two files, or that is not where the index puts it, `TransportError`.
+    Raises `WeightRequestError` for a folder or file that is missing, `ContentError` for one that is damaged,
+    `TransportError`.
     """
     require_folder(path)
     _let_clocks_tick(path)
-    weight_map = None
-    index = _stamp(path / INDEX_FILE)
-    if index is not None:
-        weight_map = read_index(path)[1]
-        if not weight_map:
-            raise ContentError(f"{path / INDEX_FILE} names no tensor")
-        names = sorted(set(weight_map.values()))
+    index, stamp = None, _stamp(path / INDEX_FILE)
+    if stamp is not None:
+        index = read_small(path / INDEX_FILE, MAX_INDEX_BYTES)
+        names = files_in_index(path, index) if files_of is None else files_of(index)
     else:
         names = _files_without_index(path)
-    files = tuple(read_header(path / name) for name in names)
-    homes = homes_of(files)
-    for name, file_name in (weight_map or {}).items():
-        if homes.get(name) is None or homes[name].path.name != file_name:
-            raise ContentError(f"{path / file_name} has no tensor {name}, though {INDEX_FILE} lists it there")
-    return CheckpointFolder(path, files, index)
+    return RawFolder(path, tuple(read_raw_header(path / name) for name in names), index, stamp)
+
+
+def files_in_index(path: Path, index: bytes) -> tuple[str, ...]:
+    """Return the names of the files that an index lists, sorted.  Raises as `parse_index`, and for one without any."""
+    weight_map = parse_index(path, index)[1]
+    if not weight_map:
+        raise ContentError(f"{path / INDEX_FILE} names no tensor")
+    return tuple(sorted(set(weight_map.values())))
 
 
 def _files_without_index(path: Path) -> list[str]:
@@ -162,10 +180,18 @@ def homes_of(files: tuple[SafetensorsFile, ...]) -> dict[str, SafetensorsFile]:
 def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return `metadata` and `weight_map` of the folder's index.
 
-    Raises `WeightRequestError` when it is missing, `ContentError` when it is damaged or names a file outside.
+    Raises `WeightRequestError` when it is missing, `ContentError` as `parse_index`.
+    """
+    return parse_index(path, read_small(path / INDEX_FILE, MAX_INDEX_BYTES))
+
+
+def parse_index(path: Path, content: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return `metadata` and `weight_map` of an index in folder `path`.
+
+    Raises `ContentError` when it is damaged or names a file outside.
     """
     try:
-        index = json.loads(read_small(path / INDEX_FILE, MAX_INDEX_BYTES), object_pairs_hook=unique_keys)
+        index = json.loads(content, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ContentError(f"{path / INDEX_FILE} is not JSON: {str(error)[:200]}") from None
     metadata = index.get("metadata", {}) if isinstance(index, dict) else None

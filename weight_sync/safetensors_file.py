@@ -9,6 +9,7 @@ package writes is accepted; the tests compare the two on right and wrong files.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -35,6 +36,11 @@ class FileTensor:
 
     meta: TensorMeta
     start: int
+
+    @property
+    def end(self) -> int:
+        """The byte behind its last."""
+        return self.start + self.meta.nbytes
 
 
 class FileStamp(NamedTuple):
@@ -73,6 +79,27 @@ class SafetensorsFile(Header):
         return [tensor.meta for tensor in self.tensors]
 
 
+@dataclass(frozen=True)
+class RawHeader:
+    """The header of a file, read and not parsed; `stamp`: of the file that was read."""
+
+    path: Path
+    stamp: FileStamp
+    content: bytes
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of all that `parse` depends on, but for the path."""
+        return hashlib.sha256(self.stamp.size.to_bytes(8, "little") + self.content).digest()
+
+    def parse(self) -> SafetensorsFile:
+        """Parse and check the header.  Raises `ContentError`."""
+        header = parse_text(str(self.path), self.stamp.size, self.content)
+        return SafetensorsFile(
+            header.tensors, header.metadata, header.content_start, self.path, self.stamp.size, self.stamp
+        )
+
+
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open the file for reading; anything but a regular file is refused, as it could be waited on for ever.
@@ -101,9 +128,18 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 def read_at(file: BinaryIO, path: Path, start: int, nbytes: int) -> torch.Tensor:
-    """Read bytes of a file as uint8 [nbytes].  Raises `ContentError` if it ends before, `TransportError`."""
+    """Read bytes of a file as uint8 [nbytes].  Raises as `read_into`."""
     content = torch.empty(nbytes, dtype=torch.uint8)
-    view, done = content.numpy().data, 0
+    read_into(file, path, start, content)
+    return content
+
+
+def read_into(file: BinaryIO, path: Path, start: int, content: torch.Tensor) -> None:
+    """Fill `content`, uint8 [nbytes], from byte `start` of a file on.
+
+    Raises `ContentError` if the file ends before, `TransportError`.
+    """
+    view, done, nbytes = content.numpy().data, 0, content.numel()
     try:
         file.seek(start)
         while done < nbytes:
@@ -113,7 +149,6 @@ def read_at(file: BinaryIO, path: Path, start: int, nbytes: int) -> torch.Tensor
             done += count
     except OSError as error:
         raise TransportError(f"{path} cannot be read: {error.strerror}") from None
-    return content
 
 
 def read_tensor(file: BinaryIO, path: Path, tensor: FileTensor) -> torch.Tensor:
@@ -122,26 +157,26 @@ def read_tensor(file: BinaryIO, path: Path, tensor: FileTensor) -> torch.Tensor:
     return content.view(tensor.meta.dtype).view(tensor.meta.shape)
 
 
-def read_header(path: Path) -> SafetensorsFile:
-    """Read and check the header.  Raises as `open_regular`, and `ContentError` for a damaged or shortened file."""
+def read_raw_header(path: Path) -> RawHeader:
+    """Read the header.  Raises as `open_regular`, and `ContentError` for a damaged or shortened file."""
     with open_regular(path) as file:
         stamp = FileStamp.of(os.fstat(file.fileno()))
-        header = parse_header(
+        content = header_text(
             str(path), stamp.size, lambda start, nbytes: read_at(file, path, start, nbytes), MAX_HEADER_BYTES
         )
-    return SafetensorsFile(header.tensors, header.metadata, header.content_start, path, stamp.size, stamp)
+    return RawHeader(path, stamp, content)
 
 
-def parse_header(where: str, nbytes: int, read: Callable[[int, int], torch.Tensor], max_header_bytes: int) -> Header:
-    """Parse the header of `nbytes` bytes; `read(start, count)` gives some of them, uint8.
-
-    `where` they are, for messages.  Raises `ContentError`.
-    """
-    return parse_text(where, nbytes, header_text(where, nbytes, read, max_header_bytes))
+def read_header(path: Path) -> SafetensorsFile:
+    """Read and check the header.  Raises as `read_raw_header`."""
+    return read_raw_header(path).parse()
 
 
 def header_text(where: str, nbytes: int, read: Callable[[int, int], torch.Tensor], max_header_bytes: int) -> bytes:
-    """Return the JSON of the header.  Takes and raises what `parse_header` does."""
+    """Return the JSON of the header of `nbytes` bytes; `read(start, count)` gives some of them, uint8.
+
+    `where` they are, for messages.  Raises `ContentError`.
+    """
     if nbytes < _LENGTH.size:
         raise ContentError(f"{where} is not a safetensors file: it has {nbytes} bytes")
     (length,) = _LENGTH.unpack(read(0, _LENGTH.size).numpy().tobytes())

@@ -109,7 +109,13 @@ class DiskRefresh:
                 raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")
             path = self._folders.readable(verb.model_path)
             require_same_model(path, model.config, self._overrides)
-            source = DiskSource(path, model.weights, complete=opens, timeout_s=self._timeout_s)
+            source = DiskSource(
+                path,
+                model.weights,
+                complete=opens,
+                timeout_s=self._timeout_s,
+                known_calls=self._updater.model.known_calls,
+            )
             try:
                 if opens:
                     self._refresh(source, "full", verb.weight_version, verb.request_id)
@@ -191,6 +197,7 @@ class DiskRefresh:
             weights,
             complete=changed is None,
             timeout_s=self._timeout_s,
+            known_calls=self._updater.model.known_calls,
             names=changed,
             version=verb.target_version,
         )

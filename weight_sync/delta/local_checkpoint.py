@@ -234,7 +234,7 @@ def _write_next(
                 write_new(folder / name, _copy(origin.path / name))
         if _write_patched(folder, origin, deltas) != patched:
             raise ContentError("the published versions changed while they were read")
-        origin.require_unchanged()
+        origin.raw.require_unchanged()
         for name in names:
             flush(folder / name)
         sync_folder(folder)

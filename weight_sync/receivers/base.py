@@ -50,7 +50,7 @@ class Receiver:
 class KnownCall:
     """A call's tensors, the layouts of its buckets, and its messages in the transport's own form.
 
-    They are the same in each refresh by the same sender.
+    They are the same in each refresh by the same sender.  The names of the files of a folder's index count as messages.
     """
 
     metas: Sequence[TensorMeta]
@@ -59,7 +59,7 @@ class KnownCall:
 
     @property
     def num_tensors(self) -> int:
-        return len(self.metas)
+        return max(len(self.metas), len(self.messages))
 
 
 class BucketSource:

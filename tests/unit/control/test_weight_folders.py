@@ -13,8 +13,8 @@ from rollout.core.messages.weights import PullWeightsReqInput, UpdateWeightsFrom
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
 from tests.unit.control.test_weight_disk import holds
-from weight_sync import checkpoint_folder
 from weight_sync.delta.version_dir import version_path
+from weight_sync.receivers import disk
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,11 @@ def one_file_removed(target: Path, _: Path) -> None:
 def test_w26_a_folder_that_changes_while_it_is_read_is_refused(
     folders: tuple[Path, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, after: int
 ) -> None:
-    """A writer comes after `after` tensors: no mixture is committed, and the next load of the folder is a good one."""
+    """A writer comes after `after` parts: no mixture is committed, and the next load of the folder is a good one."""
     harness = Harness(folders[0], weight_version="v1")
     target = Path(shutil.copytree(folders[1], tmp_path / "target"))
-    read, count = checkpoint_folder.read_tensor, 0
+    read, count = disk.read_into, 0
+    monkeypatch.setattr(disk, "PART_BYTES", 1)  # a tensor is a part
 
     def read_and_be_overtaken(*args):
         nonlocal count
@@ -62,7 +63,7 @@ def test_w26_a_folder_that_changes_while_it_is_read_is_refused(
             writer.join()
         return read(*args)
 
-    monkeypatch.setattr(checkpoint_folder, "read_tensor", read_and_be_overtaken)
+    monkeypatch.setattr(disk, "read_into", read_and_be_overtaken)
     answer = load(harness, target)
     assert answer.status_code == 400 and "changed while" in answer.message, answer.message
     assert holds(harness, logical_tensors(folders[0]))

@@ -12,6 +12,7 @@ import torch
 from tests.delta_models import Delivered, Tensors, delta_source, nudged, same_bits
 from tests.logical_weights_fake import EMBED, LM_HEAD, NORM, FakeWeights, fused, version
 from tests.published_versions import write_checkpoint
+from weight_sync.bucket_layout import KnownCalls
 from weight_sync.delta.durable import locked
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.frame import write_frame
@@ -66,7 +67,7 @@ def in_one_file(folder: Path, tensors: Tensors) -> Path:
 
 
 def disk(path: Path, weights: FakeWeights, complete: bool = True) -> DiskSource:
-    return DiskSource(path, weights, complete=complete, timeout_s=0.2)
+    return DiskSource(path, weights, complete=complete, timeout_s=0.2, known_calls=KnownCalls(1 << 10))
 
 
 @pytest.mark.parametrize("shards", [1, 3])

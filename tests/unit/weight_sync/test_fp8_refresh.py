@@ -137,7 +137,9 @@ def test_layers_that_are_left_out_may_come(case: Fp8Case, tmp_path: Path) -> Non
     assert updater.model.content.digests.sent == digest_of(fp8)
     folder = fp8_checkpoint(tmp_path / "more", case.plain, lambda tensors: tensors | more)
     updater.begin("v3")
-    updater.receive(DiskSource(folder, updater.weights, complete=True, timeout_s=1.0))
+    updater.receive(
+        DiskSource(folder, updater.weights, complete=True, timeout_s=1.0, known_calls=updater.model.known_calls)
+    )
     updater.verify()
     updater.commit()
     assert holds(updater, case.values)
@@ -299,7 +301,9 @@ def test_refresh_from_a_folder(moe: Fp8Case, newer: tuple[Named, Named, Named], 
     for path, expected, on_the_wire in ((folder, values, fp8), (plain, sent, sent)):
         updater = updater_of(moe)
         updater.begin("v2")
-        updater.receive(DiskSource(path, updater.weights, complete=True, timeout_s=1.0))
+        updater.receive(
+            DiskSource(path, updater.weights, complete=True, timeout_s=1.0, known_calls=updater.model.known_calls)
+        )
         updater.verify()
         result = updater.commit()
         assert holds(updater, expected)
@@ -307,14 +311,25 @@ def test_refresh_from_a_folder(moe: Fp8Case, newer: tuple[Named, Named, Named], 
     updater = updater_of(moe)
     for name in (WEIGHT, SCALE):  # a delta between versions may change either half
         updater.begin("v3", "partial")
-        updater.receive(DiskSource(folder, updater.weights, complete=False, timeout_s=1.0, names=[name]))
+        updater.receive(
+            DiskSource(
+                folder,
+                updater.weights,
+                complete=False,
+                timeout_s=1.0,
+                known_calls=updater.model.known_calls,
+                names=[name],
+            )
+        )
         updater.verify()
         assert updater.commit().names == [WEIGHT]
         assert torch.equal(held(updater.weights)[WEIGHT], values[WEIGHT])
     half = fp8_checkpoint(tmp_path / "half", moe.plain, lambda _: {n: t for n, t in fp8.items() if n != SCALE})
     updater.begin("v4")
     with pytest.raises(CoverageError, match=f"{WEIGHT} is float8_e4m3fn and has no {SCALE}"):
-        updater.receive(DiskSource(half, updater.weights, complete=True, timeout_s=1.0))
+        updater.receive(
+            DiskSource(half, updater.weights, complete=True, timeout_s=1.0, known_calls=updater.model.known_calls)
+        )
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -329,7 +344,9 @@ def test_scales_of_16_bits_refresh(
     updater.begin("v2", manifest=manifest_of(fp8))
     if way == "folder":
         folder = fp8_checkpoint(tmp_path / "fp8", moe.plain, lambda _: fp8)
-        updater.receive(DiskSource(folder, updater.weights, complete=True, timeout_s=1.0))
+        updater.receive(
+            DiskSource(folder, updater.weights, complete=True, timeout_s=1.0, known_calls=updater.model.known_calls)
+        )
     else:
         names = sorted(fp8)
         for part in range(3):
