@@ -53,10 +53,8 @@ class Stream:
 
     def publish(self, encoding: str, checksum_format: str = "xxh3-128") -> int:
         """Publish one more version, of a few steps, as "xor", "overwrite", "ulp-gap" or "full"; return its number."""
-        for _ in range(5):
-            self._masters.step(1e-5)
-        old, new = self.versions[-1], self._masters.tensors()
-        version = len(self.versions)
+        old, new = self.versions[-1], self.step()
+        version = len(self.versions) - 1
         delta = self._encoder.encode(new.items())
         if encoding == "full":
             write_checkpoint(version_path(self.source, version), new, (tuple(SHAPES),))
@@ -65,8 +63,14 @@ class Stream:
         else:
             publish_bytes(self.source, version, old, new, encoding=encoding, checksum_format=checksum_format)
         self._encoder.advance(delta)
-        self.versions.append({name: tensor.clone() for name, tensor in new.items()})
         return version
+
+    def step(self) -> Tensors:
+        """Make one more version, and return its tensors; the caller publishes them."""
+        for _ in range(5):
+            self._masters.step(1e-5)
+        self.versions.append({name: tensor.clone() for name, tensor in self._masters.tensors().items()})
+        return self.versions[-1]
 
 
 def rewrite_index(folder: Path, **changes: object) -> None:

@@ -136,8 +136,12 @@ class WeightCalls:
         weight_version: str | None = None,
         load_format: str | None = None,
         update_id: str | None = None,
+        pulled_version: int | None = None,
     ) -> Call[JsonObject]:
-        """Make the server load a checkpoint folder of its machine; refused, and nothing changed, if it does not fit."""
+        """Make the server load a checkpoint folder of its machine; refused, and nothing changed, if it does not fit.
+
+        `pulled_version`: the version to which `pull_weights` must have brought the folder.
+        """
         return method_call(UpdateWeightsFromDiskReqInput, locals())
 
     @method

@@ -115,6 +115,7 @@ class DiskRefresh:
                 complete=opens,
                 timeout_s=self._timeout_s,
                 known_calls=self._updater.model.known_calls,
+                version=verb.pulled_version,
             )
             try:
                 if opens:

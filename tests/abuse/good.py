@@ -57,6 +57,7 @@ def good_bodies(victim: Victim) -> dict[str, Body]:
         "/update_weight_version": {"new_version": "w"},
         "/get_weights_by_name": {"name": name},
         "/init_weight_transfer_engine": {"init_info": group},
+        "/fetch_weights": {"target_version": 1, "sync_dir": nowhere},
         "/update_weights": {"update_info": {"names": [name], "dtype_names": ["float32"], "shapes": [shape]}},
         "/collective_rpc": {"method": "update_weights_from_ipc", "args": [{"cpu": f"ipc://{nowhere}"}]},
         "/areal_init_weights_update_group": group,

@@ -12,6 +12,7 @@ import torch
 from rollout.client import ServerError
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess
+from tests.skyrl_deltas import change_entry, write_delta
 from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
 from weight_sync.delta.frame import write_frame
 from weight_sync.delta.publisher import publish_encoded
@@ -134,3 +135,32 @@ def test_disk_and_pull_over_http(server: ServerProcess, folder: Path, tmp_path: 
         json={"local_checkpoint_dir": str(tmp_path / "local"), "source_dir": str(tmp_path), "target_version": -1},
     )
     assert answer.status_code == 400
+
+
+def skyrl(server: ServerProcess, path: str, status: int = 200, **body: object) -> str:
+    answer = server.http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.text
+
+
+def test_skyrl_fetches_while_requests_run_and_then_updates(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
+    old = logical_tensors(folder)
+    server.client.update_weights_from_disk(str(folder), "base")
+    versions = [old, nudged(old), nudged(nudged(old))]
+    for number in (1, 2):
+        write_delta(tmp_path / "sync", number, versions[number - 1], versions[number])
+    sync = {"sync_dir": str(tmp_path / "sync")}
+    for number in (1, 2):
+        skyrl(server, "/fetch_weights", **sync, target_version=number)
+        assert checksums(server) == expected(versions[number - 1]), "a fetch changes nothing that serves"
+        server.http.post("/pause", params={"mode": "keep"}).raise_for_status()
+        skyrl(server, "/start_weight_update", is_checkpoint_format=True)
+        skyrl(server, "/update_weights", update_info={"target_version": number})
+        skyrl(server, "/finish_weight_update", weight_version=str(number))
+        server.http.post("/resume").raise_for_status()
+        assert checksums(server) == expected(versions[number])
+        assert server.client.weight_version() == str(number)
+    change_entry(write_delta(tmp_path / "sync", 3, versions[2], old), checksum="0" * 32)
+    assert "has checksum" in skyrl(server, "/fetch_weights", 400, **sync, target_version=3)
+    assert "missing" in skyrl(server, "/fetch_weights", 400, **sync, target_version=9)
+    assert checksums(server) == expected(versions[2])

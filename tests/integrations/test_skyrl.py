@@ -32,7 +32,7 @@ FRAMEWORK = Framework(
     packages=("skyrl",),
     flags={"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_return_routed_experts": True},
     shimmed=(vllm_trainer_side.SHIM, "typing_extensions' TypedDict (it is for Python 3.12)"),
-    not_there=("LoRA", "deltas by /fetch_weights", "sharded RDT", "sample support"),
+    not_there=("LoRA", "its own publisher of deltas (not run)", "sharded RDT", "sample support"),
 )
 PROMPTS = [[260, 315, 81, 377, 294], [67, 68, 310]]
 

@@ -28,9 +28,9 @@ from weight_sync.delta.local_state import (
     read_state,
     write_state,
 )
+from weight_sync.delta.published import VersionFolder
 from weight_sync.delta.version_dir import (
     MAX_VERSION,
-    VersionFolder,
     chain_of,
     patched_names,
     read_patches,

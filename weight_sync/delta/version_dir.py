@@ -6,7 +6,8 @@
                        xor, overwrite   a U8 payload under each tensor's name; __metadata__: its checksum when applied
                        ulp-gap          one U8 tensor `frame`, see `frame`; it carries its own fingerprints
 
-The first two encodings are slime's and miles'.  A folder without `delta_encoding` is a full version.
+The first two encodings are slime's and miles'.  A folder without `delta_encoding` is a full version.  Where there is no
+folder of this name, `SOURCE/delta-00000007/` is looked for: see `delta_manifest`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from typing import Any
 import torch
 
 from weight_sync.checkpoint_folder import INDEX_FILE, open_checkpoint_folder, read_index
-from weight_sync.delta.byte_patches import APPLIERS, checksum, require_checksum
+from weight_sync.delta.byte_patches import APPLIERS, require_checksum
+from weight_sync.delta.delta_manifest import delta_path, read_delta_folder, read_manifest_patches
 from weight_sync.delta.frame import DeltaFrame, TensorDelta, read_frame
+from weight_sync.delta.published import BytePatch, VersionFolder
 from weight_sync.errors import BaseMismatchError, ContentError, WeightRequestError
 from weight_sync.safetensors_file import (
-    FileTensor,
     SafetensorsFile,
     open_regular,
     read_at,
     read_header,
-    read_tensor,
 )
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
@@ -38,56 +39,6 @@ FRAME_TENSOR = "frame"
 MAX_VERSION = 10**12
 _COMPRESSION = "zstd"
 _IDENTITY_BYTES = 4096  # of the content
-
-
-@dataclass(frozen=True)
-class VersionFolder:
-    """A published version.  `base_version` None: a full one.
-
-    `identity` differs between two publications under one number.
-    """
-
-    path: Path
-    version: int
-    base_version: int | None
-    encoding: str | None
-    checksum_format: str | None
-    identity: str
-
-    @property
-    def is_full(self) -> bool:
-        return self.base_version is None
-
-
-@dataclass(frozen=True)
-class BytePatch:
-    """A payload of `xor` or `overwrite`, still on disk."""
-
-    file: SafetensorsFile
-    payload: FileTensor
-    encoding: str
-    checksum_format: str
-    stated: str
-
-    def apply(self, base: torch.Tensor) -> torch.Tensor:
-        """Apply the patch to `base` and return the new content.
-
-        Raises `ContentError` if the new content has another checksum than stated, as on a wrong base.
-        """
-        name = self.payload.meta.name
-        with open_regular(self.file.path) as file:
-            packed = read_tensor(file, self.file.path, self.payload).numpy().tobytes()
-        try:
-            new = APPLIERS[self.encoding](packed, base)
-        except ContentError as error:
-            raise ContentError(f"{self.file.path}: {name}: {error}") from None
-        actual = checksum(self.checksum_format, new)
-        if actual != self.stated:
-            raise ContentError(
-                f"{self.file.path}: {name} has checksum {actual} after the delta, expected {self.stated[:128]}. "
-                "The file is damaged, or the delta belongs to another base."
-            )
-        return new
 
 
 def version_path(source: Path, version: int) -> Path:
@@ -102,10 +53,14 @@ def read_version(source: Path, version: int) -> VersionFolder:
     lies outside of `source`.
     """
     path = version_path(source, version)
+    if not path.is_dir() and delta_path(source, version).is_dir():
+        path = delta_path(source, version)
     if not path.is_dir():
         raise WeightRequestError(f"published weight version missing: {path}")
     if not path.resolve().is_relative_to(source.resolve()):
         raise ContentError(f"{path} points outside {source}")
+    if path == delta_path(source, version):
+        return read_delta_folder(source, version)
     metadata: dict[str, Any] = {}
     if (path / INDEX_FILE).exists():
         metadata = read_index(path)[0]
@@ -135,6 +90,8 @@ def patched_names(folder: VersionFolder) -> set[str]:
     `WeightRequestError`, `ContentError`, `TransportError`.
     """
     assert not folder.is_full, folder
+    if folder.has_manifest:
+        return set(read_manifest_patches(folder))
     weight_map = read_index(folder.path)[1]
     homes: dict[str, str] = {}
     for file in _delta_files(folder.path):
@@ -153,6 +110,9 @@ def read_patches(folder: VersionFolder, metas: Mapping[str, TensorMeta]) -> Iter
 
     `metas`: what the base version has; what a patch unpacks is bounded by it.  Raises as `patched_names`.
     """
+    if folder.has_manifest:
+        yield from _manifest_patches(folder, metas)
+        return
     for file in _delta_files(folder.path):
         found = _frame_patches(file, metas) if folder.encoding == ULP_GAP else _byte_patches(file, folder).items()
         for name, patch in found:
@@ -189,8 +149,15 @@ def _byte_patches(file: SafetensorsFile, folder: VersionFolder) -> dict[str, Ten
             raise ContentError(f"{file.path}: {name} is not a delta")
         if name not in file.metadata:
             raise ContentError(f"{file.path}: {name} has no checksum")
-        patches[name] = BytePatch(file, tensor, folder.encoding, folder.checksum_format, file.metadata[name])
+        patches[name] = BytePatch(name, file, tensor, folder.encoding, folder.checksum_format, file.metadata[name])
     return patches
+
+
+def _manifest_patches(folder: VersionFolder, metas: Mapping[str, TensorMeta]) -> Iterator[tuple[str, TensorPatch]]:
+    for name, (meta, patch) in read_manifest_patches(folder).items():
+        if metas.get(name) != meta:
+            raise ContentError(f"{folder.path}: {_described(meta)}, which its base does not have")
+        yield name, patch
 
 
 def _frame_names(file: SafetensorsFile) -> list[str]:
@@ -205,12 +172,15 @@ def _frame_patches(file: SafetensorsFile, metas: Mapping[str, TensorMeta]) -> It
         frame = _read_frame(file)
         for meta in frame.metas:
             if metas.get(meta.name) != meta:
-                described = f"{dtype_name(meta.dtype)} {list(meta.shape)}"
-                raise ContentError(f"{meta.name}: the delta changes {described}, which its base does not have")
+                raise ContentError(f"{_described(meta)}, which its base does not have")
         for delta in frame.deltas():
             yield delta.entry.meta.name, _FramePatch(file.path, delta)
     except WeightRequestError as error:
         raise ContentError(f"{file.path}: {error}") from None
+
+
+def _described(meta: TensorMeta) -> str:
+    return f"{meta.name}: the delta changes {dtype_name(meta.dtype)} {list(meta.shape)}"
 
 
 def _read_frame(file: SafetensorsFile) -> DeltaFrame:

@@ -254,7 +254,8 @@ class RefusedBucketReqInput(UpdateWeightsReqInput[BucketReply], kw_only=True):
 class UpdateWeightsFromDiskReqInput(UpdateWeightsReqInput[DiskReply], kw_only=True):
     """Load a checkpoint folder, all or nothing; `model_path` in /model_info changes only on success.
 
-    The fields from `flush_cache` on are SGLang's and change nothing here.
+    `pulled_version`: the version to which /pull_weights must have brought the folder; null: any.  The fields from
+    `flush_cache` on are SGLang's and change nothing here.
     """
 
     endpoint = Endpoint(
@@ -270,6 +271,7 @@ class UpdateWeightsFromDiskReqInput(UpdateWeightsReqInput[DiskReply], kw_only=Tr
 
     model_path: Name
     load_format: str | None = None
+    pulled_version: Size | None = None
 
 
 class PullWeightsReqInput(OfUpdateReqInput[PullReply], kw_only=True):

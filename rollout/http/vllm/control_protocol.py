@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import model_validator
+
 from rollout.core.messages.message import Name, Size
 from rollout.core.messages.weights import InitWeightsUpdateGroupReqInput, PackedBytes
 from rollout.http.control.body import body_of
@@ -48,16 +50,39 @@ class StartWeightUpdateRequest(Body):
 
 
 class UpdateInfo(Body):
-    """The tensors that are about to come.  Older clients state here, and not before, that the tensors are packed."""
+    """The tensors that are about to come.  Older clients state here, and not before, that the tensors are packed.
+
+    Without the three lists: the tensors that /fetch_weights fetched.  `target_version`: theirs; null: any.
+    """
 
     unsupported = frozenset({"ipc_handles", "ipc_handles_pickled", "tensor_sizes"})
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[Size]]
+    names: list[str] | None = None
+    dtype_names: list[str] | None = None
+    shapes: list[list[Size]] | None = None
     packed: bool | None = None
     packed_buffer_size_bytes: PackedBytes | None = None
     cast: bool | None = None
+    target_version: Size | None = None
+
+    @property
+    def is_fetched(self) -> bool:
+        return self.names is None
+
+    @model_validator(mode="after")
+    def _complete(self) -> UpdateInfo:
+        missing = [name for name in LIST_NAMES if getattr(self, name) is None]
+        if missing and len(missing) < len(LIST_NAMES):
+            raise ValueError(f"{missing[0]} is missing")
+        return self
+
+
+class FetchWeightsRequest(Body):
+    """POST /fetch_weights of SkyRL.  `uri`: the folder of the publications; null: `sync_dir` itself."""
+
+    target_version: Size
+    sync_dir: Name
+    uri: Name | None = None
 
 
 class UpdateWeightsRequest(Body):

@@ -4,6 +4,7 @@
     /start_weight_update           begin, with partial coverage, under an id of this server's own
     /update_weights                one bucket, in packed buffers or a broadcast for each tensor
     /finish_weight_update          end: all of it in force, or nothing
+    /fetch_weights                 SkyRL's: bring a folder to a published version, which an update without names loads
 
 vLLM's clients carry no ids, so ids of updates that they started are kept here, and so are the group's settings.
 """
@@ -11,7 +12,8 @@ vLLM's clients carry no ids, so ids of updates that they started are kept here, 
 from __future__ import annotations
 
 import uuid
-from typing import Annotated
+from pathlib import PurePath
+from typing import Annotated, NamedTuple
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
@@ -27,6 +29,7 @@ from rollout.core.messages.weights import (
     EndWeightUpdateReqInput,
     GetWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
+    PullWeightsReqInput,
     RefusedBucketReqInput,
     UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -37,6 +40,7 @@ from rollout.http.control.weights import raw_lists
 from rollout.http.io import json_body
 from rollout.http.protocol import EmptyRequest
 from rollout.http.vllm.control_protocol import (
+    FetchWeightsRequest,
     FinishWeightUpdateRequest,
     InitInfo,
     InitWeightTransferEngineRequest,
@@ -47,11 +51,14 @@ from rollout.http.vllm.control_protocol import (
 
 InitBody = Annotated[InitWeightTransferEngineRequest, Depends(json_body(InitWeightTransferEngineRequest))]
 StartBody = Annotated[StartWeightUpdateRequest, Depends(json_body(StartWeightUpdateRequest))]
+FetchBody = Annotated[FetchWeightsRequest, Depends(json_body(FetchWeightsRequest))]
 FinishBody = Annotated[FinishWeightUpdateRequest, Depends(json_body(FinishWeightUpdateRequest))]
 
 _OF_THE_GROUP = set(InitWeightsUpdateGroupReqInput.__struct_fields__)
 
 
+FETCHED_FOLDER = "lockstep_checkpoint"
+"""In the `sync_dir` of SkyRL: the checkpoint that fetches bring from version to version."""
 MAX_UNANSWERED = 64
 """Starts whose clients left or whose answers are late; one more drops them all."""
 
@@ -94,13 +101,21 @@ class StartedUpdates:
             self.confirmed = None
 
 
+class Fetched(NamedTuple):
+    """A checkpoint folder, and the version that a fetch brought it to."""
+
+    folder: str
+    version: int
+
+
 class VllmWeightRoutes:
-    """One for a server: it holds the group that was joined and the updates that were started."""
+    """One for a server: it holds the group that was joined, the updates that were started, and what was fetched."""
 
     def __init__(self, verbs: VerbRoutes) -> None:
         self._send = verbs.ask
         self._joined: InitInfo | None = None
         self._started = StartedUpdates()
+        self._fetched: Fetched | None = None
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=ControlRoute, tags=["vLLM weights"])
@@ -109,6 +124,7 @@ class VllmWeightRoutes:
         add_route(router, "/start_weight_update", self.start_update, StartWeightUpdateRequest)
         add_route(router, "/update_weights", self.update_weights, UpdateWeightsRequest)
         add_route(router, "/finish_weight_update", self.finish_update, FinishWeightUpdateRequest)
+        add_route(router, "/fetch_weights", self.fetch, FetchWeightsRequest)
         return router
 
     async def init_engine(self, body: InitBody) -> Response:
@@ -146,7 +162,10 @@ class VllmWeightRoutes:
         return reply(answer)
 
     async def update_weights(self, request: Request) -> Response:
-        """Receive tensors by broadcast from the trainer; with `weight_dir`, load a checkpoint folder as a whole."""
+        """Receive tensors by broadcast from the trainer; with `weight_dir`, load a checkpoint folder as a whole.
+
+        Without names, load what /fetch_weights fetched.
+        """
         try:
             body = await json_body(UpdateWeightsRequest)(request)
         except LockstepError as error:
@@ -156,8 +175,11 @@ class VllmWeightRoutes:
 
     async def update(self, body: UpdateWeightsRequest) -> Response:
         """Update the weights as `update_weights` does, from a body that was read already."""
-        if body.update_info is not None:
-            return reply(await self._receive(body.update_info, raw_lists(body)))
+        info = body.update_info
+        if info is not None and not info.is_fetched:
+            return reply(await self._receive(info, raw_lists(body)))
+        if info is not None:
+            return await self._load_fetched(info)
         if body.weight_dir is None:
             raise BadRequest("give update_info or weight_dir")
         await self._make_room()
@@ -167,6 +189,36 @@ class VllmWeightRoutes:
                 f"lease, or drop it with abort_weight_update with update_id {started!r}"
             )
         return reply(await self._send(UpdateWeightsFromDiskReqInput, model_path=body.weight_dir))
+
+    async def fetch(self, body: FetchBody) -> Response:
+        """Bring the checkpoint that is kept in `sync_dir` to a published version.  The weights that serve stay.
+
+        The next update without names loads it.
+        """
+        folder = str(PurePath(body.sync_dir, FETCHED_FOLDER))
+        version, source = body.target_version, _source_of(body)
+        answer = await self._send(
+            PullWeightsReqInput, local_checkpoint_dir=folder, source_dir=source, target_version=version
+        )
+        if answer.success:
+            self._fetched = Fetched(folder, version)
+        return reply(answer)
+
+    async def _load_fetched(self, info: UpdateInfo) -> Response:
+        fetched = self._fetched
+        if fetched is None or info.target_version not in (None, fetched.version):
+            of = "nothing" if fetched is None else f"version {fetched.version}"
+            error = BadRequest(f"update_info.names is missing, and {of} was fetched: POST /fetch_weights")
+            await self.refuse(error)
+            raise error
+        return reply(
+            await self._send(
+                UpdateWeightsFromDiskReqInput,
+                model_path=fetched.folder,
+                pulled_version=fetched.version,
+                update_id=self._started.current,
+            )
+        )
 
     async def _receive(self, info: UpdateInfo, lists: dict[str, bytes]) -> ControlReqOutput[BucketReply]:
         joined = self._require_joined()
@@ -242,3 +294,14 @@ class VllmWeightRoutes:
         """Return the state of this update, or None where it is not open."""
         found = (await self._send(GetWeightUpdateReqInput)).data
         return found if found is not None and found.update_id == update_id else None
+
+
+def _source_of(body: FetchWeightsRequest) -> str:
+    """Return the folder that holds the delta folders.  Raises `BadRequest` for one that is not on this machine."""
+    uri = (body.uri or body.sync_dir).removeprefix("file://")
+    if "://" in uri:
+        raise BadRequest(
+            f"uri {uri[:200]!r} is not a folder: this server downloads nothing, so mount it and give a path"
+        )
+    path = PurePath(uri)
+    return str(path.parent if path.name == f"delta-{body.target_version:08d}" else path)

@@ -292,6 +292,19 @@ def test_a_loaded_folder_is_where_memory_goes_on_from(harness: Harness, publishe
     assert holds(harness, published.versions[2])
 
 
+def test_a_folder_is_loaded_at_the_version_that_is_asked_for(
+    harness: Harness, folders: tuple[Path, Path], published: Published
+) -> None:
+    target = published.publish("xor")
+    assert published.pull(harness, target).success
+    for folder, version, found in ((published.local, target + 1, target), (folders[0], target, None)):
+        answer = from_disk(harness, folder, pulled_version=version)
+        assert answer.status_code == 409 and f"is at version {found}, not {version}" in answer.message, answer.message
+    assert holds(harness, published.versions[0])
+    assert from_disk(harness, published.local, pulled_version=target).success
+    assert holds(harness, published.versions[target])
+
+
 def test_a_refused_pull_changes_neither(harness: Harness, published: Published) -> None:
     target = published.publish("xor")
     assert published.pull(harness, target, update_memory=True).success

@@ -270,6 +270,7 @@ def test_packed_buffers_are_cut_where_senders_cut_them(buffer_bytes: int) -> Non
         ("/update_weights", {}, "weight_dir"),
         ("/update_weights", {"weight_dir": None}, "weight_dir"),
         ("/update_weights", {"update_info": {}}, "update_info.names"),
+        ("/update_weights", {"update_info": {"names": ["a"], "shapes": [[1]]}}, "dtype_names is missing"),
         ("/update_weights", {"update_info": [TENSORS]}, "update_info"),
         ("/update_weights", {"update_info": TENSORS | {"ipc_handles_pickled": "gAM="}}, "ipc_handles_pickled is not"),
         ("/finish_weight_update", {"weight_version": 7.5}, "weight_version"),
@@ -287,6 +288,57 @@ def test_bad_bodies_are_refused_with_the_reason(live: Live, path: str, body: Any
     assert reply.status_code == 400 and message in reply.json()["message"], reply.text
     is_coming = "update_info" in body or "meta" in path
     assert verbs(live) == ["RefusedBucket"] * is_coming, "what cannot be read may be broadcast all the same"
+
+
+@pytest.mark.parametrize(
+    ("uri", "source"),
+    [
+        (None, "/runs/sync"),
+        ("/published", "/published"),
+        ("file:///published", "/published"),
+        ("/published/delta-00000007", "/published"),
+    ],
+)
+def test_a_fetch_pulls_and_the_next_update_loads_it(live: Live, uri: str | None, source: str) -> None:
+    """SkyRL fetches before the pause, and updates after it."""
+    body = {"target_version": 7, "sync_dir": "/runs/sync", "uri": uri}
+    assert live.client.post("/fetch_weights", json=body).status_code == 200
+    (pull,) = live.sent(weight_io_struct.PullWeightsReqInput)
+    assert (pull.local_checkpoint_dir, pull.source_dir) == ("/runs/sync/lockstep_checkpoint", source)
+    assert (pull.target_version, pull.update_memory) == (7, False)
+    assert live.client.post("/start_weight_update").status_code == 200
+    assert live.client.post("/update_weights", json={"update_info": {"target_version": 7}}).status_code == 200
+    assert live.client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
+    begin, load, end = live.scheduler.received[1:]
+    assert begin.update_id == load.update_id == end.update_id
+    assert (load.model_path, load.pulled_version) == ("/runs/sync/lockstep_checkpoint", 7)
+
+
+def test_an_update_loads_only_what_was_fetched(live: Live) -> None:
+    body = {"target_version": 7, "sync_dir": "/runs/sync"}
+    assert live.client.post("/fetch_weights", json=body).status_code == 200
+    live.scheduler.answers[weight_io_struct.PullWeightsReqInput] = refusing(400)
+    assert live.client.post("/fetch_weights", json=body | {"target_version": 8}).status_code == 400
+    reply = live.client.post("/update_weights", json={"update_info": {"target_version": 8}})
+    assert reply.status_code == 400 and "version 7 was fetched" in reply.json()["message"]
+    assert live.client.post("/update_weights", json={"update_info": {"kind": "delta"}}).status_code == 200
+    assert live.sent(weight_io_struct.UpdateWeightsFromDiskReqInput)[0].pulled_version == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"uri": "s3://bucket/run"}, "downloads nothing"),
+        ({"target_version": -1}, "target_version"),
+        ({"target_version": None}, "target_version"),
+        ({"sync_dir": ""}, "sync_dir"),
+        ({"sync_dir": 3}, "sync_dir"),
+    ],
+)
+def test_a_fetch_that_cannot_be_meant_is_refused(live: Live, changes: dict[str, Any], message: str) -> None:
+    reply = live.client.post("/fetch_weights", json={"target_version": 7, "sync_dir": "/runs/sync"} | changes)
+    assert reply.status_code == 400 and message in reply.json()["message"], reply.text
+    assert not verbs(live)
 
 
 def test_without_a_group_nothing_can_be_received(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tests.delta_models import same_bits
 from tests.published_versions import Stream, read_checkpoint, rewrite_index, write_checkpoint
 from weight_sync.checkpoint_folder import INDEX_FILE
-from weight_sync.delta import local_checkpoint, version_dir
+from weight_sync.delta import local_checkpoint, published, version_dir
 from weight_sync.delta.compression import compress
 from weight_sync.delta.durable import locked
 from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
@@ -251,7 +251,7 @@ def test_a_checksum_is_what_refuses_a_wrong_base(stream: Stream, monkeypatch: py
     pulled(stream, 1)
     version = stream.publish("xor")
     rewrite_index(version_path(stream.source, version), base_version="000000")
-    monkeypatch.setattr(version_dir, "checksum", lambda name, tensor: "same")
+    monkeypatch.setattr(published, "checksum", lambda name, tensor: "same")
     assert not same_bits(_applied_blindly(stream, version), stream.versions[version])
 
 
@@ -260,7 +260,7 @@ def _applied_blindly(stream: Stream, version: int) -> dict[str, torch.Tensor]:
     tensors = dict(stream.versions[0])
     metas = {name: TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     for name, patch in version_dir.read_patches(folder, metas):
-        assert isinstance(patch, version_dir.BytePatch)
+        assert isinstance(patch, published.BytePatch)
         tensors[name] = dataclasses.replace(patch, stated="same").apply(tensors[name])
     return tensors
 
