@@ -32,7 +32,7 @@ _TICK_S = 0.02
 
 @dataclass(frozen=True)
 class RawFolder:
-    """All that a folder states of its tensors, read and not parsed.  `index`: its index, if it has one."""
+    """The index and headers of a folder, read and not parsed.  `index`: its index, if it has one."""
 
     path: Path
     headers: tuple[RawHeader, ...]
