@@ -6,17 +6,20 @@ element once, casts it, writes it into every box that it lies in, and adds what 
     element i of the tensor   ->  row i // C, column i % C  ->  source + row * stride + column * stride
                                                             ->  storage + (row - first) * a + (column - first) * b
 
+With `live` storages it writes the exclusive or of an element and what lies at its place in the live storage.  The
+storage that is written to may then be pinned memory of the host, which a device reaches by the same address.
+
 Pairs of dtypes are compiled apart, and tensors whose elements do not lie at multiples of their width, which are read
 byte by byte.  Moves are boxes: other kinds are layouts of CPUs.
 
-`GpuSpans` checks two tables and keeps them on the device, to be taken for every bucket that lies as they say.  Nothing
-is read back: results stay on the device, in the order of the current stream.  Sums wrap, so programs add theirs in any
-order.
+`GpuSpans` checks two tables and keeps them on the device, to be taken for every bucket that lies as they say, into any
+storages of the sizes that were checked.  Nothing is read back: results stay on the device, in the order of the current
+stream.  Sums wrap, so programs add theirs in any order.
 
 Imported where there is Triton and something to run it (`block_sums.kernels_of` decides).  In Triton's interpreter
 the results equal `take_spans.take_spans_plainly` bit for bit; it has not run on a device yet.
 
-Shapes: T tensors, M moves, N items of work, R rows, C columns.
+Shapes: T tensors, M moves, S storages, N items of work, R rows, C columns.
 """
 
 from __future__ import annotations
@@ -103,6 +106,7 @@ def _take(
     moves,
     first_move,
     storages,
+    lives,
     work,
     table,
     sums,
@@ -118,6 +122,7 @@ def _take(
     WIDE: tl.constexpr,
     CHECKS: tl.constexpr,
     WRITES: tl.constexpr,
+    FOLDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     item = work + tl.program_id(0).to(tl.int64) * 3
@@ -137,7 +142,8 @@ def _take(
             columns_here = columns.to(tl.int32)
         else:
             columns_here = columns
-        top, down, right = start // columns, along // columns_here, along % columns_here
+        top, down = start // columns, along // columns_here
+        right = along - down * columns_here
         place = source + begin + ((top + down) * row_stride + right * column_stride) * WIDTH
         sent = _read(place, is_there, SENT_WORD, WIDTH, ALIGNED)
         held = sent
@@ -151,11 +157,21 @@ def _take(
         if WRITES:
             for number in range(tl.load(first_move + tensor), tl.load(first_move + tensor + 1)):
                 move = moves + number * 11
-                storage = tl.load(storages + tl.load(move + 2)) + tl.load(move + 3)
-                y, x = top - tl.load(move + 4) + down, right - tl.load(move + 6)
-                is_inside = (y >= 0) & (y < tl.load(move + 5)) & (x >= 0) & (x < tl.load(move + 7)) & is_there
-                to = storage.to(tl.pointer_type(HELD_WORD)) + y * tl.load(move + 8) + x * tl.load(move + 9)
-                tl.store(to, held, mask=is_inside)
+                number_of_storage, offset = tl.load(move + 2), tl.load(move + 3)
+                above, left = top - tl.load(move + 4), -tl.load(move + 6)
+                num_rows, num_columns = tl.load(move + 5), tl.load(move + 7)
+                if not WIDE:  # numbers of 64 bits take two registers
+                    above, left = above.to(tl.int32), left.to(tl.int32)
+                    num_rows, num_columns = num_rows.to(tl.int32), num_columns.to(tl.int32)
+                y, x = above + down, left + right
+                is_inside = (y >= 0) & (y < num_rows) & (x >= 0) & (x < num_columns) & is_there
+                at = y.to(tl.int64) * tl.load(move + 8) + x.to(tl.int64) * tl.load(move + 9)
+                word = held
+                if FOLDS:
+                    live = tl.load(lives + number_of_storage) + offset
+                    word = held ^ tl.load(live.to(tl.pointer_type(HELD_WORD)) + at, mask=is_inside, other=0)
+                storage = tl.load(storages + number_of_storage) + offset
+                tl.store(storage.to(tl.pointer_type(HELD_WORD)) + at, word, mask=is_inside)
 
 
 class _Form(NamedTuple):
@@ -166,7 +182,7 @@ class _Form(NamedTuple):
     is_aligned: bool
     is_wide: bool
 
-    def constants(self, checks: bool, writes: bool) -> dict[str, Any]:
+    def constants(self, checks: bool, writes: bool, folds: bool) -> dict[str, Any]:
         dtypes = list(DTYPES.values())
         sent, held = dtypes[self.sent], dtypes[self.held]
         return {
@@ -181,22 +197,24 @@ class _Form(NamedTuple):
             "WIDE": self.is_wide,
             "CHECKS": checks,
             "WRITES": writes,
+            "FOLDS": folds,
             "BLOCK": BLOCK,
         }
 
 
 class GpuSpans:
-    """Two checked tables on a device, to be taken for every bucket of `source_bytes` that lies as they say.
+    """Two checked tables on a device, to be taken for every bucket of the size of `source` that lies as they say.
 
-    `storages` are written to, and kept.  Raises `RuntimeError` for a table that does not fit.
+    `storages`: uint8 [bytes] each, as large and aligned as the ones that will be written to; none of them is kept.
+    Raises `RuntimeError` for a table that does not fit.
     """
 
     def __init__(
         self, source: torch.Tensor, tensors: torch.Tensor, moves: torch.Tensor, storages: Sequence[torch.Tensor]
     ) -> None:
         spans, steps = checked_tables(source, tensors, moves, storages)
-        self._storages = list(storages)
-        self._source_bytes, self._phase, device = source.numel(), source.data_ptr() % 8, source.device
+        self._fits = _form_of(source, storages)
+        self._device = device = source.device
         steps.sort(key=lambda step: step.tensor)
         counts_T = torch.zeros(len(spans) + 1, dtype=torch.int64)
         for step in steps:
@@ -205,37 +223,71 @@ class GpuSpans:
         self._tensors = _on(device, spans, len(SpanTensor._fields))
         self._moves = _on(device, steps, len(SpanMove._fields))
         self._first_move = counts_T.cumsum(0).to(device)
-        self._addresses = torch.tensor([storage.data_ptr() for storage in storages], dtype=torch.int64, device=device)
-        self._work = {form: _on(device, items, 3) for form, items in _work_of(spans, self._phase).items()}
+        self._work = {form: _on(device, items, 3) for form, items in _work_of(spans, source.data_ptr() % 8).items()}
         self._same_T = torch.tensor([span.sent == span.held for span in spans], dtype=torch.bool, device=device)
+        self._addresses: tuple[list[int], torch.Tensor] = ([], torch.empty(2, 0, dtype=torch.int64, device=device))
 
-    def take(self, source: torch.Tensor, checks: bool = True, writes: bool = True) -> Found:
-        """Take a bucket; return what the operator returns, on the device."""
-        fits = source.numel() == self._source_bytes and source.data_ptr() % 8 == self._phase
-        if not (fits and source.is_contiguous() and source.device == self._tensors.device):
-            raise RuntimeError(f"a bucket of {source.numel()} bytes is another than its tables describe")
-        device = source.device
-        sums_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int64, device=device)
-        flags_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int32, device=device)
+    def fits(self, source: torch.Tensor, storages: Sequence[torch.Tensor]) -> bool:
+        """Return whether the tables were checked for such a bucket and such storages."""
+        return self._fits == _form_of(source, storages)
+
+    def take(
+        self,
+        source: torch.Tensor,
+        storages: Sequence[torch.Tensor],
+        checks: bool = True,
+        writes: bool = True,
+        live: Sequence[torch.Tensor] | None = None,
+    ) -> Found:
+        """Take a bucket into `storages`; return what the operator returns, on the device.
+
+        `live`: the storages that are meant, where `storages` are to hold the exclusive or with them.  Raises
+        `RuntimeError` for a bucket or storages that the tables were not checked for.
+        """
+        self._require_fit(source, storages, live)
+        sums_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int64, device=self._device)
+        flags_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int32, device=self._device)
+        addresses_2S = self._addresses_of(storages, storages if live is None else live)
         for form, items in self._work.items() if checks or writes else ():
-            # Triton launches on the current device, and the bucket may lie on another.
-            with torch.cuda.device(device) if source.is_cuda else nullcontext():
-                _take[(items.shape[0],)](
-                    source,
-                    self._tensors,
-                    self._moves,
-                    self._first_move,
-                    self._addresses,
-                    items,
-                    multipliers(str(device)),
-                    sums_T2,
-                    flags_T2,
-                    **form.constants(checks, writes),
-                    num_warps=_NUM_WARPS,
-                )
+            constants = form.constants(checks, writes, folds=live is not None)
+            tables = (self._tensors, self._moves, self._first_move, *addresses_2S, items)
+            launch(source, tables, sums_T2, flags_T2, constants)
         for found_T2 in (sums_T2, flags_T2):  # a tensor that is not cast was summed once
             found_T2[:, 1] = torch.where(self._same_T, found_T2[:, 0], found_T2[:, 1])
         return sums_T2, flags_T2 != 0
+
+    def _require_fit(
+        self, source: torch.Tensor, storages: Sequence[torch.Tensor], live: Sequence[torch.Tensor] | None
+    ) -> None:
+        if not (source.is_contiguous() and self.fits(source, storages if live is None else live)):
+            raise RuntimeError(f"a bucket of {source.numel()} bytes is another than its tables describe")
+        for shadow, storage in zip(storages, live or (), strict=live is not None):
+            is_reached = shadow.device == self._device or shadow.is_pinned()
+            if not (is_reached and _place_of(shadow)[:2] == _place_of(storage)[:2] and shadow.is_contiguous()):
+                raise RuntimeError("a shadow is not like its storage")
+
+    def _addresses_of(self, storages: Sequence[torch.Tensor], live: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the addresses of both, int64 [2, S] on the device; they are copied there when they have changed."""
+        addresses = [storage.data_ptr() for storage in (*storages, *live)]
+        if self._addresses[0] != addresses:
+            made = torch.tensor(addresses, dtype=torch.int64).view(2, -1).to(self._device)
+            self._addresses = addresses, made
+        return self._addresses[1]
+
+
+def launch(
+    source: torch.Tensor,
+    tables: Sequence[torch.Tensor],
+    sums_T2: torch.Tensor,
+    flags_T2: torch.Tensor,
+    constants: dict[str, Any],
+) -> None:
+    """Launch the kernel for the items of one form, the last of `tables`."""
+    # Triton launches on the current device, and the bucket may lie on another.
+    with torch.cuda.device(source.device) if source.is_cuda else nullcontext():
+        _take[(tables[-1].shape[0],)](
+            source, *tables, multipliers(str(source.device)), sums_T2, flags_T2, **constants, num_warps=_NUM_WARPS
+        )
 
 
 def gpu_take_spans(
@@ -247,7 +299,16 @@ def gpu_take_spans(
     writes: bool,
 ) -> Found:
     """Compute the operator once.  The tables may lie in host memory or on the device; they are checked on the host."""
-    return GpuSpans(source, tensors, moves, storages).take(source, checks, writes)
+    return GpuSpans(source, tensors, moves, storages).take(source, storages, checks, writes)
+
+
+def _form_of(source: torch.Tensor, storages: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Return what must stay for checked tables to hold; addresses may change."""
+    return source.numel(), source.data_ptr() % 8, source.device, [_place_of(storage) for storage in storages]
+
+
+def _place_of(storage: torch.Tensor) -> tuple[int, int, torch.device]:
+    return storage.numel(), storage.data_ptr() % 8, storage.device
 
 
 def _on(device: torch.device, rows: Sequence[Sequence[int]], columns: int) -> torch.Tensor:
@@ -260,7 +321,8 @@ def _work_of(spans: Sequence[SpanTensor], phase: int) -> dict[_Form, list[tuple[
     found: dict[_Form, list[tuple[int, int, int]]] = {}
     for index, span in enumerate(spans):
         width = dtypes[span.sent].itemsize
-        form = _Form(span.sent, span.held, (phase + span.offset) % width == 0, span.columns > _NARROW)
+        is_wide = max(span.rows, span.columns) > _NARROW
+        form = _Form(span.sent, span.held, (phase + span.offset) % width == 0, is_wide)
         num_blocks = -(-span.rows * span.columns // BLOCK)
         items = [(index, first, min(_ROWS, num_blocks - first)) for first in range(0, num_blocks, _ROWS)]
         if items:
@@ -270,24 +332,26 @@ def _work_of(spans: Sequence[SpanTensor], phase: int) -> dict[_Form, list[tuple[
 
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, object], int, int]]:
     """Return the configurations of tensors as they are mostly sent, and one of each other path of the kernel."""
-    arguments = ("tensors", "moves", "first_move", "storages", "work", "table", "sums")
+    arguments = ("tensors", "moves", "first_move", "storages", "lives", "work", "table", "sums")
     types = {"source": "*u8", **dict.fromkeys(arguments, "*i64"), "flags": "*i32"}
     names = list(DTYPES)
     code = names.index
+
+    def form(sent: str, held: str) -> _Form:
+        return _Form(code(sent), code(held), True, False)
+
+    bf16, both = form("bfloat16", "bfloat16"), ("checks", "writes")
     forms = {
-        **{f"spans_{name}": (_Form(code(name), code(name), True, False), True, True) for name in names},
-        **{
-            f"spans_{sent}_as_{held}": (_Form(code(sent), code(held), True, False), True, True)
-            for sent in names[:4]
-            for held in names[:4]
-            if sent != held
-        },
-        "spans_unaligned": (_Form(code("bfloat16"), code("bfloat16"), False, False), True, True),
-        "spans_wide": (_Form(code("bfloat16"), code("bfloat16"), True, True), True, True),
-        "spans_checked_only": (_Form(code("bfloat16"), code("bfloat16"), True, False), True, False),
-        "spans_unchecked": (_Form(code("bfloat16"), code("bfloat16"), True, False), False, True),
+        **{f"spans_{name}": (form(name, name), both) for name in names},
+        **{f"spans_{a}_as_{b}": (form(a, b), both) for a in names[:4] for b in names[:4] if a != b},
+        **{f"spans_{name}_folded": (form(name, name), (*both, "folds")) for name in ("uint8", "bfloat16", "int64")},
+        "spans_float32_as_bfloat16_folded": (form("float32", "bfloat16"), (*both, "folds")),
+        "spans_unaligned": (bf16._replace(is_aligned=False), both),
+        "spans_wide": (bf16._replace(is_wide=True), both),
+        "spans_checked_only": (bf16, ("checks",)),
+        "spans_unchecked": (bf16, ("writes",)),
     }
     return [
-        (name, _take, types, form.constants(checks, writes), _NUM_WARPS, 1)
-        for name, (form, checks, writes) in forms.items()
+        (name, _take, types, one.constants(*(what in how for what in ("checks", "writes", "folds"))), _NUM_WARPS, 1)
+        for name, (one, how) in forms.items()
     ]

@@ -17,6 +17,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from weight_sync.block_sums import kernels_of
@@ -52,26 +53,43 @@ def take_spans(
 class SpanTables:
     """The two tables of one layout, to be taken for bucket after bucket.
 
-    On a CUDA device with Triton they are checked and copied to the device once for the same storages.
+    On a CUDA device with Triton they are checked and copied to the device once for storages of the same sizes.
     """
 
     def __init__(self, tensors: torch.Tensor, moves: torch.Tensor) -> None:
         self.tensors, self.moves = tensors, moves
-        self._kept: tuple[object, Any] | None = None  # what they were checked for, and the tables on the device
+        self._on_device: Any = None
 
     def take(
-        self, source: torch.Tensor, storages: Sequence[torch.Tensor], checks: bool = True, writes: bool = True
+        self,
+        source: torch.Tensor,
+        storages: Sequence[torch.Tensor],
+        checks: bool = True,
+        writes: bool = True,
+        live: Sequence[torch.Tensor] | None = None,
     ) -> Found:
-        """Compute `take_spans`."""
+        """Compute `take_spans`.
+
+        With `live` storages, on a CUDA device with Triton, `storages` are to hold the exclusive or of what would be
+        written there and what the live ones hold; they lie on the device or in pinned memory of the host.
+        """
         if kernels_of(source.device) is None:
+            assert live is None, "only the kernel of a device folds"
             return take_spans(source, self.tensors, self.moves, storages, checks, writes)
-        places = [(storage.data_ptr(), storage.numel(), storage.device) for storage in storages]
-        checked_for = (source.numel(), source.data_ptr() % 8, source.device, places)
-        if self._kept is None or self._kept[0] != checked_for:
+        checked = storages if live is None else live
+        if self._on_device is None or not self._on_device.fits(source, checked):
             kernels = importlib.import_module("weight_sync.spans_gpu")
-            self._kept = checked_for, kernels.GpuSpans(source, self.tensors, self.moves, storages)
-        found: Found = self._kept[1].take(source, checks, writes)
+            self._on_device = kernels.GpuSpans(source, self.tensors, self.moves, checked)
+        found: Found = self._on_device.take(source, storages, checks, writes, live)
         return found
+
+
+def on_host(found: Found) -> tuple[np.ndarray, np.ndarray]:
+    """Return fingerprints uint64 [T, 2] and flags bool [T, 2] on the host; from a device they are read back at once."""
+    sums_T2, flags_T2 = found
+    if sums_T2.device.type != "cpu":
+        sums_T2, flags_T2 = torch.stack([sums_T2, flags_T2.to(torch.int64)]).cpu().unbind()
+    return sums_T2.numpy().view(np.uint64), flags_T2.numpy().astype(np.bool_, copy=False)
 
 
 def take_spans_plainly(

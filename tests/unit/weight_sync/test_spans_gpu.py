@@ -93,6 +93,12 @@ def test_the_kernel_does_what_the_plain_form_does() -> None:
     assert_same()
 
 
+def test_sizes_beyond_32_bits_are_counted_in_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans_gpu, "_NARROW", 0)
+    assert_same()
+    folded()
+
+
 @settings(max_examples=examples(12), deadline=None)
 @given(buckets())
 def test_any_bucket_by_the_kernel(drawn: tuple[Bucket, list[SpanMove], int]) -> None:
@@ -136,14 +142,51 @@ def test_tables_are_kept_for_the_next_bucket() -> None:
         source = random_bytes(bucket.source.numel() + 8, seed)[: bucket.source.numel()]
         wanted = torch.zeros_like(storage)
         plain = taken(take_spans_plainly, source, bucket.tensors, moves, [wanted])
-        found = kept.take(source)
+        found = kept.take(source, [torch.zeros_like(storage)])
         assert torch.equal(plain[1], found[1])
         finite = ~plain[1]
         assert torch.equal(plain[0][finite], found[0][finite])
-        assert not kept.take(source, checks=False, writes=False)[0].any()
+        assert not kept.take(source, [storage], checks=False, writes=False)[0].any()
     for other in (source[1:], torch.cat([source, source]), random_bytes(2 * len(source), 0)[::2]):
         with pytest.raises(RuntimeError, match="another than its tables describe"):
-            kept.take(other)
+            kept.take(other, [storage])
+
+
+def folded(module: ModuleType = spans_gpu) -> None:
+    """Take a bucket twice into shadows by tables that were used for others before, and require new ^ live in them."""
+    bucket, moves, storage = a_bucket()
+    live, wanted = random_bytes(storage.numel(), 3), random_bytes(storage.numel(), 3)
+    kept = module.GpuSpans(bucket.source, torch.tensor(bucket.tensors), torch.tensor(moves), [live])
+    kept.take(bucket.source, [torch.zeros_like(live)], live=[torch.zeros_like(live)])
+    assert_found(taken(take_spans_plainly, bucket.source, bucket.tensors, moves, [wanted]), bucket)
+    (shadow, area), before = guarded(torch.zeros_like(live)), live.clone()
+    for _ in range(2):
+        found = kept.take(bucket.source, [shadow], live=[live])
+        assert_found(found, bucket)
+        assert torch.equal(shadow ^ live, wanted)
+    assert torch.equal(live, before)
+    assert (area[:GUARD] == 0x3C).all() and (area[-GUARD:] == 0x3C).all()
+
+
+def test_a_shadow_is_folded_with_its_live_storage() -> None:
+    folded()
+
+
+def test_tables_of_another_device_are_refused() -> None:
+    bucket, moves, storage = a_bucket()
+    tables = torch.tensor(bucket.tensors), torch.tensor(moves)
+    elsewhere = storage.to("meta")
+    with pytest.raises(RuntimeError, match="a storage is on meta, its source on cpu"):
+        spans_gpu.GpuSpans(bucket.source, *tables, [elsewhere])
+    kept = spans_gpu.GpuSpans(bucket.source, *tables, [storage])
+    with pytest.raises(RuntimeError, match="another than its tables describe"):
+        kept.take(bucket.source.to("meta"), [storage])
+    with pytest.raises(RuntimeError, match="another than its tables describe"):
+        kept.take(bucket.source, [elsewhere])
+    for shadow in (elsewhere, storage[:-8], torch.cat([storage, storage])[::2]):
+        with pytest.raises(RuntimeError, match="a shadow is not like its storage"):
+            kept.take(bucket.source, [shadow], live=[storage])
+    assert not storage.any()
 
 
 def test_the_kernel_writes_only_if_asked() -> None:
@@ -190,12 +233,12 @@ def test_tables_are_checked_again_for_other_storages(monkeypatch: pytest.MonkeyP
     assert not made, "a CPU has no kernel"
     monkeypatch.setattr(take_spans, "kernels_of", lambda device: spans_gpu)
     source = bucket.source
-    for number, place in ((1, storage), (1, storage), (2, torch.zeros_like(storage))):
+    for place in (storage, storage, torch.zeros_like(storage)):
         place.zero_()
         assert_found(tables.take(source, [place]), bucket)
-        assert torch.equal(place, wanted) and len(made) == number
-    tables.take(source, [storage[: len(storage) // 8 * 8]])
-    assert len(made) == 3
+        assert torch.equal(place, wanted) and len(made) == 1, "addresses may change"
+    tables.take(source, [torch.cat([storage, storage])])
+    assert len(made) == 2
     for short in (storage[:100], storage[:-1].view(1, -1)):
         with pytest.raises(RuntimeError):
             tables.take(source, [short])
@@ -211,14 +254,15 @@ def test_tables_are_checked_again_for_other_storages(monkeypatch: pytest.MonkeyP
         ("factor = mix_odd((first_block + nth)", "factor = mix_odd((first_block * 0 + nth)"),
         ("is_there = start + within < rows * columns", "is_there = within < rows * columns"),
         ("along = start % columns + within", "along = within"),
-        ("top, down, right = start // columns,", "top, down, right = start * 0,"),
+        ("top, down = start // columns,", "top, down = start * 0,"),
+        ("right = along - down * columns_here", "right = along"),
         ("((top + down) * row_stride + right * column_stride)", "((top + down) * columns + right)"),
         ("<< (8 * byte)", "<< 8"),
         ("rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = (bits + 0x8000) >> 16"),
         ("single.to(tl.float16)", "(single * 1.0001).to(tl.float16)"),
-        ("y * tl.load(move + 8) + x * tl.load(move + 9)", "x * tl.load(move + 8) + y * tl.load(move + 9)"),
-        ("(y >= 0) & (y < tl.load(move + 5))", "(y < tl.load(move + 5))"),
-        ("(x >= 0) & (x < tl.load(move + 7))", "(x >= 0)"),
+        ("y.to(tl.int64) * tl.load(move + 8)", "x.to(tl.int64) * tl.load(move + 8)"),
+        ("(y >= 0) & (y < num_rows)", "(y < num_rows)"),
+        ("(x >= 0) & (x < num_columns)", "(x >= 0)"),
         ("word.to(tl.uint64) + 1", "word.to(tl.uint64)"),
         ("sums + 2 * tensor + 1, flags", "sums + 2 * tensor, flags"),
         ("found_T2[:, 1] = torch.where", "torch.where"),
@@ -235,6 +279,23 @@ def test_a_wrong_kernel_is_noticed(old: str, new: str, tmp_path: Path) -> None:
         return
     with pytest.raises(AssertionError):
         assert_same(wrong)
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("word = held ^ tl.load(", "word = held | tl.load("),
+        ("tl.load(lives + number_of_storage)", "tl.load(storages + number_of_storage)"),
+        ("tl.load(storages + number_of_storage)", "tl.load(lives + number_of_storage)"),
+        ("if self._addresses[0] != addresses", "if not self._addresses[0]"),
+        ("folds=live is not None", "folds=False"),
+    ],
+)
+def test_a_wrong_fold_is_noticed(old: str, new: str, tmp_path: Path) -> None:
+    """Among them: folded twice, folded in the serving weights, and addresses of shadows that were left."""
+    with pytest.raises(AssertionError):
+        folded(mutated(spans_gpu, tmp_path, (old, new)))
 
 
 def _counting(work_of: Any) -> Any:
@@ -264,4 +325,4 @@ def test_every_form_of_the_kernel_compiles_for_hopper() -> None:
         [sys.executable, "-c", _COMPILE], env=compiling_environment(), capture_output=True, text=True, timeout=900
     )
     assert shown.returncode == 0, shown.stderr[-2000:]
-    assert len(shown.stdout.split()) == len(spans_gpu.compile_cases()) == 28
+    assert len(shown.stdout.split()) == len(spans_gpu.compile_cases()) == 32
