@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.fingerprint import best_seconds
 from rollout.kernels.build import load_kernels
 from weight_sync.moves import MoveKind
-from weight_sync.spans import DTYPE_CODES
+from weight_sync.spans import DTYPE_CODES, SpanTensor
 from weight_sync.take_spans import take_spans
 
 SIZES = {"512 B": (4, 64), "8 kB": (16, 256), "2 MB": (1024, 1024)}
@@ -48,7 +48,8 @@ class Bucket:
         self.source = torch.randn(self.count * numel).to(sent).view(torch.uint8)
         strides = (1, rows) if turned else (columns, 1)
         codes = DTYPE_CODES[sent], DTYPE_CODES[held]
-        self._tensors = torch.tensor([(n * size, *codes, rows, columns, *strides) for n in range(self.count)])
+        wholes = [SpanTensor.whole(n * size, *codes, rows, columns, *strides) for n in range(self.count)]
+        self._tensors = torch.tensor(wholes)
         if packed:
             storage = torch.ops.lockstep.empty_packed([self.count], rows, columns, held)
             kind, layout = MoveKind.PACKED, (0, 1, 0)

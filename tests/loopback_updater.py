@@ -26,19 +26,27 @@ _KNOWN: KnownCalls[KnownCall] = KnownCalls(1000)
 class LoopbackSource(BucketSource):
     """A `BucketSource` of given tensors; `failure` is raised when they should come.
 
-    They come as one message, or each by itself (`packed=False`).
+    They come as one message, or each by itself (`packed=False`).  `metas`: of boxes, whose contents are given.
     """
 
     must_drain = True
 
-    def __init__(self, named: Named, failure: Exception | None = None, *, packed: bool = True) -> None:
+    def __init__(
+        self,
+        named: Named,
+        failure: Exception | None = None,
+        *,
+        packed: bool = True,
+        metas: Sequence[TensorMeta] | None = None,
+    ) -> None:
         self.named = named
+        self._metas = metas or [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
         self.failure = failure
         self.drained = False
         self._is_packed = packed
 
     def announce(self, max_bytes: int) -> Sequence[TensorMeta]:
-        metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.named]
+        metas = self._metas
         if self._is_packed:
             self.layouts = _KNOWN.get(tuple(metas), lambda: _call_of(metas)).layouts
         return metas
@@ -70,9 +78,10 @@ def broadcast_source(
     shapes: Sequence[Sequence[int]],
     group_name: str,
     load_format: str | None = None,
+    boxes: Sequence[object] | None = None,
 ) -> DistributedSource:
     """Return the source of one bucket, which rank 0 of a joined group will broadcast."""
-    return DistributedSource(lambda: (names, dtypes, shapes), group_name, updater.receiver, load_format)
+    return DistributedSource(lambda: (names, dtypes, shapes, boxes), group_name, updater.receiver, load_format)
 
 
 class LoopbackUpdater(WeightUpdater):

@@ -28,7 +28,7 @@ from tests.delta_rule import Sequences, Sizes
 from tests.kernels import plain_build
 from tests.layer_storage import PARTS, stored_experts, stored_latent, stored_matrix
 from weight_sync.moves import MoveKind
-from weight_sync.spans import CAST_DTYPES, DTYPE_CODES, INT8_BLOCKS_CODE
+from weight_sync.spans import CAST_DTYPES, DTYPE_CODES, INT8_BLOCKS_CODE, SpanTensor
 from weight_sync.take_spans import take_spans
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -286,7 +286,7 @@ def buckets(ops: Ops) -> Iterator[torch.Tensor]:
             moves.append((0, MoveKind.PACKED, 2, 0, 0, rows, 0, depth, 0, 1, 0))
             moves.append((0, MoveKind.PACKED_TRANSPOSED, 3, 0, 0, rows, 0, depth, 0, 1, 0))
         storages = [place.view(-1).view(torch.uint8) for place in places]
-        tensors, table = torch.tensor([(1, *codes, rows, depth, *strides)]), torch.tensor(moves)
+        tensors, table = torch.tensor([SpanTensor.whole(1, *codes, rows, depth, *strides)]), torch.tensor(moves)
         fingerprints, infinite = take_spans(source, tensors, table, storages)
         assert not infinite.any()
         yield from (fingerprints, *storages)

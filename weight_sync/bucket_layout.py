@@ -6,7 +6,7 @@ A layout is one object for as long as the same lists come, so that what was work
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from weight_sync.tensor_meta import TensorMeta
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """Tensors, dense and in row-major order, each from byte `offsets` on of a bucket of `num_bytes` bytes."""
+    """Tensors or boxes of tensors, dense and in row-major order, each from byte `offsets` on of `num_bytes` bytes."""
 
     metas: Sequence[TensorMeta]
     offsets: Sequence[int]
@@ -26,7 +26,8 @@ class BucketLayout:
     def views(self, content: torch.Tensor, places: Sequence[int] | None = None) -> list[tuple[str, torch.Tensor]]:
         """Return all tensors, or the ones at some places in the list, as views of the bucket, uint8 [num_bytes].
 
-        A tensor that its dtype cannot be read from where it lies is copied.
+        Of a tensor that comes as a box, the view is the box.  A tensor that its dtype cannot be read from where it
+        lies is copied.
         """
         found = []
         for place in range(len(self.metas)) if places is None else places:
@@ -34,7 +35,7 @@ class BucketLayout:
             part = content[start : start + meta.nbytes]
             if part.data_ptr() % meta.dtype.itemsize or part.storage_offset() % meta.dtype.itemsize:
                 part = part.clone()
-            found.append((meta.name, part.view(meta.dtype).view(meta.shape)))
+            found.append((meta.name, part.view(meta.dtype).view(meta.sizes)))
         return found
 
 
@@ -47,6 +48,13 @@ class PackedBucket(NamedTuple):
     def named(self) -> list[tuple[str, torch.Tensor]]:
         """Return all tensors, as `BucketLayout.views`."""
         return self.layout.views(self.content)
+
+    def parts(self, places: Sequence[int] | None = None) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        """Yield the tensors that `BucketLayout.views` returns, each with what it is."""
+        metas = self.layout.metas if places is None else [self.layout.metas[place] for place in places]
+        views = self.layout.views(self.content, places)
+        for meta, (_, view) in zip(metas, views, strict=True):
+            yield meta, view
 
 
 class Sized(Protocol):

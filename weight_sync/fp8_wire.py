@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[Te
                 raise ShapeMismatchError(
                     f"{meta.name} is {dtype_name(meta.dtype)} but not a matrix, so it has no blocks"
                 )
-            found.append(TensorMeta(meta.name, _value_dtype(weights, meta) or meta.dtype, meta.shape))
+            found.append(replace(meta, dtype=_value_dtype(weights, meta) or meta.dtype))
         elif _is_other_fp8(meta) and (dtype := _value_dtype(weights, meta)) is not None:
             raise DtypeMismatchError(f"{meta.name}: the model has {dtype_name(dtype)}, got {dtype_name(meta.dtype)}")
         else:

@@ -24,7 +24,7 @@ from weight_sync.fingerprint import fingerprint
 from weight_sync.fp8_blocks import SCALE_SUFFIX, scales_of
 from weight_sync.fp8_wire import Pair, PairedTensors, value_metas
 from weight_sync.held_format import AS_SENT, HeldFormats
-from weight_sync.ledger import WeightLedger
+from weight_sync.ledger import Numbers, WeightLedger
 from weight_sync.loading import (
     Arrival,
     ProvenPart,
@@ -55,6 +55,9 @@ class Intake:
         self._stated = stated
         self._quantised = quantised
         self._announced: Announced = {}
+        self._shares: tuple[np.ndarray, np.ndarray] | None = (
+            None  # F as sent and held, and dtypes, of what comes in boxes
+        )
 
     def announce(self, metas: Sequence[TensorMeta], cast: bool = False) -> None:
         """Check what is known of a bucket before it is received.  Raises as `value_metas` and `split_wire`."""
@@ -81,21 +84,38 @@ class Intake:
             self.contents.put(self._table.number_of[name], content)
         return arrivals
 
-    def take_planned(self, plan: BucketPlan, fingerprints_T2: np.ndarray, infinite_T2: np.ndarray) -> None:
+    def take_planned(
+        self, plan: BucketPlan, complete: Numbers, fingerprints_T2: np.ndarray, infinite_T2: np.ndarray
+    ) -> None:
         """Check the planned tensors of a bucket by what `take_spans` found in them, and note their content.
 
-        Raises `ContentError`.
+        `complete`: the tensors of which boxes came, and now all.  Raises `ContentError`.
         """
-        names, numbers = self._table.names, plan.numbers
+        names = self._table.names
+        numbers = plan.numbers if plan.boxes is None else np.concatenate([plan.numbers, plan.boxes.numbers])
         if infinite_T2[:, 0].any():
-            wrong = [names[number] for number in numbers[infinite_T2[:, 0]]]
+            wrong = [names[number] for number in dict.fromkeys(numbers[infinite_T2[:, 0]].tolist())]
             raise ContentError(f"values that are not finite in {listed(wrong)}")
-        self._stated.require(numbers, fingerprints_T2[:, 0])
+        num_whole = len(plan.numbers)
+        self._stated.require(plan.numbers, fingerprints_T2[:num_whole, 0])
+        if plan.boxes is not None:
+            self._add_shares(plan, complete, fingerprints_T2[num_whole:])
         if infinite_T2[:, 1].any():
             number = numbers[infinite_T2[:, 1]][0]
             dtype = dtype_name(self._table.metas[number].dtype)
             raise ContentError(f"{names[number]} has values outside the range of {dtype}")
-        self.contents.put_all(numbers, plan.codes, fingerprints_T2[:, 0], fingerprints_T2[:, 1])
+        self.contents.put_all(plan.numbers, plan.codes[:num_whole], *fingerprints_T2[:num_whole].T)
+
+    def _add_shares(self, plan: BucketPlan, complete: Numbers, shares_P2: np.ndarray) -> None:
+        """Add the shares of boxes to the fingerprints of their tensors; check and note the complete ones."""
+        assert plan.boxes is not None
+        if self._shares is None:
+            self._shares = np.zeros((len(self._table), 2), dtype=np.uint64), np.zeros(len(self._table), dtype=np.uint8)
+        (sums, codes), numbers = self._shares, plan.boxes.numbers
+        np.add.at(sums, numbers, shares_P2)
+        codes[numbers] = plan.codes[len(plan.numbers) :]
+        self._stated.require(complete, sums[complete, 0])
+        self.contents.put_all(complete, codes[complete], *sums[complete].T)
 
     def take_part(self, part: ProvenPart) -> None:
         """Note a part of a tensor, which is held as it was sent.  Raises `ContentError`."""

@@ -2,6 +2,10 @@
 
 Tensors have numbers, by their place in the model's list of them.  A bucket that was planned (`plan`) is recorded as an
 array of numbers, whatever its length.
+
+A tensor may come in boxes: it came once they have as many elements as it has, and at the end no two may overlap.
+
+Shapes: P boxes of a bucket.
 """
 
 from __future__ import annotations
@@ -9,11 +13,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from weight_sync.boxes import Box, box_text, first_gap, overlapping
 from weight_sync.errors import CoverageError, listed
 
 Coverage = Literal["full", "partial"]
@@ -37,6 +43,105 @@ class TensorNumbers:
         return np.array(sorted(range(len(self.names)), key=self.names.__getitem__), dtype=np.int64)
 
 
+@dataclass(frozen=True, eq=False)
+class PlannedBoxes:
+    """The boxes of one bucket: `boxes` of the tensors `numbers`, which came under `wire_names`.
+
+    `edges` int64 [P, 4]: first and last row, first and last column, each last one plus 1, of the tensor as a matrix.
+    `numels` [P]: of the whole tensors.  `forms` [P]: equal for boxes of one wire name and dtype.
+    """
+
+    numbers: Numbers
+    names: Sequence[str]
+    wire_names: Sequence[str]
+    boxes: Sequence[Box]
+    shapes: Sequence[tuple[int, ...]]
+    edges: Numbers
+    numels: Numbers
+    forms: Numbers
+
+    @property
+    def counts(self) -> Numbers:
+        """The elements of each box."""
+        return (self.edges[:, 1] - self.edges[:, 0]) * (self.edges[:, 3] - self.edges[:, 2])
+
+
+class BoxLedger:
+    """The boxes of logical tensors that came, where plans take them.  `count`: of logical tensors."""
+
+    def __init__(self, count: int) -> None:
+        self._num_elements = np.zeros(count, dtype=np.int64)
+        self._forms = np.zeros(count, dtype=np.int64)
+        self._taken: list[PlannedBoxes] = []
+
+    def has_some(self, numbers: Numbers) -> bool:
+        """Return whether a box of any of these tensors came."""
+        return bool(self._num_elements[numbers].any())
+
+    def record(self, planned: PlannedBoxes) -> Numbers:
+        """Note boxes; return the numbers of the tensors of which all came by now.
+
+        Raises `CoverageError` for boxes of one tensor under two names or in two dtypes, or with too many elements.
+        """
+        numbers = planned.numbers
+        is_new = self._num_elements[numbers] == 0
+        self._forms[numbers[is_new]] = planned.forms[is_new]
+        (other,) = (self._forms[numbers] != planned.forms).nonzero()
+        if len(other):
+            name, wire_name = planned.names[other[0]], planned.wire_names[other[0]]
+            raise CoverageError(
+                f"{name}: its boxes come under two names, or in two dtypes; the last one as {wire_name}"
+            )
+        np.add.at(self._num_elements, numbers, planned.counts)
+        self._taken.append(planned)
+        came = self._num_elements[numbers]
+        (more,) = (came > planned.numels).nonzero()
+        if len(more):
+            raise self._overlap(int(numbers[more[0]]))
+        return np.unique(numbers[came == planned.numels])
+
+    def settle(self) -> None:
+        """Raise `CoverageError` for two boxes of a tensor that overlap, and for a tensor of which a box is missing."""
+        if not self._taken:
+            return
+        numbers = np.concatenate([planned.numbers for planned in self._taken])
+        edges = np.concatenate([planned.edges for planned in self._taken])
+        numels = np.concatenate([planned.numels for planned in self._taken])
+        order = np.argsort(numbers, kind="stable")
+        numbers, edges = numbers[order], edges[order]
+        for distance in range(1, len(numbers)):
+            same = numbers[:-distance] == numbers[distance:]
+            if not same.any():
+                break
+            one, other = edges[:-distance], edges[distance:]
+            starts, ends = np.maximum(one[:, ::2], other[:, ::2]), np.minimum(one[:, 1::2], other[:, 1::2])
+            (both,) = (same & (starts < ends).all(1)).nonzero()
+            if len(both):
+                raise self._overlap(int(numbers[both[0]]))
+        (short,) = (self._num_elements[numbers] < numels[order]).nonzero()
+        if len(short):
+            incomplete = np.unique(numbers[short])
+            raise CoverageError(f"{len(incomplete)} tensors came in part: {self._gap(int(incomplete[0]))}")
+
+    def _overlap(self, number: int) -> CoverageError:
+        name, _, boxes = self._boxes_of(number)
+        one, other = overlapping(boxes) or (boxes[0], boxes[-1])
+        return CoverageError(f"{name}: the boxes {box_text(one)} and {box_text(other)} overlap")
+
+    def _gap(self, number: int) -> str:
+        name, shape, boxes = self._boxes_of(number)
+        return f"{name} lacks {box_text(first_gap(shape, boxes) or ())}"
+
+    def _boxes_of(self, number: int) -> tuple[str, tuple[int, ...], list[Box]]:
+        """Return the name and shape of a tensor, and the boxes of it that came."""
+        name, shape, boxes = "", tuple[int, ...](), list[Box]()
+        for planned in self._taken:
+            for place in np.flatnonzero(planned.numbers == number).tolist():
+                name, shape = planned.names[place], planned.shapes[place]
+                boxes.append(planned.boxes[place])
+        return name, shape, boxes
+
+
 class WeightLedger:
     """Arrivals of one load or one refresh.
 
@@ -56,6 +161,7 @@ class WeightLedger:
         self._arrivals: list[Numbers] = []
         self._planned: list[tuple[Numbers, Sequence[str]]] = []
         self._wire_names: dict[int, set[str]] = {}  # names under which tensors came, outside of plans
+        self._boxes = BoxLedger(len(self.numbers))
         self.num_received = 0
 
     def __contains__(self, logical_name: str) -> bool:
@@ -98,8 +204,9 @@ class WeightLedger:
         return self._came
 
     def is_clear(self, numbers: Numbers) -> bool:
-        """Return whether all these tensors are expected, and none came."""
-        return bool(self._is_expected[numbers].all()) and not bool(self._came[numbers].any())
+        """Return whether all these tensors are expected, and none came, nor a box of one."""
+        is_free = self._is_expected[numbers].all() and not self._came[numbers].any()
+        return bool(is_free) and not self._boxes.has_some(numbers)
 
     def refusals(self, arrivals: Iterable[tuple[str, str]]) -> list[str]:
         """Return why the (wire name, logical name) pairs of one call cannot be recorded; empty when they can."""
@@ -112,6 +219,8 @@ class WeightLedger:
             elif (wire_name, logical_name) in seen or wire_name in self._names_of(number):
                 under = "" if wire_name == logical_name else f" as {wire_name}"
                 problems.append(f"{logical_name} came twice{under}")
+            elif not self._came[number] and self._boxes.has_some(np.array([number])):
+                problems.append(f"{logical_name} came whole, as {wire_name}, while boxes of it come")
             seen.add((wire_name, logical_name))
         return problems
 
@@ -135,8 +244,25 @@ class WeightLedger:
         self._planned.append((numbers, wire_names))
         self._note(numbers)
 
+    def record_boxes(self, planned: PlannedBoxes) -> Numbers:
+        """Note the boxes of a planned bucket; return the numbers of the tensors that came by it.
+
+        Raises `CoverageError` for a box of a tensor that was not announced or came, and as `BoxLedger.record`.
+        """
+        numbers = planned.numbers
+        (wrong,) = (~self._is_expected[numbers] | self._came[numbers]).nonzero()
+        if len(wrong):
+            name, wire_name = planned.names[wrong[0]], planned.wire_names[wrong[0]]
+            fault = "came before" if self._came[numbers[wrong[0]]] else "was not announced"
+            raise CoverageError(f"{name} {fault}, but a box of it comes as {wire_name}")
+        complete = self._boxes.record(planned)
+        self._planned.append((numbers, planned.wire_names))
+        self._note(complete)
+        return complete
+
     def settle(self) -> None:
-        """Raise `CoverageError` if something is missing."""
+        """Raise `CoverageError` if something is missing, and as `BoxLedger.settle`."""
+        self._boxes.settle()
         if self.coverage == "full" and self.num_missing:
             raise CoverageError(f"{self.num_missing} of {self.num_expected} tensors missing: {listed(self.missing)}")
 

@@ -19,16 +19,12 @@ from weight_sync.fp8_blocks import SCALE_SUFFIX
 from weight_sync.fp8_wire import weight_name, whole_metas
 from weight_sync.ledger import Numbers, WeightLedger
 from weight_sync.splitting import split_wire
-from weight_sync.tensor_meta import LogicalWeights, MetaParser, TensorMeta, parse_metas
+from weight_sync.tensor_meta import Lists, LogicalWeights, MetaParser, TensorMeta, parse_metas
 
 _DIGITS = 16
 _NOTHING, _SPLIT = -1, -2
 """Targets of a fingerprint that belongs to no logical tensor.  The model keeps nothing of it, or it is of scales; or
 the model splits its tensor."""
-
-
-Lists = tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]]
-"""Names, dtypes and shapes, in three parallel lists."""
 
 
 Entries = Sequence[tuple[TensorMeta, int | None]]

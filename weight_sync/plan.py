@@ -2,7 +2,10 @@
 
     layout -> wire tensors checked and split -> logical tensors -> their places on this rank -> tables of numbers
 
-`take_spans` (`spans`) reads the tables.  It copies, converts and checks a bucket without a step for each tensor.
+`take_spans` (`spans`) reads the tables.  It copies, converts and checks a bucket without a step for each tensor.  A
+wire tensor may come as a box of it (`TensorMeta.box`): then so do the logical tensors in it, but for those that lie in
+the box as a whole.
+
 Tensors that the tables cannot express are listed in `rest`, and go the way of single tensors (`intake`): halves of FP8
 pairs, tensors that are quantised to FP8 here, and places that only their own `write` can fill.
 
@@ -14,16 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from weight_sync.boxes import Box, whole_box
 from weight_sync.bucket_layout import BucketLayout
 from weight_sync.content import TensorTable
 from weight_sync.fp8_wire import weight_name
 from weight_sync.held_format import INT8_BLOCKS, HeldFormats
-from weight_sync.ledger import Numbers
+from weight_sync.ledger import Numbers, PlannedBoxes
 from weight_sync.moves import Move, lead_of, matrix_of, two_strides
+from weight_sync.picks import matrix_edges, parts_of_box
 from weight_sync.spans import (
     CAST_DTYPES,
     DTYPE_CODES,
@@ -92,20 +98,26 @@ def address_of(storage: torch.Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """T logical tensors of a layout, by number and name, and M moves of them.
+    """T whole logical tensors of a layout, by number and name, P boxes of others, and M moves of all.
 
-    `wire_names`: of the tensors whose parts they are.  `codes`: their dtypes as sent, of `DTYPE_CODES`.
-    `tables`: of these tensors and moves.  `storages`: a tensor of each storage that the moves go to.  `rest`: places in
-    the layout of the wire tensors that are not planned.
+    `wire_names` [T]: of the tensors whose parts they are.  `codes` [T + P]: dtypes as sent, of `DTYPE_CODES`.
+    `boxes`: None where there are none.  `tables`: of tensors, then boxes, and moves.  `storages`: a tensor of each
+    storage that the moves go to.  `rest`: places in the layout of the wire tensors that are not planned.
     """
 
     numbers: Numbers
     names: Sequence[str]
     wire_names: Sequence[str]
     codes: np.ndarray
+    boxes: PlannedBoxes | None
     tables: SpanTables
     storages: Sequence[torch.Tensor]
     rest: Sequence[int]
+
+    @property
+    def all_names(self) -> Sequence[str]:
+        """The names of all tensors, also of those of which boxes come."""
+        return self.names if self.boxes is None else [*self.names, *self.boxes.names]
 
 
 def plan_bucket(
@@ -115,7 +127,10 @@ def plan_bucket(
     table: TensorTable,
     quantised: HeldFormats,
 ) -> BucketPlan:
-    """Return the plan of a layout.  `pieces`: the logical tensors in each wire tensor, but for halves of pairs."""
+    """Return the plan of a layout.  `pieces`: the logical tensors in each wire tensor, but for halves of pairs.
+
+    Whether the boxes of a tensor are planned does not depend on the boxes: all of them go the same way.
+    """
     rows, rest, seen = _Rows(table, quantised), [], set[str]()
     halves = {weight_name(wire.name) for wire in layout.metas if wire not in pieces}
     for place, (wire, offset) in enumerate(zip(layout.metas, layout.offsets, strict=True)):
@@ -124,7 +139,7 @@ def plan_bucket(
         is_plain = (
             parts is not None
             and wire.name not in halves
-            and seen.isdisjoint(names)
+            and (wire.box is not None or seen.isdisjoint(names))
             and quantised.keys().isdisjoint(names)
         )
         if not (is_plain and rows.add(wire, offset, parts or (), homes)):
@@ -139,12 +154,8 @@ class _Rows:
 
     table: TensorTable
     quantised: HeldFormats
-    numbers: list[int] = field(default_factory=list)
-    wire_names: list[str] = field(default_factory=list)
-    tensors: list[SpanTensor] = field(default_factory=list)
-    moves: list[SpanMove] = field(default_factory=list)
-    storages: list[torch.Tensor] = field(default_factory=list)
-    _numbers_of_storages: dict[int, int] = field(default_factory=dict)
+    whole: list[_Row] = field(default_factory=list)
+    boxes: list[_Row] = field(default_factory=list)
 
     def add(self, wire: TensorMeta, offset: int, pieces: Sequence[Piece], homes: Homes) -> bool:
         """Add the logical tensors of a wire tensor that begins at byte `offset`.  False: tables cannot express them."""
@@ -152,32 +163,54 @@ class _Rows:
         for piece in pieces:
             held = self.table.metas[self.table.number_of[piece.name]]
             to, code = homes.moves(piece.name), self._code_of(wire, held)
-            matrix = None if to is None else _matrix(wire, offset, piece, held.shape, to[1])
-            if to is None or matrix is None or code is None:
+            matrices = None if to is None else _matrices(wire, offset, piece, held.shape, to[1])
+            if to is None or matrices is None or code is None:
                 return False
-            found.append((held, code, matrix, to[0]))
-        for held, code, matrix, moves in found:
-            number = self.table.number_of[held.name]
-            self.numbers.append(number)
-            self.wire_names.append(wire.name)
-            for move in moves:
-                self.moves.append(SpanMove.of(move, len(self.tensors), self._number_of(move.storage)))
-            start, *sizes_and_strides = matrix
-            self.tensors.append(SpanTensor(start, DTYPE_CODES[wire.dtype], code, *sizes_and_strides))
+            codes = DTYPE_CODES[wire.dtype], code
+            for box, matrix in matrices:
+                found.append(_Row(held, wire, box, SpanTensor(matrix[0], *codes, *matrix[1:]), to[0]))
+        for row in found:
+            is_whole = row.span.sizes == (row.span.rows, row.span.columns)
+            (self.whole if is_whole else self.boxes).append(row)
         return True
 
     def plan(self, rest: Sequence[int]) -> BucketPlan:
         """Return the plan of all that was added.  `rest`: places in the layout that were not."""
-        tensors = torch.tensor(self.tensors, dtype=torch.int64).view(-1, TENSOR_COLUMNS)
+        storages: dict[int, torch.Tensor] = {}
+        numbers: dict[int, int] = {}
+        moves = []
+        for tensor, row in enumerate((*self.whole, *self.boxes)):
+            for move in row.moves:
+                key = address_of(move.storage)
+                storages.setdefault(key, move.storage)
+                moves.append(SpanMove.of(move, tensor, numbers.setdefault(key, len(numbers))))
+        spans = [row.span for row in (*self.whole, *self.boxes)]
+        tensors = torch.tensor(spans, dtype=torch.int64).view(-1, TENSOR_COLUMNS)
         return BucketPlan(
-            numbers=np.array(self.numbers, dtype=np.int64),
-            names=[self.table.names[number] for number in self.numbers],
-            wire_names=self.wire_names,
+            numbers=self._numbers(self.whole),
+            names=[row.held.name for row in self.whole],
+            wire_names=[row.wire.name for row in self.whole],
             codes=tensors[:, 1].numpy().astype(np.uint8),
-            tables=SpanTables(tensors, torch.tensor(self.moves, dtype=torch.int64).view(-1, MOVE_COLUMNS)),
-            storages=self.storages,
+            boxes=self._boxes() if self.boxes else None,
+            tables=SpanTables(tensors, torch.tensor(moves, dtype=torch.int64).view(-1, MOVE_COLUMNS)),
+            storages=list(storages.values()),
             rest=rest,
         )
+
+    def _boxes(self) -> PlannedBoxes:
+        return PlannedBoxes(
+            numbers=self._numbers(self.boxes),
+            names=[row.held.name for row in self.boxes],
+            wire_names=[row.wire.name for row in self.boxes],
+            boxes=[row.box for row in self.boxes],
+            shapes=[row.held.shape for row in self.boxes],
+            edges=np.array([row.edges for row in self.boxes], dtype=np.int64),
+            numels=np.array([row.held.numel for row in self.boxes], dtype=np.int64),
+            forms=np.array([hash((row.wire.name, row.span.sent)) for row in self.boxes], dtype=np.int64),
+        )
+
+    def _numbers(self, rows: Sequence[_Row]) -> Numbers:
+        return np.array([self.table.number_of[row.held.name] for row in rows], dtype=np.int64)
 
     def _code_of(self, wire: TensorMeta, held: TensorMeta) -> int | None:
         """Return the code of a tensor's dtype as it is held; None where `take_spans` cannot convert to it."""
@@ -187,27 +220,48 @@ class _Rows:
             return DTYPE_CODES[held.dtype] if is_cast or wire.dtype == held.dtype else None
         return INT8_BLOCKS_CODE if held_format is INT8_BLOCKS and is_cast else None
 
-    def _number_of(self, storage: torch.Tensor) -> int:
-        number = self._numbers_of_storages.setdefault(address_of(storage), len(self.storages))
-        if number == len(self.storages):
-            self.storages.append(storage)
-        return number
+
+class _Row(NamedTuple):
+    """A row of the table of tensors: `box` of the logical tensor `held`, and the moves of all of that."""
+
+    held: TensorMeta
+    wire: TensorMeta
+    box: Box
+    span: SpanTensor
+    moves: Sequence[Move]
+
+    @property
+    def edges(self) -> tuple[int, int, int, int]:
+        """The edges of its box of the matrix, as `PlannedBoxes` has them."""
+        top, rows, left, columns = self.span[-4:]
+        return top, top + rows, left, left + columns
 
 
-def _matrix(
+_Matrix = tuple[int, int, int, int, int, int, int, int, int]
+"""What `SpanTensor` has but for the dtypes."""
+
+
+def _matrices(
     wire: TensorMeta, offset: int, piece: Piece, shape: Sequence[int], lead: int
-) -> tuple[int, int, int, int, int] | None:
-    """Return first byte, rows, columns, and their strides in elements, of a piece as a matrix.
+) -> list[tuple[Box, _Matrix]] | None:
+    """Return what of a piece lies in a wire tensor: boxes of its matrix.
 
     None if no matrix has its strides in the wire tensor, or its dtype cannot be read from there.
     """
     if offset % wire.dtype.itemsize:
         return None
     rows, columns = matrix_of(shape, lead)
-    if piece.index == () and not piece.transposed:
-        return offset, rows, columns, columns, 1
-    view = piece.of(torch.empty(wire.shape, dtype=wire.dtype, device="meta"))
-    strides = two_strides(view.shape, view.stride(), lead)
-    if strides is None:
-        return None
-    return offset + int(view.storage_offset()) * wire.dtype.itemsize, rows, columns, *strides
+    whole = whole_box(shape)
+    if wire.box is None and piece.index == () and not piece.transposed:
+        return [(whole, (offset, rows, columns, columns, 1, 0, rows, 0, columns))]
+    content = torch.empty(wire.sizes, dtype=wire.dtype, device="meta")
+    views = [(whole, piece.of(content))] if wire.box is None else parts_of_box(wire, piece, content, shape, lead)
+    found = []
+    for box, view in views:
+        strides, edges = two_strides(view.shape, view.stride(), lead), matrix_edges(box, shape, lead)
+        if strides is None or edges is None:
+            return None
+        start = offset + int(view.storage_offset()) * wire.dtype.itemsize
+        top, bottom, left, right = edges
+        found.append((box, (start, rows, columns, *strides, top, bottom - top, left, right - left)))
+    return found

@@ -216,8 +216,8 @@ class ShadowStaging:
         """Return the names of the tensors that were not written."""
         names = self._weights.metas().keys()
         if not self._written and sum(len(plan.names) for plan in self._plans) == len(names):
-            return ()  # no two plans have the same tensor
-        return names - self._written.union(*(plan.names for plan in self._plans))
+            return ()  # no two plans have all of the same tensor
+        return names - self._written.union(*(plan.all_names for plan in self._plans))
 
     def _live_sums(self) -> list[int]:
         """Return the sum of the live words of each part to exchange; read from the device once."""

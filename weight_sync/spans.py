@@ -1,9 +1,13 @@
 """The two tables by which `take_spans` takes a bucket to where its tensors live, and their checks.
 
-* `tensors`: int64 [T, 7], of each tensor: byte offset in the source, dtype as sent and as held (`DTYPE_CODES`), rows,
-  columns, stride of rows and of columns in elements.  A logical tensor is read as a matrix, whose row-major order is
-  the tensor's own; a piece of a wire tensor that is transposed or interleaved differs in strides alone.
+* `tensors`: int64 [T, 11], of each tensor: byte offset in the source, dtype as sent and as held (`DTYPE_CODES`), rows,
+  columns, stride of rows and of columns in elements, and the box of it that the source has, which begins at the offset:
+  first row, number of rows, first column, number of columns.  A logical tensor is read as a matrix, whose row-major
+  order is the tensor's own; a piece of a wire tensor that is transposed or interleaved differs in strides alone.
 * `moves`: int64 [M, 11], of each `Move`: tensor, kind, storage (index in a list), and its other fields in order.
+
+Moves lie in the tensor, not in its box: what the box has of a move is written.  The fingerprint of a box is its share
+of the tensor's, and shares of boxes that make up a tensor add up.
 
 Values are cast between the first four of `DTYPES` as torch's `.to` casts them.  Two moves of one call must not write
 the same bytes.
@@ -26,7 +30,7 @@ INT8_BLOCKS_CODE = len(DTYPE_CODES)
 """The dtype as held of bfloat16 that is rounded to `weight_sync.int8_blocks`; its fingerprint is of those values."""
 CAST_DTYPES = tuple(DTYPES.values())[:4]
 """Dtypes that are cast to one another; any other is held as it is sent."""
-TENSOR_COLUMNS = 7
+TENSOR_COLUMNS = 11
 MOVE_COLUMNS = 11
 _LIMIT = 1 << 48
 
@@ -41,6 +45,22 @@ class SpanTensor(NamedTuple):
     columns: int
     row_stride: int
     column_stride: int
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+
+    @classmethod
+    def whole(
+        cls, offset: int, sent: int, held: int, rows: int, columns: int, row_stride: int, column_stride: int
+    ) -> SpanTensor:
+        """Return the row of a tensor of which the source has everything."""
+        return cls(offset, sent, held, rows, columns, row_stride, column_stride, 0, rows, 0, columns)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The rows and columns of the box."""
+        return self.num_rows, self.num_columns
 
 
 class SpanMove(NamedTuple):
@@ -95,7 +115,9 @@ def _check_tensor(span: SpanTensor, name: str, source_bytes: int) -> None:
     is_cast = span.sent == span.held or max(span.sent, span.held) < len(CAST_DTYPES)
     _require(is_cast, f"{name} would be cast from dtype {span.sent} to {span.held}")
     _require(span.rows * span.columns < _LIMIT, f"{name} is too large")
-    end = _end(span.offset, dtypes[span.sent].itemsize, span[3:5], span[5:7])
+    is_inside = span.first_row + span.num_rows <= span.rows and span.first_column + span.num_columns <= span.columns
+    _require(is_inside, f"{name} has a box outside of it")
+    end = _end(span.offset, dtypes[span.sent].itemsize, span.sizes, span[5:7])
     _require(end <= source_bytes, f"{name} lies outside of the source")
 
 

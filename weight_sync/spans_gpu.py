@@ -1,9 +1,10 @@
 """`weight_sync::take_spans` on a CUDA device: one Triton kernel with the tables on the device.
 
-A program takes up to `_ROWS` blocks of 4096 elements of one tensor, in row-major order of its matrix.  It reads each
-element once, casts it, writes it into every box that it lies in, and adds what it found to the tensor's results:
+A program takes up to `_ROWS` blocks of 4096 elements of one tensor, in row-major order of its matrix, and leaves out
+what is not in the tensor's box.  It reads each element once, casts it, writes it into every move that it lies in, and
+adds what it found to the tensor's results:
 
-    element i of the tensor   ->  row i // C, column i % C  ->  source + row * stride + column * stride
+    element i of the tensor   ->  row i // C, column i % C  ->  source + row in box * stride + column in box * stride
                                                             ->  storage + (row - first) * a + (column - first) * b
 
 With `live` storages it writes the exclusive or of an element and what lies at its place in the live storage.  The
@@ -127,15 +128,20 @@ def _take(
 ):
     item = work + tl.program_id(0).to(tl.int64) * 3
     tensor, first_block, num_blocks = tl.load(item), tl.load(item + 1), tl.load(item + 2)
-    span = tensors + tensor * 7
-    begin, rows, columns = tl.load(span), tl.load(span + 3), tl.load(span + 4)
+    span = tensors + tensor * 11
+    begin, columns = tl.load(span), tl.load(span + 4)
     row_stride, column_stride = tl.load(span + 5), tl.load(span + 6)
+    box_row, box_rows, box_column, box_columns = (
+        tl.load(span + 7),
+        tl.load(span + 8),
+        tl.load(span + 9),
+        tl.load(span + 10),
+    )
     within = tl.arange(0, BLOCK)
     if CHECKS:
         b = tl.load(table + within).to(tl.uint64, bitcast=True)
     for nth in range(num_blocks):
         start = (first_block + nth) * BLOCK
-        is_there = start + within < rows * columns
         along = start % columns + within
         if not WIDE:  # a division of 64 bits takes many times as long
             along = along.to(tl.int32)
@@ -144,7 +150,9 @@ def _take(
             columns_here = columns
         top, down = start // columns, along // columns_here
         right = along - down * columns_here
-        place = source + begin + ((top + down) * row_stride + right * column_stride) * WIDTH
+        y_box, x_box = top - box_row + down, right - box_column
+        is_there = (y_box >= 0) & (y_box < box_rows) & (x_box >= 0) & (x_box < box_columns)
+        place = source + begin + (y_box * row_stride + x_box * column_stride) * WIDTH
         sent = _read(place, is_there, SENT_WORD, WIDTH, ALIGNED)
         held = sent
         if SENT != HELD:
@@ -323,8 +331,9 @@ def _work_of(spans: Sequence[SpanTensor], phase: int) -> dict[_Form, list[tuple[
         width = dtypes[span.sent].itemsize
         is_wide = max(span.rows, span.columns) > _NARROW
         form = _Form(span.sent, span.held, (phase + span.offset) % width == 0, is_wide)
-        num_blocks = -(-span.rows * span.columns // BLOCK)
-        items = [(index, first, min(_ROWS, num_blocks - first)) for first in range(0, num_blocks, _ROWS)]
+        begin = span.first_row * span.columns // BLOCK
+        end = -(-(span.first_row + span.num_rows) * span.columns // BLOCK) if 0 not in span.sizes else begin
+        items = [(index, first, min(_ROWS, end - first)) for first in range(begin, end, _ROWS)]
         if items:
             found.setdefault(form, []).extend(items)
     return found

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from weight_sync.block_sums import kernels_of
-from weight_sync.fingerprint import EXPONENTS, fingerprint
+from weight_sync.fingerprint import EXPONENTS, fingerprint, fingerprint_slice
 from weight_sync.fingerprint_words import SIGNED, multipliers, signed
 from weight_sync.spans import SpanMove, SpanTensor, checked_tables
 from weight_sync.tensor_meta import DTYPES
@@ -114,10 +114,10 @@ def take_spans_plainly(
         held_RC = sent_RC.to(dtypes[span.held])
         if checks:
             for column, values in enumerate((sent_RC, held_RC)):
-                fingerprints_T2[index, column] = signed(fingerprint(values))
+                fingerprints_T2[index, column] = signed(_share(span, values))
                 infinite_T2[index, column] = _is_infinite(values)
         for step in by_tensor[index] if writes else ():
-            _write(held_RC, step, storages[step.storage])
+            _write(held_RC, span, step, storages[step.storage])
     return fingerprints_T2, infinite_T2
 
 
@@ -147,11 +147,20 @@ torch.library.impl("weight_sync::take_spans", "CUDA", _cuda_take_spans)
 
 
 def _matrix(source: torch.Tensor, span: SpanTensor) -> torch.Tensor:
-    """Return the values of a tensor [R, C] as they were sent, contiguous."""
+    """Return the values of a tensor's box [R, C] as they were sent, contiguous."""
     dtype = list(DTYPES.values())[span.sent]
-    view = _elements(source, span.offset, dtype.itemsize, span[3:5], span[5:7])
+    view = _elements(source, span.offset, dtype.itemsize, span.sizes, span[5:7])
     copied = view.clone(memory_format=torch.contiguous_format)  # which lies well for any dtype
-    return copied.view(-1).view(dtype).view(span.rows, span.columns)
+    return copied.view(-1).view(dtype).view(span.sizes)
+
+
+def _share(span: SpanTensor, values: torch.Tensor) -> int:
+    """Return what a box [R, C] contributes to the fingerprint of its tensor."""
+    if values.numel() == span.rows * span.columns:
+        return fingerprint(values)
+    rows = slice(span.first_row, span.first_row + span.num_rows)
+    columns = slice(span.first_column, span.first_column + span.num_columns)
+    return fingerprint_slice(values, (span.rows, span.columns), (rows, columns))
 
 
 def _elements(
@@ -170,8 +179,16 @@ def _is_infinite(values: torch.Tensor) -> bool:
     return bool(((values.view(-1).view(SIGNED[values.itemsize]) & mask) == mask).any())
 
 
-def _write(held_RC: torch.Tensor, step: SpanMove, storage: torch.Tensor) -> None:
-    box = held_RC[step.first_row :, step.first_column :][: step.num_rows, : step.num_columns].contiguous()
+def _write(held_RC: torch.Tensor, span: SpanTensor, step: SpanMove, storage: torch.Tensor) -> None:
+    """Write what the box of a tensor has of a move."""
+    top, left = max(span.first_row, step.first_row), max(span.first_column, step.first_column)
+    bottom = min(span.first_row + span.num_rows, step.first_row + step.num_rows)
+    right = min(span.first_column + span.num_columns, step.first_column + step.num_columns)
+    if top >= bottom or left >= right:
+        return
+    rows = slice(top - span.first_row, bottom - span.first_row)
+    box = held_RC[rows, left - span.first_column : right - span.first_column].contiguous()
     width = box.itemsize
-    place = _elements(storage, step.offset, width, box.shape, (step.a, step.b))
+    offset = step.offset + ((top - step.first_row) * step.a + (left - step.first_column) * step.b) * width
+    place = _elements(storage, offset, width, box.shape, (step.a, step.b))
     place.copy_(box.view(-1).view(torch.uint8).view(place.shape))

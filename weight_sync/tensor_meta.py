@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 
+from weight_sync.boxes import Box, parse_box, size_of
 from weight_sync.errors import WeightRequestError, unquoted
 from weight_sync.moves import Move
 
@@ -59,15 +60,24 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Name, dtype and shape of a tensor, before or without its data."""
+    """Name, dtype and shape of a tensor, before or without its data.
+
+    `box`: the part of it that is meant, such as what one message brings; None: all of it.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    box: Box | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of the content: of the box, or of the whole."""
+        return self.shape if self.box is None else size_of(self.box)
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.sizes)
 
     @property
     def nbytes(self) -> int:
@@ -246,6 +256,9 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 # --- parsing of names, dtypes and shapes in control calls ----------------------------------------------------------
 
+Lists = tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]], Sequence[object] | None]
+"""Names, dtypes, shapes and boxes, in parallel lists; boxes None: all tensors are whole."""
+
 
 def parse_dtype(text: str) -> torch.dtype:
     """Parse `"bfloat16"` or `"torch.bfloat16"`.  Raises `WeightRequestError` for a name that is not in `DTYPES`."""
@@ -289,11 +302,27 @@ def parse_meta(name: str, dtype: str, shape: Sequence[int]) -> TensorMeta:
     return MetaParser()(name, dtype, shape)
 
 
-def parse_metas(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorMeta]:
-    """Parse the three parallel lists of `update_weights_from_distributed`.  Raises `WeightRequestError`."""
+def parse_metas(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    boxes: Sequence[object] | None = None,
+) -> list[TensorMeta]:
+    """Parse the parallel lists of `update_weights_from_distributed`.  Raises `WeightRequestError`.
+
+    `boxes`: of each tensor [[start, stop], ...] in its shape, or None; None: all tensors are whole.
+    """
     if not len(names) == len(dtypes) == len(shapes):
         raise WeightRequestError(
             f"names, dtypes and shapes must be equally long, got {len(names)}, {len(dtypes)} and {len(shapes)}"
         )
     parse = MetaParser()
-    return [parse(*item) for item in zip(names, dtypes, shapes, strict=True)]
+    metas = [parse(*item) for item in zip(names, dtypes, shapes, strict=True)]
+    if boxes is None:
+        return metas
+    if len(boxes) != len(names):
+        raise WeightRequestError(f"boxes and names must be equally long, got {len(boxes)} and {len(names)}")
+    return [
+        meta if box is None else replace(meta, box=parse_box(meta.name, meta.shape, box))
+        for meta, box in zip(metas, boxes, strict=True)
+    ]

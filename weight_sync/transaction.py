@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
+from weight_sync.assembly import Assembly
 from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.content import Contents, Digests, TensorTable
 from weight_sync.device_queue import queue_of
@@ -31,6 +33,7 @@ from weight_sync.errors import (
     CoverageError,
     StagingError,
     TransactionStateError,
+    listed,
 )
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import Areas
@@ -45,6 +48,7 @@ from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Staging, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
 
+_NONE = np.zeros(0, dtype=np.int64)
 NAMES_SHOWN = 10
 STATUS_FIELDS = (
     *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
@@ -113,6 +117,7 @@ class WeightTransaction:
         self._ledger = WeightLedger(table, coverage, expected)
         self._intake = Intake(weights, table, stated, quantised)
         self._plans: dict[BucketLayout, BucketPlan] = {}
+        self._assembly = Assembly()
 
     @property
     def state(self) -> TransactionState:
@@ -226,14 +231,26 @@ class WeightTransaction:
     def _take_packed(self, bucket: PackedBucket, cast: bool) -> None:
         """Replay the plan of a bucket.  What it leaves out, or cannot do now, goes tensor by tensor."""
         plan = self._plan_of(bucket.layout, cast)
-        if plan is None or self._intake.pairs.num_waiting or not self._ledger.is_clear(plan.numbers):
-            self._take(bucket.named(), cast)
+        can_wait = plan is None or plan.boxes is None  # boxes of a tensor all go the same way
+        is_clear = plan is not None and not self._intake.pairs.num_waiting and self._ledger.is_clear(plan.numbers)
+        if plan is None or (can_wait and not is_clear):
+            self._take(self._assembly.take(bucket.parts()), cast)
             return
+        self._require_clear(plan)
         found = self._staging.write_spans(plan, bucket.content)
-        self._intake.take_planned(plan, *found)
+        complete = _NONE if plan.boxes is None else self._ledger.record_boxes(plan.boxes)
+        self._intake.take_planned(plan, complete, *found)
         self._ledger.record_all(plan.numbers, plan.wire_names)
         if plan.rest:
-            self._take(bucket.layout.views(bucket.content, plan.rest), cast)
+            self._take(self._assembly.take(bucket.parts(plan.rest)), cast)
+
+    def _require_clear(self, plan: BucketPlan) -> None:
+        """Raise `CoverageError` for a tensor that came before, in a bucket with boxes."""
+        if self._ledger.is_clear(plan.numbers):
+            return
+        refusals = self._ledger.refusals(zip(plan.wire_names, plan.names, strict=True))
+        came = [f"{name} came before under another name" for name in plan.names if name in self._ledger]
+        raise CoverageError(f"{listed(refusals or came)}; send it apart from boxes")
 
     def _plan_of(self, layout: BucketLayout, cast: bool) -> BucketPlan | None:
         """Return the plan of a bucket; None where the staging takes tensor by tensor.
@@ -259,6 +276,7 @@ class WeightTransaction:
         """
         with self._failing("verify"):
             self._intake.pairs.settle()
+            self._assembly.settle()
             self._ledger.settle()
             self._staging.prepare()
         self._state = TransactionState.VERIFIED
@@ -336,6 +354,7 @@ class WeightTransaction:
         """Restore the model as it was before the first bucket; else set `torn`."""
         was_dirty = self._staging.dirty
         self._intake.pairs.clear()
+        self._assembly.clear()
         try:
             self._staging.undo()
             if was_dirty:

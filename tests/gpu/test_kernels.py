@@ -23,7 +23,7 @@ from tests.gpu.needs import need_cuda
 from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprints_end_to_end
 from weight_sync.fingerprint_words import multipliers
 from weight_sync.fp8_blocks import dequantise, quantise
-from weight_sync.spans import DTYPE_CODES
+from weight_sync.spans import DTYPE_CODES, SpanTensor
 from weight_sync.take_spans import take_spans, take_spans_plainly
 from weight_sync.tensor_meta import DTYPES
 
@@ -338,13 +338,13 @@ def test_a_bucket_is_taken_by_tables_as_on_the_host(device: torch.device) -> Non
     source = torch.cat([*flat[:2], torch.zeros(1, dtype=torch.uint8), flat[2]])
     bf16, f32, offset = DTYPE_CODES[torch.bfloat16], DTYPE_CODES[torch.float32], flat[0].numel()
     tensors = [
-        (0, bf16, bf16, 2100, 1300, 1300, 1),
-        (offset, f32, bf16, 90, 70, 1, 90),
-        (offset + flat[1].numel() + 1, f32, f32, 70, 90, 90, 1),
+        SpanTensor.whole(0, bf16, bf16, 2100, 1300, 1300, 1),
+        SpanTensor(offset, f32, bf16, 200, 300, 1, 90, 110, 90, 230, 70),  # a box of a larger tensor
+        SpanTensor.whole(offset + flat[1].numel() + 1, f32, f32, 70, 90, 90, 1),
     ]
     moves = [
         (0, 0, 0, 64, 100, 2000, 200, 1000, 1000, 1, 0),
-        (1, 0, 1, 0, 0, 90, 0, 70, 70, 1, 0),
+        (1, 0, 1, 0, 100, 90, 220, 70, 70, 1, 0),
         (2, 0, 1, 1 << 16, 3, 50, 1, 80, 1, 64, 0),
     ]
     tables = torch.tensor(tensors), torch.tensor(moves)

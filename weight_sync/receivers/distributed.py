@@ -29,7 +29,7 @@ from weight_sync.held_memory import Areas
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers.base import BucketSource, KnownCall, Receiver
 from weight_sync.receivers.receive_area import Announced, Message, ReceiveArea, is_marked
-from weight_sync.tensor_meta import TensorMeta, parse_metas
+from weight_sync.tensor_meta import Lists, TensorMeta, parse_metas
 
 FLATTENED_BUCKET = "flattened_bucket"
 PIECES = "pieces"
@@ -45,14 +45,12 @@ WINDOW_MESSAGES = 256
 NUM_BATCHES = 2
 """In a window: one that is waited for, and one that comes next."""
 
-Lists = tuple[Sequence[str], Sequence[str], Sequence[Sequence[int]]]
-
 _ALIGNMENT = 64
 _DRAIN_S = 5.0
 
 
 class DistributedSource(BucketSource):
-    """One bucket that rank 0 of a group broadcasts: `lists()` are the names, dtypes and shapes of the call.
+    """One bucket that rank 0 of a group broadcasts: `lists()` are the names, dtypes, shapes and boxes of the call.
 
     `key`: names the lists, such as a digest; they are read only if it is new.  None: they are read.
     A group that broke, or is out of step with its sender, is left.  `packed_bytes`: of the buffers of the form

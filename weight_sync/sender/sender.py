@@ -73,7 +73,7 @@ class WeightSender:
 
     @property
     def connected(self) -> list[str]:
-        """Names of the engines that the next refresh reaches: they are in a group with this process or join one then."""
+        """Names of the engines that the next refresh reaches: in a group with this process, or about to join one."""
         return [name for name, link in self._links.items() if link.group is not None or link.rejoins]
 
     def add_engine(self, name: str, control: EngineControl) -> None:

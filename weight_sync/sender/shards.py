@@ -24,12 +24,9 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from weight_sync.boxes import Box, size_of
 from weight_sync.errors import WeightRequestError
 from weight_sync.sender.ranks import TrainerRanks
-from weight_sync.tensor_meta import Piece
-
-Box = tuple[tuple[int, int], ...]
-Picks = tuple[range, ...]
 
 
 @dataclass(frozen=True)
@@ -101,48 +98,6 @@ def shard_box(shape: tuple[int, ...], cuts: Sequence[tuple[int, int, int]]) -> B
         chunk = -(-(stop - start) // parts)
         box[dim] = (min(start + at * chunk, stop), min(start + (at + 1) * chunk, stop))
     return tuple(box)
-
-
-def picks_of(piece: Piece, shape: tuple[int, ...]) -> Picks:
-    """Return the indices of each source dimension that make up the piece; one, where its own index is an integer."""
-    picked = (*piece.index, *[slice(None)] * (len(shape) - len(piece.index)))
-    return tuple(range(size)[slice(at, at + 1) if isinstance(at, int) else at] for at, size in zip(picked, shape))
-
-
-def box_among(picks: Picks, held: Box) -> Box | None:
-    """Return the picks that lie in a box of the source, as a box of their own numbers; None if none do."""
-    box = []
-    for picked, (first, end) in zip(picks, held, strict=True):
-        start = max(0, -((picked.start - first) // picked.step))
-        stop = min(len(picked), -((picked.start - end) // picked.step))
-        if start >= stop:
-            return None  # most boxes part in their first dimension, and there are many
-        box.append((start, stop))
-    return tuple(box)
-
-
-def source_index(picks: Picks, box: Box, held: Box) -> tuple[slice, ...]:
-    """Return a box of the picks' numbers as an index into a tensor that holds `held` of the source."""
-    return tuple(
-        slice(picked[start] - first, picked[stop - 1] - first + 1, picked.step)
-        for picked, (start, stop), (first, _) in zip(picks, box, held, strict=True)
-    )
-
-
-def size_of(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
-
-
-def flat_offset(box: Box, sizes: Sequence[int]) -> int | None:
-    """Return the flat index of the box's first element in a row-major tensor of `sizes`; None if it is not one run."""
-    lengths = size_of(box)
-    partial = [dim for dim, (size, length) in enumerate(zip(sizes, lengths)) if size != length]
-    if partial and any(length != 1 for length in lengths[: partial[-1]]):
-        return None
-    offset = 0
-    for size, (start, _) in zip(sizes, box):
-        offset = offset * size + start
-    return offset
 
 
 def _require_fit(name: str, tensor: DTensor, box: Box) -> None:

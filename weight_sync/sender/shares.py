@@ -10,9 +10,11 @@ from typing import TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
+from weight_sync.boxes import Box, flat_offset, size_of
+from weight_sync.picks import Picks, box_among, picks_of, source_index
 from weight_sync.sender.plan import Part, TensorPlan
 from weight_sync.sender.ranks import TrainerRanks
-from weight_sync.sender.shards import Box, Picks, box_among, flat_offset, holdings, picks_of, size_of, source_index
+from weight_sync.sender.shards import holdings
 from weight_sync.sender.views import Content
 from weight_sync.tensor_meta import TensorMeta
 

@@ -25,11 +25,12 @@ inline constexpr SpanDtype kSpanDtypes[] = {
 inline constexpr int64_t kFloat64 = 0, kFloat32 = 1, kBFloat16 = 2, kFloat16 = 3;  // these are cast to one another
 inline constexpr int64_t kInt8Blocks = 12;
 
-// A row of the table of tensors.
+// A row of the table of tensors.  The box of `num_rows` and `num_columns` is what the source has of it.
 struct SpanTensor {
   int64_t offset, sent, held, rows, columns, row_stride, column_stride;
+  int64_t first_row, num_rows, first_column, num_columns;
 
-  int64_t numel() const { return rows * columns; }
+  int64_t numel() const { return num_rows * num_columns; }
   int64_t sent_width() const { return kSpanDtypes[sent].width; }
   int64_t held_width() const { return kSpanDtypes[held].width; }
   Strides strides() const { return {row_stride, column_stride}; }
@@ -42,7 +43,7 @@ struct SpanMove {
   int64_t tensor, kind, storage, offset, first_row, rows, first_column, columns, a, b, c;
 };
 
-static_assert(sizeof(SpanTensor) == 7 * sizeof(int64_t) && sizeof(SpanMove) == 11 * sizeof(int64_t));
+static_assert(sizeof(SpanTensor) == 11 * sizeof(int64_t) && sizeof(SpanMove) == 11 * sizeof(int64_t));
 
 // Every number of a table is below this, so that no product of two of them and a width leaves 128 bits.  More than the
 // bytes of any storage.
@@ -82,7 +83,12 @@ inline void check_tensor(const SpanTensor& tensor, int64_t index, int64_t source
   TORCH_CHECK(tensor.sent == tensor.held || is_cast, "tensor ", index, " would be cast from dtype ", tensor.sent,
               " to ", tensor.held);
   TORCH_CHECK(Wide{tensor.rows} * tensor.columns < kMostOfTable, "tensor ", index, " is too large");
-  const Sizes sizes{tensor.rows, tensor.columns};
+  TORCH_CHECK(tensor.first_row + tensor.num_rows <= tensor.rows &&
+                  tensor.first_column + tensor.num_columns <= tensor.columns,
+              "tensor ", index, " has a box outside of it");
+  TORCH_CHECK(tensor.held != kInt8Blocks || tensor.num_columns == tensor.columns, "tensor ", index,
+              " has a box that cuts blocks of 8 bits");
+  const Sizes sizes{tensor.num_rows, tensor.num_columns};
   TORCH_CHECK(end_of(tensor.offset, tensor.sent_width(), sizes, tensor.strides()) <= source_bytes, "tensor ", index,
               " lies outside of the source");
 }
@@ -135,13 +141,13 @@ struct SpanTables {
              at::TensorList storages) {
     check_bytes(source, "the source");
     for (const at::Tensor& storage : storages) check_bytes(storage, "a storage");
-    check_table(tensor_table, 7, "tensors");
+    check_table(tensor_table, 11, "tensors");
     check_table(move_table, 11, "moves");
     num_tensors = tensor_table.size(0);
     const int64_t num_moves = move_table.size(0);
     const auto* tensor_numbers = tensor_table.const_data_ptr<int64_t>();
     const auto* move_numbers = move_table.const_data_ptr<int64_t>();
-    check_numbers(tensor_numbers, num_tensors, 7, "tensor");
+    check_numbers(tensor_numbers, num_tensors, 11, "tensor");
     check_numbers(move_numbers, num_moves, 11, "move");
     tensors = reinterpret_cast<const SpanTensor*>(tensor_numbers);
     moves = reinterpret_cast<const SpanMove*>(move_numbers);

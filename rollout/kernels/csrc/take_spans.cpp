@@ -266,7 +266,7 @@ class Taking {
         items.back().last = t;
         together += own;
       } else {
-        items.push_back({{t, 0, tensor.rows, 0, tensor.columns}, t});
+        items.push_back({whole(t), t});
         together = std::max<int64_t>(own, 1);
       }
     }
@@ -276,24 +276,32 @@ class Taking {
   void take(const Item& item) const {
     take(item.span);
     for (int64_t t = item.span.tensor + 1; t <= item.last; ++t) {
-      take(Span{t, 0, tables_.tensors[t].rows, 0, tables_.tensors[t].columns});
+      take(whole(t));
     }
     streamed();
   }
 
  private:
+  // All that the source has of a tensor.
+  Span whole(int64_t t) const {
+    const SpanTensor& tensor = tables_.tensors[t];
+    return {t, tensor.first_row, tensor.num_rows, tensor.first_column, tensor.num_columns};
+  }
+
   // Packed rows are whole, and go in blocks of sixteen.
   void cut(int64_t t, std::vector<Item>& items) const {
     const SpanTensor& tensor = tables_.tensors[t];
     const int64_t elements = kSpanBytes / std::max(tensor.sent_width(), tensor.held_width());
     const bool packs = tables_.packs(t);
-    int64_t columns = tensor.columns;
+    const Span all = whole(t);
+    int64_t columns = all.columns;
     if (!packs) columns = std::min(columns, tensor.column_stride == 1 ? elements : elements / kTallRows);
     int64_t rows = std::max<int64_t>(elements / columns, 1);
     if (rows >= kLanes || packs) rows = std::max<int64_t>(rows / kLanes, 1) * kLanes;
-    for (int64_t r = 0; r < tensor.rows; r += rows) {
-      for (int64_t c = 0; c < tensor.columns; c += columns) {
-        items.push_back({{t, r, std::min(rows, tensor.rows - r), c, std::min(columns, tensor.columns - c)}, t});
+    for (int64_t r = 0; r < all.rows; r += rows) {
+      for (int64_t c = 0; c < all.columns; c += columns) {
+        const Sizes sizes{std::min(rows, all.rows - r), std::min(columns, all.columns - c)};
+        items.push_back({{t, all.first_row + r, sizes.rows, all.first_column + c, sizes.columns}, t});
       }
     }
   }
@@ -302,7 +310,8 @@ class Taking {
     if (span.rows == 0 || span.columns == 0) return;
     const SpanTensor& tensor = tables_.tensors[span.tensor];
     const int64_t width = tensor.sent_width();
-    const int64_t at = span.first_row * tensor.row_stride + span.first_column * tensor.column_stride;
+    const int64_t down = span.first_row - tensor.first_row, right = span.first_column - tensor.first_column;
+    const int64_t at = down * tensor.row_stride + right * tensor.column_stride;
     Matrix part{source_ + tensor.offset + at * width, {span.rows, span.columns}, tensor.strides()};
     if (!lies_well(part, width, tables_.packs(span.tensor))) part = put_together(part, width);
     const bool is_cast = tensor.sent != tensor.held;

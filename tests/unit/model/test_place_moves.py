@@ -29,7 +29,7 @@ from weight_sync.fingerprint import fingerprint
 from weight_sync.fingerprint_words import signed
 from weight_sync.int8_blocks import held_values
 from weight_sync.moves import Move, MoveKind, lead_of, matrix_of, two_strides
-from weight_sync.spans import DTYPE_CODES, INT8_BLOCKS_CODE, SpanMove, SpanTensor
+from weight_sync.spans import DTYPE_CODES, INT8_BLOCKS_CODE, TENSOR_COLUMNS, SpanMove, SpanTensor
 from weight_sync.take_spans import take_spans
 from weight_sync.tensor_meta import Region
 
@@ -100,13 +100,13 @@ def take(sent: Tensors, places: dict[str, list[Place]], held: dict[str, torch.dt
         in_blocks = any(move.kind == MoveKind.PACKED_W8 for some in lists for move in some or ())
         codes = DTYPE_CODES[tensor.dtype], INT8_BLOCKS_CODE if in_blocks else DTYPE_CODES[held[name]]
         begin = sum(part.numel() for part in source)
-        tensors.append(SpanTensor(begin, *codes, rows, columns, columns, 1))
+        tensors.append(SpanTensor.whole(begin, *codes, rows, columns, columns, 1))
         source.append(tensor.reshape(-1).view(torch.uint8))
         for move in (move for some in lists for move in some or ()):
             key = index_of[move.storage.untyped_storage().data_ptr()]
             moves.append(SpanMove.of(move, len(named), key))
         named.append(name)
-    tables = torch.tensor(tensors).view(-1, 7), torch.tensor(moves).view(-1, 11)
+    tables = torch.tensor(tensors).view(-1, TENSOR_COLUMNS), torch.tensor(moves).view(-1, 11)
     values, infinite = take_spans(torch.cat(source), *tables, list(storages.values()))
     assert not infinite.any()
     return {name: int(value) for name, value in zip(named, values[:, 1], strict=True)}

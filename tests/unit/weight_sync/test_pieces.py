@@ -91,6 +91,7 @@ def source_of(
         [name for name, _ in named],
         [dtype_name(tensor.dtype) for _, tensor in named],
         [list(tensor.shape) for _, tensor in named],
+        None,
     )
     receiver = Receiver(torch.device("cpu"), 5.0, OneGroup(group), Patience(), memory, whole, KnownCalls(1000))
     return DistributedSource(lambda: lists, "g", receiver, **({"load_format": PIECES} | options))

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from weight_sync.boxes import flat_offset, size_of
 from weight_sync.errors import WeightRequestError
-from weight_sync.sender.shards import _order_of_cuts, box_among, flat_offset, picks_of, shard_box, size_of, source_index
+from weight_sync.picks import box_among, picks_of, source_index
+from weight_sync.sender.shards import _order_of_cuts, shard_box
 from weight_sync.tensor_meta import Piece
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)

@@ -12,7 +12,7 @@ from weight_sync.spans import DTYPE_CODES, INT8_BLOCKS_CODE, SpanMove, SpanTenso
 
 CODE = DTYPE_CODES[torch.bfloat16]
 FLOAT = DTYPE_CODES[torch.float32]
-GOOD = SpanTensor(offset=8, sent=CODE, held=CODE, rows=4, columns=6, row_stride=6, column_stride=1)
+GOOD = SpanTensor.whole(offset=8, sent=CODE, held=CODE, rows=4, columns=6, row_stride=6, column_stride=1)
 MOVE = SpanMove(0, MoveKind.BOX, 0, 4, 0, 4, 0, 6, a=6, b=1, c=0)
 SOURCE_BYTES = 8 + 2 * 24
 STORAGE_BYTES = 4 + 2 * 24
@@ -20,18 +20,24 @@ HUGE = 1 << 47
 
 WRONG_TENSORS = {
     "begins too late": {"offset": 9},
-    "too many rows": {"rows": 5},
+    "too many rows": {"rows": 5, "num_rows": 5},
     "rows too far apart": {"row_stride": 7},
     "columns too far apart": {"column_stride": 2},
     "wider elements": {"sent": FLOAT, "held": FLOAT},
     "a negative offset": {"offset": -1},
-    "a negative size": {"rows": -4},
-    "two negative sizes": {"rows": -4, "columns": -6},
+    "a negative size": {"rows": -4, "num_rows": -4},
+    "two negative sizes": {"num_rows": -4, "num_columns": -6},
     "a negative stride": {"row_stride": -6},
     "a stride whose product overflows": {"row_stride": (1 << 63) // 3 + 1},
-    "a stride whose product overflows to zero": {"rows": 3, "row_stride": 1 << 62},
+    "a stride whose product overflows to zero": {"num_rows": 3, "row_stride": 1 << 62},
     "sizes whose product overflows": {"rows": HUGE, "columns": HUGE, "row_stride": 0, "column_stride": 0},
-    "strides of nothing": {"rows": HUGE, "row_stride": HUGE},
+    "strides of nothing": {"rows": HUGE, "num_rows": HUGE, "row_stride": HUGE},
+    "a box with too many rows": {"num_rows": 5, "row_stride": 1},
+    "a box with too many columns": {"num_columns": 7, "row_stride": 1},
+    "a box that begins too low": {"first_row": 2, "num_rows": 3},
+    "a box that begins too far right": {"first_column": 2, "num_columns": 5},
+    "a box before the tensor": {"first_row": -1, "num_rows": 2},
+    "a box whose end overflows": {"first_row": (1 << 48) - 1},
     "an unknown dtype": {"sent": 13, "held": 13},
     "sent in 8 bits": {"sent": INT8_BLOCKS_CODE, "held": INT8_BLOCKS_CODE},
     "a cast from an integer to 8 bits": {"sent": DTYPE_CODES[torch.int16], "held": INT8_BLOCKS_CODE},
@@ -104,7 +110,7 @@ def test_a_wrong_row_of_moves_is_refused(take: Taken, change: dict[str, int]) ->
 
 def test_packed_rows_must_lie_in_their_storage() -> None:
     kernels.native_ops()
-    tensor = GOOD._replace(sent=FLOAT, held=FLOAT, offset=0, rows=4, columns=3, row_stride=3)
+    tensor = SpanTensor.whole(0, FLOAT, FLOAT, 4, 3, 3, 1)
     panel = torch.ops.lockstep.empty_packed([], 32, 3, torch.float32).nbytes
     move = MOVE._replace(kind=MoveKind.PACKED, offset=4, num_columns=3, a=28, b=1, c=0)
     storage = torch.zeros(4 + panel, dtype=torch.uint8)
@@ -130,7 +136,7 @@ def test_tables_and_bytes_of_another_form_are_refused(take: Taken) -> None:
     for wrong in (
         (source.view(torch.int8), tensors, moves, [storage]),
         (source[::2], tensors, moves, [storage]),
-        (source, tensors[:, :6], moves, [storage]),
+        (source, tensors[:, :10], moves, [storage]),
         (source, tensors.int(), moves, [storage]),
         (source, tensors, moves[:, :10], [storage]),
         (source, tensors, moves.view(-1), [storage]),

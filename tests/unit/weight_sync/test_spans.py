@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import kernels
-from weight_sync.fingerprint import fingerprint
-from weight_sync.fingerprint_words import multipliers, signed
+from weight_sync.fingerprint import fingerprint, fingerprint_slice
+from weight_sync.fingerprint_words import SIGNED, multipliers, signed
 from weight_sync.int8_blocks import held_values
 from weight_sync.moves import Move, MoveKind
 from weight_sync.spans import (
     CAST_DTYPES,
     DTYPE_CODES,
     INT8_BLOCKS_CODE,
+    MOVE_COLUMNS,
+    TENSOR_COLUMNS,
     SpanMove,
     SpanTensor,
 )
@@ -51,7 +53,15 @@ def taken(
     checks: bool = True,
     writes: bool = True,
 ) -> Found:
-    return take(source, table(tensors, 7), table(moves, 11), list(storages), multipliers("cpu"), checks, writes)
+    return take(
+        source,
+        table(tensors, TENSOR_COLUMNS),
+        table(moves, MOVE_COLUMNS),
+        list(storages),
+        multipliers("cpu"),
+        checks,
+        writes,
+    )
 
 
 def random_bytes(count: int, seed: int) -> torch.Tensor:
@@ -74,6 +84,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
+Box = tuple[tuple[int, int], tuple[int, int]]
+
+
 class Bucket:
     """A source with tensors in it, their table, and the values that they must be read as."""
 
@@ -86,13 +99,25 @@ class Bucket:
     def source(self) -> torch.Tensor:
         return torch.cat([torch.zeros(0, dtype=torch.uint8), *self.parts])
 
-    def add(self, wire: torch.Tensor, view: torch.Tensor, held: torch.dtype | None = None, gap: int = 0) -> int:
-        """Add a wire tensor, `gap` bytes after the one before, of which `view` [R, C] is the logical one."""
+    def add(
+        self,
+        wire: torch.Tensor,
+        view: torch.Tensor,
+        held: torch.dtype | None = None,
+        gap: int = 0,
+        box: Box | None = None,
+    ) -> int:
+        """Add a wire tensor, `gap` bytes after the one before, of which `view` [R, C] is the logical one.
+
+        `box`: sizes of the tensor of which `view` is a part, and the part's first row and column.
+        """
         self.parts.append(torch.zeros(gap, dtype=torch.uint8))
         offset = sum(part.numel() for part in self.parts) + view.storage_offset() * view.itemsize
         self.parts.append(as_bytes(wire))
         codes = DTYPE_CODES[view.dtype], DTYPE_CODES[held or view.dtype]
-        self.tensors.append(SpanTensor(offset, *codes, *view.shape, *view.stride()))
+        sizes, (row, column) = box or (tuple(view.shape), (0, 0))
+        within = row, view.shape[0], column, view.shape[1]
+        self.tensors.append(SpanTensor(offset, *codes, *sizes, *view.stride(), *within))
         self.values.append(view.contiguous())
         return len(self.values) - 1
 
@@ -102,7 +127,10 @@ def assert_found(found: Found, bucket: Bucket) -> None:
     dtypes = list(DTYPES.values())
     for index, (span, values) in enumerate(zip(bucket.tensors, bucket.values, strict=True)):
         for column, expected in enumerate((values, values.to(dtypes[span.held]))):
-            assert int(found[0][index, column]) == signed(fingerprint(expected)), (span, column)
+            rows = slice(span.first_row, span.first_row + span.num_rows)
+            columns = slice(span.first_column, span.first_column + span.num_columns)
+            share = fingerprint_slice(expected, (span.rows, span.columns), (rows, columns))
+            assert int(found[0][index, column]) == signed(share), (span, column)
             is_infinite = expected.dtype.is_floating_point and not bool(expected.double().isfinite().all())
             assert bool(found[1][index, column]) == is_infinite, (span, column)
 
@@ -138,7 +166,13 @@ def buckets(draw: st.DrawFn) -> tuple[Bucket, list[SpanMove], int]:
         else:
             wire = random_values((wire_columns, 2 * wire_rows), dtype, index)
             view = wire[:columns, ::2][:, :rows].t()
-        bucket.add(wire, view, held, gap=draw(st.sampled_from([0, 0, 1, 2, 7])))
+        within = None
+        if draw(st.booleans()):
+            first = draw(st.sampled_from([0, 1, 16, 300])), draw(st.sampled_from([0, 1, 16, 300]))
+            more = draw(st.integers(0, 9)), draw(st.integers(0, 70))
+            rows, columns = (sum(each) for each in zip(first, more, (rows, columns), strict=True))
+            within = (rows, columns), first
+        bucket.add(wire, view, held, gap=draw(st.sampled_from([0, 0, 1, 2, 7])), box=within)
         for _ in range(draw(st.integers(0, 3))):
             first_row, first_column = draw(st.integers(0, rows)), draw(st.integers(0, columns))
             box_rows = range(first_row, draw(st.integers(first_row, rows)))
@@ -159,11 +193,19 @@ def test_both_forms_do_what_torch_does(drawn: tuple[Bucket, list[SpanMove], int]
     wanted = random_bytes(size, 1)
     dtypes = list(DTYPES.values())
     for move in moves if writes else ():
-        span, values = bucket.tensors[move.tensor], bucket.values[move.tensor]
-        content = values.to(dtypes[span.held])[move.first_row :, move.first_column :]
-        content = content[: move.num_rows, : move.num_columns]
-        place = wanted[move.offset :][: (size - move.offset) // 8 * 8].view(content.dtype)
-        place.as_strided(content.shape, (move.a, move.b), place.storage_offset()).copy_(content)
+        span = bucket.tensors[move.tensor]
+        values = bucket.values[move.tensor].to(dtypes[span.held])
+        values = values.view(SIGNED[values.itemsize])  # as bits, of which torch changes none
+        place = wanted[move.offset :][: (size - move.offset) // 8 * 8].view(values.dtype)
+        place = place.as_strided((move.num_rows, move.num_columns), (move.a, move.b), place.storage_offset())
+        whole, is_there = (torch.zeros(span.rows, span.columns, dtype=dtype) for dtype in (values.dtype, torch.bool))
+        for content, part in ((whole, values), (is_there, torch.ones_like(values, dtype=torch.bool))):
+            content[span.first_row :, span.first_column :][: span.num_rows, : span.num_columns] = part
+        inside = (
+            slice(move.first_row, move.first_row + move.num_rows),
+            slice(move.first_column, move.first_column + move.num_columns),
+        )
+        place.copy_(torch.where(is_there[inside], whole[inside], place))
     for take in (take_spans_plainly, compiled):
         storage = random_bytes(size, 1)
         found = taken(take, bucket.source, bucket.tensors, moves, [storage], checks, writes)
@@ -268,6 +310,37 @@ def test_rows_are_packed_as_pack_rows_does(dtype: torch.dtype, gap: int, layout:
             assert_found(found, bucket)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("kind", [MoveKind.PACKED, MoveKind.PACKED_TRANSPOSED])
+def test_boxes_are_packed_as_the_whole_is(dtype: torch.dtype, kind: MoveKind) -> None:
+    """Cut a tensor at odd rows and columns, inside of groups and panels, and pack box by box."""
+    kernels.native_ops()
+    whole = random_values((70, 133), dtype, 5)
+    turned = whole.t().contiguous() if kind == MoveKind.PACKED_TRANSPOSED else whole
+    packed = torch.ops.lockstep.empty_packed([], 32 * -(-len(turned) // 16), turned.shape[1], dtype)
+    packed.zero_()  # what is beyond the rows is not written
+    wanted = packed.clone()
+    torch.ops.lockstep.pack_rows(wanted, turned, 3, 2, 1)
+    move = Move(kind, packed, 0, 0, 70, 0, 133, 3, 2, 1)
+    bucket = Bucket()
+    for rows in (range(17), range(17, 70)):
+        for columns in (range(1), range(1, 50), range(50, 133)):
+            part = whole[rows.start : rows.stop, columns.start : columns.stop].contiguous()
+            bucket.add(part, part, dtype, gap=1, box=((70, 133), (rows.start, columns.start)))
+    moves = [SpanMove.of(move, tensor, 0) for tensor in range(len(bucket.tensors))]
+    found = taken(compiled, bucket.source, bucket.tensors, moves, [packed.view(-1).view(torch.uint8)])
+    assert torch.equal(packed, wanted)
+    assert_found(found, bucket)
+    assert int(found[0][:, 0].sum()) == signed(fingerprint(whole))
+
+
+def test_a_box_that_cuts_blocks_of_8_bits_is_refused() -> None:
+    kernels.native_ops()
+    span = SpanTensor(0, DTYPE_CODES[BF16], INT8_BLOCKS_CODE, 4, 64, 32, 1, 0, 4, 0, 32)
+    with pytest.raises(RuntimeError, match="tensor 0 has a box that cuts blocks of 8 bits"):
+        taken(compiled, random_bytes(512, 0), [span], [], [])
+
+
 @pytest.mark.parametrize("sent", [torch.float32, BF16])
 def test_rows_are_packed_in_8_bits_as_pack_rows_w8_does(sent: torch.dtype) -> None:
     kernels.native_ops()
@@ -296,7 +369,7 @@ def test_what_cannot_be_held_in_8_bits_is_seen(value: float, sent: torch.dtype) 
     wire = torch.ones(4, 64).to(sent)
     wire[2, 40] = value
     packed = torch.ops.lockstep.empty_packed_w8([], 4, 64)
-    span = SpanTensor(0, DTYPE_CODES[sent], INT8_BLOCKS_CODE, 4, 64, 64, 1)
+    span = SpanTensor.whole(0, DTYPE_CODES[sent], INT8_BLOCKS_CODE, 4, 64, 64, 1)
     move = Move(MoveKind.PACKED_W8, packed, 0, 0, 4, 0, 64, 0, 1, 0)
     found = taken(compiled, as_bytes(wire), [span], [SpanMove.of(move, 0, 0)], [packed.view(-1).view(torch.uint8)])
     assert found[1].tolist() == [[True, True]]

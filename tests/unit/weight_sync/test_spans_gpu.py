@@ -45,22 +45,23 @@ def a_bucket() -> tuple[Bucket, list[SpanMove], torch.Tensor]:
     whole = random_values((150, 160), BF16, 1)
     wire = random_values((70, 90), torch.float32, 2)
     edges = torch.tensor([[1e-40, 65520.0, 1.00390625, 1.01171875, -0.0, 3.3961776e38]])
-    for tensor, view, held, gap in (
-        (whole, whole, BF16, 0),
-        (wire, wire[3:, 1::2].t(), BF16, 0),
-        (edges, edges, BF16, 0),
-        (wire / 3, wire / 3, torch.float16, 1),
-        (whole, whole[:, 7:90], torch.float32, 3),
-        (random_values((5000, 1), torch.int16, 3), random_values((5000, 1), torch.int16, 3), torch.int16, 0),
+    for tensor, view, held, gap, within in (
+        (whole, whole, BF16, 0, None),
+        (wire, wire[3:, 1::2].t(), BF16, 0, None),
+        (edges, edges, BF16, 0, None),
+        (wire / 3, wire / 3, torch.float16, 1, None),
+        (whole, whole[:, 7:90], torch.float32, 3, None),
+        (random_values((5000, 1), torch.int16, 3), random_values((5000, 1), torch.int16, 3), torch.int16, 0, None),
+        (whole, whole, torch.float32, 0, ((400, 301), (100, 77))),
     ):
-        index = bucket.add(tensor, view, held, gap)
-        rows, columns = view.shape
+        index = bucket.add(tensor, view, held, gap, within)
+        rows, columns = within[0] if within else view.shape
         moves.append(box(index, 0, end, range(rows), range(columns), columns, 1))
-        end += 8 * view.numel()
+        end += 8 * rows * columns
         moves.append(
             box(index, 0, end, range(rows // 2, rows - rows // 5), range(columns // 3, columns // 2), 1, min(rows, 200))
         )
-        end += 8 * view.numel()
+        end += 8 * rows * columns
     return bucket, moves, torch.zeros(end, dtype=torch.uint8)
 
 
@@ -252,11 +253,14 @@ def test_tables_are_checked_again_for_other_storages(monkeypatch: pytest.MonkeyP
     [
         ("start = (first_block + nth) * BLOCK", "start = first_block * BLOCK"),
         ("factor = mix_odd((first_block + nth)", "factor = mix_odd((first_block * 0 + nth)"),
-        ("is_there = start + within < rows * columns", "is_there = within < rows * columns"),
+        ("& (y_box < box_rows)", ""),
+        ("(x_box >= 0) & (x_box < box_columns)", "(x_box < box_columns)"),
+        ("top - box_row + down", "top + down"),
+        ("begin = span.first_row * span.columns // BLOCK", "begin = 1 + span.first_row * span.columns // BLOCK"),
         ("along = start % columns + within", "along = within"),
         ("top, down = start // columns,", "top, down = start * 0,"),
         ("right = along - down * columns_here", "right = along"),
-        ("((top + down) * row_stride + right * column_stride)", "((top + down) * columns + right)"),
+        ("(y_box * row_stride + x_box * column_stride)", "(y_box * columns + x_box)"),
         ("<< (8 * byte)", "<< 8"),
         ("rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "rounded = (bits + 0x8000) >> 16"),
         ("single.to(tl.float16)", "(single * 1.0001).to(tl.float16)"),

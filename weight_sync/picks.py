@@ -1,0 +1,95 @@
+"""Picks: the indices of each dimension of a tensor that make up a `Piece` of it, and what of them lies in a box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from weight_sync.boxes import Box, flat_offset, index_of, size_of
+from weight_sync.moves import two_strides
+from weight_sync.tensor_meta import Piece, TensorMeta
+
+Picks = tuple[range, ...]
+
+
+def picks_of(piece: Piece, shape: tuple[int, ...]) -> Picks:
+    """Return the indices of each source dimension that make up the piece; one, where its own index is an integer."""
+    picked = (*piece.index, *[slice(None)] * (len(shape) - len(piece.index)))
+    return tuple(range(size)[slice(at, at + 1) if isinstance(at, int) else at] for at, size in zip(picked, shape))
+
+
+def box_among(picks: Picks, held: Box) -> Box | None:
+    """Return the picks that lie in a box of the source, as a box of their own numbers; None if none do."""
+    box = []
+    for picked, (first, end) in zip(picks, held, strict=True):
+        start = max(0, -((picked.start - first) // picked.step))
+        stop = min(len(picked), -((picked.start - end) // picked.step))
+        if start >= stop:
+            return None  # most boxes part in their first dimension, and there are many
+        box.append((start, stop))
+    return tuple(box)
+
+
+def source_index(picks: Picks, box: Box, held: Box) -> tuple[slice, ...]:
+    """Return a box of the picks' numbers as an index into a tensor that holds `held` of the source."""
+    return tuple(
+        slice(picked[start] - first, picked[stop - 1] - first + 1, picked.step)
+        for picked, (start, stop), (first, _) in zip(picks, box, held, strict=True)
+    )
+
+
+def piece_in_box(shape: tuple[int, ...], piece: Piece, box: Box) -> tuple[Box, tuple[slice, ...]] | None:
+    """Return what of a piece lies in a box of its tensor: a box of the piece, and an index into the box's content.
+
+    The index leaves out no dimension and transposes nothing.  None if nothing lies there.
+    """
+    picks = picks_of(piece, shape)
+    found = box_among(picks, box)
+    if found is None:
+        return None
+    left_out = [dim for dim, at in enumerate(piece.index) if isinstance(at, int)]
+    mine = tuple(edge for dim, edge in enumerate(found) if dim not in left_out)
+    return (*mine[:-2], mine[-1], mine[-2]) if piece.transposed else mine, source_index(picks, found, box)
+
+
+def parts_of_box(
+    wire: TensorMeta, piece: Piece, content: torch.Tensor, shape: Sequence[int], lead: int
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield what of a logical tensor of `shape` lies in the box that comes of a wire tensor, `content`.
+
+    Boxes of the logical tensor, and each as a view of `content`.  Each is a box also of the matrix whose rows are the
+    first `lead` dimensions: one that is not is cut.
+    """
+    assert wire.box is not None, "a part of the wire tensor comes"
+    found = piece_in_box(wire.shape, piece, wire.box)
+    if found is None:
+        return
+    box, index = found
+    view = content[index].mT if piece.transposed else content[index]
+    yield from _cut(box, view.view(size_of(box)), shape, lead)
+
+
+def _cut(box: Box, view: torch.Tensor, shape: Sequence[int], lead: int) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Cut a box along its first dimensions until it is one of the matrix."""
+    cut = next((dim for dim, size in enumerate(view.shape) if size > 1), None)
+    if cut is None or (matrix_edges(box, shape, lead) and two_strides(view.shape, view.stride(), lead)):
+        yield box, view
+        return
+    for at in range(view.shape[cut]):
+        start = box[cut][0] + at
+        unit = tuple((0, size) if dim != cut else (at, at + 1) for dim, size in enumerate(view.shape))
+        yield from _cut((*box[:cut], (start, start + 1), *box[cut + 1 :]), view[index_of(unit)], shape, lead)
+
+
+def matrix_edges(box: Box, shape: Sequence[int], lead: int) -> tuple[int, int, int, int] | None:
+    """Return first and last row, first and last column, each last one plus 1, of a box of the matrix.
+
+    None where it is no box of that.
+    """
+    row, column = flat_offset(box[:lead], shape[:lead]), flat_offset(box[lead:], shape[lead:])
+    if row is None or column is None:
+        return None
+    sizes = size_of(box)
+    return row, row + math.prod(sizes[:lead]), column, column + math.prod(sizes[lead:])
