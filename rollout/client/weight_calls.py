@@ -110,8 +110,12 @@ class WeightCalls:
         flush_cache: bool = False,
         update_id: str | None = None,
         cast: bool | None = None,
+        boxes: Sequence[Sequence[Sequence[int]] | None] | None = None,
     ) -> Call[JsonObject]:
-        """Make the server receive these tensors; answers when it has them, so broadcast on another thread."""
+        """Make the server receive these tensors; answers when it has them, so broadcast on another thread.
+
+        `boxes`: of each tensor None, or the part of it that comes: [start, stop] in each dimension of its shape.
+        """
         return method_call(UpdateWeightsFromDistributedReqInput, locals())
 
     @method

@@ -18,4 +18,4 @@ def manifest_of(verb: BeginWeightUpdateReqInput) -> Manifest | None:
     key = verb.digest()
     if key is None:
         return Manifest.of(parse_manifest(map(astuple, verb.entries())))
-    return Manifest.of_lists(lambda: verb.lists() or ([], [], []), verb.fingerprints(), key)
+    return Manifest.of_lists(lambda: verb.lists() or ([], [], [], None), verb.fingerprints(), key)

@@ -28,6 +28,8 @@ SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
 def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpdater) -> BucketSource:
     receiver, group = updater.receiver, verb.group_name
     if verb.load_format == DELTA:
+        if verb.lists().boxes is not None:
+            return RefusedSource("a delta has no boxes: its frame states what changes", group, receiver)
         inner = DistributedSource(verb.lists, group, receiver)
         return DeltaSource(inner, updater.weights, updater.target, updater.exchange, updater.model.quantised)
     packed_bytes = verb.packed_buffer_size_bytes

@@ -13,7 +13,7 @@ import numpy as np
 from rollout.core.errors import TooLarge
 from rollout.core.messages.tensor_lists import Json, decode_in_pieces
 from rollout.http.known_lists import KnownLists, RawLists
-from rollout.http.protocol import Body
+from rollout.http.protocol import Body, ListsPlace
 
 HEAVY_BODY_BYTES = 1024 * 1024
 """Bodies over this size are parsed one at a time: parsed, they may take fifteen times their size."""
@@ -21,7 +21,7 @@ MAX_BODY_OBJECTS = 1 << 20
 """Strings, arrays and objects in a body; a manifest of 100,000 tensors has 900,000."""
 INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _Fields = dict[str, msgspec.Raw]
-_EMPTY = msgspec.Raw(b"[]")
+_EMPTY, _NULL = msgspec.Raw(b"[]"), msgspec.Raw(b"null")
 
 
 def decode(data: bytes, model: type[Body], known: KnownLists | None = None) -> tuple[Any, RawLists | None]:
@@ -45,7 +45,7 @@ def _decode(data: bytes, model: type[Body], known: KnownLists | None) -> tuple[A
         if known is None:
             break
         try:
-            return _without_lists(data, place.path, place.names, known)
+            return _without_lists(data, place, place.path, known)
         except LookupError:
             continue  # no lists there
         except INVALID:
@@ -54,19 +54,20 @@ def _decode(data: bytes, model: type[Body], known: KnownLists | None) -> tuple[A
 
 
 def _without_lists(
-    data: Json, path: Sequence[str | int], names: Sequence[str], known: KnownLists
+    data: Json, place: ListsPlace, path: Sequence[str | int], known: KnownLists
 ) -> tuple[Any, RawLists]:
-    """Decode JSON that has lists of these names at `path`.
+    """Decode JSON that has the lists of `place` at `path`.
 
     Raises `LookupError` if it has none there, else as `KnownLists.read`.
     """
     if not path:
         fields = msgspec.json.decode(data, type=_Fields)
-        lists = known.read(*(fields[name] for name in names))
-        return _plain(fields | dict.fromkeys(names, _EMPTY)), lists
+        boxes = [name for name in place.boxes if name in fields]
+        lists = known.read(*(fields[name] for name in (*place.names, *boxes)))
+        return _plain(fields | dict.fromkeys(place.names, _EMPTY) | dict.fromkeys(boxes, _NULL)), lists
     step = path[0]
     parts: Any = msgspec.json.decode(data, type=list[msgspec.Raw] if isinstance(step, int) else _Fields)
-    value, lists = _without_lists(parts[step], path[1:], names, known)
+    value, lists = _without_lists(parts[step], place, path[1:], known)
     parts[step] = _EMPTY
     outer = _plain(parts)
     outer[step] = value

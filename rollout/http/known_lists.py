@@ -1,4 +1,4 @@
-"""The record of lists of tensors that this server has read: names, dtypes and shapes that come again are passed on.
+"""The record of lists of tensors that this server has read: those that come again are passed on.
 
 A list is known by its bytes alone: JSON that differs in anything, be it a space, is read anew.
 """
@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout.core.messages.tensor_lists import StrictSize, digest_of, joined_lists, pieces_of
+from rollout.core.messages.tensor_lists import StrictBoxes, StrictSize, digest_of, joined_lists, pieces_of
 
 MAX_KNOWN = 16384
 """Calls of one refresh.  A trainer with more of them sends short lists, which are soon read."""
-_KINDS: tuple[Any, ...] = (list[str], list[str], list[list[StrictSize]])
+_KINDS: tuple[Any, ...] = (list[str], list[str], list[list[StrictSize]], StrictBoxes)
+_NONE = msgspec.Raw(b"null")
 
 
 class RawLists(NamedTuple):
@@ -36,9 +37,11 @@ class KnownLists:
     def __len__(self) -> int:
         return len(self._num_names)
 
-    def read(self, names: msgspec.Raw, dtypes: msgspec.Raw, shapes: msgspec.Raw) -> RawLists:
+    def read(
+        self, names: msgspec.Raw, dtypes: msgspec.Raw, shapes: msgspec.Raw, boxes: msgspec.Raw = _NONE
+    ) -> RawLists:
         """Return the lists.  Raises `msgspec.DecodeError` or `UnicodeDecodeError` unless they are valid as they are."""
-        raw = (names, dtypes, shapes)
+        raw = (names, dtypes, shapes) if bytes(boxes) == b"null" else (names, dtypes, shapes, boxes)
         data = joined_lists(*raw)
         digest = digest_of(data)
         with self._lock:

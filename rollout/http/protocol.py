@@ -41,10 +41,14 @@ TokenIds = list[TokenId]
 
 
 class ListsPlace(NamedTuple):
-    """The place of three lists of tensors in a body: the names of the lists, and of fields and elements around them."""
+    """The place of lists of tensors in a body: the names of the lists, and of fields and elements around them.
+
+    `boxes`: the name of a fourth list that may be there, or none.
+    """
 
     path: tuple[str | int, ...] = ()
     names: tuple[str, str, str] = ("names", "dtypes", "shapes")
+    boxes: tuple[str, ...] = ()
 
 
 class UnknownField(NamedTuple):

@@ -1,4 +1,4 @@
-"""Names, dtypes and shapes of tensors in messages: as JSON until someone asks for them, and as lists.
+"""Names, dtypes, shapes and boxes of tensors in messages: as JSON until someone asks for them, and as lists.
 
 A trainer sends the same lists at each refresh.  JSON that came before is passed on under its digest, and is not read
 again: the main process has read it once, and an engine may keep what it made of it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -18,9 +18,19 @@ PIECE = 1024
 """Elements of a long list that are decoded at once: about a millisecond, for which all threads wait."""
 
 Json = bytes | msgspec.Raw
-Lists = tuple[list[str], list[str], list[list[int]]]
-"""Names, dtypes and shapes, in one order."""
 StrictSize = Annotated[Size, msgspec.Meta(ge=0, le=2**63 - 1)]
+Boxes = list[list[list[Size]] | None]
+"""Of each tensor the [start, stop] in each dimension of its shape that come; None: all of it comes."""
+StrictBoxes = list[list[tuple[StrictSize, StrictSize]] | None]
+
+
+class Lists(NamedTuple):
+    """Parallel lists of tensors; `boxes` None: all are whole."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    boxes: Boxes | None = None
 
 
 class ManifestEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -45,16 +55,24 @@ class _Parts(msgspec.Struct):
     names: msgspec.Raw
     dtypes: msgspec.Raw
     shapes: msgspec.Raw
+    boxes: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def joined_lists(names: Json, dtypes: Json, shapes: Json) -> bytes:
-    """Return the JSON object of three lists in JSON."""
-    return b"".join((b'{"names":', names, b',"dtypes":', dtypes, b',"shapes":', shapes, b"}"))
+def joined_lists(names: Json, dtypes: Json, shapes: Json, boxes: Json | None = None) -> bytes:
+    """Return the JSON object of lists in JSON."""
+    more = (b',"boxes":', boxes) if boxes is not None else ()
+    return b"".join((b'{"names":', names, b',"dtypes":', dtypes, b',"shapes":', shapes, *more, b"}"))
 
 
-def encode_lists(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> bytes:
-    """Return the JSON object of three lists, without white space."""
-    return joined_lists(*map(msgspec.json.encode, (names, dtypes, shapes)))
+def encode_lists(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    boxes: Sequence[object] | None = None,
+) -> bytes:
+    """Return the JSON object of lists, without white space."""
+    lists = (names, dtypes, shapes) if boxes is None else (names, dtypes, shapes, boxes)
+    return joined_lists(*map(msgspec.json.encode, lists))
 
 
 def decode_lists(data: bytes) -> Lists:
@@ -62,7 +80,9 @@ def decode_lists(data: bytes) -> Lists:
     parts = msgspec.json.decode(data, type=_Parts)
     names = decode_in_pieces(parts.names, list[str])
     dtypes = decode_in_pieces(parts.dtypes, list[str])
-    return names, dtypes, decode_in_pieces(parts.shapes, list[list[int]])
+    shapes = decode_in_pieces(parts.shapes, list[list[int]])
+    boxes = None if bytes(parts.boxes) == b"null" else decode_in_pieces(parts.boxes, Boxes)
+    return Lists(names, dtypes, shapes, boxes)
 
 
 def digest_of(data: bytes) -> bytes:

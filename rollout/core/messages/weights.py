@@ -21,6 +21,7 @@ from rollout.core.messages.message import (
     UpdateId,
 )
 from rollout.core.messages.tensor_lists import (
+    Boxes,
     Lists,
     ManifestEntry,
     ManifestLists,
@@ -143,7 +144,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
         if self.manifest_lists is not None:
             return decode_lists(self.manifest_lists)
         stated = self.manifest
-        return (stated.names, stated.dtypes, stated.shapes) if isinstance(stated, ManifestLists) else None
+        return Lists(stated.names, stated.dtypes, stated.shapes) if isinstance(stated, ManifestLists) else None
 
     def digest(self) -> bytes | None:
         """Return the digest of a manifest's lists, which a bucket of the same lists has, too; None: it has no lists."""
@@ -207,7 +208,10 @@ class BringsTensorsReqInput(UpdateWeightsReqInput[AnyReply], kw_only=True):
 class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], kw_only=True):
     """Receive tensors by broadcast from rank 0 of the group.
 
-    `tensor_lists`: the JSON object of the three lists as it came, which are empty then.  `lists_digest`: of its bytes.
+    `boxes`: of each tensor null, or the part of it that comes, dense: its [start, stop] in each dimension of `shapes`,
+    which has the full shape.  Several senders may send boxes of one tensor, each in a group of its own.
+
+    `tensor_lists`: the JSON object of the lists as it came, which are empty then.  `lists_digest`: of its bytes.
     """
 
     endpoint = Endpoint(
@@ -221,6 +225,7 @@ class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], k
     names: list[str]
     dtypes: list[str]
     shapes: list[list[Size]]
+    boxes: Boxes | None = None
     group_name: str = DEFAULT_GROUP
     load_format: str | None = None
     packed_buffer_size_bytes: PackedBytes | None = None
@@ -229,16 +234,16 @@ class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], k
     lists_digest: bytes | None = None
 
     def lists(self) -> Lists:
-        """Return the names, dtypes and shapes.  JSON is decoded at each call."""
+        """Return the names, dtypes, shapes and boxes.  JSON is decoded at each call."""
         if self.tensor_lists is not None:
             return decode_lists(self.tensor_lists)
-        return self.names, self.dtypes, self.shapes
+        return Lists(self.names, self.dtypes, self.shapes, self.boxes)
 
     def digest(self) -> bytes:
         """Return what stands for these lists: calls of one digest have equal lists."""
         if self.lists_digest is not None:
             return self.lists_digest
-        return digest_of(self.tensor_lists or encode_lists(self.names, self.dtypes, self.shapes))
+        return digest_of(self.tensor_lists or encode_lists(*self.lists()))
 
 
 class RefusedBucketReqInput(UpdateWeightsReqInput[BucketReply], kw_only=True):

@@ -43,7 +43,7 @@ def fields_of(verb: type[ControlReqInput[Any]], body: Body) -> dict[str, Any]:
 def _list_places(fields: Collection[str]) -> tuple[ListsPlace, ...]:
     """Return where a verb with these fields takes lists of tensors: among its fields, or in its manifest."""
     if {"names", "dtypes", "shapes"} <= set(fields):
-        return (ListsPlace(),)
+        return (ListsPlace(boxes=("boxes",) if "boxes" in fields else ()),)
     return (ListsPlace(("manifest",)),) if "manifest" in fields else ()
 
 

@@ -26,7 +26,9 @@ def bucket(**fields: Any) -> UpdateWeightsFromDistributedReqInput:
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 5000])
 def test_long_lists_come_back_as_they_were(count: int) -> None:
     lists = ([f"w{n}" for n in range(count)], ["x"] * count, [[n, 2**62] for n in range(count)])
-    assert decode_lists(encode_lists(*lists)) == lists
+    assert decode_lists(encode_lists(*lists)) == (*lists, None)
+    boxes = [None if n % 3 else [[n, n + 1], [0, 2**62]] for n in range(count)]
+    assert decode_lists(encode_lists(*lists, boxes)) == (*lists, boxes)
 
 
 def test_a_bucket_has_the_same_lists_and_digest_in_both_forms() -> None:
@@ -35,9 +37,23 @@ def test_a_bucket_has_the_same_lists_and_digest_in_both_forms() -> None:
     assert json.loads(data) == dict(zip(EMPTY, LISTS))
     for form in (bucket(tensor_lists=data, **EMPTY), bucket(tensor_lists=data, lists_digest=digest_of(data), **EMPTY)):
         sent: Any = decode_input(encode(form))
-        assert sent.lists() == plain.lists() == LISTS
+        assert sent.lists() == plain.lists() == (*LISTS, None)
         assert sent.digest() == plain.digest() == digest_of(data)
     assert bucket(**EMPTY).digest() != plain.digest()
+
+
+def test_boxes_are_in_the_digest_of_a_bucket() -> None:
+    """Calls of one digest share a plan: other boxes of the same names must have another."""
+    lists = dict(zip(EMPTY, LISTS))
+    digests = [bucket(**lists).digest()]
+    for boxes in ([[[0, 1], [0, 3]], None], [[[1, 2], [0, 3]], None]):
+        plain = bucket(**lists, boxes=boxes)
+        data = encode_lists(*LISTS, boxes)
+        raw: Any = decode_input(encode(bucket(tensor_lists=data, **EMPTY)))
+        assert raw.lists() == plain.lists() == (*LISTS, boxes)
+        assert raw.digest() == plain.digest() == digest_of(data)
+        digests.append(plain.digest())
+    assert len(set(digests)) == 3
 
 
 def test_a_manifest_has_the_same_lists_and_digest_in_both_forms() -> None:
@@ -48,7 +64,7 @@ def test_a_manifest_has_the_same_lists_and_digest_in_both_forms() -> None:
     raw = BeginWeightUpdateReqInput(request_id="r", manifest_lists=data, manifest_fingerprints="0" * 32)
     for form in (plain, raw):
         sent: Any = decode_input(encode(form))
-        assert sent.has_manifest and sent.lists() == LISTS and sent.fingerprints() == "0" * 32
+        assert sent.has_manifest and sent.lists() == (*LISTS, None) and sent.fingerprints() == "0" * 32
         assert sent.digest() == digest_of(data) and not list(sent.entries())
     none = BeginWeightUpdateReqInput(request_id="r")
     assert not none.has_manifest and none.lists() is none.digest() is none.fingerprints() is None

@@ -33,6 +33,7 @@ GROUP = {"master_address": "h", "master_port": 5, "rank_offset": 1, "world_size"
 ENTRIES = [{"name": "a", "dtype": "x", "shape": [2], "fingerprint": "0" * 16}]
 GOOD: list[tuple[type[Body], Any]] = [
     (BUCKET, LISTS | {"group_name": "g", "update_id": "u", "flush_cache": True}),
+    (BUCKET, LISTS | {"boxes": [[[0, 1], [2, 3]], None]}),
     (BEGIN, {"manifest": LISTS | {"fingerprints": "0" * 32}, "coverage": "partial"}),
     (BEGIN, {"manifest": ENTRIES, "weight_version": "v"}),
     (UpdateWeightsRequest, {"update_info": VLLM | {"packed": True}}),
@@ -73,7 +74,7 @@ def put_back(model: type[Body], values: dict[str, Any], lists: tuple[list[Any], 
             for step in place.path:
                 holder = holder[step]  # type: ignore[index]
             if all(holder[name] == [] for name in place.names):
-                holder |= dict(zip(place.names, lists))
+                holder |= dict(zip((*place.names, *place.boxes), lists))
                 return
         except (LookupError, TypeError):
             continue
@@ -95,7 +96,7 @@ def test_each_form_of_lists_is_taken_from_its_place() -> None:
     assert difference((model, json.dumps(body).encode()) for model, body in GOOD) is None
     for number, (model, body) in enumerate(GOOD):
         found = parse_body(model, json.dumps(body).encode(), KnownLists())
-        assert (found.lists is None) == (number == 2), body
+        assert (found.lists is None) == (number == 3), body
         assert found.lists is None or found.lists.num_names == 2
 
 
@@ -106,7 +107,7 @@ def test_mutated_bodies_are_taken_and_refused_as_before(seed: int) -> None:
     def bodies() -> Bodies:
         for _ in range(500):
             model, body = rng.choice(GOOD)
-            data = json.dumps(mutated(rng, body, [*LISTS, "manifest", "update_info", "args", "kwargs"]))
+            data = json.dumps(mutated(rng, body, [*LISTS, "boxes", "manifest", "update_info", "args", "kwargs"]))
             yield model, data.encode("utf-8", "surrogatepass")
 
     assert difference(bodies()) is None
@@ -141,6 +142,14 @@ HOSTILE: list[Any] = [
     {"shapes": [2]},
     {"shapes": [[1.5]]},
     {"shapes": [[[1]]]},
+    {"boxes": None},
+    {"boxes": []},
+    {"boxes": [None]},
+    {"boxes": [[[0, 1], [2, 3]], [[0, 1, 2]]]},
+    {"boxes": [[[0, -1], [2, 3]], []]},
+    {"boxes": [[["0", 1.0], [2, 2**70]], []]},
+    {"boxes": [[0, 1], [[[0]]]]},
+    {"boxes": "null"},
     {"names": []},
     {"names": [], "dtypes": [], "shapes": []},
     {"names": ["a"] * 5000},
@@ -218,7 +227,7 @@ def test_other_bytes_of_the_same_lists_are_read_anew(reads: list[bytes], other: 
     known = KnownLists()
     first, _ = taken(known, b'{"names":["a","b"],"dtypes":["x","y"],"shapes":[[2],[]]}')
     digest, body = taken(known, other)
-    assert digest != first and decode_lists(body.lists.data) == (["a", "b"], ["x", "y"], [[2], []])
+    assert digest != first and decode_lists(body.lists.data) == (["a", "b"], ["x", "y"], [[2], []], None)
     assert len(reads) == 6 and len(known) == 2
     spaced = b' {"names":["a","b"] ,  "dtypes" : ["x","y"],\n"shapes":[[2],[]]} '
     assert taken(known, spaced)[0] == first and len(reads) == 6, "white space around the lists is none of them"
@@ -301,8 +310,19 @@ def test_every_dialect_sends_the_lists_as_they_came_under_one_digest(live: Live)
     (begin,) = live.sent(BeginWeightUpdateReqInput)
     assert begin.manifest is None and begin.fingerprints() == "0" * 32
     for message in (*sent, begin):
-        assert message.lists() == tuple(LISTS.values()) and message.digest() == begin.manifest_digest
+        assert message.lists() == (*LISTS.values(), None) and message.digest() == begin.manifest_digest
     assert all(message.tensor_lists and not message.names for message in sent)
+
+
+def test_other_boxes_of_the_same_names_have_another_digest() -> None:
+    known = KnownLists()
+    digests = [taken(known, json.dumps(LISTS).encode())[0]]
+    for boxes in ([[[0, 1], [0, 3]], None], [[[1, 2], [0, 3]], None], [None, None]):
+        digest, body = taken(known, json.dumps(LISTS | {"boxes": boxes}).encode())
+        assert body.boxes is None and decode_lists(body.lists.data) == (*LISTS.values(), boxes)
+        digests.append(digest)
+    assert len(set(digests)) == 4
+    assert taken(known, json.dumps(LISTS | {"boxes": None}).encode())[0] == digests[0]
 
 
 def test_no_client_can_name_the_digest(live: Live) -> None:
@@ -312,7 +332,7 @@ def test_no_client_can_name_the_digest(live: Live) -> None:
     reply = live.client.post("/update_weights_from_distributed", json=LISTS | false)
     assert reply.status_code == 200 and set(reply.json()["ignored_fields"]) == set(false)
     (message,) = live.sent(UpdateWeightsFromDistributedReqInput)
-    assert message.digest() == digest_of(message.tensor_lists) and message.lists() == tuple(LISTS.values())
+    assert message.digest() == digest_of(message.tensor_lists) and message.lists() == (*LISTS.values(), None)
 
 
 # --- wrong variants ----------------------------------------------------------------------------------------------
