@@ -55,7 +55,8 @@ class EngineControl(Protocol):
         load_format: str | None,
         weight_version: str | None,
         update_id: str,
-    ) -> Mapping[str, Any]: ...
+    ) -> Mapping[str, Any]:
+        """Receive a bucket.  An engine that takes boxes of tensors gets `boxes`, where there are some."""
 
     def end_weight_update(self, *, update_id: str, phase: Phase | None = None) -> Mapping[str, Any]: ...
 

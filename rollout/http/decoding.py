@@ -53,9 +53,7 @@ def _decode(data: bytes, model: type[Body], known: KnownLists | None) -> tuple[A
     return _decode_structs(data, model), None
 
 
-def _without_lists(
-    data: Json, place: ListsPlace, path: Sequence[str | int], known: KnownLists
-) -> tuple[Any, RawLists]:
+def _without_lists(data: Json, place: ListsPlace, path: Sequence[str | int], known: KnownLists) -> tuple[Any, RawLists]:
     """Decode JSON that has the lists of `place` at `path`.
 
     Raises `LookupError` if it has none there, else as `KnownLists.read`.

@@ -14,6 +14,9 @@
     update        one transaction on many engines, as a context manager; who takes part, what one's failure means for
                   the others and the end in two phases are in `weight_sync/joint_update.py`
     sender        `WeightSender`, which joins all this
+    shard         parts of tensors by their boxes, and which rank sends which
+    shard_plan    all that a refresh of shards does alike each time
+    shard_sender  `ShardSender`: ranks that each send their own shards, at once
 
 Needs torch only.
 """
@@ -23,6 +26,8 @@ from weight_sync.joint_update import EngineReport, OnEngineFailure
 from weight_sync.sender.plan import NamedTensors, named_tensors_of, split_fused_experts
 from weight_sync.sender.report import ProgressBar, RefreshReport
 from weight_sync.sender.sender import WeightSender
+from weight_sync.sender.shard import Shard
+from weight_sync.sender.shard_sender import ShardSender
 from weight_sync.sender.update import WeightUpdate
 
 __all__ = [
@@ -33,6 +38,8 @@ __all__ = [
     "OnEngineFailure",
     "ProgressBar",
     "RefreshReport",
+    "Shard",
+    "ShardSender",
     "WeightSender",
     "WeightUpdate",
     "named_tensors_of",

@@ -144,9 +144,11 @@ class SenderGroup:
 
     def start(self, bucket: Bucket, weight_version: str | None, update_id: str) -> Sending:
         """Send a bucket without waiting.  What `bucket.pieces` hold must not change until it is done."""
+        boxes = {} if bucket.lists.boxes is None else {"boxes": bucket.lists.boxes}
         calls = {
             link.name: link.call(
                 "update_weights_from_distributed",
+                **boxes,
                 names=bucket.lists.names,
                 dtypes=bucket.lists.dtypes,
                 shapes=bucket.lists.shapes,

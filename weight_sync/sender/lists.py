@@ -16,11 +16,12 @@ from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 @dataclass(frozen=True)
 class TensorLists:
-    """Three parallel lists, one entry a tensor."""
+    """Parallel lists, one entry a tensor.  `boxes` None: all tensors are whole."""
 
     names: JsonList
     dtypes: JsonList
     shapes: JsonList
+    boxes: JsonList | None = None
 
     @classmethod
     def of(cls, metas: Sequence[TensorMeta]) -> TensorLists:
@@ -28,6 +29,7 @@ class TensorLists:
             JsonList(meta.name for meta in metas),
             JsonList(dtype_name(meta.dtype) for meta in metas),
             JsonList(list(meta.shape) for meta in metas),
+            JsonList(meta.box for meta in metas) if any(meta.box for meta in metas) else None,
         )
 
 
@@ -69,7 +71,8 @@ class Manifest:
         """Return the form that costs nothing a tensor; entries where some fingerprints are not known."""
         if not self._fingerprints.known.all():
             return self.as_entries()
-        return vars(self._lists) | {"fingerprints": hex_digits(self._fingerprints.values)}
+        lists = {"names": self._lists.names, "dtypes": self._lists.dtypes, "shapes": self._lists.shapes}
+        return lists | {"fingerprints": hex_digits(self._fingerprints.values)}
 
     def as_entries(self) -> list[dict[str, Any]]:
         """Return an entry a tensor."""

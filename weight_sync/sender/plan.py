@@ -65,7 +65,7 @@ def plan_tensors(source: TensorSource, dtype: torch.dtype | None = None, split_e
         sources[name] = tensor.detach()
     parts: dict[str, Part] = {}
     for name, tensor in sources.items():
-        sent_as = tensor.dtype if dtype is None or not _is_cast(name, tensor) else dtype
+        sent_as = tensor.dtype if dtype is None or not is_cast(name, tensor) else dtype
         shape = tuple(tensor.shape)
         for piece in _split(name, shape, sources) if split_experts else [Piece(name)]:
             if piece.name in parts:
@@ -89,7 +89,7 @@ def named_tensors_of(
     named: NamedTensors = []
     for number in untied(tensors):
         name, tensor = names[number], tensors[number]
-        cast = dtype is not None and _is_cast(name, tensor)
+        cast = dtype is not None and is_cast(name, tensor)
         named.append((sent_name(name), tensor.detach().to(dtype) if cast else tensor.detach()))
     return named
 
@@ -112,7 +112,8 @@ def sent_name(name: str) -> str:
     return name.replace(_COMPILED, "")
 
 
-def _is_cast(name: str, tensor: torch.Tensor) -> bool:
+def is_cast(name: str, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is cast to the engine's dtype, if one is given."""
     return tensor.is_floating_point() and not name.endswith(_NEVER_CAST)
 
 

@@ -142,6 +142,13 @@ class TrainerRanks:
         parts = self._all_gather(torch.from_numpy(values.view(np.int64)))
         return torch.stack(parts).sum(0).numpy().view(np.uint64)  # wraps
 
+    def gather(self, content: bytes) -> list[bytes]:
+        """Return the contents of all ranks, by rank."""
+        sizes = self._from_all(len(content))
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(content)] = _bytes_tensor(content)
+        return [part[:size].numpy().tobytes() for part, size in zip(self._all_gather(mine), sizes, strict=True)]
+
     def _failures(self, mine: BaseException | None) -> dict[int, str]:
         """Return what failed, by rank; empty where all succeeded."""
         failed = torch.tensor([0 if mine is None else 1], dtype=torch.int32, device=self.device)

@@ -100,16 +100,25 @@ class WeightUpdate(JointUpdate):
             if len(self._sending) > 1:
                 self._finish()
 
+    def flush(self) -> None:
+        """Wait until the engines have taken every bucket.  Raises `EngineError`."""
+        with self.parts.timed("send"):
+            while self._sending:
+                self._finish()
+
     # --- the transaction ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._require_connected()
+        super()._begin()
+
+    def _require_connected(self) -> None:
         failed: dict[str, BaseException] = {
             name: self._lost_before.get(name) or TransactionStateError("not connected; connect first")
             for name, link in self._links.items()
             if link.group is None
         }
         self._settle(failed)  # before anything is asked of the others
-        super()._begin()
 
     def _finish(self) -> None:
         """Wait for the engines' answers to the oldest bucket on its way.  Raises `EngineError`."""
@@ -123,9 +132,7 @@ class WeightUpdate(JointUpdate):
             self._progress(self.bytes_sent, self.bytes_sent if self._num_bytes is None else self._num_bytes)
 
     def _end(self) -> None:
-        with self.parts.timed("send"):
-            while self._sending:
-                self._finish()
+        self.flush()
         self._is_sent = True
         super()._end()
 
