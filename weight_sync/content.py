@@ -124,6 +124,13 @@ class Contents:
         self.put_all(numbers, other._codes[numbers], other._sent[numbers], other._held[numbers])
         self._odd |= other._odd
 
+    def plain(self) -> tuple[Numbers, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the tensors that were sent as one under their name: numbers, codes, F as sent and as held."""
+        is_plain = self._is_known.copy()
+        is_plain[list(self._odd)] = False
+        (numbers,) = is_plain.nonzero()
+        return numbers, self._codes[numbers], self._sent[numbers], self._held[numbers]
+
     def get(self, number: int) -> Content | None:
         """Return the content of one tensor, if it is known."""
         if not self._is_known[number]:

@@ -35,6 +35,7 @@ from weight_sync.loading import (
 )
 from weight_sync.manifest import Stated
 from weight_sync.plan import BucketPlan
+from weight_sync.rank_cover import RankShares
 from weight_sync.splitting import Announced, is_exact_cast, split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
@@ -123,6 +124,18 @@ class Intake:
         matching({part.name: part.fingerprint}, self._stated)
         content = Content.plain(self._weights.metas()[part.name], part.fingerprint)
         self.contents.put(self._table.number_of[part.name], content)
+
+    def shares(self, parts: Numbers) -> RankShares:
+        """Return what came on this rank, but for tensors that were sent as more than one: they came on all ranks.
+
+        `parts`: the tensors of which it came as boxes.
+        """
+        whole = RankShares.of_whole(*self.contents.plain())
+        if self._shares is None:
+            return whole
+        sums, codes = self._shares
+        is_whole = np.zeros(parts.size, np.bool_)
+        return whole.with_more(RankShares(parts, is_whole, codes[parts], sums[parts, 0], sums[parts, 1]))
 
     def _plain(self, arrivals: Sequence[Arrival]) -> dict[str, Content]:
         """Check the content, and return it as it was sent, taken to be held so."""

@@ -146,17 +146,23 @@ class WeightLedger:
     """Arrivals of one load or one refresh.
 
     `tensors`: those that may come, by number or name.  `expected`: the ones that are announced; None: all of them.
-    `coverage="full"`: all of these must come.  `"partial"`: what came is the subset, and may be empty.
+    `coverage="full"`: all of these must come.  `"partial"`: what came is the subset, and may be empty.  `kept`, bool
+    [T]: the tensors that must come on this rank, if they are announced; None: all.
     """
 
     def __init__(
-        self, tensors: TensorNumbers | Iterable[str], coverage: Coverage = "full", expected: Numbers | None = None
+        self,
+        tensors: TensorNumbers | Iterable[str],
+        coverage: Coverage = "full",
+        expected: Numbers | None = None,
+        kept: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         self.coverage = coverage
         self.numbers = tensors if isinstance(tensors, TensorNumbers) else TensorNumbers(tensors)
         self._is_expected = np.full(len(self.numbers), expected is None, dtype=np.bool_)
         if expected is not None:
             self._is_expected[expected] = True
+        self._is_due = self._is_expected if kept is None else self._is_expected & kept
         self._came = np.zeros(len(self.numbers), dtype=np.bool_)
         self._arrivals: list[Numbers] = []
         self._planned: list[tuple[Numbers, Sequence[str]]] = []
@@ -181,12 +187,12 @@ class WeightLedger:
 
     @property
     def num_missing(self) -> int:
-        """The number of expected tensors that have not come."""
-        return int(np.count_nonzero(self._is_expected & ~self._came))
+        """The number of tensors that must come here, and have not."""
+        return int(np.count_nonzero(self._is_due & ~self._came))
 
     @property
     def missing(self) -> list[str]:
-        """Expected logical names that have not come, sorted."""
+        """Logical names of tensors that must come here and have not, sorted."""
         return self.first_missing(len(self.numbers))
 
     def first_received(self, count: int) -> list[str]:
@@ -196,7 +202,7 @@ class WeightLedger:
     def first_missing(self, count: int) -> list[str]:
         """Return the first names of `missing`."""
         order = self.numbers.by_name
-        is_missing = (self._is_expected & ~self._came)[order]
+        is_missing = (self._is_due & ~self._came)[order]
         return [self.numbers.names[number] for number in order[np.flatnonzero(is_missing)[:count]]]
 
     def came(self) -> npt.NDArray[np.bool_]:
@@ -260,11 +266,17 @@ class WeightLedger:
         self._note(complete)
         return complete
 
+    def record_elsewhere(self, numbers: Numbers) -> None:
+        """Note tensors that came on any rank."""
+        self._note(numbers[~self._came[numbers]])
+
     def settle(self) -> None:
         """Raise `CoverageError` if something is missing, and as `BoxLedger.settle`."""
         self._boxes.settle()
         if self.coverage == "full" and self.num_missing:
-            raise CoverageError(f"{self.num_missing} of {self.num_expected} tensors missing: {listed(self.missing)}")
+            raise CoverageError(
+                f"{self.num_missing} of {np.count_nonzero(self._is_due)} tensors missing: {listed(self.missing)}"
+            )
 
     def _note(self, numbers: Numbers) -> None:
         self._came[numbers] = True

@@ -58,11 +58,11 @@ def gather_places(
 
     `mine`: of each tensor, for every place of this rank its region and JSON values.  It takes one exchange.
     """
-    rows = [[(_numbers(region), list(values)) for region, values in places] for places in mine]
+    rows = [[(numbers_of(region), list(values)) for region, values in places] for places in mine]
     held: list[list[Held]] = [[] for _ in rows]
     for rank, data in enumerate(exchange(json.dumps(rows).encode())):
         for found, places in zip(held, json.loads(data), strict=True):
-            found += [Held(rank, copy, _region(numbers), values) for copy, (numbers, values) in enumerate(places)]
+            found += [Held(rank, copy, region_of(numbers), values) for copy, (numbers, values) in enumerate(places)]
     return held
 
 
@@ -80,7 +80,7 @@ def whole_fingerprint(meta: TensorMeta, held: Sequence[Held], at: int = 0) -> in
             odd = ", ".join(str(place) for place in places if place.values[at] != usual)
             like = next(place for place in places if place.values[at] == usual)
             raise CopiesDifferError(f"{meta.name}: {odd} differs from {like}")
-    return combine(*(shares[region][0].values[at] for region in _cover(meta, shares)))
+    return combine(*(shares[region][0].values[at] for region in covering(meta, shares)))
 
 
 def first_rows(meta: TensorMeta, parts: Sequence[Part], count: int, exchange: Exchange) -> torch.Tensor:
@@ -93,15 +93,15 @@ def first_rows(meta: TensorMeta, parts: Sequence[Part], count: int, exchange: Ex
     mine = b""
     for region, content in parts[:1]:
         pieces = [content[run.in_part] for run in _first_runs(region, count)]
-        numbers = json.dumps(_numbers(region)).encode()
+        numbers = json.dumps(numbers_of(region)).encode()
         mine = numbers + _END + b"".join(tensor_bytes(piece).numpy().tobytes() for piece in pieces)
     found: dict[Region | None, memoryview] = {}
     for data in exchange(mine):
         numbers, end, content_bytes = data.partition(_END)
         if end:
-            found.setdefault(_region(json.loads(numbers)), memoryview(bytearray(content_bytes)))
+            found.setdefault(region_of(json.loads(numbers)), memoryview(bytearray(content_bytes)))
     whole = torch.empty((count, *meta.shape[1:]), dtype=meta.dtype)
-    for part in _cover(meta, found):
+    for part in covering(meta, found):
         rest = found[part]
         for run in _first_runs(part, count):
             target = whole[run.in_whole]
@@ -125,7 +125,7 @@ def _first_runs(region: Region | None, count: int) -> list[Run]:
     return found
 
 
-def _cover(meta: TensorMeta, regions: Mapping[Region | None, Any]) -> list[Region | None]:
+def covering(meta: TensorMeta, regions: Mapping[Region | None, Any]) -> list[Region | None]:
     """Return the regions that make up the tensor, in order, each element once."""
     if None in regions:
         return [None]
@@ -149,11 +149,11 @@ def _cover(meta: TensorMeta, regions: Mapping[Region | None, Any]) -> list[Regio
     return parts
 
 
-def _numbers(region: Region | None) -> list[int]:
+def numbers_of(region: Region | None) -> list[int]:
     return [] if region is None else [region.dim, region.start, region.length, *region.sections]
 
 
-def _region(numbers: Sequence[int]) -> Region | None:
+def region_of(numbers: Sequence[int]) -> Region | None:
     if not numbers:
         return None
     dim, start, length, *sections = numbers

@@ -33,17 +33,20 @@ from weight_sync.errors import (
     CoverageError,
     StagingError,
     TransactionStateError,
+    WeightRequestError,
     listed,
 )
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.intake import Intake
-from weight_sync.ledger import Coverage, Numbers, WeightLedger
+from weight_sync.ledger import Coverage, Numbers, PlannedBoxes, WeightLedger
 from weight_sync.loading import ProvenPart, load_part, store
 from weight_sync.manifest import Entries, Manifest, Stated
 from weight_sync.plan import BucketPlan, Homes
 from weight_sync.planner import Planner
+from weight_sync.rank_cover import RankCover
+from weight_sync.rank_parts import Exchange, alone
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Staging, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
@@ -54,6 +57,10 @@ STATUS_FIELDS = (
     *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
     *("num_bytes", "unpaired", "unpaired_bytes", "failed"),
 )
+_OTHER_FORM = {
+    True: "the weight update was not begun with per_rank, and this bucket is per rank",
+    False: "the weight update was begun with per_rank, and this bucket is not per rank: give tensors_per_rank",
+}
 
 
 class TransactionState(enum.Enum):
@@ -72,7 +79,7 @@ class WeightTransaction:
     come (with `coverage="full"` they must also be all of the model's), and stated fingerprints are compared.
     `staging`: a fresh one; by default a second copy in host memory.  `quantised`: see `Intake`.  `cast`: what comes may
     be cast to the model's dtypes, also where that loses something.  `planner`: keeps plans from one transaction to the
-    next.
+    next.  `cover`: each rank is sent what it keeps, and `verify` puts fingerprints together; None: all is sent to all.
 
     Raises at construction, for a manifest that cannot be right: `UnknownTensorError`, `ShapeMismatchError`,
     `DtypeMismatchError`, `CoverageError` (missing or repeated names), `WeightRequestError` (a fingerprint for a tensor
@@ -90,6 +97,7 @@ class WeightTransaction:
         quantised: HeldFormats = AS_SENT,
         cast: bool = False,
         planner: Planner | None = None,
+        cover: RankCover | None = None,
     ) -> None:
         self.weight_version = weight_version
         self.coverage = coverage
@@ -104,6 +112,7 @@ class WeightTransaction:
         self._staging = ShadowStaging(weights) if staging is None else staging
         table = self._planner.table
         stated = Stated(table)
+        self._cover, self._stated = cover, stated
         expected: Numbers | None = None
         if manifest is not None:
             manifest = manifest if isinstance(manifest, Manifest) else Manifest.of(manifest)
@@ -114,10 +123,12 @@ class WeightTransaction:
                 raise CoverageError("the manifest is empty")
             plan.note(manifest, stated)
             expected, coverage = plan.announced, "full"
-        self._ledger = WeightLedger(table, coverage, expected)
+        self._ledger = WeightLedger(table, coverage, expected, None if cover is None else cover.kept)
         self._intake = Intake(weights, table, stated, quantised)
         self._plans: dict[BucketLayout, BucketPlan] = {}
         self._assembly = Assembly()
+        self._parts: list[Numbers] = []
+        """The tensors of which this rank was sent the boxes that it keeps."""
 
     @property
     def state(self) -> TransactionState:
@@ -184,18 +195,31 @@ class WeightTransaction:
             "failed": self.failure,
         }
 
-    def announce(self, metas: Sequence[TensorMeta], cast: bool = False, layouts: Sequence[BucketLayout] = ()) -> None:
+    def announce(
+        self,
+        metas: Sequence[TensorMeta],
+        cast: bool = False,
+        layouts: Sequence[BucketLayout] = (),
+        *,
+        per_rank: bool = False,
+    ) -> None:
         """Check what is known of a bucket before it is received.  `cast`: of this one, whatever the others are.
 
-        `layouts`: of the messages in which the tensors will come, where that is known.
+        `layouts`: of the messages in which the tensors will come, where that is known.  `per_rank`: other ranks get
+        other tensors.
 
-        Raises `TransactionStateError` unless OPEN, and as `Intake.announce`.
+        Raises `TransactionStateError` unless OPEN, `WeightRequestError` for a bucket that is not per rank in an update
+        that is, or the other way round, and as `Intake.announce`.
         """
         self._require(TransactionState.OPEN, "receive")
+        if per_rank != (self._cover is not None):
+            raise WeightRequestError(_OTHER_FORM[per_rank])
         self._plans = {}
         if layouts and self._staging.takes_spans:
             plans = self._planner.plans(self._weights, layouts, cast or self._cast)
             self._plans = dict(zip(layouts, plans, strict=True))
+            for plan in plans:
+                self._boxes(plan)
         else:
             self._intake.announce(metas, cast or self._cast)
 
@@ -238,11 +262,19 @@ class WeightTransaction:
             return
         self._require_clear(plan)
         found = self._staging.write_spans(plan, bucket.content)
-        complete = _NONE if plan.boxes is None else self._ledger.record_boxes(plan.boxes)
+        boxes = self._boxes(plan)
+        complete = _NONE if boxes is None else self._ledger.record_boxes(boxes)
+        if self._cover is not None:
+            self._parts.append(complete)
+            complete = _NONE
         self._intake.take_planned(plan, complete, *found)
         self._ledger.record_all(plan.numbers, plan.wire_names)
         if plan.rest:
             self._take(self._assembly.take(bucket.parts(plan.rest)), cast)
+
+    def _boxes(self, plan: BucketPlan) -> PlannedBoxes | None:
+        """Return the boxes of a plan, as the ledger takes them.  Raises as `RankCover.kept_boxes`."""
+        return plan.boxes if plan.boxes is None or self._cover is None else self._cover.kept_boxes(plan.boxes)
 
     def _require_clear(self, plan: BucketPlan) -> None:
         """Raise `CoverageError` for a tensor that came before, in a bucket with boxes."""
@@ -269,17 +301,28 @@ class WeightTransaction:
             self.failure = reason
             self._roll_back(reason)
 
-    def verify(self) -> None:
+    def verify(self, exchange: Exchange = alone) -> None:
         """Verify, OPEN -> VERIFIED: everything came, and the commit is prepared.
 
-        Raises `TransactionStateError` unless OPEN, `CoverageError`, `StagingError`; the last two fail the transaction.
+        `exchange`: with the other ranks, called once if each is sent what it keeps.  Raises `TransactionStateError`
+        unless OPEN, `CoverageError`, `StagingError`, and as `RankCover.join`; all but the first fail the transaction.
         """
         with self._failing("verify"):
             self._intake.pairs.settle()
             self._assembly.settle()
             self._ledger.settle()
+            if self._cover is not None:
+                self._join(self._cover, exchange)
             self._staging.prepare()
         self._state = TransactionState.VERIFIED
+
+    def _join(self, cover: RankCover, exchange: Exchange) -> None:
+        """Put the fingerprints of all ranks together.  Raises as `RankCover.join`, and `ContentError`."""
+        parts = np.concatenate([_NONE, *self._parts])
+        joined = cover.join(self._intake.shares(parts), self._planner.table, exchange)
+        self._stated.require(joined.numbers, joined.sent)
+        self._intake.contents.put_all(joined.numbers, joined.codes, joined.sent, joined.held)
+        self._ledger.record_elsewhere(joined.numbers)
 
     def commit(self, vote: Callable[[bool], bool]) -> list[str]:
         """Commit, VERIFIED -> COMMITTED: put every tensor into the model; return the logical names.

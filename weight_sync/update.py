@@ -215,7 +215,7 @@ class WeightUpdate:
                 other = self._other_version(weight_version)
                 if other is not None and transaction.state is TransactionState.OPEN:
                     raise other
-                transaction.announce(metas, cast, source.layouts)
+                transaction.announce(metas, cast, source.layouts, per_rank=source.is_per_rank)
             except WeightSyncError as error:
                 wrong = error  # known before it is received
             deliver(source, partial(transaction.receive, cast=cast), wrong, pace)
@@ -238,6 +238,14 @@ class WeightUpdate:
         if self.transaction.state is not TransactionState.ABORTED:
             self.transaction.abort(reason)
         self.target.torn = self.transaction.torn or self.target.torn
+
+    def failure_text(self, reason: str | None) -> str:
+        """Return a reason of its failure, and what else is known of that."""
+        message = reason or ""
+        for more in (self.transaction.failure, self.transaction.torn):
+            if more is not None and more not in message:
+                message = more if message in more else f"{message}; {more}"
+        return message
 
     def commit(self, vote: Callable[[bool], bool]) -> CommitResult:
         """Write the verified tensors into the target, all or nothing.  Raises as `WeightTransaction.commit`."""

@@ -26,9 +26,10 @@ from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.ledger import Coverage
 from weight_sync.manifest import Entries, Manifest
+from weight_sync.per_rank import PerRank
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
-from weight_sync.staging import HOLDING_MODES, StagingMode
+from weight_sync.staging import HOLDING_MODES, Staging, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part
 from weight_sync.transaction import STATUS_FIELDS, TransactionState, WeightTransaction, new_staging
 from weight_sync.update import CommitResult, Outcome, UpdateBook, UpdateTarget, WeightUpdate
@@ -50,7 +51,7 @@ class WeightUpdater:
     `target`, `quantised`: see `UpdateTarget`; by default `weights` as they lie, held as they come.  `cast`: of updates
     that do not say, see `WeightTransaction`.
 
-    `update`: the one that is open.  `book`: how the last ones ended.  `model`: what updates refresh.
+    `update`: the one that is open.  `book`: how the last ones ended.  `model`: what they refresh; `per_rank`: by rank.
     """
 
     def __init__(
@@ -83,10 +84,9 @@ class WeightUpdater:
         self.model = UpdateTarget("model", weights, target or (lambda _: weights), quantised)
         twice = 2 * sum(meta.nbytes for meta in weights.metas().values())
         self._max_call_bytes = max_call_bytes or max(twice, _MIN_CALL_BYTES)
-        self._vote, self._commit_vote = vote, commit_vote or vote
-        self.exchange = exchange
-        self._staging, self._journal_dir = staging, journal_dir
-        self._clock, self._cast = clock, cast
+        self._vote, self._commit_vote, self.exchange = vote, commit_vote or vote, exchange
+        self._staging, self._journal_dir, self._clock, self._cast = staging, journal_dir, clock, cast
+        self.per_rank = PerRank(self.model, rank, exchange, lambda: self._new_staging(weights).takes_spans)
 
     def close(self) -> None:
         """Leave all groups and drop the open update."""
@@ -106,28 +106,25 @@ class WeightUpdater:
         update_id: str | None = None,
         bound: bool = False,
         cast: bool | None = None,
+        per_rank: bool = False,
         **facts: Any,
     ) -> None:
         """Open an update.  `bound`: every call must carry `update_id`.  `cast`: see `WeightTransaction`; None: the
-        updater's.  `facts`: more fields of `WeightUpdate`.
+        updater's.  `per_rank`: each rank will be sent what it keeps.  `facts`: more fields of `WeightUpdate`.
 
         Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
-        `WeightTransaction` raises.
+        `WeightTransaction` and `UpdateTarget.cover` raise.
         """
         self.require_none_open()
         self._held.await_release(self._timeout_s)
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
-        target, lease = self.model, Lease(lease_s, self._clock)
-        weights, planner = target.placed(coverage), target.planner
-        homes = planner.homes(weights)
-        staging = new_staging(weights, self._staging, self._journal_dir, self._held.shadows, self._device, homes)
-        casts = self._cast if cast is None else cast
-        formats: dict[str, Any] = {"quantised": target.quantised, "cast": casts}
-        transaction = WeightTransaction(
-            weights, weight_version, coverage, manifest, staging, planner=planner, **formats
-        )
-        self.update = WeightUpdate(target, transaction, lease, update_id, bound, **facts)
+        target, weights = self.model, self.model.placed(coverage)
+        staging, casts = self._new_staging(weights), self._cast if cast is None else cast
+        cover = self.per_rank.cover if per_rank else None
+        options: dict[str, Any] = {"quantised": target.quantised, "planner": target.planner, "cast": casts}
+        transaction = WeightTransaction(weights, weight_version, coverage, manifest, staging, **options, cover=cover)
+        self.update = WeightUpdate(target, transaction, Lease(lease_s, self._clock), update_id, bound, **facts)
         if not self.update.is_implicit:
             self.book.clear_loss()
 
@@ -180,7 +177,7 @@ class WeightUpdater:
             raise TransactionStateError("cannot verify: the weight update is already verified")
         failure: Exception | None = None
         try:
-            transaction.verify()
+            transaction.verify(self.exchange)
         except Exception as error:
             failure = error
         try:
@@ -375,6 +372,10 @@ class WeightUpdater:
 
     # --- helpers -----------------------------------------------------------------------------------------------
 
+    def _new_staging(self, weights: LogicalWeights) -> Staging:
+        homes = self.model.planner.homes(weights)
+        return new_staging(weights, self._staging, self._journal_dir, self._held.shadows, self._device, homes)
+
     def _require_update(self, verb: str) -> WeightUpdate:
         if self.update is None:
             raise self.book.nothing_open(verb)
@@ -391,9 +392,5 @@ class WeightUpdater:
         return update
 
     def _note_failure(self, update: WeightUpdate, reason: str | None) -> None:
-        transaction, message = update.transaction, reason or ""
-        for more in (transaction.failure, transaction.torn):
-            if more is not None and more not in message:
-                message = more if message in more else f"{message}; {more}"
-        if message:
-            self.book.note_failure(message, transaction.weight_version)
+        if message := update.failure_text(reason):
+            self.book.note_failure(message, update.transaction.weight_version)

@@ -67,10 +67,12 @@ class BucketSource:
 
     `must_drain`: a refused call is still received, and discarded: its sender sends before it can learn of the refusal.
     `casts`: floating-point tensors are cast to the model's dtypes, whether anybody asks for it or not.
+    `is_per_rank`: the call brings each rank tensors of its own.
     """
 
     must_drain = False
     casts = False
+    is_per_rank = False
     layouts: Sequence[BucketLayout] = ()
     """Once it was announced: of the buckets that will come, where all are `PackedBucket`s."""
 
