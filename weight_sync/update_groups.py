@@ -9,6 +9,11 @@ from weight_sync.process_group import GroupHandle, init_process_group, resolve_b
 from weight_sync.waiting import Patience
 
 
+def pair_name(group_name: str, rank: int) -> str:
+    """Return the name under which a sender and one rank of an engine meet, in a group of their own."""
+    return f"{group_name}-rank{rank}"
+
+
 class WeightUpdateGroups:
     """`device`: where the weights live; decides the backend.  `timeout_s`: deadline of a rendezvous.
 
@@ -29,8 +34,11 @@ class WeightUpdateGroups:
         world_size: int,
         group_name: str,
         backend: str | None = None,
+        meets_as: str | None = None,
     ) -> None:
         """Join a group, blocking until all members have.  A group of this name is destroyed first.
+
+        `meets_as`: the name under which the members meet, if it is another one.
 
         Raises `WeightRequestError`, `TransportError`.
         """
@@ -41,7 +49,14 @@ class WeightUpdateGroups:
             self.destroy(group_name)
         try:
             self._groups[group_name] = init_process_group(
-                master_address, master_port, rank, world_size, group_name, resolved, self._timeout_s, self._patience
+                master_address,
+                master_port,
+                rank,
+                world_size,
+                meets_as or group_name,
+                resolved,
+                self._timeout_s,
+                self._patience,
             )
         except TransportError as error:
             if backend in (None, resolved):

@@ -22,6 +22,7 @@ from rollout.core.messages.weights import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
+    WeightPartsReqInput,
     WeightsCheckerReqInput,
 )
 
@@ -53,10 +54,12 @@ class WeightCalls:
         world_size: int,
         group_name: str = DEFAULT_GROUP,
         backend: str | None = None,
+        rank_ports: Sequence[int] | None = None,
     ) -> Call[JsonObject]:
         """Make the server join a process group; returns once all ranks have met, so join on another thread.
 
-        `backend` None: the one that fits the server's device.
+        `backend` None: the one that fits the server's device.  `rank_ports`: a port of the caller for each rank, which
+        joins it there in a group of two.
         """
         return method_call(InitWeightsUpdateGroupReqInput, locals())
 
@@ -78,6 +81,8 @@ class WeightCalls:
         update_id: str | None = None,
         prepared_s: float | None = None,
         cast: bool | None = None,
+        placement_epoch: int | None = None,
+        per_rank: bool = False,
     ) -> Call[JsonObject]:
         """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
 
@@ -86,9 +91,20 @@ class WeightCalls:
         refused unless these weights are in force.  `lease_s`: how long the next bucket or the end may take.
         `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.  `prepared_s`:
         how long the sender worked before this call, for the record.  `cast`: take floating-point tensors of any dtype,
-        also where the cast to the model's loses something.
+        also where the cast to the model's loses something.  `placement_epoch`: of the expert map, which must be in
+        force and stays.  `per_rank`: each rank will be sent what it keeps (`weight_parts`).
         """
-        return method_call(BeginWeightUpdateReqInput, locals())
+        return method_call(BeginWeightUpdateReqInput, locals() | {"per_rank": per_rank or None})
+
+    @method
+    def weight_parts(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> Call[JsonObject]:
+        """Ask which parts of these tensors each rank keeps, and under which `placement_epoch`.
+
+        `patterns`: for each rank null (all of a tensor) or boxes; `tensors`: the place in it of each tensor's.
+        """
+        return method_call(WeightPartsReqInput, locals())
 
     @method
     def weight_update(self, update_id: str | None = None) -> Call[JsonObject]:
@@ -111,10 +127,12 @@ class WeightCalls:
         update_id: str | None = None,
         cast: bool | None = None,
         boxes: Sequence[Sequence[Sequence[int]] | None] | None = None,
+        tensors_per_rank: Sequence[int] | None = None,
     ) -> Call[JsonObject]:
         """Make the server receive these tensors; answers when it has them, so broadcast on another thread.
 
         `boxes`: of each tensor None, or the part of it that comes: [start, stop] in each dimension of its shape.
+        `tensors_per_rank`: how many of them, in their order, come to each rank, and to no other.
         """
         return method_call(UpdateWeightsFromDistributedReqInput, locals())
 

@@ -23,7 +23,7 @@ from rollout.control.rank_consensus import RankConsensus
 from rollout.control.weight_commit import WeightCommit, committed, successor
 from rollout.control.weight_groups import WeightGroups
 from rollout.control.weight_queue import Job, WeightQueue, nothing, replies
-from rollout.control.weight_reading import shown_weights
+from rollout.control.weight_reading import shown_parts, shown_weights
 from rollout.control.weight_sources import SOURCES
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.messages.io_struct import ContinueGenerationReqInput, ContinueReply
@@ -41,6 +41,7 @@ from rollout.core.messages.weights import (
     UpdateWeightsReqInput,
     UpdateWeightVersionReqInput,
     VersionReply,
+    WeightPartsReqInput,
 )
 from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
@@ -102,6 +103,7 @@ class WeightControl:
                 AbortWeightUpdateReqInput: self._abort,
                 UpdateWeightVersionReqInput: self._relabel,
                 GetWeightsByNameReqInput: lambda verb: shown_weights(verb, scheduler, updater),
+                WeightPartsReqInput: lambda verb: shown_parts(verb, scheduler, updater),
                 _Continue: self._continue,
                 **dict.fromkeys(SOURCES, self._receive),
             }
@@ -224,6 +226,8 @@ class WeightControl:
         adopts = verb.adopt_placement
         if adopts is None and verb.base_digest is not None:
             adopts = False  # deltas will come, which are added to their base in place
+        if verb.per_rank and verb.placement_epoch is None:
+            raise BadRequest("per_rank needs placement_epoch: of the answer of /weight_parts that the sender goes by")
         if update is None:  # else this begin is refused
             self._adoption.opening(adopts, verb.placement_epoch)
 
@@ -240,6 +244,7 @@ class WeightControl:
                 update_id=update_id,
                 bound=verb.update_id is not None,
                 cast=verb.cast,
+                per_rank=verb.per_rank,
                 prepared_s=verb.prepared_s,
                 counts_tensors=verb.counts_tensors,
             )

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout.control.weight_queue import Job
+from rollout.core.errors import BadRequest
 from rollout.core.messages.message import NoReply
 from rollout.core.messages.weights import DestroyWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqInput
 from rollout.distributed.layout import RankPosition
+from weight_sync.update_groups import pair_name
 from weight_sync.updater import WeightUpdater
 
 
@@ -27,14 +29,19 @@ class WeightGroups:
         return {InitWeightsUpdateGroupReqInput: self._join, DestroyWeightsUpdateGroupReqInput: self._leave}
 
     def _join(self, verb: InitWeightsUpdateGroupReqInput) -> Job:
+        rank, ports = self._position.world_rank, verb.rank_ports
+        if ports is not None and len(ports) != self._updater.ranks:
+            raise BadRequest(f"rank_ports has {len(ports)} ports, and the engine has {self._updater.ranks} ranks")
+
         def io() -> None:
             self._updater.groups.init(
                 master_address=verb.master_address,
-                master_port=verb.master_port,
-                rank=verb.rank_offset + self._position.world_rank,
+                master_port=verb.master_port if ports is None else ports[rank],
+                rank=verb.rank_offset + (rank if ports is None else 0),
                 world_size=verb.world_size,
                 group_name=verb.group_name,
                 backend=verb.backend,
+                meets_as=None if ports is None else pair_name(verb.group_name, rank),
             )
 
         def leave(_: str) -> None:

@@ -1,4 +1,8 @@
-"""`get_weights_by_name`: a tensor's first rows, as they are in memory, or, while no step may run, as they were sent."""
+"""Answers about the weights.
+
+`get_weights_by_name`   a tensor's first rows, as they are in memory, or, while no step may run, as they were sent
+`weight_parts`          which parts of which tensors each rank keeps
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ from typing import Any
 from rollout.control.weight_queue import Job
 from rollout.core.errors import Conflict, NotFound, TooLarge
 from rollout.core.messages.weight_replies import WeightsReply
-from rollout.core.messages.weights import GetWeightsByNameReqInput
+from rollout.core.messages.weights import GetWeightsByNameReqInput, WeightPartsReply, WeightPartsReqInput
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import UnknownTensorError
+from weight_sync.rank_boxes import RankBoxes
 from weight_sync.rank_parts import first_rows
-from weight_sync.tensor_meta import parts_of
+from weight_sync.tensor_meta import parse_metas, parts_of
 from weight_sync.updater import WeightUpdater
 
 _MAX_NUMBERS_SHOWN = 4_000_000
@@ -47,5 +52,18 @@ def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater:
     def step(result: Any) -> tuple[str, WeightsReply]:
         parameter, is_staged = result
         return "", WeightsReply(parameter=parameter, staged=is_staged)
+
+    return Job(verb, io, step)
+
+
+def shown_parts(verb: WeightPartsReqInput, scheduler: Scheduler, updater: WeightUpdater) -> Job:
+    """Return the verb's job.  Its I/O part raises `WeightRequestError`.  No expert moves before it is over."""
+
+    def io() -> RankBoxes:
+        return updater.per_rank.boxes(parse_metas(*verb.lists()))
+
+    def step(found: RankBoxes) -> tuple[str, WeightPartsReply]:
+        epoch = scheduler.runner.state.placement.epoch
+        return "", WeightPartsReply(placement_epoch=epoch, patterns=found.patterns, tensors=found.tensors)
 
     return Job(verb, io, step)

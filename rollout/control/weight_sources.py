@@ -15,7 +15,7 @@ from rollout.core.messages.weights import (
 from weight_sync.errors import WeightRequestError
 from weight_sync.receivers.base import BucketSource, RefusedSource
 from weight_sync.receivers.delta import DELTA, DeltaSource
-from weight_sync.receivers.distributed import DistributedSource
+from weight_sync.receivers.distributed import DistributedSource, RankShare
 from weight_sync.receivers.ipc import IpcSource
 from weight_sync.receivers.safetensors_bytes import SafetensorsSource
 from weight_sync.receivers.tensor import TensorSource
@@ -27,13 +27,19 @@ SourceFactory = Callable[[Any, WeightUpdater], BucketSource]
 
 def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpdater) -> BucketSource:
     receiver, group = updater.receiver, verb.group_name
+    if verb.load_format == DELTA and verb.tensors_per_rank is not None:
+        return RefusedSource("a delta is for all ranks: leave out tensors_per_rank", group, receiver)
     if verb.load_format == DELTA:
         if verb.lists().boxes is not None:
             return RefusedSource("a delta has no boxes: its frame states what changes", group, receiver)
         inner = DistributedSource(verb.lists, group, receiver)
         return DeltaSource(inner, updater.weights, updater.target, updater.exchange, updater.model.quantised)
-    packed_bytes = verb.packed_buffer_size_bytes
-    return DistributedSource(verb.lists, group, receiver, verb.load_format, packed_bytes, verb.digest())
+    packed_bytes, counts = verb.packed_buffer_size_bytes, verb.tensors_per_rank
+    if counts is None:
+        return DistributedSource(verb.lists, group, receiver, verb.load_format, packed_bytes, verb.digest())
+    share = RankShare(updater.rank, updater.ranks, tuple(counts))
+    key = verb.digest(), share
+    return DistributedSource(verb.lists, group, receiver, verb.load_format, packed_bytes, key, share)
 
 
 def _refused(verb: RefusedBucketReqInput, updater: WeightUpdater) -> BucketSource:

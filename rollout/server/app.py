@@ -18,6 +18,7 @@ from rollout.core.messages.weights import (
     GetWeightsByNameReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
+    WeightPartsReqInput,
     WeightsCheckerReqInput,
 )
 from rollout.core.version import VERSION
@@ -61,6 +62,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
             PauseGenerationReqInput: sglang.pause_generation,
             BeginWeightUpdateReqInput: weights.begin,
             GetWeightsByNameReqInput: weights.get_weights,
+            WeightPartsReqInput: weights.parts,
             WeightsCheckerReqInput: weights.check_weights,
             DumpExpertDistributionReqInput: ExpertRoutes(verbs, args).dump,
         },

@@ -45,6 +45,25 @@ WINDOW_MESSAGES = 256
 NUM_BATCHES = 2
 """In a window: one that is waited for, and one that comes next."""
 
+
+class RankShare(NamedTuple):
+    """The tensors of a call that are rank `rank`'s, of `ranks`: `counts` of them for each rank, in their order."""
+
+    rank: int
+    ranks: int
+    counts: tuple[int, ...]
+
+    def of(self, metas: Sequence[TensorMeta]) -> Sequence[TensorMeta]:
+        """Return this rank's tensors.  Raises `WeightRequestError` where the counts do not fit them."""
+        if len(self.counts) != self.ranks or sum(self.counts) != len(metas):
+            raise WeightRequestError(
+                f"tensors_per_rank has {len(self.counts)} counts of {sum(self.counts)} tensors, "
+                f"and the call {len(metas)} tensors for {self.ranks} ranks"
+            )
+        start = sum(self.counts[: self.rank])
+        return metas[start : start + self.counts[self.rank]]
+
+
 _ALIGNMENT = 64
 _DRAIN_S = 5.0
 
@@ -52,7 +71,8 @@ _DRAIN_S = 5.0
 class DistributedSource(BucketSource):
     """One bucket that rank 0 of a group broadcasts: `lists()` are the names, dtypes, shapes and boxes of the call.
 
-    `key`: names the lists, such as a digest; they are read only if it is new.  None: they are read.
+    `key`: names the lists, such as a digest; they are read only if it is new.  None: they are read.  `share`: the ones
+    that come to this rank, in a group of its own; None: all.
     A group that broke, or is out of step with its sender, is left.  `packed_bytes`: of the buffers of the form
     `packed`.
     """
@@ -67,8 +87,11 @@ class DistributedSource(BucketSource):
         load_format: str | None = None,
         packed_bytes: int | None = None,
         key: Hashable = None,
+        share: RankShare | None = None,
     ) -> None:
         self._lists = lists
+        self._share = share
+        self.is_per_rank = share is not None
         self._key = key
         self._load_format = load_format
         self._packed_bytes = packed_bytes
@@ -92,7 +115,8 @@ class DistributedSource(BucketSource):
         return call.metas
 
     def _read(self, max_bytes: int) -> KnownCall:
-        metas = parse_metas(*self._lists())
+        metas: Sequence[TensorMeta] = parse_metas(*self._lists())
+        metas = metas if self._share is None else self._share.of(metas)
         total = sum(meta.nbytes for meta in metas)
         if total > max_bytes:
             raise WeightRequestError(f"the bucket has {total} bytes; one call may have at most {max_bytes}")

@@ -37,6 +37,7 @@ _TARGETS: tuple[Any, Any] = (Literal["all", "target"], "all")
 _SELECTOR = {"selector": _TARGETS}
 _FLUSH = {"flush_cache": (bool, True)}
 """SGLang's: here a refresh never has old prefixes matched, and the cache need not be emptied."""
+Port = Annotated[int, Limits(ge=0, le=65535)]
 PackedBytes = Annotated[int, Limits(ge=1, lt=2**48)]
 DEFAULT_GROUP = "weight_update_group"
 
@@ -54,6 +55,17 @@ class DiskReply(BucketReply, kw_only=True):
     model_path: str | UnsetType = UNSET
 
 
+class WeightPartsReply(Reply, kw_only=True):
+    """`patterns`: what each rank is to be sent of a tensor: null for all of it, or boxes, [[start, stop], ...] each.
+
+    `tensors`: the pattern of each tensor, by its place in `patterns`.
+    """
+
+    placement_epoch: int
+    patterns: list[list[list[list[list[int]]] | None]]
+    tensors: list[int]
+
+
 class BeginReply(Reply, kw_only=True):
     update_id: str
 
@@ -66,16 +78,21 @@ class VersionReply(Reply, kw_only=True):
 
 
 class InitWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
-    """Join a process group with the trainer; replies when all members are there."""
+    """Join a process group with the trainer; replies when all members are there.
+
+    `rank_ports`: a port of the trainer for each rank.  There the rank joins it in a group of two, in place of one group
+    of all ranks; `rank_offset` is 1 and `world_size` 2.
+    """
 
     endpoint = Endpoint(path="/init_weights_update_group", aliases=("/areal_init_weights_update_group",), tag="weights")
 
     master_address: str
-    master_port: Annotated[int, Limits(ge=0, le=65535)]
+    master_port: Port
     rank_offset: Annotated[int, Limits(ge=0, lt=2**31)]
     world_size: Annotated[int, Limits(ge=1, lt=2**31)]
     group_name: str = DEFAULT_GROUP
     backend: str | None = None
+    rank_ports: list[Port] | None = None
 
 
 class DestroyWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
@@ -99,6 +116,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     """Open a weight update.  Nothing changes for requests until it ends.
 
     `update_id`: chosen by the sender, all of whose calls must carry it then; null: the request's id becomes it.
+    `per_rank`: each rank is sent what it keeps under the expert map of `placement_epoch`, see `/weight_parts`.
     """
 
     endpoint = Endpoint(
@@ -118,6 +136,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     placement_epoch: Size | None = None  # of the expert map that the sender goes by: it must be, and stays, in force
     adopt_placement: bool | None = None  # put a fresh expert map in force with the weights; None: the server's default
     lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
+    per_rank: bool = False
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
     counts_tensors: bool = False  # the label states how many came if not all did, as no part was announced
@@ -185,6 +204,27 @@ class GetWeightUpdateReqInput(OfUpdateReqInput[UpdateStateReply]):
     endpoint = Endpoint(path="/weight_update", methods=("GET",), query=("GET",), tag="weights", shape="bare")
 
 
+class WeightPartsReqInput(ControlReqInput[WeightPartsReply]):
+    """The parts of these tensors that each rank keeps now: what a sender is to send it.
+
+    The answer holds as long as the expert map has this `placement_epoch`.
+    """
+
+    endpoint = Endpoint(path="/weight_parts", tag="weights", hidden=frozenset({"tensor_lists", "lists_digest"}))
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[Size]]
+    tensor_lists: bytes | None = None
+    lists_digest: bytes | None = None
+
+    def lists(self) -> Lists:
+        """Return the names, dtypes and shapes.  JSON is decoded at each call."""
+        if self.tensor_lists is not None:
+            return decode_lists(self.tensor_lists)
+        return Lists(self.names, self.dtypes, self.shapes)
+
+
 # --- tensors -----------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +251,9 @@ class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], k
     `boxes`: of each tensor null, or the part of it that comes, dense: its [start, stop] in each dimension of `shapes`,
     which has the full shape.  Several senders may send boxes of one tensor, each in a group of its own.
 
+    `tensors_per_rank`: the number of tensors that are sent to each rank, and to no other; rank 0's come first in the
+    lists, then rank 1's.  For an update that began with `per_rank`.
+
     `tensor_lists`: the JSON object of the lists as it came, which are empty then.  `lists_digest`: of its bytes.
     """
 
@@ -230,6 +273,7 @@ class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], k
     load_format: str | None = None
     packed_buffer_size_bytes: PackedBytes | None = None
     """The size of a buffer with `load_format` "packed"."""
+    tensors_per_rank: list[Size] | None = None
     tensor_lists: bytes | None = None
     lists_digest: bytes | None = None
 
@@ -380,6 +424,7 @@ VERBS: tuple[type[ControlReqInput[Any]], ...] = (
     EndWeightUpdateReqInput,
     AbortWeightUpdateReqInput,
     GetWeightUpdateReqInput,
+    WeightPartsReqInput,
     UpdateWeightsFromDistributedReqInput,
     RefusedBucketReqInput,
     UpdateWeightsFromDiskReqInput,

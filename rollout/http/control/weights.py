@@ -18,6 +18,7 @@ from rollout.core.messages.weights import (
     RefusedBucketReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
+    WeightPartsReqInput,
     WeightsCheckerReqInput,
 )
 from rollout.http.control.body import body_of, fields_of
@@ -83,6 +84,11 @@ class WeightRoutes:
             address = (await asyncio.to_thread(parse_body, BucketAddress, data)).model_dump()
         with suppress(LockstepError):
             await self._verbs.ask(RefusedBucketReqInput, reason=str(error), **address)
+
+    async def parts(self, _: Request, body: Body) -> Response:
+        """Answer which parts of the tensors each rank keeps."""
+        verb = WeightPartsReqInput
+        return reply(await self._verbs.ask(verb, **fields_of(verb, body), **raw_lists(body)))
 
     async def from_tensor(self, request: Request) -> Response:
         args = self._args
