@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from rollout.client import RolloutClient
 from tests.gathered import Gathered
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, fused, version
+from tests.model_zoo import logical_tensors
 from tests.weight_engine_process import Engine
 from tests.weight_group_helpers import content_of
 from weight_sync.bucket import plan_buckets
@@ -510,6 +512,29 @@ def serve(rank: int, checkpoint: str, *urls: str) -> None:
         client.close()
 
 
+def serve_per_rank(rank: int, checkpoint: str, url: str) -> None:
+    """Send shards by rows and by columns to the ranks of a server, each what it keeps; experts move in between."""
+    mesh, whole = init_device_mesh("cpu", (2,)), logical_tensors(Path(checkpoint))
+    client = RolloutClient(url)
+    with sender_of({"server": client} if rank == 0 else {}, per_rank=True) as sender:
+        for factor in (1.25, 1.5, 1.75):
+            tensors = {
+                name: sharded(tensor.float() * factor, mesh, [Shard(number % tensor.dim())])
+                for number, (name, tensor) in enumerate(whole.items())
+            }
+            report = sender.refresh(tensors, f"by {factor}", bucket_bytes=64 << 10)
+            values = [fingerprint(tensor.float() * factor) for tensor in whole.values()]
+            if rank == 0:
+                assert report.fingerprints == {name: f"{value:016x}" for name, value in zip(whole, values, strict=True)}
+                assert client.weights_checker()["checksums"] == report.fingerprints
+                assert client.weight_version() == f"by {factor}"
+                located = httpx.get(f"{url}/expert_location").json()["physical_to_logical_map"]
+                half = len(located[0]) // 2
+                moved = {"physical_to_logical_map": [row[half:] + row[:half] for row in located]}
+                assert httpx.post(f"{url}/eplb_rebalance", json=moved, timeout=TIMEOUT_S).json()["rebalanced"]
+    client.close()
+
+
 SCENARIOS = (
     random_gathers,
     refusals,
@@ -521,6 +546,7 @@ SCENARIOS = (
     other_rank_fails,
     other_rank_dies,
     serve,
+    serve_per_rank,
 )
 
 

@@ -17,7 +17,9 @@ Phase = Literal["verify", "commit"]
 class EngineControl(Protocol):
     """The engine's control calls, named as its HTTP endpoints.  Each returns the reply and raises on a refusal.
 
-    One without `get_world_size` has the number of ranks that `connect` is given, or one.
+    One without `get_world_size` has the number of ranks that `connect` is given, or one.  One that may be sent to per
+    rank also has `weight_parts(names, dtypes, shapes)`, which answers with `placement_epoch`, `patterns` and `tensors`
+    (`weight_sync.rank_boxes`).
 
     `takes_lists`: if it is True, `begin_weight_update` gets a manifest as an object of lists, `names`, `dtypes`,
     `shapes`, and `fingerprints`, the 16 hex digits of each tensor end to end.  A control without it gets entries.
@@ -36,14 +38,19 @@ class EngineControl(Protocol):
         world_size: int,
         group_name: str,
         backend: str | None,
-    ) -> Mapping[str, Any]: ...
+    ) -> Mapping[str, Any]:
+        """Join a group.  An engine that has `weight_parts` takes `rank_ports`, too: a port of the sender for each rank,
+        which joins it there in a group of two.
+        """
 
     def destroy_weights_update_group(self, *, group_name: str) -> Mapping[str, Any]: ...
 
     def begin_weight_update(
         self, *, weight_version: str | None, coverage: str, manifest: list[dict[str, Any]] | None, update_id: str
     ) -> Mapping[str, Any]:
-        """Open an update.  An engine that takes `prepared_s` gets the seconds that the sender worked before."""
+        """Open an update.  An engine that takes `prepared_s` gets the seconds that the sender worked before, and one
+        that has `weight_parts` and is sent to per rank `per_rank` and `placement_epoch`.
+        """
 
     def update_weights_from_distributed(
         self,
@@ -56,7 +63,7 @@ class EngineControl(Protocol):
         weight_version: str | None,
         update_id: str,
     ) -> Mapping[str, Any]:
-        """Receive a bucket.  An engine that takes boxes of tensors gets `boxes`, where there are some."""
+        """Receive a bucket.  One with boxes of tensors has `boxes`, too; one for each rank also `tensors_per_rank`."""
 
     def end_weight_update(self, *, update_id: str, phase: Phase | None = None) -> Mapping[str, Any]: ...
 

@@ -181,11 +181,6 @@ class WeightLedger:
         return list(map(self.numbers.names.__getitem__, self._in_order()))
 
     @property
-    def num_expected(self) -> int:
-        """The number of tensors that were announced."""
-        return int(np.count_nonzero(self._is_expected))
-
-    @property
     def num_missing(self) -> int:
         """The number of tensors that must come here, and have not."""
         return int(np.count_nonzero(self._is_due & ~self._came))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from weight_sync.errors import TransportError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late
 from weight_sync.receivers.distributed import PIECES
 from weight_sync.sender.link import GRACE_S, Bucket, EngineLink
+from weight_sync.sender.rank_groups import RankGroups, free_ports
 from weight_sync.waiting import Patience, in_thread
 
 _SETTLE_S = 0.5
@@ -81,22 +82,28 @@ def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, Ba
     assert place.port is not None
     timeout_s, world_size = max(link.timeout_s for link in coming), 1 + sum(coming.values())
     ends_at, patience = time.monotonic() + timeout_s, Patience()
+    fields: dict[str, Any] = {"master_port": place.port, "world_size": world_size}
+    joins: Callable[..., GroupHandle | RankGroups] = init_process_group
+    where: tuple[Any, ...] = place.port, 0, world_size
+    if any(link.per_rank is not None for link in coming):
+        ports = free_ports(world_size - 1)
+        fields, joins, where = (
+            {"master_port": ports[0], "world_size": 2, "rank_ports": ports},
+            RankGroups.join,
+            (ports,),
+        )
     calls = {
         link.name: link.call(
             "init_weights_update_group",
             master_address=place.address,
-            master_port=place.port,
             rank_offset=offset,
-            world_size=world_size,
             group_name=place.group_name,
             backend=place.backend,
+            **fields,
         )
         for link, offset in zip(coming, itertools.accumulate(coming.values(), initial=1))
     }
-    joining = in_thread(
-        init_process_group,
-        *(place.address, place.port, 0, world_size, place.group_name, place.backend, timeout_s, patience),
-    )
+    joining = in_thread(joins, place.address, *where, place.group_name, place.backend, timeout_s, patience)
     everything = [*calls.values(), joining]
     wait(everything, timeout=timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
     if all(call.done() and refusal(call) is None for call in everything):
@@ -129,7 +136,7 @@ def _refusals(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
 class SenderGroup:
     """A joined group, with the engines whose ranks are in it."""
 
-    def __init__(self, handle: GroupHandle, links: Sequence[EngineLink]) -> None:
+    def __init__(self, handle: GroupHandle | RankGroups, links: Sequence[EngineLink]) -> None:
         self.handle = handle
         self.links = links
         self.has_ended = False
@@ -156,6 +163,7 @@ class SenderGroup:
                 load_format=PIECES,
                 weight_version=weight_version,
                 update_id=update_id,
+                **bucket.more,
             )
             for link in self.links
         }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from weight_sync.engine_control import EngineControl
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.receivers.distributed import PIECE_BYTES
 from weight_sync.sender.lists import Manifest, TensorLists
+from weight_sync.sender.rank_groups import EngineRanks, RankPiece
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import in_thread
 
@@ -27,10 +28,14 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True)
 class Bucket:
-    """The tensors that one call sends, end to end, broadcast in `pieces`, uint8, as `split_pieces` cuts them."""
+    """The tensors that one call sends, end to end, broadcast in `pieces`, uint8, as `split_pieces` cuts them.
+
+    `more`: further fields of the call.
+    """
 
     lists: TensorLists
-    pieces: Sequence[torch.Tensor]
+    pieces: Sequence[torch.Tensor] | Sequence[RankPiece]
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -44,11 +49,17 @@ def split_pieces(metas: Sequence[TensorMeta], content: torch.Tensor) -> list[tor
 
 
 class EngineLink:
-    """`timeout_s`: deadline of the rendezvous, of each bucket and of each call."""
+    """`timeout_s`: deadline of the rendezvous, of each bucket and of each call.
 
-    def __init__(self, name: str, control: EngineControl, timeout_s: float) -> None:
+    `per_rank`: what each rank of the engine keeps, which is what it is sent; None: all ranks are sent all.
+    """
+
+    def __init__(
+        self, name: str, control: EngineControl, timeout_s: float, per_rank: EngineRanks | None = None
+    ) -> None:
         self.name = name
         self.timeout_s = timeout_s
+        self.per_rank = per_rank
         self.group: SenderGroup | None = None
         self.rejoins = False
         """Its group ended through the failure of another engine: it joins the next one without being told to."""
@@ -61,7 +72,12 @@ class EngineLink:
         return self.group
 
     def num_ranks(self, expected: int | None) -> int:
-        """Ask the engine for the number of its ranks.  Raises `WeightRequestError` if others are expected."""
+        """Ask the engine for the number of its ranks.
+
+        Raises `WeightRequestError` if others are expected, or if it does not state what its ranks keep and has to.
+        """
+        if self.per_rank is not None and getattr(self._control, "weight_parts", None) is None:
+            raise WeightRequestError("per_rank needs an engine with weight_parts")
         if getattr(self._control, "get_world_size", None) is None:
             return 1 if expected is None else expected
         asked = self.call("get_world_size")
@@ -86,6 +102,8 @@ class EngineLink:
         if isinstance(manifest, Manifest):
             takes_lists = getattr(self._control, "takes_lists", False) is True  # a wrapper may have any attribute
             fields["manifest"] = manifest.as_lists() if takes_lists else manifest.as_entries()
+        if verb == "begin_weight_update" and self.per_rank is not None:
+            fields |= self.per_rank.begin_fields
         if "prepared_s" in fields and "prepared_s" not in inspect.signature(control).parameters:
             del fields["prepared_s"]
         return in_thread(control, **fields)

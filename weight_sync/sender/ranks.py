@@ -98,7 +98,7 @@ class TrainerRanks:
         if len(set(self._from_all(digest))) == 1:
             return
         mine = state()
-        first = self._from_sender(mine.encoded())
+        first = self.from_sender(mine.encoded())
         said = self._texts(mine.difference(self.rank, RefreshStatement.decoded(first)))
         others = [rank for rank, text in enumerate(said) if text]
         self._is_over = True
@@ -170,8 +170,8 @@ class TrainerRanks:
         """Return the number, in [0, 2^64), of every rank."""
         return [int(part) & _MASK for part in self._all_gather(torch.tensor([signed(value)], dtype=torch.int64))]
 
-    def _from_sender(self, content: bytes) -> bytes:
-        """Return the content that the sending rank has."""
+    def from_sender(self, content: bytes) -> bytes:
+        """Return the content that the sending rank gives.  Raises `TransportError`."""
         (size, *_) = self._from_all(len(content))
         shared = torch.empty(size, dtype=torch.uint8, device=self.device)
         if self.is_sender:

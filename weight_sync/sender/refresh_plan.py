@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from weight_sync.bucket import plan_buckets
+from weight_sync.rank_boxes import RankBoxes
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.layout import Layout
 from weight_sync.sender.lists import Contents
-from weight_sync.sender.plan import plan_tensors
+from weight_sync.sender.plan import TensorPlan, plan_tensors
+from weight_sync.sender.rank_plan import RankPlan
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.source import Source, SourceForm
 from weight_sync.sender.statement import RefreshStatement
@@ -40,9 +42,9 @@ class RefreshPlan:
     """A plan for a source.  Raises `WeightRequestError` for one that cannot be sent."""
 
     def __init__(self, source: Source, settings: Settings, ranks: TrainerRanks | None) -> None:
-        self._kept = source.kept()
-        named = source.named(self._kept)
-        tensors = plan_tensors(named, settings.dtype, settings.split_experts)
+        self._kept, self._settings = source.kept(), settings
+        self._rank_plans: list[RankPlan] = []
+        tensors = self._tensors(source)
         metas = tensors.metas
         buckets = plan_buckets(metas, settings.bucket_bytes)
         self.layout = Layout(tensors, buckets, ranks, settings.device)
@@ -50,9 +52,24 @@ class RefreshPlan:
         self._sent_as = {part.source: part.meta.dtype for part in tensors.parts.values()} if ranks is not None else {}
         self.tensors_digest = b"" if ranks is None else self.statement(source, {}, ranks).tensors_digest()
 
-    def gatherer(self, source: Source, ranks: TrainerRanks | None) -> Gatherer:
-        """Return who gathers the tensors of `source`, which is of the form that this plan was made for."""
-        return Gatherer(self.layout, _picked(source.locals, self._kept), ranks)
+    def gatherer(self, source: Source, ranks: TrainerRanks | None, layout: Layout | None = None) -> Gatherer:
+        """Return who gathers the tensors of `source`, which is of the form that this plan was made for.
+
+        `layout`: of a `RankPlan` from here; None: its own.
+        """
+        return Gatherer(layout or self.layout, _picked(source.locals, self._kept), ranks)
+
+    def for_ranks(self, boxes: RankBoxes, source: Source, ranks: TrainerRanks | None) -> RankPlan:
+        """Return the plan to send these parts of the tensors to an engine's ranks.  Raises as `RankPlan`."""
+        known = next((plan for plan in self._rank_plans if plan.boxes == boxes), None)
+        if known is None:
+            settings = self._settings
+            known = RankPlan(self._tensors(source), boxes, settings.bucket_bytes, settings.device, ranks)
+            self._rank_plans = [*self._rank_plans[1 - _MAX_PLANS :], known]
+        return known
+
+    def _tensors(self, source: Source) -> TensorPlan:
+        return plan_tensors(source.named(self._kept), self._settings.dtype, self._settings.split_experts)
 
     def statement(self, source: Source, options: dict[str, object], ranks: TrainerRanks) -> RefreshStatement:
         """Return what must be equal on all ranks."""

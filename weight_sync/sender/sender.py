@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from weight_sync.sender.group import MeetingPlace
 from weight_sync.sender.layout import SharedBucket, WholeBucket
 from weight_sync.sender.link import Bucket, EngineLink
 from weight_sync.sender.plan import TensorSource
+from weight_sync.sender.rank_groups import EngineRanks
+from weight_sync.sender.rank_refresh import RankRefresh
 from weight_sync.sender.ranks import TrainerRanks, device_of_group
 from weight_sync.sender.refresh import Refresh
 from weight_sync.sender.refresh_plan import KeptPlans, RefreshPlan, Settings
@@ -46,6 +48,9 @@ class WeightSender:
     that an engine holds up fails within it, plus at most 15 s in which engines are asked why and requested to abort.
     `on_engine_failure`: one engine that fails ends the refresh on all (`abort_all`), or is left out and reported, while
     the others take the new version (`leave_out`).
+    `per_rank`: each rank of an engine is sent what it keeps of the tensors, in a group of its own with the sender.  It
+    pays where ranks keep different experts or shards (`--ep-size`, `--tp-size`): of 8 expert-parallel ranks each is
+    sent an eighth of the experts.  Where all ranks keep everything one broadcast to all costs less.
     """
 
     def __init__(
@@ -55,11 +60,12 @@ class WeightSender:
         timeout_s: float = 300.0,
         on_engine_failure: OnEngineFailure = "abort_all",
         trainer_group: dist.ProcessGroup | None = None,
+        per_rank: bool = False,
     ) -> None:
         if on_engine_failure not in ("abort_all", "leave_out"):
             raise WeightRequestError(f"on_engine_failure must be abort_all or leave_out, got {on_engine_failure!r}")
         self._links: dict[str, EngineLink] = {}
-        self._timeout_s = timeout_s
+        self._timeout_s, self._per_rank = timeout_s, per_rank
         for name, control in (engines if isinstance(engines, Mapping) else {"engine": engines}).items():
             self.add_engine(name, control)
         self._policy = on_engine_failure
@@ -83,7 +89,7 @@ class WeightSender:
         """
         if name in self._links:
             raise WeightRequestError(f"there is an engine {name!r} already")
-        self._links[name] = EngineLink(name, control, self._timeout_s)
+        self._links[name] = EngineLink(name, control, self._timeout_s, EngineRanks() if self._per_rank else None)
 
     def remove_engine(self, name: str) -> None:
         """Have an engine take part no more, dead or alive: both sides leave its group, within some seconds.
@@ -124,6 +130,10 @@ class WeightSender:
         groups = {link.group for link in links.values()}
         if links and None not in groups and (len(groups) == 1 or not shared):
             raise TransactionStateError("already connected; close first")
+        if self._per_rank and (shared or master_port is not None):
+            raise WeightRequestError(
+                "per_rank has a group for each rank, at free ports: leave out shared and master_port"
+            )
         resolved = resolve_backend(backend, device)
         place = MeetingPlace(master_address, master_port, group_name, resolved, engine_world_size, shared)
         with self._sending:
@@ -174,6 +184,7 @@ class WeightSender:
             "bucket_bytes": bucket_bytes,
             "with_manifest": with_manifest,
             "split_experts": split_experts,
+            "per_rank": self._per_rank,
         } | dict(begin_options or {})
         with parts.timed("plan"):
             listed = Source(source)
@@ -197,8 +208,10 @@ class WeightSender:
         """Return a transaction of the caller's buckets: `with sender.update("7") as update: update.send(tensors)`.
 
         `manifest`: entries of `name`, `dtype`, `shape` and optionally `fingerprint`.  Leaving the block normally
-        verifies and commits; an exception aborts.  Raises as `refresh`.
+        verifies and commits; an exception aborts.  Raises as `refresh`, and `WeightRequestError` for a sender per rank.
         """
+        if self._per_rank:
+            raise WeightRequestError("a sender per rank plans the tensors of each rank: use refresh")
         entries = None if manifest is None else [dict(entry) for entry in manifest]
         fields = {"weight_version": weight_version, "coverage": coverage, "manifest": entries}
         return self._new_update(fields | dict(begin_options or {}), None, progress)
@@ -297,11 +310,16 @@ class WeightSender:
         try:
             with contextlib.nullcontext() if ranks is None else ranks.reporting():
                 gatherer = refresh.prepare()
-                if refresh.is_sender:
+                if self._per_rank:
+                    new = lambda num_bytes: self._new_update(refresh.begin_fields(), num_bytes, progress)  # noqa: E731
+                    with self._leading(refresh):
+                        RankRefresh(self._links, refresh, self._area).run(new)
+                elif refresh.is_sender:
                     num_bytes = refresh.plan.contents.num_bytes
                     update = self._new_update(refresh.begin_fields(), num_bytes, progress, refresh.lost)
-                    self._lead(update, gatherer, buckets, parts)
-                    refresh.engines = update.engines
+                    with self._leading(refresh):
+                        refresh.engines = update.engines
+                        self._lead(update, gatherer, buckets, parts)
                 else:
                     assert ranks is not None
                     with parts.timed("pack"):
@@ -319,19 +337,26 @@ class WeightSender:
         self, update: WeightUpdate, gatherer: Gatherer, buckets: Sequence[WholeBucket | SharedBucket], parts: Parts
     ) -> None:
         try:
-            with self._sending, update:
+            with update:
                 for position, bucket in enumerate(buckets):
                     with parts.timed("pack"):
                         flat = self._area(position, bucket.num_bytes)
                         pieces = gatherer.gather(bucket, flat)  # the bucket before is on its way meanwhile
                     update.send_bucket(Bucket(bucket.lists, pieces))
-        except BaseException:
-            self._areas.clear()  # a broadcast that was given up may still read them
-            raise
         finally:
             for part, seconds in update.parts.items():
                 parts[part] = parts.get(part, 0.0) + seconds
-        if any(engine.error is not None for engine in update.engines.values()):
+
+    @contextlib.contextmanager
+    def _leading(self, refresh: Refresh) -> Iterator[None]:
+        """Send in this block.  Areas that a broadcast which was given up may still read are let go."""
+        try:
+            with self._sending:
+                yield
+        except BaseException:
+            self._areas.clear()
+            raise
+        if any(engine.error is not None for engine in refresh.engines.values()):
             self._areas.clear()
 
     def _area(self, position: int, num_bytes: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ class WeightUpdate(JointUpdate):
         self._device = device
         self._num_bytes, self._progress = num_bytes, progress
         self._closing = closing or threading.Event()
-        self._sending: deque[tuple[Bucket, list[Sending]]] = deque()  # by group; the oldest bucket first
+        self._sending: deque[list[Sending]] = deque()  # by group; the oldest bucket first
         self.bytes_sent = 0
         self.buckets_sent = 0
 
@@ -81,22 +81,28 @@ class WeightUpdate(JointUpdate):
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
         self.send_bucket(Bucket(TensorLists.of(metas), split_pieces(metas, pack(named).to(self._device))))
 
-    def send_bucket(self, bucket: Bucket) -> None:
-        """Send a bucket as `send` does; the content of `bucket.pieces` must not change until the next call returns."""
+    def send_bucket(self, bucket: Bucket | Mapping[str, Bucket]) -> None:
+        """Send a bucket as `send` does, or to each engine its own, by name; one that has none is sent nothing.
+
+        The content of `pieces` must not change until the next call returns.
+        """
         if not self._is_entered:
             raise TransactionStateError("the weight update has ended or was not entered")
         with self.parts.timed("send"):
             # So an engine takes buckets in their order, and finds the next one waiting.
             _await(
-                [one for _, sending in self._sending for one in sending],
+                [one for sending in self._sending for one in sending],
                 lambda one: one.poll() or one.has_begun,
                 self._require_open,
             )
-            while any(one.failures for _, sending in self._sending for one in sending):
+            while any(one.failures for sending in self._sending for one in sending):
                 self._finish()  # their groups may be gone
             label = self._fields["weight_version"]
             groups = dict.fromkeys(self._links[name].require_group() for name in self._active)
-            self._sending.append((bucket, [group.start(bucket, label, self._update_id) for group in groups]))
+            own = [bucket.get(group.links[0].name) if isinstance(bucket, Mapping) else bucket for group in groups]
+            self._sending.append(
+                [group.start(each, label, self._update_id) for group, each in zip(groups, own) if each is not None]
+            )
             if len(self._sending) > 1:
                 self._finish()
 
@@ -122,11 +128,11 @@ class WeightUpdate(JointUpdate):
 
     def _finish(self) -> None:
         """Wait for the engines' answers to the oldest bucket on its way.  Raises `EngineError`."""
-        bucket, sending = self._sending[0]
+        sending = self._sending[0]
         failed = self._drain(sending, self._require_open)
         self._sending.popleft()
         self._settle(failed)
-        self.bytes_sent += bucket.num_bytes
+        self.bytes_sent += max((one.bucket.num_bytes for one in sending), default=0)
         self.buckets_sent += 1
         if self._progress is not None:
             self._progress(self.bytes_sent, self.bytes_sent if self._num_bytes is None else self._num_bytes)
@@ -140,10 +146,10 @@ class WeightUpdate(JointUpdate):
         """Leave the update; an interrupt does not wait for the bucket on its way, whose groups are left then."""
         is_interrupted = cause is not None and not isinstance(cause, Exception)
         if is_interrupted or self._closing.is_set():
-            for one in (one for _, sending in self._sending for one in sending):
+            for one in (one for sending in self._sending for one in sending):
                 one.shorten_deadline(0.0 if is_interrupted else _CLOSING_S)
         while self._sending:
-            self._drain(self._sending.popleft()[1], _nothing)
+            self._drain(self._sending.popleft(), _nothing)
         super()._leave(cause)
         for name in self._failures.keys() & self._in_shared:
             if (group := self._links[name].group) is not None:

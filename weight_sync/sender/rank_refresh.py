@@ -1,0 +1,176 @@
+"""`RankRefresh`: a refresh in which engines state what their ranks keep, and each rank is sent that.
+
+asked      once for the same tensors (`weight_parts`)
+planned    once for the same answers (`rank_plan`)
+begun      with the placement epoch of the answer: an engine whose experts have moved since refuses
+again      what it keeps now is asked and planned, once in a refresh
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import wait
+from typing import Any, TypeVar
+
+import torch
+
+from weight_sync.engine_control import EngineError, refusal
+from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
+from weight_sync.rank_boxes import RankBoxes
+from weight_sync.sender.gather import Gatherer
+from weight_sync.sender.layout import Layout
+from weight_sync.sender.link import Bucket, EngineLink
+from weight_sync.sender.rank_groups import EngineRanks
+from weight_sync.sender.rank_plan import RankPlan
+from weight_sync.sender.refresh import Refresh
+from weight_sync.sender.update import WeightUpdate
+
+T = TypeVar("T")
+
+
+class _MovedError(TransactionStateError):
+    """Engines have moved experts since they were asked what their ranks keep."""
+
+
+class RankRefresh:
+    """The sending of `refresh` to the engines behind `links`.
+
+    All trainer ranks make one and call `run`.  Ranks that do not send have no links.  `room(number, bytes)`: memory for
+    what call `number` sends, uint8 [bytes].
+    """
+
+    def __init__(
+        self, links: Mapping[str, EngineLink], refresh: Refresh, room: Callable[[int, int], torch.Tensor]
+    ) -> None:
+        self._links = {name: link for name, link in links.items() if link.group is not None}
+        self._refresh, self._plan, self._ranks = refresh, refresh.plan, refresh.ranks
+        self._room, self._parts = room, refresh.parts
+        self._plans: dict[str, RankPlan] = {}
+
+    def run(self, new_update: Callable[[int], WeightUpdate]) -> None:
+        """Send everything in one update, which `new_update(bytes to send)` makes.
+
+        Raises as `WeightSender.refresh`, and `TransactionStateError` where experts move a second time.
+        """
+        try:
+            self._run(new_update)
+        except _MovedError:
+            self._run(new_update)
+
+    def _run(self, new_update: Callable[[int], WeightUpdate]) -> None:
+        with self._parts.timed("plan"):
+            self._prepare()
+        with contextlib.ExitStack() as stack:
+            update = None
+            if self._refresh.is_sender:
+                update = new_update(max((plan.num_bytes for plan in self._plans.values()), default=0))
+                self._refresh.engines = update.engines
+            self._begin(update, stack)
+            self._send(update)
+        if update is not None:
+            self._parts.update(update.parts)
+        elif self._ranks is not None:
+            with self._parts.timed("end"):
+                self._ranks.jointly(lambda: None)  # the engines' final answers
+
+    def _prepare(self) -> None:
+        """Ask the engines that were not asked about these tensors, and plan."""
+        stated = self._agreed(self._stated)
+        count = len(self._plan.contents.lists.names)
+        boxes = {name: RankBoxes.parsed(answer, count) for name, answer in stated.items()}
+        self._plans = {
+            name: self._plan.for_ranks(found, self._refresh.source, self._ranks) for name, found in boxes.items()
+        }
+
+    def _begin(self, update: WeightUpdate | None, stack: contextlib.ExitStack) -> None:
+        """Begin the update, which ends with `stack`.  Raises `_MovedError`, and as the update does."""
+
+        def begin() -> list[str]:
+            assert update is not None, "only the sending rank begins"
+            try:
+                stack.enter_context(update)
+            except EngineError:
+                if moved := self._moved(self._links):
+                    return moved
+                raise
+            return self._moved([name for name, report in update.engines.items() if report.error is not None])
+
+        moved = self._agreed(begin)
+        if moved:
+            raise _MovedError(f"experts moved on {', '.join(moved)} after it stated the parts that its ranks keep")
+
+    def _send(self, update: WeightUpdate | None) -> None:
+        gatherers = {plan: self._gatherer(plan.layout) for plan in dict.fromkeys(self._plans.values())}
+        for number in range(max((len(plan.calls) for plan in gatherers), default=0)):
+            calls = {plan: plan.calls[number] for plan in gatherers if number < len(plan.calls)}
+            with self._parts.timed("pack"):
+                flat = (
+                    self._room(number, sum(call.room for call in calls.values())) if self._refresh.is_sender else None
+                )
+                made: dict[RankPlan, Bucket] = {}
+                start = 0
+                for plan, call in calls.items():
+                    area = None if flat is None else flat[start : start + call.room]
+                    made[plan] = call.gather(gatherers[plan], area)
+                    start += call.room
+            if update is not None:
+                update.send_bucket({name: made[plan] for name, plan in self._plans.items() if plan in made})
+
+    def _gatherer(self, layout: Layout) -> Gatherer:
+        return self._plan.gatherer(self._refresh.source, self._ranks, layout)
+
+    # --- what engines state --------------------------------------------------------------------------------------
+
+    def _stated(self) -> dict[str, dict[str, Any]]:
+        """Return what each engine states that its ranks keep.  Raises `EngineError`."""
+        lists = self._plan.contents.lists
+        new = [name for name, link in self._links.items() if _ranks_of(link).asked_for is not lists]
+        failed = self._ask(new)
+        if failed:
+            raise EngineError(failed) from next(iter(failed.values()))
+        return {name: vars(_ranks_of(link).boxes) for name, link in self._links.items()}
+
+    def _moved(self, names: Collection[str]) -> list[str]:
+        """Ask these engines again; return the ones whose experts have moved."""
+        before = {name: _ranks_of(self._links[name]).placement_epoch for name in names if name in self._links}
+        failed = self._ask(before)
+        return [
+            name
+            for name, epoch in before.items()
+            if name not in failed and _ranks_of(self._links[name]).placement_epoch != epoch
+        ]
+
+    def _ask(self, names: Collection[str]) -> dict[str, BaseException]:
+        """Ask engines which parts their ranks keep; return the errors of engines that did not answer."""
+        lists = self._plan.contents.lists
+        asked = {name: self._links[name].call("weight_parts", **vars(lists)) for name in names}
+        wait(asked.values(), timeout=max((self._links[name].timeout_s for name in asked), default=0))
+        failed: dict[str, BaseException] = {}
+        for name, call in asked.items():
+            error = refusal(call) if call.done() else TransportError("no answer to weight_parts")
+            if error is not None:
+                failed[name] = error
+                continue
+            try:
+                boxes = RankBoxes.parsed(call.result(), len(lists.names))
+            except WeightRequestError as wrong:
+                failed[name] = wrong
+                continue
+            ranks = _ranks_of(self._links[name])
+            ranks.asked_for, ranks.boxes, ranks.placement_epoch = lists, boxes, call.result()["placement_epoch"]
+        return failed
+
+    def _agreed(self, work: Callable[[], T]) -> T:
+        """Return the result of `work` on the sending rank, on all trainer ranks; a value that JSON has."""
+        if self._ranks is None:
+            return work()
+        mine = self._ranks.jointly(lambda: json.dumps(work()).encode() if self._refresh.is_sender else b"")
+        agreed: T = json.loads(self._ranks.from_sender(mine))
+        return agreed
+
+
+def _ranks_of(link: EngineLink) -> EngineRanks:
+    assert link.per_rank is not None, "the links of a sender are per rank, all or none"
+    return link.per_rank
