@@ -15,11 +15,10 @@ A dict may be read in two halves: what the second half makes depends on a `Front
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import torch
 
 from weight_sync.errors import WeightRequestError
 
@@ -79,7 +78,7 @@ class Front(NamedTuple):
     """A pickled dict that was read as far as its second key.
 
     `value`: of the first.  `rest`: the bytes after the second, without the headers of frames.  `memo`: what the pickle
-    may fetch again, where it is text, a number, a name or a shape; None for anything else.
+    may fetch again.
     """
 
     value: Any
@@ -115,26 +114,39 @@ class PayloadReader:
 
         Raises `WeightRequestError`, and nothing else whatever the bytes are.
         """
-        return self._guarded(self._read)
+        with self._refusing():
+            self._begin()
+            return self._run()
 
     def read_front(self, first: str, kind: type, second: str) -> Front | None:
         """Read a dict as far as the second of two keys, where the first has a value of this kind.
 
         None for any other pickle, which another reader may `read`.  Raises as `read`.
         """
-        front: Front | None = self._guarded(lambda: self._read_front(first, kind, second))
-        return front
+        with self._refusing():
+            self._begin()
+            for _ in range(_MAX_FRONT):
+                opcode = self._byte()
+                if opcode == _STOP or (self._marks or [self._stack])[0] not in ([], [{}]):
+                    break
+                self._budget.spend(1)
+                self._step(opcode)
+                if self._marks != [[{}]] or len(self._stack) != 3 or type(self._stack[1]) is not kind:
+                    continue
+                if self._stack[::2] == [first, second]:
+                    return Front(self._stack[1], self._rest(), tuple(self._memo.items()))
+        return None
 
     def read_rest(self, first: str, second: str, front: Front) -> Any:
         """Return the dict whose front was read; this reader's buffer is the rest.  Raises as `read`."""
-        self._marks, self._stack = [[{}]], [first, front.value, second]
-        self._memo = dict(front.memo)
-        return self._guarded(self._run)
+        with self._refusing():
+            self._marks, self._stack, self._memo = [[{}]], [first, front.value, second], dict(front.memo)
+            return self._run()
 
-    def _guarded(self, read: Callable[[], Any]) -> Any:
-        """Return what `read` returns."""
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
         try:
-            return read()
+            yield
         except IndexError:
             raise WeightRequestError("malformed pickle: it takes values that are not there") from None
         except (ValueError, TypeError, KeyError) as error:
@@ -145,10 +157,6 @@ class PayloadReader:
     def _begin(self) -> None:
         if self._byte() != 0x80 or not 2 <= self._byte() <= 5:
             raise WeightRequestError("not a pickle of protocol 2 to 5")
-
-    def _read(self) -> Any:
-        self._begin()
-        return self._run()
 
     def _run(self) -> Any:
         while True:
@@ -165,23 +173,6 @@ class PayloadReader:
         if step is None:
             raise WeightRequestError(f"the payload uses pickle instruction 0x{opcode:02x}, which is not allowed")
         step(self)
-
-    def _read_front(self, first: str, kind: type, second: str) -> Front | None:
-        self._begin()
-        for _ in range(_MAX_FRONT):
-            opcode = self._byte()
-            if opcode == _STOP:
-                break
-            self._budget.spend(1)
-            self._step(opcode)
-            if (self._marks or [self._stack])[0] not in ([], [{}]):
-                break
-            if len(self._marks) != 1 or len(self._stack) != 3 or type(self._stack[1]) is not kind:
-                continue
-            if self._marks == [[{}]] and self._stack[::2] == [first, second]:
-                memo = tuple((at, value if _is_plain(value) else None) for at, value in self._memo.items())
-                return Front(self._stack[1], self._rest(), memo)
-        return None
 
     def _rest(self) -> bytes:
         """Return the bytes from here on, without the headers of the frames that follow one another.
@@ -228,10 +219,6 @@ class PayloadReader:
     def _push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def _replace_top(self, count: int, value: Any) -> None:
-        del self._stack[-count:]
-        self._stack.append(value)
-
     def _pop_to_mark(self) -> list[Any]:
         items = self._stack
         self._stack = self._marks.pop()
@@ -248,7 +235,7 @@ class PayloadReader:
     def _short_tuple(self, count: int) -> None:
         if len(self._stack) < count:
             raise IndexError
-        self._replace_top(count, tuple(self._stack[-count:]))
+        self._stack[-count:] = [tuple(self._stack[-count:])]
 
     def _append(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -316,13 +303,6 @@ _STOP = ord(".")
 _FRAME = 0x95
 
 Step = Callable[[PayloadReader], None]
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is immutable, can be compared, and is no part of a tensor."""
-    if type(value) is tuple:
-        return all(type(item) is int for item in value)
-    return type(value) in (str, int, torch.dtype, RecordType) or (type(value) is Function and value.is_plain)
 
 
 def _constant(value: Any) -> Step:

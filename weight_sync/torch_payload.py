@@ -100,14 +100,15 @@ class TorchPayload:
     def read_front(self, data: memoryview, first: str, second: str) -> Front | None:
         """Read a dict with a tensor under its first key as far as its second; None for any other pickle.
 
-        Raises `WeightRequestError`.
+        The rest may fetch plain values alone, and None in place of others.  Raises `WeightRequestError`.
         """
         front = PayloadReader(data, self._admitted, self._budget).read_front(first, TensorPlace, second)
         if front is None:  # what it names will be read again
             self.segments.clear()
             self.cuda_storages.clear()
             self._cuda_memory.clear()
-        return front
+            return None
+        return front._replace(memo=tuple((at, value if _is_plain(value) else None) for at, value in front.memo))
 
     def read_rest(self, first: str, second: str, front: Front) -> Any:
         """Return the dict whose front was read; there are no other tensors in it.  Raises `WeightRequestError`."""
@@ -304,6 +305,13 @@ _NO_TENSORS = _constants()
 
 
 # --- checks -----------------------------------------------------------------------------------------------------
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is immutable, can be compared, and is no part of a tensor."""
+    if type(value) is tuple:
+        return all(type(item) is int for item in value)
+    return type(value) in (str, int, torch.dtype, RecordType) or (type(value) is Function and value.is_plain)
 
 
 def _place(storage: Any, dtype: torch.dtype | None, size: Any, stride: Any, offset: Any) -> TensorPlace:
