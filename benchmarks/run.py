@@ -29,6 +29,7 @@ from benchmarks import (
     sender_costs,
     sessions,
     spans,
+    stored_costs,
     throughput,
     weight_formats,
     weight_refresh,
@@ -118,6 +119,7 @@ def main() -> None:
     if "refresh" in args.only:
         rows += sender_costs.run(console)
         rows += refresh_costs.run(list(refresh_costs.LAYERS), args.rounds, console)
+        rows += stored_costs.run(args.rounds, console, against=args.against)
     if "formats" in args.only:
         rows += weight_formats.mismatch(console)
     if "fingerprint" in args.only:

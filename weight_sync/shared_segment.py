@@ -28,7 +28,7 @@ from pathlib import Path
 
 from weight_sync.errors import ContentError, WeightRequestError
 
-_FOLDER = Path("/dev/shm")
+_FOLDER = "/dev/shm"
 _NAME = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.\-]{0,199})")
 _TORCH_NAME = re.compile(r"/torch_[0-9]+_[0-9]+_[0-9]+")
 _TORCH_HEADER_BYTES = 64
@@ -69,7 +69,7 @@ class SharedSegment:
     def unlink(self) -> None:
         """Remove the name; memory goes when its last user does.  A name that is gone already is no error."""
         with contextlib.suppress(FileNotFoundError):
-            _path(self.name).unlink()
+            Path(_path(self.name)).unlink()
 
 
 def torch_shared_file(handle: str, nbytes: int) -> SharedSegment:
@@ -109,11 +109,11 @@ def _lock(descriptor: int) -> None:
     raise BlockingIOError
 
 
-def _path(name: str) -> Path:
+def _path(name: str) -> str:
     match = _NAME.fullmatch(name)
     if match is None:
         raise WeightRequestError(f"{name[:200]!r} is not a name of shared memory")
-    return _FOLDER / match[1]
+    return f"{_FOLDER}/{match[1]}"
 
 
 @contextlib.contextmanager
