@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
@@ -23,6 +24,8 @@ JsonObject = dict[str, Any]
 SHORT_S = 60.0
 BEYOND_SERVER_S = 10.0
 """A verb that the server gives over `SHORT_S` has this much longer here, so that its own reason arrives."""
+_CONVERTING = threading.Lock()
+"""The process can crash if two threads make msgspec read a type of structs that it does not know yet."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +273,8 @@ def reply_of(verb: type[ControlReqInput[AnyReply]]) -> Callable[[Reply], AnyRepl
         content = verb_result(reply)
         known = {name: content[name] for name in kind.__struct_fields__ if name in content}
         try:
-            return msgspec.convert(known, kind)
+            with _CONVERTING:
+                return msgspec.convert(known, kind)
         except msgspec.ValidationError as error:
             raise ResponseFormatError(
                 f"the answer to {verb.endpoint.path} does not match its reply type: {error}"

@@ -58,6 +58,9 @@ class _Parts(msgspec.Struct):
     boxes: msgspec.Raw = msgspec.Raw(b"null")
 
 
+_PARTS = msgspec.json.Decoder(_Parts)
+
+
 def joined_lists(names: Json, dtypes: Json, shapes: Json, boxes: Json | None = None) -> bytes:
     """Return the JSON object of lists in JSON."""
     more = (b',"boxes":', boxes) if boxes is not None else ()
@@ -77,7 +80,7 @@ def encode_lists(
 
 def decode_lists(data: bytes) -> Lists:
     """Return the lists of a JSON object from `joined_lists`.  Raises `msgspec.ValidationError`."""
-    parts = msgspec.json.decode(data, type=_Parts)
+    parts = _PARTS.decode(data)
     names = decode_in_pieces(parts.names, list[str])
     dtypes = decode_in_pieces(parts.dtypes, list[str])
     shapes = decode_in_pieces(parts.shapes, list[list[int]])

@@ -18,6 +18,9 @@ from rollout.http.protocol import Body, ListsPlace
 @functools.cache
 def body_of(verb: type[ControlReqInput[Any]]) -> type[Body]:
     """Return the model of the fields that a body, or the URL, may have to call `verb`."""
+    for item in body_fields(verb):
+        # The process can crash if two threads make msgspec read a type of structs that it does not know yet.
+        msgspec.json.Decoder(item.type)
     declared = {item.name: (_pydantic_type(item.type), _default(item)) for item in body_fields(verb)}
     others = {other: (declared[name][0] | None, None) for other, name in verb.endpoint.other_names.items()}
     accepted = {name: (_pydantic_type(kind), default) for name, (kind, default) in verb.endpoint.accepts.items()}
