@@ -33,7 +33,7 @@ _DIGIT_BLOCKS = 1024  # of one chunk: 8 MiB of bfloat16, 64 KiB of sums
 _NUM_DIGITS = 10  # of 7 bits each, 64 bits in all
 _COLUMNS = 16  # a vector of int32
 _MIN_DIGIT_BLOCKS = 8  # below, the preparation costs more than the products
-_VECTOR_PRODUCTS = ("AVX2", "AVX512")  # as torch names them; elsewhere oneDNN may go byte by byte
+_VECTOR_PRODUCTS = ("AVX512",)  # as torch names them; elsewhere oneDNN goes byte by byte
 
 
 def block_sums(words: torch.Tensor, mask: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
