@@ -35,6 +35,7 @@ from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     BringsTensorsReqInput,
     BucketReply,
+    DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     GetWeightUpdateReqInput,
@@ -181,8 +182,10 @@ class WeightControl:
             UpdateStateReply(update_id=verb.update_id, outcome=found.kind, reason=found.reason, **found.answer)
         )
 
-    def _wait_limit(self, verb: ControlReqInput[Any]) -> float | None:
-        """Return the seconds for which an earlier verb may wait for its sender while `verb` waits; None: no limit."""
+    def _wait_limit(self, verb: ControlReqInput[Any], job: Job) -> float | None:
+        """Return the seconds for which the job may wait for its sender while a later verb waits; None: no limit."""
+        if isinstance(verb, DestroyWeightsUpdateGroupReqInput):  # nobody comes to a group that its sender has left
+            return 0.0 if getattr(job.verb, "group_name", None) == verb.group_name else None
         if isinstance(verb, AbortWeightUpdateReqInput):
             return 0.0 if self._updater.foreign(verb.update_id) is None else None
         return CONTINUE_WAITS_S if isinstance(verb, ContinueGenerationReqInput) else None

@@ -73,7 +73,7 @@ class WeightQueue:
 
     `settle(waiting)` is called before each job and after it, with the verbs that wait and the times at which they
     came.  It returns the time of its next call, if no verb comes.  All of them run on the scheduler's thread.
-    `wait_limit(verb)`: the seconds that the job before may wait for its sender while `verb` waits; None: no limit.
+    `wait_limit(verb, job)`: the seconds that the job before may wait for its sender while `verb` waits; None: no limit.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class WeightQueue:
         starting: Callable[[ControlReqInput[Any]], None],
         finished: Callable[[ControlReqInput[Any], bool], None],
         settle: Callable[[Iterable[tuple[float, ControlReqInput[Any]]]], float],
-        wait_limit: Callable[[ControlReqInput[Any]], float | None],
+        wait_limit: Callable[[ControlReqInput[Any], Job], float | None],
     ) -> None:
         self._scheduler = scheduler
         self._wake = wake
@@ -161,7 +161,7 @@ class WeightQueue:
         if job.waits is None:
             return
         for came, verb in self._waiting:
-            seconds = self._wait_limit(verb)
+            seconds = self._wait_limit(verb, job)
             if seconds is not None and self._scheduler.now >= came + seconds:
                 job.waits.give_up(f"{type(verb).__name__.removesuffix('ReqInput')} came {seconds:g} s ago or earlier")
 

@@ -115,10 +115,10 @@ def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, Ba
     own = refusal(joining) if time.monotonic() < ends_at else None
     joining.add_done_callback(leave_late)
     patience.give_up("an engine did not join")  # those that wait for it fail at once
-    wait(calls.values(), timeout=_ANSWER_S if len(calls) > 1 else 0.0)
     for link in coming:
-        if calls[link.name].done() and refusal(calls[link.name]) is None:
+        if link.name not in early:  # one that has not come yet would wait for us
             link.call("destroy_weights_update_group", group_name=place.group_name)
+    wait(calls.values(), timeout=_ANSWER_S if len(calls) > 1 else 0.0)
     did = "did not join" if refusal(joining) or not joining.done() else "joined, but did not answer"
     silent = {
         name: own or TransportError(f"the engine {did} within {timeout_s:g} s")

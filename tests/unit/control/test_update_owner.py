@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.control.weight_queue import Job, nothing, replies
 from rollout.control.weight_sources import SOURCES
 from rollout.core.messages import weights as weight_io_struct
 from rollout.core.messages.io_struct import (
@@ -23,9 +24,11 @@ from rollout.core.messages.io_struct import (
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
 )
+from rollout.core.messages.message import NoReply
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
+    DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     PullWeightsReqInput,
@@ -40,6 +43,7 @@ from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
 from weight_sync.checker import live_fingerprints
 from weight_sync.fingerprint import fingerprint
+from weight_sync.process_group import free_port
 
 PROMPT = [3, 1, 4, 1, 5]
 Tensors = dict[str, torch.Tensor]
@@ -242,8 +246,27 @@ def test_w07_a_stranger_s_abort_ends_no_receive(start: Callable[..., Harness], t
     harness = start()
     wait_limit = control_of(harness)._weights._wait_limit
     assert harness.control(BeginWeightUpdateReqInput, update_id="a").success
-    waits = [wait_limit(AbortWeightUpdateReqInput(request_id="r", update_id=name)) for name in ("a", "b", None)]
-    assert waits == [0.0, None, None]
+    receives = UpdateWeightsFromDistributedReqInput(request_id="q", names=[], dtypes=[], shapes=[])
+    job = Job(receives, nothing, replies("", NoReply()))
+    aborts = [AbortWeightUpdateReqInput(request_id="r", update_id=name) for name in ("a", "b", None)]
+    assert [wait_limit(abort, job) for abort in aborts] == [0.0, None, None]
+
+
+def test_who_leaves_a_group_ends_the_wait_in_it(start: Callable[..., Harness]) -> None:
+    """A rendezvous that nobody else comes to, and a receive, but not one in another group."""
+    harness = start()
+
+    def joining(name: str) -> Any:
+        fields = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+        return harness.post(InitWeightsUpdateGroupReqInput, group_name=name, **fields)
+
+    begun, joined = time.monotonic(), joining("mine")
+    other = harness.post(DestroyWeightsUpdateGroupReqInput, group_name="another")
+    mine = harness.post(DestroyWeightsUpdateGroupReqInput, group_name="mine")
+    answers = [harness.wait(request) for request in (joined, other, mine)]
+    assert time.monotonic() - begun < 10
+    assert "DestroyWeightsUpdateGroup came" in answers[0].message
+    assert [answer.status_code for answer in answers] == [502, 404, 404]
 
 
 def test_w07_a_pull_that_names_another_update_is_refused(start: Callable[..., Harness], tmp_path: Path) -> None:
