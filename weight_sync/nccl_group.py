@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -29,6 +30,8 @@ import torch.distributed as dist
 from weight_sync.waiting import in_thread
 
 _ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CHANGING_ENVIRON = threading.Lock()
+"""Groups are joined on several threads."""
 WATCHDOG_GRACE_S = 600.0
 """From our deadline of a collective to NCCL's own."""
 _POLL_S = 0.0005
@@ -39,15 +42,16 @@ def errors_are_ours() -> Iterator[None]:
     """Leave errors of a peer to us in groups made inside: by default torch's watchdog ends the process over a
     trainer that died in a broadcast.
     """
-    before = os.environ.get(_ON_ERROR)
-    os.environ[_ON_ERROR] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ON_ERROR]
-        else:
-            os.environ[_ON_ERROR] = before
+    with _CHANGING_ENVIRON:
+        before = os.environ.get(_ON_ERROR)
+        os.environ[_ON_ERROR] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ON_ERROR]
+            else:
+                os.environ[_ON_ERROR] = before
 
 
 def connect(
@@ -89,6 +93,9 @@ def leave(process_group: dist.ProcessGroup, *, broken: bool, timeout_s: float) -
     def run() -> None:
         if broken:
             process_group.abort()
-        dist.destroy_process_group(process_group)
+        if isinstance(process_group, dist.ProcessGroup):
+            dist.destroy_process_group(process_group)
+        else:  # torch's backend by itself
+            process_group.shutdown()
 
     wait([in_thread(run)], timeout_s)

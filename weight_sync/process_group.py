@@ -26,9 +26,10 @@ from weight_sync import nccl_group
 from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.waiting import Patience, in_thread
 
+PYNCCL = "pynccl"
 _NOT_EPHEMERAL = range(20_000, 32_000)  # Linux gives the local ends of connections ports from 32768 on
 _PORTS_TRIED = 100
-BACKENDS = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl", PYNCCL)
 _CONNECT_RETRY_S = 0.05
 _NUMBER_TAG = 1
 _UNUSED_TAG = 2  # no message is sent under it
@@ -41,8 +42,9 @@ _EVER = datetime.timedelta(days=365)
 
 
 def resolve_backend(backend: str | None, device: torch.device | str) -> str:
-    """Return the backend for tensors on `device`: on a CPU, None and "nccl" (what clients send without thinking) mean
-    gloo.
+    """Return the backend for tensors on `device`: on a CPU it is gloo for all names, as clients send "nccl" anyway.
+
+    "pynccl" is NCCL with vLLM's rendezvous (`vllm_rendezvous`).
 
     Raises `WeightRequestError` for any other name.
     """
@@ -72,8 +74,8 @@ class GroupHandle:
     watch: Future[None] | None = field(default=None, repr=False)
     listener: dist.Store | None = field(default=None, repr=False)
     """On rank 0 the store in which the members meet: without it a rendezvous that is under way fails on all of them."""
+    is_connected: bool = field(default=False, repr=False)  # over NCCL, by a first collective
     _works: list[dist.Work] = field(default_factory=list, repr=False)  # not known to be over
-    _is_connected: bool = field(default=False, repr=False)  # over NCCL, by a first collective
 
     def start_broadcast(self, tensor: torch.Tensor, timeout_s: float | None = None) -> dist.Work:
         """Start a broadcast from rank 0.  Only the first one over NCCL waits for members that have not come yet.
@@ -88,10 +90,10 @@ class GroupHandle:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = datetime.timedelta(seconds=within_s + grace_s)
-        if self.backend == "nccl" and not self._is_connected:
+        if self.backend == "nccl" and not self.is_connected:
             connecting = nccl_group.connect(self.process_group, tensor, options)
             self._wait("broadcast", lambda seconds: _is_done(connecting, seconds), time.monotonic() + within_s)
-            self._is_connected = True
+            self.is_connected = True
             self._works.append(connecting.result())
             return self._works[-1]
         try:
@@ -104,7 +106,7 @@ class GroupHandle:
 
     def end_connecting(self, reason: str) -> None:
         """Cancel the wait of a first broadcast over NCCL for members of which one will not come.  On any thread."""
-        if self.backend == "nccl" and not self._is_connected:
+        if self.backend == "nccl" and not self.is_connected:
             self.patience.give_up(reason)
 
     def finish(self, work: dist.Work, deadline: float) -> None:
@@ -223,6 +225,10 @@ def _close_connections(group: dist.ProcessGroup, peer: int) -> None:
         group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
 
 
+Connect = Callable[[GroupHandle, dist.Store, float], dist.ProcessGroup]
+"""Makes the group of a handle, whose members have a store in common; the deadline is one of `time.monotonic()`."""
+
+
 def init_process_group(
     master_address: str,
     master_port: int,
@@ -232,8 +238,11 @@ def init_process_group(
     backend: str,
     timeout_s: float,
     patience: Patience | None = None,
+    connect: Connect | None = None,
 ) -> GroupHandle:
     """Join, blocking until all `world_size` members have come.  Rank 0 listens at the master address.
+
+    `connect`: makes the group once this process is in the store; None: as torch does.
 
     Raises `WeightRequestError` for arguments that cannot work, or a name that this process already uses;
     `TransportError` when the others do not come within about `timeout_s` seconds, or `patience` ends before.  When rank
@@ -249,7 +258,7 @@ def init_process_group(
         except RuntimeError as error:
             raise TransportError(f"{where}: {_first_line(error)}") from error
     # torch's store client waits for ever for a peer that accepts the connection and sends nothing.
-    joining = in_thread(_join, group, master_address, master_port)
+    joining = in_thread(_join, group, master_address, master_port, connect or _connect)
     try:
         if not group.patience.wait(
             lambda seconds: _is_done(joining, seconds), time.monotonic() + timeout_s + _JOIN_GRACE_S
@@ -273,10 +282,15 @@ def leave_late(joining: Future[GroupHandle]) -> None:
         joining.result().destroy()
 
 
-def _join(group: GroupHandle, master_address: str, master_port: int) -> GroupHandle:
+def _join(group: GroupHandle, master_address: str, master_port: int, connect: Connect) -> GroupHandle:
     deadline = time.monotonic() + group.timeout_s
     _wait_for_listener(master_address, master_port, deadline)
     store = dist.TCPStore(master_address, master_port, group.world_size, False, timeout=_remaining(deadline))
+    group.process_group = connect(group, store, deadline)
+    return group
+
+
+def _connect(group: GroupHandle, store: dist.Store, deadline: float) -> dist.ProcessGroup:
     # `backend_options`/`pg_options` differ between torch releases; what is passed here is common to all of them.
     with nccl_group.errors_are_ours() if group.backend == "nccl" else nullcontext():
         process_group, _ = distributed_c10d._new_process_group_helper(
@@ -290,8 +304,8 @@ def _join(group: GroupHandle, master_address: str, master_port: int) -> GroupHan
         )
     # torch looks up a group's ranks here, also when it destroys the group.
     distributed_c10d._world.pg_group_ranks[process_group] = {member: member for member in range(group.world_size)}
-    group.process_group = process_group
-    return group
+    connected: dist.ProcessGroup = process_group
+    return connected
 
 
 def free_port(address: str = "127.0.0.1") -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from weight_sync import vllm_rendezvous
 from weight_sync.errors import TransportError, UnknownGroupError, WeightRequestError
-from weight_sync.process_group import GroupHandle, init_process_group, resolve_backend
+from weight_sync.process_group import PYNCCL, GroupHandle, init_process_group, resolve_backend
 from weight_sync.waiting import Patience
 
 
@@ -54,9 +55,10 @@ class WeightUpdateGroups:
                 rank,
                 world_size,
                 meets_as or group_name,
-                resolved,
+                "nccl" if resolved == PYNCCL else resolved,
                 self._timeout_s,
                 self._patience,
+                vllm_rendezvous.connect_on(self._device) if resolved == PYNCCL else None,
             )
         except TransportError as error:
             if backend in (None, resolved):

@@ -134,7 +134,9 @@ class VllmWeightRoutes:
         """
         await self._drop_all()
         info = body.init_info
-        answer = await self._send(InitWeightsUpdateGroupReqInput, **info.model_dump(include=_OF_THE_GROUP))
+        fields = info.model_dump(include=_OF_THE_GROUP)
+        fields["backend"] = info.backend or "pynccl"  # gloo where the weights are on a CPU
+        answer = await self._send(InitWeightsUpdateGroupReqInput, **fields)
         if answer.success:
             self._joined = info
         return reply(answer)

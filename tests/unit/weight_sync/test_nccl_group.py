@@ -199,6 +199,8 @@ def test_a_window_longer_than_the_queue_is_noticed(
         (None, "cuda", "nccl"),
         ("nccl", "cuda:1", "nccl"),
         ("gloo", "cuda", "gloo"),
+        ("pynccl", "cuda", "pynccl"),
+        ("pynccl", "cpu", "gloo"),
     ],
 )
 def test_the_backend_follows_the_device(backend: str | None, device: str, resolved: str) -> None:
@@ -207,7 +209,7 @@ def test_the_backend_follows_the_device(backend: str | None, device: str, resolv
 
 def test_other_backends_are_refused() -> None:
     for device in ("cpu", "cuda"):
-        with pytest.raises(WeightRequestError, match="unknown backend 'hccl'; known: gloo, nccl"):
+        with pytest.raises(WeightRequestError, match="unknown backend 'hccl'; known: gloo, nccl, pynccl"):
             resolve_backend("hccl", device)
 
 
