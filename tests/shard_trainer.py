@@ -2,7 +2,7 @@
 
     python -m tests.shard_trainer CHECKPOINT PLAYS URL [URL...]
 
-    rank 0, 1    what is no expert's of the first layers, and of the others; of embedding, head and one projection half
+    rank 0, 1    dense tensors of the first layers, and of the others; of embedding, head and one projection half
     rank 2 .. 5  two ranks of expert parallelism by two of expert tensor parallelism; and all norms, as replicas
 
 PLAYS is a list of "good" and "POINT:RANK", such as "in_bucket:3": that rank is killed at that point (`arm`).  After
@@ -67,7 +67,7 @@ def shards_of(tensors: Tensors, rank: int) -> list[Shard]:
 
 
 def boxes_of(name: str, shape: tuple[int, ...], rank: int) -> Iterator[Box]:
-    """Yield the boxes that a rank has of a tensor that is no expert's."""
+    """Yield the boxes that a rank has of a dense tensor."""
     if ".experts." in name:
         return
     if rank >= 2:
@@ -110,7 +110,7 @@ def die(*_: Any, **__: Any) -> NoReturn:
 
 
 def after(calls: int, owner: type, name: str, then: Callable[..., Any] = die) -> None:
-    """Have this process die at a call of a method, after so many calls of it."""
+    """Have this process die at a call of a method, after `calls` calls of it."""
     usual, count = getattr(owner, name), iter(range(1 << 30))
 
     @functools.wraps(usual)
@@ -130,7 +130,7 @@ def arm(point: str, *, leads: bool) -> None:
         after(1, WeightUpdate, "send_bucket")
     elif point == "before_end":
         after(0, WeightUpdate, "flush")
-    elif leads:  # engines have the call to commit, and nobody hears their answer
+    elif leads:  # engines have the call to commit, and their answer is lost
         usual = JointUpdate._ask
 
         def ask(self: Any, phase: dict[str, Any]) -> Any:
@@ -178,7 +178,7 @@ def forked(rank: int, *arguments: Any) -> int:
 
 
 def ended(pids: list[int], within_s: float) -> list[int]:
-    """Return how the processes ended: an exit status, or minus a signal; kill those that do not."""
+    """Return how the processes ended: an exit status, or minus a signal.  Kill the ones that do not end."""
     deadline, found = time.monotonic() + within_s, dict[int, int]()
     while len(found) < len(pids):
         for pid in set(pids) - found.keys():

@@ -43,7 +43,7 @@ class Assembly:
             waiting = self._waiting.get(meta.name)
             if waiting is None:
                 if meta.name in self._whole:
-                    raise CoverageError(f"{meta.name} came twice: a box of it came after all of it")
+                    raise CoverageError(f"{meta.name} came twice: a box of it comes after all of it")
                 area = torch.empty(meta.shape, dtype=meta.dtype, device=content.device)
                 waiting = self._waiting[meta.name] = _Waiting(area, missing=area.numel())
             self._add(waiting, meta, content)

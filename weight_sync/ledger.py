@@ -254,8 +254,9 @@ class WeightLedger:
         (wrong,) = (~self._is_expected[numbers] | self._came[numbers]).nonzero()
         if len(wrong):
             name, wire_name = planned.names[wrong[0]], planned.wire_names[wrong[0]]
-            fault = "came before" if self._came[numbers[wrong[0]]] else "was not announced"
-            raise CoverageError(f"{name} {fault}, but a box of it comes as {wire_name}")
+            if self._came[numbers[wrong[0]]]:
+                raise CoverageError(f"{name} came twice: a box of it comes, as {wire_name}, after all of it")
+            raise CoverageError(f"{name} was not announced")
         complete = self._boxes.record(planned)
         self._planned.append((numbers, planned.wire_names))
         self._note(complete)

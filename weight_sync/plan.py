@@ -3,8 +3,8 @@
     layout -> wire tensors checked and split -> logical tensors -> their places on this rank -> tables of numbers
 
 `take_spans` (`spans`) reads the tables.  It copies, converts and checks a bucket without a step for each tensor.  A
-wire tensor may come as a box of it (`TensorMeta.box`): then so do the logical tensors in it, but for those that lie in
-the box as a whole.
+wire tensor may come as a box of it (`TensorMeta.box`).  Then so do the logical tensors in it, unless they lie in the
+box as a whole.
 
 Tensors that the tables cannot express are listed in `rest`, and go the way of single tensors (`intake`): halves of FP8
 pairs, tensors that are quantised to FP8 here, and places that only their own `write` can fill.
@@ -116,7 +116,7 @@ class BucketPlan:
 
     @property
     def all_names(self) -> Sequence[str]:
-        """The names of all tensors, also of those of which boxes come."""
+        """The names of all tensors, also of the ones that come in boxes."""
         return self.names if self.boxes is None else [*self.names, *self.boxes.names]
 
 
@@ -238,7 +238,7 @@ class _Row(NamedTuple):
 
 
 _Matrix = tuple[int, int, int, int, int, int, int, int, int]
-"""What `SpanTensor` has but for the dtypes."""
+"""A `SpanTensor` without its dtypes."""
 
 
 def _matrices(

@@ -37,7 +37,7 @@ class WeightUpdateGroups:
         backend: str | None = None,
         meets_as: str | None = None,
     ) -> None:
-        """Join a group, blocking until all members have.  A group of this name is destroyed first.
+        """Join a group, blocking until all members have.  Groups that rank 0 left, or of this name, are left first.
 
         `meets_as`: the name under which the members meet, if it is another one.
 
@@ -46,8 +46,9 @@ class WeightUpdateGroups:
         if rank < 1:
             raise WeightRequestError(f"rank 0 of a weight update group is the trainer; got rank {rank} for an engine")
         resolved = resolve_backend(backend, self._device)
-        if group_name in self._groups:
-            self.destroy(group_name)
+        for name, group in list(self._groups.items()):
+            if name == group_name or (group.watch is not None and group.watch.done()):
+                self.destroy(name)
         try:
             self._groups[group_name] = init_process_group(
                 master_address,

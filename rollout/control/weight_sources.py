@@ -31,7 +31,7 @@ def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpda
         return RefusedSource("a delta is for all ranks: leave out tensors_per_rank", group, receiver)
     if verb.load_format == DELTA:
         if verb.lists().boxes is not None:
-            return RefusedSource("a delta has no boxes: its frame states what changes", group, receiver)
+            return RefusedSource("a delta takes no boxes, as its frame has the tensors that change", group, receiver)
         inner = DistributedSource(verb.lists, group, receiver)
         return DeltaSource(inner, updater.weights, updater.target, updater.exchange, updater.model.quantised)
     packed_bytes, counts = verb.packed_buffer_size_bytes, verb.tensors_per_rank

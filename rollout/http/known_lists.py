@@ -1,4 +1,4 @@
-"""The record of lists of tensors that this server has read: those that come again are passed on.
+"""The record of lists of tensors that this server has read: lists that come again are passed on.
 
 A list is known by its bytes alone: JSON that differs in anything, be it a space, is read anew.
 """

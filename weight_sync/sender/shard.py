@@ -104,7 +104,7 @@ def decoded(content: bytes) -> list[TensorMeta]:
 
 
 class Assignment(NamedTuple):
-    """`metas`: the whole tensors.  `sent`: of each rank, the numbers among its own metas of those that it sends."""
+    """`metas`: the whole tensors.  `sent`: for each rank, the numbers of the metas that it sends, among its own."""
 
     metas: list[TensorMeta]
     sent: list[list[int]]

@@ -4,7 +4,7 @@
     rank 1                               |--- its buckets ---|
     rank 2                               `--- its buckets ---`        each in groups of its own with all engines
 
-So no rank gathers what others have, and none holds more than two buckets beside its shards.  An engine takes the calls
+So no rank gathers what others have, and each needs memory for its shards and two buckets.  An engine takes the calls
 in the order in which they reach it, whosever they are.  Between two buckets the ranks agree that none of them has
 failed: one that fails, or is lost, ends the update on all.
 """
@@ -75,7 +75,7 @@ class ShardSender(WeightSender):
 
         `shards`: what this rank has; together the ranks have each element of each tensor, in boxes that are equal or do
         not overlap.  Of equal boxes, as replicas have them, one is sent.  They must not change meanwhile.  The other
-        arguments are as those of `WeightSender.refresh`, and equal on all ranks.  `progress`: of this rank's bytes.
+        arguments mean what they mean in `WeightSender.refresh`, and are equal on all ranks.  `progress`: of this rank's bytes.
 
         Raises as `WeightSender.refresh`; what is wrong with shards is raised on every rank before an engine hears of
         it.

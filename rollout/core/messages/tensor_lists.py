@@ -20,7 +20,7 @@ PIECE = 1024
 Json = bytes | msgspec.Raw
 StrictSize = Annotated[Size, msgspec.Meta(ge=0, le=2**63 - 1)]
 Boxes = list[list[list[Size]] | None]
-"""Of each tensor the [start, stop] in each dimension of its shape that come; None: all of it comes."""
+"""The part of each tensor that comes: [start, stop] in each dimension of its shape; None: all of it."""
 StrictBoxes = list[list[tuple[StrictSize, StrictSize]] | None]
 
 

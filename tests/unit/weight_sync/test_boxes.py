@@ -18,6 +18,8 @@ from weight_sync import planner as planner_module
 from weight_sync.boxes import Box, first_gap, index_of, overlapping, parse_box, size_of, whole_box
 from weight_sync.errors import ContentError, CoverageError, DtypeMismatchError, WeightRequestError, WeightSyncError
 from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice
+from weight_sync.held_format import INT8_BLOCKS
+from weight_sync.int8_blocks import held_values
 from weight_sync.shadow import ShadowStaging
 from weight_sync.tensor_meta import Piece, TensorMeta, parse_metas
 
@@ -74,8 +76,12 @@ def journal_updater(weights: FakeWeights) -> LoopbackUpdater:
     return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging="journal")
 
 
+NEW = pytest.mark.parametrize("new", [new_updater, journal_updater])
+EMBEDDING = version(1)[EMBED]
+
+
 @pytest.mark.parametrize("form", [dict, fused])
-@pytest.mark.parametrize("new", [new_updater, journal_updater])
+@NEW
 @pytest.mark.parametrize("cast", [False, True])
 def test_boxes_leave_what_whole_tensors_leave(form: Any, new: Any, cast: bool) -> None:
     """Random boxes in random order over several calls, twice the same, with fingerprints of the whole tensors."""
@@ -113,6 +119,42 @@ class WideWeights(FakeWeights):
 
     def _places(self, name: str) -> list[torch.Tensor]:
         return [self.wide] if name == "wide" else super()._places(name)
+
+
+@NEW
+def test_halves_of_a_pair_wait_until_they_are_whole(new: Any) -> None:
+    """Blocks of FP8 are converted with their scales, which no box has all of."""
+    pair = {EMBED: EMBEDDING.to(torch.float8_e4m3fn), f"{EMBED}_scale_inv": torch.full((1, 1), 0.5)}
+    boxed, whole = FakeWeights(), FakeWeights()
+    one, other = new(boxed), new_updater(whole)
+    parts = [
+        *cut_up({EMBED: pair[EMBED]}, random.Random(1), 3),
+        part(f"{EMBED}_scale_inv", torch.full((1, 1), 0.5), None),
+    ]
+    for updater in (one, other):
+        updater.begin("1", coverage="partial")
+    send(one, parts[:2])
+    assert one.status()["received"] == 0
+    send(one, parts[2:])
+    other.receive(LoopbackSource(list(pair.items())))
+    for updater in (one, other):
+        finish(updater)
+    assert boxed.snapshot() == whole.snapshot() and boxed.snapshot() != FakeWeights().snapshot()
+    assert one.model.content.digests == other.model.content.digests
+
+
+def test_tensors_in_blocks_of_8_bits_wait_until_they_are_whole() -> None:
+    weights = FakeWeights()
+    updater = LoopbackUpdater(
+        weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, quantised={EMBED: INT8_BLOCKS}
+    )
+    updater.begin("1", coverage="partial")
+    columns = [part(EMBED, EMBEDDING, ((0, 6), (at, at + 2))) for at in (0, 2)]
+    for each in columns:
+        send(updater, [each])
+    finish(updater)
+    assert torch.equal(weights.embed, held_values(EMBEDDING))
+    assert not torch.equal(weights.embed, EMBEDDING)
 
 
 @pytest.mark.parametrize("cuts", [1, 3, 12])
@@ -182,10 +224,6 @@ def refusal(new: Any, calls: Sequence[Sequence[Part]], coverage: str = "partial"
         updater.abort()
     assert weights.snapshot() == before
     return refused.value
-
-
-NEW = pytest.mark.parametrize("new", [new_updater, journal_updater])
-EMBEDDING = version(1)[EMBED]
 
 
 @NEW
