@@ -72,7 +72,6 @@ class Plan:
     num_bytes: int
     bucket_bytes: int  # of the largest
     received_bytes: int  # of the pieces that are in memory at once
-    tensor_bytes: int  # of the largest
 
     @classmethod
     def of(cls, folder: Path, bucket_bytes: int) -> Plan:
@@ -86,7 +85,7 @@ class Plan:
         largest = max(sum(meta.nbytes for meta in piece) for bucket in pieces for piece in bucket)
         area = (largest // HUGE_PAGE + 1) * HUGE_PAGE  # there are marks behind each
         received = min(NUM_AREAS, max(map(len, pieces))) * area
-        return cls(source, buckets, sum(sizes), max(sizes), received, max(meta.nbytes for meta in metas))
+        return cls(source, buckets, sum(sizes), max(sizes), received)
 
 
 def _as_trained(tensors: dict[str, torch.Tensor]) -> Named:
@@ -175,7 +174,7 @@ def _measure(folder: Path, mode: str, plan: Plan, rounds: int, requests: int, bu
             deltas = _by_delta(http, plan, rounds) if mode == "host" else []
     held = mode in ("journal", "in_place")
     received = plan.bucket_bytes if held else plan.received_bytes
-    beside = plan.num_bytes if not held else plan.tensor_bytes if mode == "journal" else 0
+    beside = 0 if held else plan.num_bytes
     return {
         "broadcast_s": statistics.median(bare_s),
         "stall_s": statistics.median(one.stall_s for one in quiet),

@@ -54,18 +54,24 @@ class LoopbackSource(BucketSource):
     def receive(self) -> Iterator[Named | PackedBucket]:
         if self.failure is not None:
             raise self.failure
-        yield _packed(self.layouts[0], self.named) if self.layouts else self.named
+        yield packed(self.layouts[0], self.named) if self.layouts else self.named
         self.drained = True
 
 
 def _call_of(metas: Sequence[TensorMeta]) -> KnownCall:
+    return KnownCall(metas, [layout_of(metas)])
+
+
+def layout_of(metas: Sequence[TensorMeta]) -> BucketLayout:
+    """Return a layout of tensors in one message."""
     ends = itertools.accumulate(-(-meta.nbytes // _ALIGNMENT) * _ALIGNMENT for meta in metas)
     *offsets, end = [0, *ends]
-    return KnownCall(metas, [BucketLayout(metas, offsets, end)])
+    return BucketLayout(metas, offsets, end)
 
 
-def _packed(layout: BucketLayout, named: Named) -> PackedBucket:
-    content = torch.empty(layout.num_bytes, dtype=torch.uint8)
+def packed(layout: BucketLayout, named: Named) -> PackedBucket:
+    """Return a message of these tensors, in memory of the device on which they lie."""
+    content = torch.empty(layout.num_bytes, dtype=torch.uint8, device=named[0][1].device)
     for (_, view), (_, tensor) in zip(layout.views(content), named, strict=True):
         view.copy_(tensor)
     return PackedBucket(layout, content)

@@ -86,7 +86,7 @@ def main() -> None:
     refresh(weights, mode, folder)
     assert bool((weights.read("w0") == 2.0).all())
     tensor = ROWS * COLUMNS * 2
-    sizes = {"weights": COUNT * tensor, "bucket": PER_BUCKET * tensor, "tensor": tensor}
+    sizes = {"weights": COUNT * tensor, "bucket": PER_BUCKET * tensor}
     print(json.dumps({"peak": read_memory(os.getpid()).peak - before} | sizes))
 
 

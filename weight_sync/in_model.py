@@ -1,45 +1,64 @@
 """Staging for machines without memory for a second copy: tensors are written into the model as they come.
 
-No step may run from the first write to the end of the transaction.
+No step may run from the first write to the end of the transaction.  A planned bucket is read twice: it is checked
+whole, and then written.
 
-    JournalStaging    the old content of a tensor goes to a file before it is overwritten; `undo` writes it back
+    JournalStaging    the old content of a storage goes to a file before it is first written to; `undo` writes it back
     InPlaceStaging    nothing is kept; `undo` after a write raises
 """
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
 from weight_sync.device_queue import DeviceQueue, HostQueue
 from weight_sync.errors import StagingError
-from weight_sync.plan import BucketPlan
-from weight_sync.staging import Content, DirectSink
-from weight_sync.tensor_meta import LogicalWeights, Part, tensor_bytes
+from weight_sync.held_memory import Areas
+from weight_sync.plan import BucketPlan, Homes, address_of, bytes_of
+from weight_sync.staging import Accept, Content, DirectSink, SpanTaker
+from weight_sync.tensor_meta import LogicalWeights, Part
 from weight_sync.unnamed_file import Entry, UnnamedFile
+
+_PART_BYTES = 64 << 20
+"""The part of a storage that is journaled at a time."""
 
 
 class _InModelStaging(DirectSink):
-    """The base of both stagings: a commit has nothing left to do but to wait.
+    """The base of both stagings: a commit has nothing left to do but to wait."""
 
-    Tensors come one by one, so that each is checked before it is written.
-    """
-
-    takes_spans = False
-
-    def __init__(self, weights: LogicalWeights, queue: DeviceQueue | None = None) -> None:
+    def __init__(
+        self,
+        weights: LogicalWeights,
+        queue: DeviceQueue | None = None,
+        memory: Areas | None = None,
+        homes: Homes | None = None,
+    ) -> None:
         super().__init__(weights)
         self._queue = queue or HostQueue()
+        self._memory = Areas() if memory is None else memory
+        self._homes = Homes(weights) if homes is None else homes
+        self._spans = SpanTaker(self._homes, self._queue, self._memory)
         self._is_begun = False
 
     def write(self, name: str, content: Content) -> None:
-        if not self._is_begun:
-            self._queue.fence_device()  # the last step has read the old content
-            self._is_begun = True
+        self._begin()
+        self._before([place.storage for place in self._homes.places(name)], [name])
         self._queue.put(lambda: super(_InModelStaging, self).write(name, content))
+
+    @property
+    def takes_spans(self) -> bool:
+        return self._spans.is_able
+
+    def write_spans(self, plan: BucketPlan, content: torch.Tensor, accept: Accept) -> None:
+        storages, source = [bytes_of(storage) for storage in plan.storages], self._spans.bring(content)
+        self._spans.find(lambda: plan.tables.take(source, storages, writes=False), accept)
+        self._begin()
+        self._before(plan.storages, plan.names)
+        self._queue.put(functools.partial(plan.tables.take, source, storages, checks=False))
 
     def settle(self) -> None:
         self._queue.fence()
@@ -48,10 +67,6 @@ class _InModelStaging(DirectSink):
         self._queue.fence()
         return super().read(name)
 
-    def write_spans(self, plan: BucketPlan, content: torch.Tensor) -> NoReturn:
-        """Refuse: see `takes_spans`."""
-        raise AssertionError("tensors come one by one")
-
     def prepare(self) -> None:
         """Do nothing: nothing can be done ahead."""
 
@@ -59,44 +74,61 @@ class _InModelStaging(DirectSink):
         """Wait for the device: everything is in place then."""
         self._queue.fence_device()
 
+    def close(self) -> None:
+        self._memory.end()
+
+    def _begin(self) -> None:
+        if not self._is_begun:
+            self._queue.fence_device()  # the last step has read the old content
+            self._is_begun = True
+
+    def _before(self, storages: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Prepare for writes of these tensors into these storages."""
+
 
 class InPlaceStaging(_InModelStaging):
     """Writes straight through."""
 
     num_bytes = 0
 
-    def __init__(self, weights: LogicalWeights, queue: DeviceQueue | None = None) -> None:
-        super().__init__(weights, queue)
-        self._num_written = 0
+    _num_written = 0
 
     @property
     def dirty(self) -> bool:
         return self._num_written > 0
 
-    def write(self, name: str, content: Content) -> None:
-        self._num_written += 1
-        super().write(name, content)
-
     def undo(self) -> None:
         if self._num_written:
             raise StagingError(f"{self._num_written} tensors were overwritten in place")
+        self.close()
 
     def close(self) -> None:
+        super().close()
         self._num_written = 0
+
+    def _before(self, storages: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        self._num_written += len(names)
 
 
 class JournalStaging(_InModelStaging):
-    """`directory`: where the unnamed file lies, None for the system's temporary directory.  It grows to the size of
-    what is overwritten; a directory in memory (tmpfs) saves nothing.
+    """`directory`: where the unnamed file lies, None for the system's temporary directory.  It grows to the size of the
+    storages that are written to; a directory in memory (tmpfs) saves nothing.
 
-    A tensor whose old content cannot be kept, because the disk is full, is not written: `StagingError`.
+    A tensor is not written where the old content of its storage cannot be kept, as the disk is full: `StagingError`.
     """
 
-    def __init__(self, weights: LogicalWeights, directory: str | None = None, queue: DeviceQueue | None = None) -> None:
-        super().__init__(weights, queue)
+    def __init__(
+        self,
+        weights: LogicalWeights,
+        directory: str | None = None,
+        queue: DeviceQueue | None = None,
+        memory: Areas | None = None,
+        homes: Homes | None = None,
+    ) -> None:
+        super().__init__(weights, queue, memory, homes)
         self._directory = directory
         self._file: UnnamedFile | None = None
-        self._entries: list[tuple[str, torch.dtype, tuple[int, ...], Entry]] = []  # name, dtype, shape
+        self._kept: dict[int, list[tuple[torch.Tensor, Entry]]] = {}  # by storage: parts of it, and their old bytes
 
     @property
     def dirty(self) -> bool:
@@ -106,40 +138,46 @@ class JournalStaging(_InModelStaging):
     def num_bytes(self) -> int:
         return 0 if self._file is None else self._file.num_bytes
 
-    def write(self, name: str, content: Content) -> None:
-        self._queue.fence()  # the same tensor may have come before, under another name
-        for place in self._weights.places(name)[:1]:  # the others hold the same
-            self._keep(name, place.read())
-        super().write(name, content)
-
     def undo(self) -> None:
         self._queue.fence_device()
-        for name, dtype, shape, entry in reversed(self._entries):
-            tensor = torch.empty(shape, dtype=dtype)
+        for part, entry in (kept for parts in self._kept.values() for kept in parts):
+            old = torch.empty(part.numel(), dtype=torch.uint8)
             try:
                 assert self._file is not None
-                self._file.read(entry, tensor_bytes(tensor).numpy().data)
+                self._file.read(entry, old.numpy().data)
             except OSError as error:
-                raise StagingError(f"the journal of {name} cannot be read: {error}") from error
-            self._weights.restore(name, tensor)
+                raise StagingError(f"the journal cannot be read: {error}") from error
+            part.copy_(old)
         self._queue.fence_device()
         self.close()
 
     def close(self) -> None:
+        super().close()
         if self._file is not None:
             self._file.close()
-        self._file, self._entries = None, []
+        self._file, self._kept = None, {}
 
-    def _keep(self, name: str, old: torch.Tensor) -> None:
-        """Write a tensor's old content to the journal.  Raises `StagingError` where the disk refuses."""
-        content = tensor_bytes(old).numpy()
+    def _before(self, storages: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Keep the old content of storages that were not written to.  Raises `StagingError` where the disk refuses."""
+        for storage in storages:
+            if address_of(storage) not in self._kept:
+                try:
+                    self._keep(bytes_of(storage))
+                except OSError as error:
+                    what = names[0] if len(names) == 1 else f"one of {len(names)} tensors"
+                    size = f"{storage.untyped_storage().nbytes()} bytes"
+                    raise StagingError(f"{what} ({size}) cannot be written to the journal: {error}") from error
+
+    def _keep(self, live: torch.Tensor) -> None:
+        if self._file is None:
+            self._file = self._create()
+        kept = self._kept.setdefault(live.data_ptr(), [])
+        for part in live.split(_PART_BYTES):
+            kept.append((part, self._file.append(part.cpu().numpy().data)))
+
+    def _create(self) -> UnnamedFile:
         try:
-            self._file = self._file or UnnamedFile("lockstep-journal-", self._directory)
+            return UnnamedFile("lockstep-journal-", self._directory)
         except OSError as error:
             where = self._directory or tempfile.gettempdir()
             raise StagingError(f"the journal in {where} cannot be created: {error}") from error
-        try:
-            entry = self._file.append(content.data)
-        except OSError as error:
-            raise StagingError(f"{name} ({content.nbytes} bytes) cannot be written to the journal: {error}") from error
-        self._entries.append((name, old.dtype, tuple(old.shape), entry))

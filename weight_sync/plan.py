@@ -15,6 +15,7 @@ lose something are taken (`planner`).  Memory: about 300 bytes a tensor and plac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -73,7 +74,7 @@ class Homes:
         region = places[0].region if places else None
         return found, lead_of(None if region is None else region.dim)
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device | None:
         """The device of the weights; None for a rank that holds none."""
         places = (place for name in self._weights.metas() for place in self.places(name))
@@ -94,6 +95,11 @@ class Homes:
 def address_of(storage: torch.Tensor) -> int:
     """Return the address of the whole storage behind a tensor."""
     return storage.untyped_storage().data_ptr()
+
+
+def bytes_of(storage: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage behind a tensor, uint8 [bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage.untyped_storage())
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,16 +11,17 @@ What is left, edges, small storages and other devices, is exchanged by exclusive
     commit     live ^= shadow     one pass, as long as a copy
     undo       live ^= shadow     again; a sum of the old words, taken in `prepare`, proves that they are back
 
-Where the shadow lies in host memory and the weights on a device, tensors are folded as they are written, on the device:
-shadow = new ^ live, and 0 where nothing was sent.  So each byte crosses the bus twice, out at the write and back at the
-commit, and `prepare` has only to take the sum.  Nothing else changes the weights while an update is open.
+Where the weights lie on a device, tensors are folded as they are written: shadow = new ^ live, and 0 where nothing was
+sent.  So `prepare` has only to take the sum, and where the shadow lies in host memory each byte crosses the bus twice,
+out at the write and back at the commit.  Nothing else changes the weights while an update is open.
 
 Only `commit` stalls the steps.  Memory: the bytes of every storage that the refresh touches (a full refresh: the
-model's, padding and replicas included), in host memory or on the weights' device.  Folding takes as much of the device
-as the tensor that is written.
+model's, padding and replicas included), in host memory or on the weights' device.  On a device folding takes nothing
+for a planned bucket, and as much as the tensor for one that comes by itself.
 
 What is written and exchanged is given to a `DeviceQueue`.  On a GPU the exchange of `device` moves three bytes of its
-memory for each byte of weights (two read, one written), that of `host` one over the bus.
+memory for each byte of weights (two read, one written), that of `host` one over the bus.  Fewer cannot do: until the
+vote both contents must be there to be had, in the memory of two, so a commit must read what it overwrites.
 """
 
 from __future__ import annotations
@@ -29,15 +30,14 @@ import functools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 
 from weight_sync.device_queue import DeviceQueue, HostQueue
 from weight_sync.errors import StagingError
 from weight_sync.held_memory import Areas
 from weight_sync.pages import PageTrader, tradable_spans
-from weight_sync.plan import BucketPlan, Homes, address_of
-from weight_sync.staging import Content
+from weight_sync.plan import BucketPlan, Homes, address_of, bytes_of
+from weight_sync.staging import Accept, Content, SpanTaker
 from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,6 +60,7 @@ class ShadowStaging:
         self._homes = Homes(weights) if homes is None else homes
         self._weights = weights
         self._memory = Areas() if memory is None else memory
+        self._spans = SpanTaker(self._homes, self._queue, self._memory)
         self._shadows: dict[int, _Shadow] = {}
         self._written: set[str] = set()  # one by one
         self._plans: list[BucketPlan] = []  # whose tensors were written
@@ -91,16 +92,14 @@ class ShadowStaging:
 
     @property
     def takes_spans(self) -> bool:
-        """True where the shadow is in the memory that a plan is replayed from, and what comes is not folded."""
-        device = self._homes.device
-        return device is not None and device.type == "cpu"
+        return self._spans.is_able
 
-    def write_spans(self, plan: BucketPlan, content: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        assert not any(map(self._folds_early, plan.storages))  # a plan does not fold
-        areas = [self._shadow_of(storage).staged for storage in plan.storages]
+    def write_spans(self, plan: BucketPlan, content: torch.Tensor, accept: Accept) -> None:
+        shadows = [self._shadow_of(storage) for storage in plan.storages]
+        live = [shadow.live for shadow in shadows] if any(shadow.is_folded for shadow in shadows) else None
         self._plans.append(plan)
-        sums, infinite = plan.tables.take(content, areas)
-        return sums.numpy().view(np.uint64), infinite.numpy()
+        source, areas = self._spans.bring(content), [shadow.staged for shadow in shadows]
+        self._spans.find(lambda: plan.tables.take(source, areas, live=live), accept)
 
     def settle(self) -> None:
         self._queue.fence()
@@ -176,8 +175,8 @@ class ShadowStaging:
         return self._trader is not None and self._trader.lost is not None
 
     def _folds_early(self, storage: torch.Tensor) -> bool:
-        """Return whether the shadow of a storage lies in other memory than it does."""
-        return self.mode == "host" and storage.device.type != "cpu"
+        """Return whether tensors are folded as they are written.  On a CPU pages may be traded, and `prepare` folds."""
+        return storage.device.type != "cpu"
 
     def _content(self, place: Place) -> torch.Tensor:
         if self._folds_early(place.storage):
@@ -196,7 +195,7 @@ class ShadowStaging:
     def _shadow_of(self, storage: torch.Tensor) -> _Shadow:
         key = address_of(storage)
         if key not in self._shadows:
-            live, device = _bytes_of(storage), torch.device("cpu") if self.mode == "host" else storage.device
+            live, device = bytes_of(storage), torch.device("cpu") if self.mode == "host" else storage.device
             area = self._memory.take(live.data_ptr(), live.numel(), device, like=live)
             has_gaps = self._homes.has_gaps(storage)
             self._shadows[key] = _Shadow(live, area, copy=has_gaps, folded=self._folds_early(storage))
@@ -295,11 +294,6 @@ def _write_folded(content: Content, live: Place, target: Place) -> None:
 def _words(content: torch.Tensor) -> torch.Tensor:
     """Return a view of the bits, in integers of the same size."""
     return content.view(_INTEGERS[content.itemsize])
-
-
-def _bytes_of(storage: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage behind a tensor, uint8 [bytes]."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage.untyped_storage())
 
 
 def _viewed_like(storage: torch.Tensor, content: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`weight_sync::take_spans` on a CUDA device: one Triton kernel with the tables on the device.
+"""`take_spans` on a CUDA device: one Triton kernel with the tables on the device.
 
 A program takes up to `_ROWS` blocks of 4096 elements of one tensor, in row-major order of its matrix, and leaves out
 what is not in the tensor's box.  It reads each element once, casts it, writes it into every move that it lies in, and
@@ -296,18 +296,6 @@ def launch(
         _take[(tables[-1].shape[0],)](
             source, *tables, multipliers(str(source.device)), sums_T2, flags_T2, **constants, num_warps=_NUM_WARPS
         )
-
-
-def gpu_take_spans(
-    source: torch.Tensor,
-    tensors: torch.Tensor,
-    moves: torch.Tensor,
-    storages: Sequence[torch.Tensor],
-    checks: bool,
-    writes: bool,
-) -> Found:
-    """Compute the operator once.  The tables may lie in host memory or on the device; they are checked on the host."""
-    return GpuSpans(source, tensors, moves, storages).take(source, storages, checks, writes)
 
 
 def _form_of(source: torch.Tensor, storages: Sequence[torch.Tensor]) -> tuple[object, ...]:

@@ -6,13 +6,18 @@ Staging       `shadow` and `in_model` have them: a live refresh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
-from weight_sync.plan import BucketPlan
+from weight_sync.block_sums import kernels_of
+from weight_sync.device_queue import DeviceQueue
+from weight_sync.held_memory import Areas
+from weight_sync.plan import BucketPlan, Homes
+from weight_sync.take_spans import Found, on_host
 from weight_sync.tensor_meta import LogicalWeights, Part, parts_of
 
 StagingMode = Literal["host", "device", "journal", "in_place"]
@@ -20,6 +25,11 @@ HOLDING_MODES = ("journal", "in_place")
 """`write` changes the model, so that no step may run from the first write to the end."""
 Content = torch.Tensor | Part
 """A whole logical tensor, or what this rank holds of it."""
+Accept = Callable[[np.ndarray, np.ndarray], None]
+"""Takes what was found in the planned tensors of a bucket, as sent and as held: F of each, uint64 [T, 2], and whether
+it has a value that is not finite, bool [T, 2].  Raises what is wrong with them."""
+_BUCKET = -1
+"""The key of a bucket's area; others are addresses."""
 
 
 class WeightSink(Protocol):
@@ -54,11 +64,10 @@ class Staging(WeightSink, Protocol):
     def takes_spans(self) -> bool:
         """True if `write_spans` may be called."""
 
-    def write_spans(self, plan: BucketPlan, content: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Write the planned tensors of a bucket, uint8 [bytes], before they are checked.
+    def write_spans(self, plan: BucketPlan, content: torch.Tensor, accept: Accept) -> None:
+        """Write the planned tensors of a bucket, uint8 [bytes].
 
-        Returns F of each, uint64 [T, 2], and whether it has a value that is not finite, bool [T, 2]: as it was sent,
-        and as it is held.
+        `accept` is called once, before the model changes.  Raises what it raises.
         """
 
     def settle(self) -> None:
@@ -78,6 +87,38 @@ class Staging(WeightSink, Protocol):
 
     def close(self) -> None:
         """Release everything without touching the model."""
+
+
+class SpanTaker:
+    """Takes planned buckets where the weights lie.  `memory`: for a bucket that comes in other memory.
+
+    Such a bucket is copied to the weights' device once, whole, and takes its size there until the next one comes.
+    """
+
+    def __init__(self, homes: Homes, queue: DeviceQueue, memory: Areas) -> None:
+        self._homes, self._queue, self._memory = homes, queue, memory
+
+    @property
+    def is_able(self) -> bool:
+        """True unless the weights lie on a device without a kernel, which would need some calls for each tensor."""
+        device = self._homes.device
+        return device is None or device.type == "cpu" or kernels_of(device) is not None
+
+    def bring(self, content: torch.Tensor) -> torch.Tensor:
+        """Return a bucket on the weights' device; it may still be on its way there."""
+        device = self._homes.device
+        if device is None or content.device == device:
+            return content
+        area = self._memory.take(_BUCKET, content.numel(), device)
+        self._queue.put(functools.partial(area.copy_, content, non_blocking=True))
+        return area
+
+    def find(self, take: Callable[[], Found], accept: Accept) -> None:
+        """Take a bucket by `take`, wait for the result, and call `accept` with it."""
+        found: list[Found] = []
+        self._queue.put(lambda: found.append(take()))
+        self._queue.fence()
+        accept(*on_host(found[0]))
 
 
 class DirectSink:

@@ -1,11 +1,12 @@
 """`take_spans`: a bucket is taken to where its tensors live by two tables, in one pass: copies, casts and checks.
 
-The tables are described in `weight_sync.spans`.  `torch.ops.weight_sync.take_spans` is
+The tables are described in `weight_sync.spans`.  `SpanTables` takes a bucket
 
-* in an engine on a CPU a compiled kernel (`rollout/kernels/csrc/take_spans.cpp`), which knows all kinds of moves;
-* on a CUDA device with Triton the kernel of `weight_sync.spans_gpu`, which knows boxes;
-* elsewhere plain torch, which knows boxes, and no `INT8_BLOCKS_CODE`.
+* in an engine on a CPU by a compiled kernel (`rollout/kernels/csrc/take_spans.cpp`), which knows all kinds of moves;
+* on a CUDA device with Triton by the kernel of `weight_sync.spans_gpu`, which knows boxes;
+* elsewhere in plain torch, which knows boxes, and no `INT8_BLOCKS_CODE`.
 
+The first and the last are `torch.ops.weight_sync.take_spans`.
 Every number of both tables is checked before anything is written.
 
 Shapes: T tensors, R rows, C columns.
@@ -121,29 +122,12 @@ def take_spans_plainly(
     return fingerprints_T2, infinite_T2
 
 
-def _cuda_take_spans(
-    source: torch.Tensor,
-    tensors: torch.Tensor,
-    moves: torch.Tensor,
-    storages: Sequence[torch.Tensor],
-    table: torch.Tensor,
-    checks: bool,
-    writes: bool,
-) -> Found:
-    if kernels_of(source.device) is None:
-        return take_spans_plainly(source, tensors, moves, storages, table, checks, writes)
-    kernels = importlib.import_module("weight_sync.spans_gpu")
-    found: Found = kernels.gpu_take_spans(source, tensors, moves, storages, checks, writes)
-    return found
-
-
 torch.library.define(
     "weight_sync::take_spans",
     "(Tensor source, Tensor tensors, Tensor moves, Tensor(a!)[] storages, Tensor multipliers, bool checks, bool writes)"
     " -> (Tensor, Tensor)",
 )
 torch.library.impl("weight_sync::take_spans", "CompositeExplicitAutograd", take_spans_plainly)
-torch.library.impl("weight_sync::take_spans", "CUDA", _cuda_take_spans)
 
 
 def _matrix(source: torch.Tensor, span: SpanTensor) -> torch.Tensor:

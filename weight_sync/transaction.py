@@ -41,7 +41,7 @@ from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.intake import Intake
 from weight_sync.ledger import Coverage, Numbers, PlannedBoxes, WeightLedger
-from weight_sync.loading import ProvenPart, load_part, store
+from weight_sync.loading import Arrival, ProvenPart, load_part, store
 from weight_sync.manifest import Entries, Manifest, Stated
 from weight_sync.plan import BucketPlan, Homes
 from weight_sync.planner import Planner
@@ -261,16 +261,22 @@ class WeightTransaction:
             self._take(self._assembly.take(bucket.parts()), cast)
             return
         self._require_clear(plan)
-        found = self._staging.write_spans(plan, bucket.content)
-        boxes = self._boxes(plan)
-        complete = _NONE if boxes is None else self._ledger.record_boxes(boxes)
-        if self._cover is not None:
-            self._parts.append(complete)
-            complete = _NONE
-        self._intake.take_planned(plan, complete, *found)
-        self._ledger.record_all(plan.numbers, plan.wire_names)
-        if plan.rest:
-            self._take(self._assembly.take(bucket.parts(plan.rest)), cast)
+        rest: list[Arrival] = []
+
+        def accept(fingerprints_T2: np.ndarray, infinite_T2: np.ndarray) -> None:
+            boxes = self._boxes(plan)
+            complete = _NONE if boxes is None else self._ledger.record_boxes(boxes)
+            if self._cover is not None:
+                self._parts.append(complete)
+                complete = _NONE
+            self._intake.take_planned(plan, complete, fingerprints_T2, infinite_T2)
+            self._ledger.record_all(plan.numbers, plan.wire_names)
+            if plan.rest:
+                named = self._assembly.take(bucket.parts(plan.rest))
+                rest.extend(self._intake.take(named, self._ledger, cast or self._cast))
+
+        self._staging.write_spans(plan, bucket.content, accept)
+        store(rest, self._staging, self._ledger)
 
     def _boxes(self, plan: BucketPlan) -> PlannedBoxes | None:
         """Return the boxes of a plan, as the ledger takes them.  Raises as `RankCover.kept_boxes`."""
@@ -418,12 +424,12 @@ def new_staging(
 ) -> Staging:
     """Return the staging of one transaction.
 
-    `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what "host" and
-    "device" take from; by default their own.  `device`: where the weights lie.  `homes`: their places, where known.
+    `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what stagings take
+    from; by default their own.  `device`: where the weights lie.  `homes`: their places, where known.
     """
     queue = queue_of(device)
     if mode == "journal":
-        return JournalStaging(weights, journal_dir, queue)
+        return JournalStaging(weights, journal_dir, queue, memory, homes)
     if mode == "in_place":
-        return InPlaceStaging(weights, queue)
+        return InPlaceStaging(weights, queue, memory, homes)
     return ShadowStaging(weights, mode, memory, queue, homes)

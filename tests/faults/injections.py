@@ -25,7 +25,7 @@ from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.plan import BucketPlan
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import StagingMode
+from weight_sync.staging import Staging, StagingMode
 from weight_sync.updater import WeightUpdater
 
 _STAGINGS = {"host": ShadowStaging, "device": ShadowStaging, "journal": JournalStaging, "in_place": InPlaceStaging}
@@ -73,15 +73,14 @@ def hook(
         after()
         return result
 
-    def spans_hooked(staging: ShadowStaging, plan: BucketPlan, content: Any) -> Any:
-        found = spans(staging, plan, content)
+    def spans_hooked(staging: Staging, plan: BucketPlan, content: Any, accept: Any) -> None:
+        spans(staging, plan, content, accept)
         for _ in plan.numbers:
             before(next(numbers))
-        return found
 
-    if owner is ShadowStaging and name == "write":  # one by one, or all of a planned bucket in one call
-        spans = ShadowStaging.write_spans
-        return mock.patch.multiple(ShadowStaging, write=hooked, write_spans=spans_hooked)
+    if name == "write":  # one by one, or all of a planned bucket in one call
+        spans = owner.write_spans
+        return mock.patch.multiple(owner, write=hooked, write_spans=spans_hooked)
     is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
     return mock.patch.object(owner, name, staticmethod(hooked) if is_static else hooked)
 

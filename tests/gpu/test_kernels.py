@@ -24,7 +24,7 @@ from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprints
 from weight_sync.fingerprint_words import multipliers
 from weight_sync.fp8_blocks import dequantise, quantise
 from weight_sync.spans import DTYPE_CODES, SpanTensor
-from weight_sync.take_spans import take_spans, take_spans_plainly
+from weight_sync.take_spans import SpanTables, take_spans_plainly
 from weight_sync.tensor_meta import DTYPES
 
 plain = plain_ops()
@@ -351,6 +351,6 @@ def test_a_bucket_is_taken_by_tables_as_on_the_host(device: torch.device) -> Non
     host = [torch.zeros(64 + 2 * 2_000_000, dtype=torch.uint8), torch.zeros(1 << 17, dtype=torch.uint8)]
     there = [storage.to(device) for storage in host]
     wanted = take_spans_plainly(source, *tables, host, multipliers("cpu"), True, True)
-    found = take_spans(source.to(device), *tables, there)
+    found = SpanTables(*tables).take(source.to(device), there)
     for one, other in zip((*found, *there), (*wanted, *host), strict=True):
         assert torch.equal(one.cpu(), other)

@@ -23,11 +23,17 @@ from rollout.core.messages.weights import (
 from rollout.model.weight_loading import weight_tensors
 from tests.gpu.engines import checkpoint, engine
 from tests.local_refresh import deliver, refresh
+from tests.loopback_updater import layout_of, packed
 from tests.model_zoo import logical_tensors
 from tests.scheduler_harness import Harness
-from weight_sync.errors import WeightSyncError
+from weight_sync.content import TensorTable
+from weight_sync.errors import CommitError, WeightSyncError
 from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
+from weight_sync.held_memory import Areas
+from weight_sync.planner import Planner
+from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import TensorMeta
+from weight_sync.transaction import WeightTransaction, new_staging
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [1, 6, 1, 8, 0, 3, 3, 9, 8, 8]]
 PARAMS = {"max_new_tokens": 12}
@@ -79,6 +85,40 @@ def test_a_refresh_is_a_fresh_start_with_the_new_weights(
     new_words = said(harness)
     assert new_words != old_words and new_words == said(started(folders, device, version=1))
     harness.check_idle()
+
+
+@pytest.mark.parametrize("staging", ["host", "device", "journal", "in_place"])
+def test_planned_buckets_leave_the_bits_that_were_sent(
+    staging: StagingMode, folders: list[Path], new: Tensors, device: torch.device, facts: dict[str, Any]
+) -> None:
+    """Two buckets of half of the tensors each, replayed, with a vote that is lost between two that are won."""
+    weights = started(folders, device).scheduler.runner.state.model.weights
+    old = {name: tensor.to(new[name].device) for name, tensor in logical_tensors(folders[0]).items()}
+    planner, memory = Planner(TensorTable(weights.metas()), {}), Areas(keep=True)
+    metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in new.items()]
+    layouts = [layout_of(half) for half in (metas[::2], metas[1::2])]
+    served = old
+    for tensors, vote in ((new, True), (old, False), (old, True), (new, True)):
+        if staging == "in_place" and not vote:
+            continue
+        stage = new_staging(weights, staging, memory=memory, device=device, homes=planner.homes(weights))
+        transaction = WeightTransaction(weights, "v", staging=stage, planner=planner)
+        transaction.announce(metas, layouts=layouts)
+        for layout in layouts:
+            transaction.receive(packed(layout, [(meta.name, tensors[meta.name]) for meta in layout.metas]))
+        transaction.verify()
+        with contextlib.suppress(CommitError):
+            transaction.commit(lambda mine, vote=vote: mine and vote)
+            transaction.close()
+        assert transaction.torn is None
+        served = tensors if vote else served
+        for name, tensor in served.items():
+            for place in weights.places(name):
+                assert torch.equal(place.read().cpu(), tensor.cpu()), (name, vote)
+        wanted = [fingerprint(tensors[name].cpu()) for name in weights.metas()]
+        assert transaction.contents.held_values.tolist() == wanted
+    facts["planned in each bucket"] = [len(plan.names) for plan in planner.plans(weights, layouts, cast=False)]
+    assert sum(facts["planned in each bucket"]) == len(new), "a tensor came by itself"
 
 
 FAULTS = ("nan", "shape", "missing", "unknown", "fingerprint")

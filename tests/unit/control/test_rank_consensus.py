@@ -37,7 +37,6 @@ from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
 from tests.unit.control.test_parallel_refresh import check_content, control_of, refresh, send
-from weight_sync.errors import StagingError
 from weight_sync.in_model import JournalStaging
 from weight_sync.transaction import WeightTransaction
 from weight_sync.updater import WeightUpdater
@@ -322,7 +321,5 @@ def test_w25_a_full_journal_disk_says_what_serves(old: Path, new: Tensors, monke
     assert refresh(harness, new, "v2").success  # type: ignore[arg-type]
 
 
-def full_disk(self: JournalStaging, name: str, tensor: torch.Tensor) -> None:
-    raise StagingError(
-        f"{name} ({tensor.nbytes} bytes) cannot be written to the journal: [Errno 28] No space left on device"
-    )
+def full_disk(self: JournalStaging, live: torch.Tensor) -> None:
+    raise OSError(28, "No space left on device")

@@ -17,13 +17,18 @@ from hypothesis import strategies as st
 
 from tests.device_queue_stand_in import LateDevice
 from tests.logical_weights_fake import FakeWeights, bits, version
+from tests.loopback_updater import layout_of, packed
 from tests.tiers import examples
+from weight_sync.bucket_layout import BucketLayout
+from weight_sync.content import TensorTable
 from weight_sync.device_queue import HostQueue, queue_of, use_own_stream
 from weight_sync.errors import CommitError
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import JournalStaging
+from weight_sync.planner import Planner
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Staging
+from weight_sync.tensor_meta import TensorMeta
 from weight_sync.transaction import WeightTransaction
 
 Make = Callable[[FakeWeights, LateDevice, Areas], Staging]
@@ -52,13 +57,15 @@ def journal(weights: FakeWeights, device: LateDevice, memory: Areas) -> Staging:
 class Play:
     """One model and its updates; `wrong` collects the violations."""
 
-    def __init__(self, make: Make, *, holds_steps: bool) -> None:
+    def __init__(self, make: Make, *, holds_steps: bool, planned: bool = False) -> None:
         self.weights, self.device = FakeWeights(seed=0), LateDevice()
         self.wrong: list[str] = []
         self._make, self._holds_steps = make, holds_steps
         self._memory = Areas(keep=True)
         self._served = 0
         self._receive_area: dict[str, torch.Tensor] = {}
+        self._planner = Planner(TensorTable(self.weights.metas()), {}) if planned else None
+        self._layouts: dict[tuple[str, ...], BucketLayout] = {}
 
     def launch(self) -> None:
         expected = self._served
@@ -69,7 +76,11 @@ class Play:
         device = self.device
         device.thread = "io"
         transaction = WeightTransaction(
-            self.weights, "v", "partial", staging=self._make(self.weights, device, self._memory)
+            self.weights,
+            "v",
+            "partial",
+            staging=self._make(self.weights, device, self._memory),
+            planner=self._planner,
         )
         sent = list(version(seed).items())
         for number in range(num_buckets - (end == "drop")):
@@ -108,6 +119,15 @@ class Play:
 
     def _send(self, transaction: WeightTransaction, bucket: list[tuple[str, torch.Tensor]]) -> None:
         """Send a bucket through memory that the next bucket overwrites."""
+        if self._planner is not None:
+            names = tuple(name for name, _ in bucket)
+            metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
+            layout = self._layouts.setdefault(names, layout_of(metas))
+            message = packed(layout, bucket)
+            transaction.announce(metas, layouts=[layout])
+            transaction.receive(message)
+            message.content.fill_(7)
+            return
         for name, tensor in bucket:
             self._receive_area.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
         transaction.receive([(name, self._receive_area[name]) for name, _ in bucket])
@@ -135,8 +155,10 @@ LONG = [
 ]
 
 
-def played(make: Make, updates: list[tuple[int, int, str, bool, bool]], *, holds_steps: bool) -> list[str]:
-    play = Play(make, holds_steps=holds_steps)
+def played(
+    make: Make, updates: list[tuple[int, int, str, bool, bool]], *, holds_steps: bool, planned: bool = False
+) -> list[str]:
+    play = Play(make, holds_steps=holds_steps, planned=planned)
     for seed, num_buckets, end, steps_between, step_before in updates:
         if step_before:
             play.launch()

@@ -35,8 +35,17 @@ from weight_sync.take_spans import Found, take_spans_plainly
 from weight_sync.tensor_meta import DTYPES
 
 
-def interpreted(source: Any, tensors: Any, moves: Any, storages: Any, multipliers: Any, *flags: bool) -> Found:
-    return spans_gpu.gpu_take_spans(source, tensors, moves, storages, *flags)
+def taken_by(module: ModuleType) -> Any:
+    """Return the operator as the kernel of `module` computes it."""
+
+    def take(source: Any, tensors: Any, moves: Any, storages: Any, multipliers: Any, *flags: bool) -> Found:
+        found: Found = module.GpuSpans(source, tensors, moves, storages).take(source, storages, *flags)
+        return found
+
+    return take
+
+
+interpreted = taken_by(spans_gpu)
 
 
 def a_bucket() -> tuple[Bucket, list[SpanMove], torch.Tensor]:
@@ -80,11 +89,8 @@ def assert_same(module: ModuleType = spans_gpu) -> None:
     bucket, moves, storage = a_bucket()
     (wanted, area_wanted), (storage, area), (source, _) = guarded(storage), guarded(storage), guarded(bucket.source)
 
-    def take(source: Any, tensors: Any, moves: Any, storages: Any, multipliers: Any, *flags: bool) -> Any:
-        return module.gpu_take_spans(source, tensors, moves, storages, *flags)
-
     plain = taken(take_spans_plainly, source, bucket.tensors, moves, [wanted])
-    found = taken(take, source, bucket.tensors, moves, [storage])
+    found = taken(taken_by(module), source, bucket.tensors, moves, [storage])
     assert_found(plain, bucket)
     assert torch.equal(area, area_wanted)
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
@@ -215,13 +221,6 @@ def test_no_wrong_table_reaches_the_kernel(change: tuple[str, dict[str, int]]) -
         packed = MOVE._replace(kind=MoveKind.PACKED)
         taken(interpreted, random_bytes(SOURCE_BYTES, 0), [GOOD], [packed], [storage])
     assert torch.equal(storage, random_bytes(STORAGE_BYTES, 1))
-
-
-def test_the_operator_of_a_device_without_kernels_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket, moves, storage = a_bucket()
-    for kernels in (None, spans_gpu):
-        monkeypatch.setattr(take_spans, "kernels_of", lambda device, kernels=kernels: kernels)
-        assert_found(taken(take_spans._cuda_take_spans, bucket.source, bucket.tensors, moves, [storage]), bucket)
 
 
 def test_tables_are_checked_again_for_other_storages(monkeypatch: pytest.MonkeyPatch) -> None:
