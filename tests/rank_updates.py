@@ -15,7 +15,6 @@ from tests.parallel_engine import RankEngine
 from weight_sync.boxes import Box, index_of
 from weight_sync.bucket import cut_pieces
 from weight_sync.bucket_layout import BucketLayout, PackedBucket
-from weight_sync.content import TensorTable
 from weight_sync.fingerprint import fingerprint
 from weight_sync.rank_boxes import RankBoxes
 from weight_sync.receivers.base import BucketSource
@@ -85,13 +84,14 @@ class RankUpdater:
     def stated(self, tensors: Tensors) -> RankBoxes:
         return self.verb(lambda: self.updater.per_rank.boxes(metas_of(tensors)))
 
-    def receive(self, sent: Sent) -> None:
+    def receive(self, sent: Sent, is_per_rank: bool = True) -> None:
         """Receive in calls of a few tensors; all ranks make as many."""
         runs = [
             [item for item in sent if item[0] in run] for run in cut_pieces([meta for meta, _ in sent], _BUCKET_BYTES)
         ]
         for number in range(max(int(count) for count in self.parallel.weight_io.gather_bytes(str(len(runs)).encode()))):
             source = RankSource(runs[number] if number < len(runs) else [])
+            source.is_per_rank = is_per_rank
             self.verb(lambda source=source: self.updater.receive(source))  # type: ignore[misc]
 
     def end(self) -> None:
@@ -124,11 +124,3 @@ def own(stated: RankBoxes, rank: int, tensors: Tensors) -> Sent:
 def part_of(meta: TensorMeta, box: Box | None, tensor: torch.Tensor) -> tuple[TensorMeta, torch.Tensor]:
     content = tensor if box is None else tensor[index_of(box)].contiguous()
     return TensorMeta(meta.name, meta.dtype, meta.shape, box), content
-
-
-def digest_of(updater: WeightUpdater) -> str | None:
-    return updater.model.content.digests.sent
-
-
-def table_of(engine: RankEngine) -> TensorTable:
-    return TensorTable(engine.model.weights.metas())

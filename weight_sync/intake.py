@@ -35,20 +35,31 @@ from weight_sync.loading import (
 )
 from weight_sync.manifest import Stated
 from weight_sync.plan import BucketPlan
-from weight_sync.rank_cover import RankShares
+from weight_sync.rank_cover import RankCover, RankShares
+from weight_sync.rank_parts import Exchange
 from weight_sync.splitting import Announced, is_exact_cast, split_wire
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
+
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 class Intake:
     """The intake of one refresh.  `stated`: the fingerprints that the sender announced.
 
-    `quantised`: logical tensors that are held quantised.  `contents`: the content of the tensors that came.
+    `quantised`: logical tensors that are held quantised.  `contents`: the content of the tensors that came.  `cover`:
+    of an update per rank.
     """
 
     def __init__(
-        self, weights: LogicalWeights, table: TensorTable, stated: Stated, quantised: HeldFormats = AS_SENT
+        self,
+        weights: LogicalWeights,
+        table: TensorTable,
+        stated: Stated,
+        quantised: HeldFormats = AS_SENT,
+        cover: RankCover | None = None,
     ) -> None:
+        self._cover = cover
+        self._parts: list[Numbers] = []  # the tensors of which all boxes came that this rank keeps
         self.contents = Contents(table)
         self.pairs = PairedTensors(weights)
         self._table = table
@@ -108,13 +119,19 @@ class Intake:
         self.contents.put_all(plan.numbers, plan.codes[:num_whole], *fingerprints_T2[:num_whole].T)
 
     def _add_shares(self, plan: BucketPlan, complete: Numbers, shares_P2: np.ndarray) -> None:
-        """Add the shares of boxes to the fingerprints of their tensors; check and note the complete ones."""
+        """Add the shares of boxes to the fingerprints of their tensors; check and note the complete ones.
+
+        In an update per rank they have only this rank's shares: `joined` checks and notes them.
+        """
         assert plan.boxes is not None
         if self._shares is None:
             self._shares = np.zeros((len(self._table), 2), dtype=np.uint64), np.zeros(len(self._table), dtype=np.uint8)
         (sums, codes), numbers = self._shares, plan.boxes.numbers
         np.add.at(sums, numbers, shares_P2)
         codes[numbers] = plan.codes[len(plan.numbers) :]
+        if self._cover is not None:
+            self._parts.append(complete)
+            return
         self._stated.require(complete, sums[complete, 0])
         self.contents.put_all(complete, codes[complete], *sums[complete].T)
 
@@ -125,17 +142,22 @@ class Intake:
         content = Content.plain(self._weights.metas()[part.name], part.fingerprint)
         self.contents.put(self._table.number_of[part.name], content)
 
-    def shares(self, parts: Numbers) -> RankShares:
-        """Return what came on this rank, but for tensors that were sent as more than one: they came on all ranks.
+    def joined(self, exchange: Exchange) -> Numbers:
+        """Note the content of tensors that other ranks were sent; return the numbers of all that came on any rank.
 
-        `parts`: the tensors of which it came as boxes.
+        One exchange in an update per rank, in any other none.  Raises as `RankCover.join`, and `ContentError`.
         """
-        whole = RankShares.of_whole(*self.contents.plain())
-        if self._shares is None:
-            return whole
-        sums, codes = self._shares
-        is_whole = np.zeros(parts.size, np.bool_)
-        return whole.with_more(RankShares(parts, is_whole, codes[parts], sums[parts, 0], sums[parts, 1]))
+        if self._cover is None:
+            return _NONE
+        mine = RankShares.of_whole(*self.contents.plain())  # tensors that were sent as more than one came on all ranks
+        if self._shares is not None:
+            (sums, codes), parts = self._shares, np.concatenate(self._parts)
+            is_whole = np.zeros(parts.size, np.bool_)
+            mine = mine.with_more(RankShares(parts, is_whole, codes[parts], sums[parts, 0], sums[parts, 1]))
+        found = self._cover.join(mine, self._table, exchange)
+        self._stated.require(found.numbers, found.sent)
+        self.contents.put_all(found.numbers, found.codes, found.sent, found.held)
+        return found.numbers
 
     def _plain(self, arrivals: Sequence[Arrival]) -> dict[str, Content]:
         """Check the content, and return it as it was sent, taken to be held so."""

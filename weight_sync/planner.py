@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from weight_sync.bucket_layout import BucketLayout, KnownCalls
 from weight_sync.content import TensorTable
@@ -11,6 +12,7 @@ from weight_sync.fp8_wire import value_metas
 from weight_sync.held_format import HeldFormats
 from weight_sync.manifest import Manifest, ManifestPlan, plan_manifest
 from weight_sync.plan import BucketPlan, Homes, plan_bucket
+from weight_sync.rank_cover import RankCover
 from weight_sync.splitting import split_wire
 from weight_sync.tensor_meta import LogicalWeights
 
@@ -46,18 +48,22 @@ class Planner:
             self._plans.clear()
         return self._homes[1]
 
-    def plans(self, weights: LogicalWeights, layouts: Sequence[BucketLayout], cast: bool) -> list[BucketPlan]:
-        """Return the plan of each layout of a call.
+    def plans(
+        self, weights: LogicalWeights, layouts: Sequence[BucketLayout], cast: bool, cover: RankCover | None = None
+    ) -> list[BucketPlan]:
+        """Return the plan of each layout of a call.  `cover`: of an update per rank.
 
-        Raises as `value_metas` and `split_wire`, of all tensors of the call together.
+        Raises as `value_metas` and `split_wire`, of all tensors of the call together, and as `RankCover.kept_boxes`.
         """
-        homes = self.homes(weights)
-        known = [self._plans.get(layout, {}).get(cast) for layout in layouts]
+        homes, key = self.homes(weights), (cast, cover)
+        known = [self._plans.get(layout, {}).get(key) for layout in layouts]
         if all(plan is not None for plan in known):
             return [plan for plan in known if plan is not None]
         values = value_metas(weights, [meta for layout in layouts for meta in layout.metas])
         pieces = dict(zip(values, split_wire(weights, values, cast), strict=True))
         made = [plan_bucket(layout, pieces, homes, self.table, self._quantised) for layout in layouts]
+        if cover is not None:
+            made = [plan if plan.boxes is None else replace(plan, boxes=cover.kept_boxes(plan.boxes)) for plan in made]
         for layout, plan in zip(layouts, made, strict=True):
-            self._plans.setdefault(layout, {})[cast] = plan
+            self._plans.setdefault(layout, {})[key] = plan
         return made

@@ -24,6 +24,8 @@ Edges = list[list[int]]
 Pattern = list[list[Edges] | None]
 """By rank: the boxes of a tensor that it is to be sent; None: all of it."""
 
+_NO_ANSWER = "the engine does not state which parts of these tensors its ranks keep"
+
 
 @dataclass(frozen=True)
 class RankBoxes:
@@ -65,9 +67,14 @@ class RankBoxes:
     def parsed(cls, answer: Mapping[str, Any], count: int) -> RankBoxes:
         """Return what an engine answers of `count` tensors.  Raises `WeightRequestError` unless it is one."""
         patterns, tensors = answer.get("patterns"), answer.get("tensors")
-        is_answer = isinstance(patterns, list) and isinstance(tensors, list) and len(tensors) == count
-        if not is_answer or not set(tensors) <= set(range(len(patterns))) or len(set(map(len, patterns))) > 1:
-            raise WeightRequestError("the engine does not state which parts of these tensors its ranks keep")
+        if not isinstance(patterns, list) or not isinstance(tensors, list) or len(tensors) != count:
+            raise WeightRequestError(_NO_ANSWER)
+        are_patterns = all(isinstance(each, list) and len(each) == len(patterns[0]) for each in patterns)
+        are_boxes = are_patterns and all(
+            boxes is None or isinstance(boxes, list) for each in patterns for boxes in each
+        )
+        if not are_boxes or not all(type(number) is int and 0 <= number < len(patterns) for number in tensors):
+            raise WeightRequestError(_NO_ANSWER)
         return cls(patterns, tensors)
 
     def parsed_tensors(self, metas: Sequence[TensorMeta]) -> Iterator[list[list[Box | None]]]:

@@ -16,10 +16,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,9 +50,6 @@ class RankCover:
     patterns: Numbers
     regions: Sequence[Region | None]
     names: Sequence[str]
-    _kept_boxes: weakref.WeakKeyDictionary[PlannedBoxes, PlannedBoxes] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
 
     @classmethod
     def gather(cls, table: TensorTable, parts: Iterable[Kept], rank: int, exchange: Exchange) -> RankCover:
@@ -110,17 +106,15 @@ class RankCover:
 
         Raises `CoverageError` for a box of which this rank does not keep all.
         """
-        if planned not in self._kept_boxes:
-            numels = []
-            for number, box, shape in zip(planned.numbers.tolist(), planned.boxes, planned.shapes, strict=True):
-                part = self.parts_RP[self.rank, self.patterns[number]]
-                region = self.regions[part] if part > WHOLE else None
-                if region is None or not _lies_in(box, region):
-                    name = self.names[number]
-                    raise CoverageError(f"rank {self.rank} was sent {box_text(box)} of {name}, which it does not keep")
-                numels.append(math.prod(shape) // shape[region.dim] * region.length)
-            self._kept_boxes[planned] = replace(planned, numels=np.array(numels, np.int64))
-        return self._kept_boxes[planned]
+        numels = []
+        for number, box, shape in zip(planned.numbers.tolist(), planned.boxes, planned.shapes, strict=True):
+            part = self.parts_RP[self.rank, self.patterns[number]]
+            region = self.regions[part] if part > WHOLE else None
+            if region is None or not _lies_in(box, region):
+                name = self.names[number]
+                raise CoverageError(f"rank {self.rank} was sent {box_text(box)} of {name}, which it does not keep")
+            numels.append(math.prod(shape) // shape[region.dim] * region.length)
+        return replace(planned, numels=np.array(numels, np.int64))
 
     def join(self, mine: RankShares, table: TensorTable, exchange: Exchange) -> RankShares:
         """Return F of all tensors that came; the ranks call it together.  It takes one exchange.
@@ -187,7 +181,8 @@ class RankShares(NamedTuple):
 
     def with_more(self, others: RankShares) -> RankShares:
         """Return these tensors and others."""
-        columns: list[Any] = [np.concatenate(both) for both in zip(self, others, strict=True)]
+        mine, theirs = cast(tuple[Any, ...], self), cast(tuple[Any, ...], others)
+        columns: list[Any] = [np.concatenate(both) for both in zip(mine, theirs, strict=True)]
         return RankShares(*columns).of(np.argsort(columns[0]))
 
     def of(self, chosen: npt.NDArray[np.bool_] | Numbers) -> RankShares:

@@ -27,7 +27,6 @@ import torch
 from weight_sync.assembly import Assembly
 from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.content import Contents, Digests, TensorTable
-from weight_sync.device_queue import queue_of
 from weight_sync.errors import (
     CommitError,
     CoverageError,
@@ -37,18 +36,16 @@ from weight_sync.errors import (
     listed,
 )
 from weight_sync.held_format import AS_SENT, HeldFormats
-from weight_sync.held_memory import Areas
-from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.intake import Intake
-from weight_sync.ledger import Coverage, Numbers, PlannedBoxes, WeightLedger
+from weight_sync.ledger import Coverage, Numbers, WeightLedger
 from weight_sync.loading import Arrival, ProvenPart, load_part, store
 from weight_sync.manifest import Entries, Manifest, Stated
-from weight_sync.plan import BucketPlan, Homes
+from weight_sync.plan import BucketPlan
 from weight_sync.planner import Planner
 from weight_sync.rank_cover import RankCover
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import Staging, StagingMode
+from weight_sync.staging import Staging
 from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -112,7 +109,7 @@ class WeightTransaction:
         self._staging = ShadowStaging(weights) if staging is None else staging
         table = self._planner.table
         stated = Stated(table)
-        self._cover, self._stated = cover, stated
+        self._cover = cover
         expected: Numbers | None = None
         if manifest is not None:
             manifest = manifest if isinstance(manifest, Manifest) else Manifest.of(manifest)
@@ -124,11 +121,9 @@ class WeightTransaction:
             plan.note(manifest, stated)
             expected, coverage = plan.announced, "full"
         self._ledger = WeightLedger(table, coverage, expected, None if cover is None else cover.kept)
-        self._intake = Intake(weights, table, stated, quantised)
+        self._intake = Intake(weights, table, stated, quantised, cover)
         self._plans: dict[BucketLayout, BucketPlan] = {}
         self._assembly = Assembly()
-        self._parts: list[Numbers] = []
-        """The tensors of which this rank was sent the boxes that it keeps."""
 
     @property
     def state(self) -> TransactionState:
@@ -216,10 +211,8 @@ class WeightTransaction:
             raise WeightRequestError(_OTHER_FORM[per_rank])
         self._plans = {}
         if layouts and self._staging.takes_spans:
-            plans = self._planner.plans(self._weights, layouts, cast or self._cast)
+            plans = self._planner.plans(self._weights, layouts, cast or self._cast, self._cover)
             self._plans = dict(zip(layouts, plans, strict=True))
-            for plan in plans:
-                self._boxes(plan)
         else:
             self._intake.announce(metas, cast or self._cast)
 
@@ -264,11 +257,7 @@ class WeightTransaction:
         rest: list[Arrival] = []
 
         def accept(fingerprints_T2: np.ndarray, infinite_T2: np.ndarray) -> None:
-            boxes = self._boxes(plan)
-            complete = _NONE if boxes is None else self._ledger.record_boxes(boxes)
-            if self._cover is not None:
-                self._parts.append(complete)
-                complete = _NONE
+            complete = _NONE if plan.boxes is None else self._ledger.record_boxes(plan.boxes)
             self._intake.take_planned(plan, complete, fingerprints_T2, infinite_T2)
             self._ledger.record_all(plan.numbers, plan.wire_names)
             if plan.rest:
@@ -277,10 +266,6 @@ class WeightTransaction:
 
         self._staging.write_spans(plan, bucket.content, accept)
         store(rest, self._staging, self._ledger)
-
-    def _boxes(self, plan: BucketPlan) -> PlannedBoxes | None:
-        """Return the boxes of a plan, as the ledger takes them.  Raises as `RankCover.kept_boxes`."""
-        return plan.boxes if plan.boxes is None or self._cover is None else self._cover.kept_boxes(plan.boxes)
 
     def _require_clear(self, plan: BucketPlan) -> None:
         """Raise `CoverageError` for a tensor that came before, in a bucket with boxes."""
@@ -311,24 +296,15 @@ class WeightTransaction:
         """Verify, OPEN -> VERIFIED: everything came, and the commit is prepared.
 
         `exchange`: with the other ranks, called once if each is sent what it keeps.  Raises `TransactionStateError`
-        unless OPEN, `CoverageError`, `StagingError`, and as `RankCover.join`; all but the first fail the transaction.
+        unless OPEN, `CoverageError`, `StagingError`, and as `Intake.joined`; all but the first fail the transaction.
         """
         with self._failing("verify"):
             self._intake.pairs.settle()
             self._assembly.settle()
             self._ledger.settle()
-            if self._cover is not None:
-                self._join(self._cover, exchange)
+            self._ledger.record_elsewhere(self._intake.joined(exchange))
             self._staging.prepare()
         self._state = TransactionState.VERIFIED
-
-    def _join(self, cover: RankCover, exchange: Exchange) -> None:
-        """Put the fingerprints of all ranks together.  Raises as `RankCover.join`, and `ContentError`."""
-        parts = np.concatenate([_NONE, *self._parts])
-        joined = cover.join(self._intake.shares(parts), self._planner.table, exchange)
-        self._stated.require(joined.numbers, joined.sent)
-        self._intake.contents.put_all(joined.numbers, joined.codes, joined.sent, joined.held)
-        self._ledger.record_elsewhere(joined.numbers)
 
     def commit(self, vote: Callable[[bool], bool]) -> list[str]:
         """Commit, VERIFIED -> COMMITTED: put every tensor into the model; return the logical names.
@@ -412,24 +388,3 @@ class WeightTransaction:
         except Exception as error:
             self.torn = f"{reason}; the old weights could NOT be restored ({type(error).__name__}: {error})"
             self._staging.close()
-
-
-def new_staging(
-    weights: LogicalWeights,
-    mode: StagingMode,
-    journal_dir: str | None = None,
-    memory: Areas | None = None,
-    device: torch.device | str = "cpu",
-    homes: Homes | None = None,
-) -> Staging:
-    """Return the staging of one transaction.
-
-    `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what stagings take
-    from; by default their own.  `device`: where the weights lie.  `homes`: their places, where known.
-    """
-    queue = queue_of(device)
-    if mode == "journal":
-        return JournalStaging(weights, journal_dir, queue, memory, homes)
-    if mode == "in_place":
-        return InPlaceStaging(weights, queue, memory, homes)
-    return ShadowStaging(weights, mode, memory, queue, homes)

@@ -26,12 +26,13 @@ from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.ledger import Coverage
 from weight_sync.manifest import Entries, Manifest
+from weight_sync.new_staging import new_staging
 from weight_sync.per_rank import PerRank
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.staging import HOLDING_MODES, Staging, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part
-from weight_sync.transaction import STATUS_FIELDS, TransactionState, WeightTransaction, new_staging
+from weight_sync.transaction import STATUS_FIELDS, TransactionState, WeightTransaction
 from weight_sync.update import CommitResult, Outcome, UpdateBook, UpdateTarget, WeightUpdate
 from weight_sync.update_groups import WeightUpdateGroups
 from weight_sync.update_rule import Relation

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rollout.client.method import method
 from rollout.client.wire import Call, JsonObject, field_of, json_of, method_call, object_of, verb_call
+from rollout.core.messages.weight_parts import WeightPartsReqInput
 from rollout.core.messages.weights import (
     DEFAULT_GROUP,
     AbortWeightUpdateReqInput,
@@ -22,7 +23,6 @@ from rollout.core.messages.weights import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     UpdateWeightVersionReqInput,
-    WeightPartsReqInput,
     WeightsCheckerReqInput,
 )
 

@@ -70,6 +70,8 @@ class RankConsensus:
         """
         if self.is_alone:
             return [mine]
+        if self._failure is not None:  # the others have left
+            raise self._failure
         reports = self._share(_Report(self._current, mine))
         self._failure = _failure_of(reports)
         if self._failure is not None:

@@ -23,12 +23,13 @@ from rollout.control.rank_consensus import RankConsensus
 from rollout.control.weight_commit import WeightCommit, committed, successor
 from rollout.control.weight_groups import WeightGroups
 from rollout.control.weight_queue import Job, WeightQueue, nothing, replies
-from rollout.control.weight_reading import shown_parts, shown_weights
+from rollout.control.weight_reading import reading_jobs
 from rollout.control.weight_sources import SOURCES
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.messages.io_struct import ContinueGenerationReqInput, ContinueReply
 from rollout.core.messages.message import ControlReqInput, ControlReqOutput, NoReply
 from rollout.core.messages.update_state import CommitReply, EndedUpdateState, UpdateStateReply
+from rollout.core.messages.weight_replies import VersionReply
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginReply,
@@ -37,12 +38,9 @@ from rollout.core.messages.weights import (
     BucketReply,
     DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
-    GetWeightsByNameReqInput,
     GetWeightUpdateReqInput,
     UpdateWeightsReqInput,
     UpdateWeightVersionReqInput,
-    VersionReply,
-    WeightPartsReqInput,
 )
 from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
@@ -103,8 +101,7 @@ class WeightControl:
                 EndWeightUpdateReqInput: self._end,
                 AbortWeightUpdateReqInput: self._abort,
                 UpdateWeightVersionReqInput: self._relabel,
-                GetWeightsByNameReqInput: lambda verb: shown_weights(verb, scheduler, updater),
-                WeightPartsReqInput: lambda verb: shown_parts(verb, scheduler, updater),
+                **reading_jobs(scheduler, updater),
                 _Continue: self._continue,
                 **dict.fromkeys(SOURCES, self._receive),
             }

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from rollout.control.weight_queue import Job
 from rollout.core.errors import Conflict, NotFound, TooLarge
+from rollout.core.messages.weight_parts import WeightPartsReply, WeightPartsReqInput
 from rollout.core.messages.weight_replies import WeightsReply
-from rollout.core.messages.weights import GetWeightsByNameReqInput, WeightPartsReply, WeightPartsReqInput
+from rollout.core.messages.weights import GetWeightsByNameReqInput
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.errors import UnknownTensorError
 from weight_sync.rank_boxes import RankBoxes
@@ -21,6 +23,14 @@ from weight_sync.tensor_meta import parse_metas, parts_of
 from weight_sync.updater import WeightUpdater
 
 _MAX_NUMBERS_SHOWN = 4_000_000
+
+
+def reading_jobs(scheduler: Scheduler, updater: WeightUpdater) -> dict[type, Callable[[Any], Job]]:
+    """Return the planners of both verbs, by message type."""
+    return {
+        GetWeightsByNameReqInput: lambda verb: shown_weights(verb, scheduler, updater),
+        WeightPartsReqInput: lambda verb: shown_parts(verb, scheduler, updater),
+    }
 
 
 def shown_weights(verb: GetWeightsByNameReqInput, scheduler: Scheduler, updater: WeightUpdater) -> Job:

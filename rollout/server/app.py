@@ -13,12 +13,12 @@ from starlette.responses import Response
 from rollout.core.errors import BadRequest, LockstepError
 from rollout.core.messages.experts import DumpExpertDistributionReqInput
 from rollout.core.messages.io_struct import FlushCacheReqInput, PauseGenerationReqInput
+from rollout.core.messages.weight_parts import WeightPartsReqInput
 from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
-    WeightPartsReqInput,
     WeightsCheckerReqInput,
 )
 from rollout.core.version import VERSION

@@ -14,7 +14,7 @@ from rollout.client.errors import ServerError
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.server_process import ServerProcess
 from tests.sharded_trainer import run_ranks
-from weight_sync.errors import TransactionStateError
+from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.process_group import GroupHandle
 from weight_sync.sender import WeightSender
 
@@ -144,3 +144,23 @@ def moving_away(folder: Path, server: ServerProcess) -> None:
 def test_shards_of_two_trainer_ranks_go_to_the_ranks_that_keep_them(folder: Path) -> None:
     with serve(folder, **EP2) as server:
         run_ranks("serve_per_rank", str(folder), server.url)
+
+
+@pytest.mark.full
+def test_engines_of_one_and_of_two_ranks_together_and_one_that_is_killed(folder: Path) -> None:
+    with serve(folder) as alone, serve(folder, **EP2) as pair:
+        servers = {"alone": alone, "pair": pair}
+        controls = {name: server.client for name, server in servers.items()}
+        sender = WeightSender(controls, timeout_s=20.0, on_engine_failure="leave_out", per_rank=True)
+        sender.connect()
+        report = sender.refresh(new_tensors(folder, 1.25), "v1", bucket_bytes=1 << 16)
+        assert report.left_out == [] and all(serves(server, report) for server in servers.values())
+        assert report.engines["alone"].num_bytes == report.num_bytes < report.engines["pair"].num_bytes
+        alone.process.kill()
+        report = sender.refresh(new_tensors(folder, 1.5), "v2", bucket_bytes=1 << 16)
+        assert report.left_out == ["alone"] and serves(pair, report)
+        with pytest.raises(WeightRequestError, match="use refresh"):
+            sender.update("v3")
+        sender.close()
+        with pytest.raises(WeightRequestError, match="leave out shared"):
+            sender.connect(shared=True)

@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from weight_sync.engine_control import refusal, to_blame, was_not_found
@@ -20,7 +21,7 @@ from weight_sync.errors import TransportError
 from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late
 from weight_sync.receivers.distributed import PIECES
 from weight_sync.sender.link import GRACE_S, Bucket, EngineLink
-from weight_sync.sender.rank_groups import RankGroups, free_ports
+from weight_sync.sender.rank_groups import RankGroups, RankPiece, free_ports
 from weight_sync.waiting import Patience, in_thread
 
 _SETTLE_S = 0.5
@@ -169,6 +170,14 @@ class SenderGroup:
         }
         return Sending(self, calls, bucket)
 
+    def start_piece(self, piece: torch.Tensor | RankPiece) -> dist.Work:
+        """Start to broadcast a piece of a bucket.  Raises as `GroupHandle.start_broadcast`."""
+        if isinstance(self.handle, RankGroups):
+            assert isinstance(piece, RankPiece), "a piece for a rank goes to its group"
+            return self.handle.start_broadcast(piece, self.timeout_s)
+        assert isinstance(piece, torch.Tensor), "all ranks of a group get the same"
+        return self.handle.start_broadcast(piece, self.timeout_s)
+
     def leave(self) -> dict[str, BaseException]:
         """Leave the group and have the engines leave it, unless they have; return what they refused."""
         calls = self._end()
@@ -216,7 +225,7 @@ class Sending:
             call.add_done_callback(self._end_connecting)
         try:
             for piece in bucket.pieces:
-                self._works.append(group.handle.start_broadcast(piece, group.timeout_s))
+                self._works.append(group.start_piece(piece))
         except TransportError as error:
             self._break(error)
 

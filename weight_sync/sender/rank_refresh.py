@@ -38,12 +38,18 @@ class RankRefresh:
     """The sending of `refresh` to the engines behind `links`.
 
     All trainer ranks make one and call `run`.  Ranks that do not send have no links.  `room(number, bytes)`: memory for
-    what call `number` sends, uint8 [bytes].
+    what call `number` sends, uint8 [bytes].  `leaves_out`: an engine that does not answer is left out.
     """
 
     def __init__(
-        self, links: Mapping[str, EngineLink], refresh: Refresh, room: Callable[[int, int], torch.Tensor]
+        self,
+        links: Mapping[str, EngineLink],
+        refresh: Refresh,
+        room: Callable[[int, int], torch.Tensor],
+        *,
+        leaves_out: bool,
     ) -> None:
+        self._leaves_out = leaves_out
         self._links = {name: link for name, link in links.items() if link.group is not None}
         self._refresh, self._plan, self._ranks = refresh, refresh.plan, refresh.ranks
         self._room, self._parts = room, refresh.parts
@@ -62,16 +68,18 @@ class RankRefresh:
     def _run(self, new_update: Callable[[int], WeightUpdate]) -> None:
         with self._parts.timed("plan"):
             self._prepare()
-        with contextlib.ExitStack() as stack:
-            update = None
-            if self._refresh.is_sender:
-                update = new_update(max((plan.num_bytes for plan in self._plans.values()), default=0))
-                self._refresh.engines = update.engines
-            self._begin(update, stack)
-            self._send(update)
-        if update is not None:
-            self._parts.update(update.parts)
-        elif self._ranks is not None:
+        update = None
+        if self._refresh.is_sender:
+            update = new_update(max((plan.num_bytes for plan in self._plans.values()), default=0))
+            self._refresh.engines = update.engines
+        try:
+            with contextlib.ExitStack() as stack:
+                self._begin(update, stack)
+                self._send(update)
+        finally:
+            for part, seconds in update.parts.items() if update is not None else ():
+                self._parts[part] = self._parts.get(part, 0.0) + seconds
+        if update is None and self._ranks is not None:
             with self._parts.timed("end"):
                 self._ranks.jointly(lambda: None)  # the engines' final answers
 
@@ -103,7 +111,8 @@ class RankRefresh:
 
     def _send(self, update: WeightUpdate | None) -> None:
         gatherers = {plan: self._gatherer(plan.layout) for plan in dict.fromkeys(self._plans.values())}
-        for number in range(max((len(plan.calls) for plan in gatherers), default=0)):
+        self._refresh.num_buckets = max((len(plan.calls) for plan in gatherers), default=0)
+        for number in range(self._refresh.num_buckets):
             calls = {plan: plan.calls[number] for plan in gatherers if number < len(plan.calls)}
             with self._parts.timed("pack"):
                 flat = (
@@ -124,13 +133,13 @@ class RankRefresh:
     # --- what engines state --------------------------------------------------------------------------------------
 
     def _stated(self) -> dict[str, dict[str, Any]]:
-        """Return what each engine states that its ranks keep.  Raises `EngineError`."""
+        """Return the parts that each engine states.  Raises `EngineError` where one does not, or all are left out."""
         lists = self._plan.contents.lists
         new = [name for name, link in self._links.items() if _ranks_of(link).asked_for is not lists]
         failed = self._ask(new)
-        if failed:
+        if failed and not (self._leaves_out and len(failed) < len(self._links)):
             raise EngineError(failed) from next(iter(failed.values()))
-        return {name: vars(_ranks_of(link).boxes) for name, link in self._links.items()}
+        return {name: vars(_ranks_of(link).boxes) for name, link in self._links.items() if name not in failed}
 
     def _moved(self, names: Collection[str]) -> list[str]:
         """Ask these engines again; return the ones whose experts have moved."""
@@ -145,7 +154,8 @@ class RankRefresh:
     def _ask(self, names: Collection[str]) -> dict[str, BaseException]:
         """Ask engines which parts their ranks keep; return the errors of engines that did not answer."""
         lists = self._plan.contents.lists
-        asked = {name: self._links[name].call("weight_parts", **vars(lists)) for name in names}
+        fields = {"names": lists.names, "dtypes": lists.dtypes, "shapes": lists.shapes}
+        asked = {name: self._links[name].call("weight_parts", **fields) for name in names}
         wait(asked.values(), timeout=max((self._links[name].timeout_s for name in asked), default=0))
         failed: dict[str, BaseException] = {}
         for name, call in asked.items():

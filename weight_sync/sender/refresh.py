@@ -36,6 +36,7 @@ class Refresh:
     parts: Parts
     lost: dict[str, BaseException] = field(default_factory=dict)
     engines: Mapping[str, EngineReport] = field(default_factory=dict)
+    num_buckets: int | None = None  # None: as `plan` has them
     _fingerprints: dict[str, str] = field(default_factory=dict)
     _digest: str | None = None
     _is_repeated: bool = False
@@ -82,7 +83,7 @@ class Refresh:
             self.fields["weight_version"],
             self.plan.contents.num_bytes,
             time.perf_counter() - self.start,
-            len(self.plan.layout.buckets),
+            len(self.plan.layout.buckets) if self.num_buckets is None else self.num_buckets,
             self._fingerprints,
             self._digest,
             dict(self.engines),

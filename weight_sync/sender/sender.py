@@ -313,7 +313,8 @@ class WeightSender:
                 if self._per_rank:
                     new = lambda num_bytes: self._new_update(refresh.begin_fields(), num_bytes, progress)  # noqa: E731
                     with self._leading(refresh):
-                        RankRefresh(self._links, refresh, self._area).run(new)
+                        leaves_out = self._policy == "leave_out"
+                        RankRefresh(self._links, refresh, self._area, leaves_out=leaves_out).run(new)
                 elif refresh.is_sender:
                     num_bytes = refresh.plan.contents.num_bytes
                     update = self._new_update(refresh.begin_fields(), num_bytes, progress, refresh.lost)

@@ -57,3 +57,7 @@ class DropSnapshotReply(Reply, kw_only=True):
     """`num_bytes`: of host memory that the snapshot held on a rank."""
 
     num_bytes: int
+
+
+class VersionReply(Reply, kw_only=True):
+    new_version: str

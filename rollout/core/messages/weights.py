@@ -31,7 +31,8 @@ from rollout.core.messages.tensor_lists import (
     pieces_of,
 )
 from rollout.core.messages.update_state import CommitReply, UpdateStateReply
-from rollout.core.messages.weight_replies import CheckerReply, DropSnapshotReply, PullReply, WeightsReply
+from rollout.core.messages.weight_parts import WeightPartsReqInput
+from rollout.core.messages.weight_replies import CheckerReply, DropSnapshotReply, PullReply, VersionReply, WeightsReply
 
 _TARGETS: tuple[Any, Any] = (Literal["all", "target"], "all")
 _SELECTOR = {"selector": _TARGETS}
@@ -55,23 +56,8 @@ class DiskReply(BucketReply, kw_only=True):
     model_path: str | UnsetType = UNSET
 
 
-class WeightPartsReply(Reply, kw_only=True):
-    """`patterns`: what each rank is to be sent of a tensor: null for all of it, or boxes, [[start, stop], ...] each.
-
-    `tensors`: the pattern of each tensor, by its place in `patterns`.
-    """
-
-    placement_epoch: int
-    patterns: list[list[list[list[list[int]]] | None]]
-    tensors: list[int]
-
-
 class BeginReply(Reply, kw_only=True):
     update_id: str
-
-
-class VersionReply(Reply, kw_only=True):
-    new_version: str
 
 
 # --- groups ------------------------------------------------------------------------------------------------------
@@ -80,8 +66,7 @@ class VersionReply(Reply, kw_only=True):
 class InitWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
     """Join a process group with the trainer; replies when all members are there.
 
-    `rank_ports`: a port of the trainer for each rank.  There the rank joins it in a group of two, in place of one group
-    of all ranks; `rank_offset` is 1 and `world_size` 2.
+    `rank_ports`: a port of the trainer for each rank, which joins it there in a group of two.
     """
 
     endpoint = Endpoint(path="/init_weights_update_group", aliases=("/areal_init_weights_update_group",), tag="weights")
@@ -204,27 +189,6 @@ class GetWeightUpdateReqInput(OfUpdateReqInput[UpdateStateReply]):
     endpoint = Endpoint(path="/weight_update", methods=("GET",), query=("GET",), tag="weights", shape="bare")
 
 
-class WeightPartsReqInput(ControlReqInput[WeightPartsReply]):
-    """The parts of these tensors that each rank keeps now: what a sender is to send it.
-
-    The answer holds as long as the expert map has this `placement_epoch`.
-    """
-
-    endpoint = Endpoint(path="/weight_parts", tag="weights", hidden=frozenset({"tensor_lists", "lists_digest"}))
-
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[Size]]
-    tensor_lists: bytes | None = None
-    lists_digest: bytes | None = None
-
-    def lists(self) -> Lists:
-        """Return the names, dtypes and shapes.  JSON is decoded at each call."""
-        if self.tensor_lists is not None:
-            return decode_lists(self.tensor_lists)
-        return Lists(self.names, self.dtypes, self.shapes)
-
-
 # --- tensors -----------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +217,6 @@ class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], k
 
     `tensors_per_rank`: the number of tensors that are sent to each rank, and to no other; rank 0's come first in the
     lists, then rank 1's.  For an update that began with `per_rank`.
-
     `tensor_lists`: the JSON object of the lists as it came, which are empty then.  `lists_digest`: of its bytes.
     """
 

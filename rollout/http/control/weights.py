@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import LockstepError
+from rollout.core.messages.weight_parts import WeightPartsReqInput
 from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     GetWeightsByNameReqInput,
     RefusedBucketReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
-    WeightPartsReqInput,
     WeightsCheckerReqInput,
 )
 from rollout.http.control.body import body_of, fields_of

@@ -143,6 +143,22 @@ VERBS = [
         {"coverage": "full", "base_version": "v1", "base_digest": "ab", "lease_s": 5.0},
         ...,
     ),
+    (
+        lambda c: c.begin_weight_update(placement_epoch=3, per_rank=True),
+        OK,
+        "POST",
+        "/begin_weight_update",
+        {"coverage": "full", "placement_epoch": 3, "per_rank": True},
+        ...,
+    ),
+    (
+        lambda c: c.weight_parts(["w"], ["float32"], [[2]]),
+        OK,
+        "POST",
+        "/weight_parts",
+        {"names": ["w"], "dtypes": ["float32"], "shapes": [[2]]},
+        ...,
+    ),
     (lambda c: c.weight_update(), {"open": False}, "GET", "/weight_update", None, {"open": False}),
     (lambda c: c.begin_weight_update(), OK, "POST", "/begin_weight_update", {"coverage": "full"}, ...),
     (

@@ -29,10 +29,11 @@ from tests.ranks import run_ranks
 from weight_sync.delta.changes import changed, find_changes
 from weight_sync.errors import CommitError, WeightSyncError
 from weight_sync.fingerprint import combine, fingerprint
+from weight_sync.new_staging import new_staging
 from weight_sync.rank_parts import first_rows, share_of
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import Part, Region, TensorMeta
-from weight_sync.transaction import WeightTransaction, new_staging
+from weight_sync.transaction import WeightTransaction
 
 pytestmark = pytest.mark.full
 

@@ -14,13 +14,21 @@ import pytest
 import torch
 
 from weight_sync.content import TensorTable
-from weight_sync.errors import ContentError, CopiesDifferError, CoverageError, TransactionStateError, WeightSyncError
+from weight_sync.errors import (
+    ContentError,
+    CopiesDifferError,
+    CoverageError,
+    TransactionStateError,
+    WeightRequestError,
+    WeightSyncError,
+)
 from weight_sync.fingerprint import fingerprint
 from weight_sync.ledger import PlannedBoxes
 from weight_sync.manifest import Stated
 from weight_sync.rank_boxes import RankBoxes
 from weight_sync.rank_cover import Kept, RankCover, RankShares
 from weight_sync.rank_parts import Exchange, share_of
+from weight_sync.receivers.distributed import RankShare
 from weight_sync.spans import DTYPE_CODES
 from weight_sync.tensor_meta import Part, Piece, Region, TensorMeta
 
@@ -228,3 +236,36 @@ def test_a_rank_takes_boxes_of_what_it_keeps_alone(covers: list[RankCover]) -> N
         for name, box in ((OUT, ((0, 4), (3, 5))), (FIRST, ((0, 1), (0, 4))), (QKV, ((3, 5), (0, 4)))):
             with pytest.raises(CoverageError, match="which it does not keep"):
                 cover.kept_boxes(planned(name, box))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"patterns": [[None]], "tensors": [0, 0]},
+        {"patterns": [[None]], "tensors": [1]},
+        {"patterns": [[None]], "tensors": [-1]},
+        {"patterns": [[None]], "tensors": [[0]]},
+        {"patterns": [[None], [None, None]], "tensors": [0]},
+        {"patterns": [0], "tensors": [0]},
+        {"patterns": [[7]], "tensors": [0]},
+    ],
+)
+def test_an_answer_that_states_no_parts_is_refused(answer: dict[str, Any]) -> None:
+    with pytest.raises(WeightRequestError, match="does not state which parts"):
+        RankBoxes.parsed(answer, 1)
+
+
+@pytest.mark.parametrize("box", [[[0, 5]], [[0, 4], [0, 4]], [[2, 2]], "all", [["0", "4"]]])
+def test_a_stated_box_must_lie_in_its_tensor(box: Any) -> None:
+    with pytest.raises(WeightRequestError, match="box"):
+        list(RankBoxes.parsed({"patterns": [[[box]]], "tensors": [0]}, 1).parsed_tensors([METAS[NORM]]))
+
+
+def test_counts_of_a_call_must_fit_its_tensors_and_ranks() -> None:
+    metas = list(METAS.values())
+    assert RankShare(1, 2, (2, 3)).of(metas) == metas[2:]
+    assert RankShare(0, 2, (0, 5)).of(metas) == []
+    for counts in ((5,), (2, 2), (2, 3, 0)):
+        with pytest.raises(WeightRequestError, match=r"tensors_per_rank has .* counts"):
+            RankShare(0, 2, counts).of(metas)

@@ -14,7 +14,7 @@ from rollout.distributed.parallel import Parallel
 from tests.kernels import native_ops
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.parallel_engine import RankEngine
-from tests.rank_updates import RankUpdater, Sent, own
+from tests.rank_updates import RankUpdater, Sent, metas_of, own, part_of
 from tests.ranks import run_ranks
 from tests.unit.weight_sync.test_parallel_weights import MOVED, REDUNDANT, Sizes, layout_of
 from weight_sync.errors import CoverageError, WeightSyncError
@@ -220,5 +220,19 @@ def test_a_tensor_that_one_copy_lacks_is_missing_without_a_manifest(folders: tup
         rank.receive([item for item in sent if rank.rank == 0 or item[0].name != "model.norm.weight"])
         with pytest.raises(CoverageError, match=r"not on all: model\.norm\.weight"):
             rank.end()
+
+    run_ranks(layout_of(TP2), work)
+
+
+@pytest.mark.parametrize("per_rank", [True, False])
+def test_a_bucket_of_the_other_form_is_refused(folders: tuple[Path, Path], per_rank: bool) -> None:
+    new = version(folders[1])
+
+    def work(parallel: Parallel) -> None:
+        rank = RankUpdater(parallel, engine(folders[0], parallel))
+        rank.begin(new, per_rank)
+        with pytest.raises(WeightSyncError, match="tensors_per_rank" if per_rank else "was not begun with per_rank"):
+            rank.receive([part_of(metas_of(new)[0], None, next(iter(new.values())))], is_per_rank=not per_rank)
+        rank.updater.abort()
 
     run_ranks(layout_of(TP2), work)
