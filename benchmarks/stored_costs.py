@@ -100,8 +100,9 @@ def _serving(tree: Path, folder: Path) -> Iterator[_Server]:
         port = free_port()
         words = ["--model-path", str(folder), "--port", str(port), "--max-payload-bytes", str(2 * BUCKET_BYTES)]
         words += ["--max-total-tokens", "4096", "--log-level", "warning", "--keep-staging-memory"]
-        # -P: the folder of a script, which is not the checkout to measure, is no place to import from
-        command = ["env", f"PYTHONPATH={tree}", sys.executable, "-P", "-m", "rollout.cli.main", "serve", *words]
+        # The folder where this runs is not the checkout to measure, so no process of the server may import from it.
+        places = ["env", f"PYTHONPATH={tree}", "PYTHONSAFEPATH=1"]
+        command = [*places, sys.executable, "-m", "rollout.cli.main", "serve", *words]
         with (
             ChildProcess("server", command, Path(scratch) / "server.log") as server,
             httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300.0, trust_env=False) as http,

@@ -118,7 +118,7 @@ def new_receiver(max_tensors: int = 1000) -> Receiver:
 
 
 def content_of(source: StoredSource, max_bytes: int = 1 << 30) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors of a call, which must be those that it announced."""
+    """Return copies of the tensors of a call.  It must have announced the same ones."""
     metas = source.announce(max_bytes)
     tensors = {name: tensor.clone() for bucket in source.receive() for name, tensor in bucket.named()}
     assert list(metas) == [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
