@@ -1,7 +1,8 @@
 """Memory in whole pages: areas that go back to the system at once, and two spans that trade their pages.
 
-A trade moves page-table entries and copies nothing (`mremap`): it takes milliseconds where a copy of as many bytes
-takes a hundred.  Each move leaves an empty mapping behind, so that no other thread's memory can get in between:
+A trade moves page-table entries and copies nothing (`mremap`).  Weights of 487 MB take 10 ms of CPU time to prepare and
+commit where an exchange by exclusive or takes 302 (docs/benchmarks/refresh.md), and are read as fast afterwards.  Each
+move leaves an empty mapping behind, so that no other thread's memory can get in between:
 
     live     old ---.      .--> new        1  live    -> scratch
                      \\    /                2  shadow  -> live

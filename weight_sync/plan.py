@@ -10,7 +10,7 @@ Tensors that the tables cannot express are listed in `rest`, and go the way of s
 pairs, tensors that are quantised to FP8 here, and places that only their own `write` can fill.
 
 A plan is of one layout, one state of the places (`LogicalWeights.places_key`), and one answer to whether casts that
-lose something are taken (`planner`).  Memory: about 300 bytes a tensor and place.
+lose something are taken (`planner`).  Memory: about 430 bytes a tensor that has one place.
 """
 
 from __future__ import annotations
