@@ -10,12 +10,14 @@
     refresh_plan  all of that for one form of source, kept from refresh to refresh
     ranks         collectives of the trainer ranks, with deadlines
     gather        a bucket's bytes on the sending rank; fingerprints
-    link          one engine: its group, its calls, a bucket on its way
+    link          one engine: its calls
+    group         the process group with one engine or with all: joining, a bucket on its way, leaving
     rank_groups   a group with each rank of an engine, and what its ranks keep
     rank_plan     the calls that send each rank of an engine what it keeps
     rank_refresh  a refresh of that kind: what ranks keep is asked, and asked again where experts have moved
     update        one transaction on many engines, as a context manager; who takes part, what one's failure means for
                   the others and the end in two phases are in `weight_sync/joint_update.py`
+    refresh       one call of `refresh`: what it sends, and who was lost in earlier attempts
     sender        `WeightSender`, which joins all this
     shard         parts of tensors by their boxes, and which rank sends which
     shard_plan    all that a refresh of shards does alike each time
