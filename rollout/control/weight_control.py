@@ -181,7 +181,7 @@ class WeightControl:
 
     def _wait_limit(self, verb: ControlReqInput[Any], job: Job) -> float | None:
         """Return the seconds for which the job may wait for its sender while a later verb waits; None: no limit."""
-        if isinstance(verb, DestroyWeightsUpdateGroupReqInput):  # nobody comes to a group that its sender has left
+        if isinstance(verb, DestroyWeightsUpdateGroupReqInput):  # its sender has left the group
             return 0.0 if getattr(job.verb, "group_name", None) == verb.group_name else None
         if isinstance(verb, AbortWeightUpdateReqInput):
             return 0.0 if self._updater.foreign(verb.update_id) is None else None

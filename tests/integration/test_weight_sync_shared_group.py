@@ -53,7 +53,7 @@ def sender_of(controls: dict[str, Any], **options: Any) -> WeightSender:
 
 
 def refreshed(sender: WeightSender, fleet: Fleet, left_out: str = "", **options: Any) -> None:
-    """Refresh; require that all engines have it, but those of `left_out`."""
+    """Refresh; require that all engines have it, except the left out."""
     seed = next(seeds)
     report = sender.refresh(version(seed), f"v{seed}", bucket_bytes=BUCKET_BYTES, **options)
     assert report.left_out == list(left_out)

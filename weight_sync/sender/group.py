@@ -31,7 +31,7 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """How engines join this process.  `port`: of the first group; None: free ones.  `backend`: a resolved one.
+    """The place at which engines join this process.  `port`: of the first group; None: free ones.  `backend`: a resolved one.
 
     `num_ranks`: how many each engine must have; None: any number.  `shared`: all engines join one group.
     """
@@ -45,7 +45,7 @@ class MeetingPlace:
     _attempts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def join(self, links: Mapping[str, EngineLink], names: Collection[str]) -> dict[str, BaseException]:
-        """Join with the engines of these names, asked all at once; return the errors of those that did not come."""
+        """Join with the engines of these names, asked all at once; return the errors of the ones that did not come."""
         asked = {name: in_thread(links[name].num_ranks, self.num_ranks) for name in links if name in names}
         wait(asked.values())  # each has a deadline
         failed = _refusals(asked)
@@ -79,7 +79,7 @@ class MeetingPlace:
 
 
 def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, BaseException]:
-    """Join one group with engines, given with their numbers of ranks; return who held it up: then nobody has joined."""
+    """Join one group with engines, given with their numbers of ranks; return the errors of engines that prevented it: then none has joined."""
     assert place.port is not None
     timeout_s, world_size = max(link.timeout_s for link in coming), 1 + sum(coming.values())
     ends_at, patience = time.monotonic() + timeout_s, Patience()
@@ -112,22 +112,18 @@ def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, Ba
         for link in coming:
             link.group, link.rejoins = group, False
         return {}
-    early = _refusals(calls)
     own = refusal(joining) if time.monotonic() < ends_at else None
     joining.add_done_callback(leave_late)
-    patience.give_up("an engine did not join")  # those that wait for it fail at once
+    early = _refusals(calls)
+    patience.give_up("an engine did not join")  # the others fail at once
     for link in coming:
         if link.name not in early:  # one that has not come yet would wait for us
             link.call("destroy_weights_update_group", group_name=place.group_name)
     wait(calls.values(), timeout=_ANSWER_S if len(calls) > 1 else 0.0)
-    did = "did not join" if refusal(joining) or not joining.done() else "joined, but did not answer"
-    silent = {
-        name: own or TransportError(f"the engine {did} within {timeout_s:g} s")
-        for name, call in calls.items()
-        if not call.done()
-    }
+    did_not = own or TransportError(f"the engine did not join within {timeout_s:g} s")
+    silent = {name: did_not for name, call in calls.items() if not call.done()}
     late = _refusals(calls)
-    return to_blame(late) or silent or early or late or dict.fromkeys(calls, joining.exception() or TransportError(did))
+    return to_blame(late) or silent or early or late or dict.fromkeys(calls, did_not)
 
 
 def _refusals(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
@@ -190,7 +186,7 @@ class SenderGroup:
     def leave_failed(self) -> None:
         """Leave a group that broke, on both sides: a broadcast pending here ends when an engine closes its end.
 
-        Engines of a shared group join the next one again, but for those of which the caller states otherwise.
+        Engines of a shared group join the next one again, unless the caller decides otherwise.
         """
         if self.has_ended:
             return

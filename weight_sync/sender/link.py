@@ -62,7 +62,7 @@ class EngineLink:
         self.per_rank = per_rank
         self.group: SenderGroup | None = None
         self.rejoins = False
-        """Its group ended through the failure of another engine: it joins the next one without being told to."""
+        """Its group ended through the failure of another engine: it joins the next one by itself."""
         self._control = control
 
     def require_group(self) -> SenderGroup:

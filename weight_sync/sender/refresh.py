@@ -46,7 +46,7 @@ class Refresh:
         return self.ranks is None or self.ranks.is_sender
 
     def prepare(self) -> Gatherer:
-        """Fingerprint the tensors, together with the other trainer ranks; return what gathers their buckets."""
+        """Make the fingerprints, together with the other trainer ranks; return the gatherer of the buckets."""
         with self.parts.timed("plan"):
             gatherer, contents = self.plan.gatherer(self.source, self.ranks), self.plan.contents
         if self.with_manifest:

@@ -158,7 +158,7 @@ class WeightUpdate(JointUpdate):
             self._links[name].rejoins = False
 
     def _settle(self, failed: Mapping[str, BaseException]) -> None:
-        """Settle as for engines by themselves; of those of a shared group only the ones to blame are lost."""
+        """Settle as for single engines; in a shared group only the engines to blame are lost."""
         shared = {name: failed[name] for name in failed.keys() & self._in_shared & set(self._active)}
         if shared:
             self.lost |= shared if self._is_sent else self._to_blame(shared)

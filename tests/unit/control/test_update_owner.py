@@ -253,7 +253,7 @@ def test_w07_a_stranger_s_abort_ends_no_receive(start: Callable[..., Harness], t
 
 
 def test_who_leaves_a_group_ends_the_wait_in_it(start: Callable[..., Harness]) -> None:
-    """A rendezvous that nobody else comes to, and a receive, but not one in another group."""
+    """The call ends a rendezvous in that group, and none in another one."""
     harness = start()
 
     def joining(name: str) -> Any:
