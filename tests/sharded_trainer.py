@@ -422,6 +422,24 @@ def engine_refuses(rank: int) -> None:
             assert all(engine.call("content") == content_of(1) for engine in engines.values())
 
 
+def shared_group_loses_an_engine(rank: int) -> None:
+    """Kill one of two engines in a shared group: both ranks begin again, and the other engine gets the version."""
+    mesh = init_device_mesh("cpu", (2,))
+    with engines_of(rank, 2) as engines:
+        sender = WeightSender(engines, timeout_s=TIMEOUT_S, on_engine_failure="leave_out")
+        if rank == 0:
+            sender.connect(shared=True)
+        killed = engines.get("engine1")
+        progress = (lambda done, total: killed.kill()) if killed is not None else None
+        report = sender.refresh(fsdp_model(1, mesh), "v1", bucket_bytes=20, progress=progress)
+        assert report.weight_version == "v1" and report.left_out == (["engine1"] if rank == 0 else [])
+        assert rank or engines["engine0"].call("content") == content_of(1)
+        engines.pop("engine1", None)
+        report = sender.refresh(fsdp_model(2, mesh), "v2", bucket_bytes=20)
+        assert rank or engines["engine0"].call("content") == content_of(2)
+        sender.close()
+
+
 def other_rank_fails(rank: int) -> None:
     """Fail to pack a shard of the third bucket on rank 1: rank 0 is notified, aborts, and both can go on."""
     mesh = init_device_mesh("cpu", (2,))
@@ -543,6 +561,7 @@ SCENARIOS = (
     fsdp_refresh,
     replays,
     engine_refuses,
+    shared_group_loses_an_engine,
     other_rank_fails,
     other_rank_dies,
     serve,

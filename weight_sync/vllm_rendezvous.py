@@ -59,7 +59,7 @@ def unique_id_of(pickled: bytes) -> bytes:
     if len(pickled) <= _MAX_PICKLE:
         try:
             found = [given for _, given, _ in pickletools.genops(pickled) if isinstance(given, bytes)]
-        except Exception:  # the reader of opcodes fails in many ways on bytes that are no pickle
+        except Exception:  # the reader of opcodes fails in many ways on other bytes
             found = []
     if len(found) != 1 or len(found[0]) != ID_BYTES:
         raise TransportError(f"the sender's rendezvous has no NCCL id of {ID_BYTES} bytes under {ID_KEY!r}")

@@ -23,7 +23,12 @@ pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    "scenarios", ["random_gathers,refusals,group_of_whole_tensors", "fsdp_refresh,engine_refuses,other_rank_fails"]
+    "scenarios",
+    [
+        "random_gathers,refusals,group_of_whole_tensors",
+        "fsdp_refresh,engine_refuses,other_rank_fails",
+        "shared_group_loses_an_engine",
+    ],
 )
 def test_two_trainer_ranks_refresh_and_fail_together(scenarios: str) -> None:
     run_ranks(scenarios)

@@ -31,9 +31,10 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """The place at which engines join this process.  `port`: of the first group; None: free ones.  `backend`: a resolved one.
+    """The place at which engines join this process.
 
-    `num_ranks`: how many each engine must have; None: any number.  `shared`: all engines join one group.
+    `port`: of the first group; None: free ones.  `backend`: a resolved one.  `num_ranks`: how many each engine must
+    have; None: any number.  `shared`: all engines join one group.
     """
 
     address: str
@@ -79,7 +80,10 @@ class MeetingPlace:
 
 
 def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, BaseException]:
-    """Join one group with engines, given with their numbers of ranks; return the errors of engines that prevented it: then none has joined."""
+    """Join one group with engines, given with their numbers of ranks.
+
+    Returns the errors of the engines that prevented it: then none has joined.
+    """
     assert place.port is not None
     timeout_s, world_size = max(link.timeout_s for link in coming), 1 + sum(coming.values())
     ends_at, patience = time.monotonic() + timeout_s, Patience()

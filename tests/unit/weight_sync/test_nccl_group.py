@@ -87,6 +87,20 @@ def test_an_abort_ends_the_wait_for_a_sender(monkeypatch: pytest.MonkeyPatch) ->
     stand_in.others_come.set()
 
 
+def test_a_refusal_ends_the_wait_for_a_member_that_will_not_come(joined: tuple[GroupHandle, NcclGroupStandIn]) -> None:
+    """Only that wait: a member that refuses a later message is in the group."""
+    handle, stand_in = joined
+    handle.timeout_s = 60.0
+    threading.Timer(0.1, handle.end_connecting, ("it refused",)).start()
+    assert took(lambda: handle.start_broadcast(torch.zeros(3))) < 10
+    other = GroupHandle("h", 1, 2, "nccl", DEADLINE_S, stand_in)  # type: ignore[arg-type]
+    stand_in.others_come.set()
+    other.start_broadcast(torch.zeros(3))
+    other.end_connecting("it refused")
+    other.start_broadcast(torch.zeros(3))
+    assert not other.broken
+
+
 def test_a_bucket_arrives_and_is_read_after_it_is_complete(joined: tuple[GroupHandle, NcclGroupStandIn]) -> None:
     handle, stand_in = joined
     stand_in.others_come.set()
