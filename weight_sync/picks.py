@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-import torch
-
-from weight_sync.boxes import Box, flat_offset, index_of, size_of
+from weight_sync.boxes import Box, flat_offset, size_of, whole_box
 from weight_sync.moves import two_strides
 from weight_sync.tensor_meta import Piece, TensorMeta
 
@@ -54,33 +53,47 @@ def piece_in_box(shape: tuple[int, ...], piece: Piece, box: Box) -> tuple[Box, t
     return (*mine[:-2], mine[-1], mine[-2]) if piece.transposed else mine, source_index(picks, found, box)
 
 
-def parts_of_box(
-    wire: TensorMeta, piece: Piece, content: torch.Tensor, shape: Sequence[int], lead: int
-) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield what of a logical tensor of `shape` lies in the box that comes of a wire tensor, `content`.
+class BoxMatrix(NamedTuple):
+    """A box of a logical tensor that is one of its matrix as well, and where it lies in a content.
 
-    Boxes of the logical tensor, and each as a view of `content`.  Each is a box also of the matrix whose rows are the
-    first `lead` dimensions: one that is not is cut.
+    `start`: the first element there.  `strides`: of rows and of columns.  `edges`: see `matrix_edges`.
     """
-    assert wire.box is not None, "a part of the wire tensor comes"
-    found = piece_in_box(wire.shape, piece, wire.box)
+
+    box: Box
+    start: int
+    strides: tuple[int, int]
+    edges: tuple[int, int, int, int]
+
+
+def parts_of_box(wire: TensorMeta, piece: Piece, shape: Sequence[int], lead: int) -> Iterator[BoxMatrix]:
+    """Yield what of a logical tensor of `shape` lies in the content that comes of a wire tensor.
+
+    The rows of its matrix are the first `lead` dimensions.  A box that is none of the matrix is cut.
+    """
+    found = piece_in_box(wire.shape, piece, wire.box or whole_box(wire.shape))
     if found is None:
         return
     box, index = found
-    view = content[index].mT if piece.transposed else content[index]
-    yield from _cut(box, view.view(size_of(box)), shape, lead)
+    strides = [math.prod(wire.sizes[dim + 1 :]) for dim in range(len(index))]
+    start = sum(at.start * stride for at, stride in zip(index, strides))
+    kept = [dim for dim in range(len(index)) if dim >= len(piece.index) or isinstance(piece.index[dim], slice)]
+    if piece.transposed:
+        kept[-2:] = kept[-1], kept[-2]
+    yield from _cut(box, start, [strides[dim] * index[dim].step for dim in kept], shape, lead)
 
 
-def _cut(box: Box, view: torch.Tensor, shape: Sequence[int], lead: int) -> Iterator[tuple[Box, torch.Tensor]]:
+def _cut(box: Box, start: int, strides: Sequence[int], shape: Sequence[int], lead: int) -> Iterator[BoxMatrix]:
     """Cut a box along its first dimensions until it is one of the matrix."""
-    cut = next((dim for dim, size in enumerate(view.shape) if size > 1), None)
-    if cut is None or (matrix_edges(box, shape, lead) and two_strides(view.shape, view.stride(), lead)):
-        yield box, view
+    sizes, edges = size_of(box), matrix_edges(box, shape, lead)
+    both = None if edges is None else two_strides(sizes, strides, lead)
+    if edges is not None and both is not None:
+        yield BoxMatrix(box, start, both, edges)
         return
-    for at in range(view.shape[cut]):
-        start = box[cut][0] + at
-        unit = tuple((0, size) if dim != cut else (at, at + 1) for dim, size in enumerate(view.shape))
-        yield from _cut((*box[:cut], (start, start + 1), *box[cut + 1 :]), view[index_of(unit)], shape, lead)
+    cut = next(dim for dim, size in enumerate(sizes) if size > 1)  # one element is a box of any matrix
+    for at in range(sizes[cut]):
+        first = box[cut][0] + at
+        unit = (*box[:cut], (first, first + 1), *box[cut + 1 :])
+        yield from _cut(unit, start + at * strides[cut], strides, shape, lead)
 
 
 def matrix_edges(box: Box, shape: Sequence[int], lead: int) -> tuple[int, int, int, int] | None:

@@ -29,8 +29,8 @@ from weight_sync.content import TensorTable
 from weight_sync.fp8_wire import weight_name
 from weight_sync.held_format import INT8_BLOCKS, HeldFormats
 from weight_sync.ledger import Numbers, PlannedBoxes
-from weight_sync.moves import Move, lead_of, matrix_of, two_strides
-from weight_sync.picks import matrix_edges, parts_of_box
+from weight_sync.moves import Move, lead_of, matrix_of
+from weight_sync.picks import parts_of_box
 from weight_sync.spans import (
     CAST_DTYPES,
     DTYPE_CODES,
@@ -252,7 +252,7 @@ def _matrices(
 ) -> list[tuple[Box, _Matrix]] | None:
     """Return what of a piece lies in a wire tensor: boxes of its matrix.
 
-    None if no matrix has its strides in the wire tensor, or its dtype cannot be read from there.
+    None if its dtype cannot be read from there, or the wire tensor is empty.
     """
     if offset % wire.dtype.itemsize:
         return None
@@ -260,14 +260,10 @@ def _matrices(
     whole = whole_box(shape)
     if wire.box is None and piece.index == () and not piece.transposed:
         return [(whole, (offset, rows, columns, columns, 1, 0, rows, 0, columns))]
-    content = torch.empty(wire.sizes, dtype=wire.dtype, device="meta")
-    views = [(whole, piece.of(content))] if wire.box is None else parts_of_box(wire, piece, content, shape, lead)
+    if 0 in wire.shape:
+        return None
     found = []
-    for box, view in views:
-        strides, edges = two_strides(view.shape, view.stride(), lead), matrix_edges(box, shape, lead)
-        if strides is None or edges is None:
-            return None
-        start = offset + int(view.storage_offset()) * wire.dtype.itemsize
-        top, bottom, left, right = edges
+    for box, first, strides, (top, bottom, left, right) in parts_of_box(wire, piece, shape, lead):
+        start = offset + first * wire.dtype.itemsize
         found.append((box, (start, rows, columns, *strides, top, bottom - top, left, right - left)))
     return found

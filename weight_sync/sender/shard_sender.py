@@ -75,9 +75,8 @@ class ShardSender(WeightSender):
 
         `shards`: what this rank has; together the ranks have each element of each tensor, in boxes that are equal or do
         not overlap.  Of equal boxes, as replicas have them, one is sent.  They must not change meanwhile.  The other
-        arguments mean what they mean in `WeightSender.refresh`, and are equal on all ranks.
-
-        `progress`: of this rank's bytes.
+        arguments mean what they mean in `WeightSender.refresh`, and are equal on all ranks.  `progress` counts this
+        rank's bytes.
 
         Raises as `WeightSender.refresh`; what is wrong with shards is raised on every rank before an engine hears of
         it.

@@ -12,13 +12,13 @@ import torch
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, NORM, D, E, I, expert_name, fused, version
 from tests.unit.weight_sync.test_boxes import random_boxes
 from tests.weight_engine_process import Engine
-from tests.weight_group_helpers import content_of
+from tests.weight_group_helpers import TIMEOUT_S, broadcast, content_of, in_background, join
 from weight_sync.boxes import index_of
 from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.sender import Shard, ShardSender
 from weight_sync.sender.shard import assigned, decoded, encoded, parts_of
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 W = TensorMeta("w", torch.float32, (4, 6))
 UPPER, LOWER = ((0, 2), (0, 6)), ((2, 4), (0, 6))
@@ -83,7 +83,7 @@ def test_metas_come_back_as_they_were() -> None:
 
 
 def test_fused_shards_are_sent_as_their_experts_parts() -> None:
-    """Of experts 1 and 2, the first columns: each expert's gate and up rows are boxes of their own."""
+    """Send the first columns of experts 1 and 2: each expert's gate and up rows are boxes of their own."""
     shape, box = (E, 2 * I, D), ((1, 3), (0, 2 * I), (0, 2))
     parts = parts_of([Shard(GATE_UP, shape, box, torch.zeros(2, 2 * I, 2))], torch.bfloat16)
     assert [part.meta for part in parts] == [
@@ -167,3 +167,58 @@ def test_a_gap_is_refused_before_the_engine_hears_of_it(engine: Engine, sender: 
 def test_a_sender_that_is_not_connected_is_refused() -> None:
     with pytest.raises(TransactionStateError, match="not connected"):
         ShardSender({}).refresh_shards([Shard(EMBED, (1, 1), None, torch.zeros(1, 1))])
+
+
+# --- senders that do what `ShardSender` would not --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_message_of_another_size_than_its_box_is_refused(engine: Engine, change: int) -> None:
+    """A row too few or too many: the box says how many bytes come, whatever the full shape is."""
+    group, embed = join(engine), version(1)[EMBED]
+    engine.begin_weight_update(update_id="u", coverage="partial")
+    told = in_background(
+        lambda: engine.update_weights_from_distributed(
+            names=[EMBED],
+            dtypes=["bfloat16"],
+            shapes=[list(embed.shape)],
+            boxes=[[[0, 3], [0, D]]],
+            group_name=group.name,
+            load_format="flattened_bucket",
+            update_id="u",
+        )
+    )
+    broadcast(group, embed[: 3 + change].contiguous().view(-1).view(torch.uint8))
+    error = told(TIMEOUT_S)
+    assert ("shorter" if change < 0 else "longer") in str(error)
+    engine.settle()
+    group.destroy()
+    assert engine.call("content") == content_of(0)
+
+
+def test_two_senders_in_groups_of_their_own_make_up_one_update(engine: Engine) -> None:
+    """Neither of them knows the other: they share the id of the update alone."""
+    tensors = version(1)
+    engine.begin_weight_update(update_id="u", weight_version="1", coverage="full")
+    for number in (0, 1):
+        shards = [shard for at, shard in enumerate(shards_of(tensors, 3, 4)) if at % 2 == number]
+        shards.sort(key=lambda shard: -shard.tensor.itemsize)  # so that each lies well
+        group = join(engine)
+        told = in_background(lambda: send_all(engine, group.name, shards))  # noqa: B023
+        broadcast(group, torch.cat([shard.tensor.contiguous().view(-1).view(torch.uint8) for shard in shards]))
+        assert told(TIMEOUT_S) is None
+        group.destroy()
+    engine.end_weight_update(update_id="u")
+    assert engine.call("content") == content_of(1)
+
+
+def send_all(engine: Engine, group_name: str, shards: list[Shard]) -> None:
+    engine.update_weights_from_distributed(
+        names=[shard.name for shard in shards],
+        dtypes=[dtype_name(shard.tensor.dtype) for shard in shards],
+        shapes=[list(shard.full_shape) for shard in shards],
+        boxes=[shard.box for shard in shards],
+        group_name=group_name,
+        load_format="flattened_bucket",
+        update_id="u",
+    )
