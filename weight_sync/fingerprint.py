@@ -123,6 +123,16 @@ def fingerprint_slice(tensor: torch.Tensor, full_shape: Sequence[int], index: In
     return total & _MASK
 
 
+def word_factors(full_shape: Sequence[int], index: Index) -> torch.Tensor:
+    """Return h of each element of a slice, row-major: int64 [n].  An element adds h times its word plus one to F.
+
+    `full_shape`, `index`: as in `fingerprint_slice`.
+    """
+    starts, run = _runs(full_shape, index)
+    flat = (starts.view(-1, 1) + torch.arange(run)).view(-1)
+    return mix_odd(2 * (flat >> _BLOCK_BITS)) * multipliers("cpu")[flat & (BLOCK - 1)]
+
+
 def fingerprint_update(value: int, flat_indices: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> int:
     """Return F of a tensor after the elements at `flat_indices` changed from `old` to `new`, from its F before.
 

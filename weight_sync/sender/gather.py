@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_sync.fingerprint import fingerprint_slice
 from weight_sync.sender.layout import Layout, SharedBucket, WholeBucket
 from weight_sync.sender.lists import Fingerprints
 from weight_sync.sender.ranks import TrainerRanks
@@ -70,9 +69,8 @@ class Gatherer:
         values = np.zeros(len(self._layout.order), np.uint64)
         positions, plan = self._layout.prints
         values[positions] = plan.values(self._views)
-        for position, number, share in self._layout.slices:
-            content = self._views[number].to(share.meta.dtype).view(share.meta.shape)
-            values[position] = fingerprint_slice(content, share.sizes, share.index)
+        for number, value in self._layout.slices.values(self._views).items():
+            values[positions[number]] = value
         return values
 
     def _pack_mine(self, bucket: SharedBucket) -> torch.Tensor:

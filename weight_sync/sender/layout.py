@@ -21,6 +21,7 @@ from weight_sync.sender.lists import TensorLists
 from weight_sync.sender.plan import TensorPlan
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.sender.shares import Share, Shares
+from weight_sync.sender.slices import SlicePrints
 from weight_sync.sender.views import Content, Packing, Recipe, Views
 from weight_sync.tensor_meta import TensorMeta
 
@@ -80,10 +81,10 @@ class Layout:
         return self._positions, FingerprintPlan(forms)
 
     @functools.cached_property
-    def slices(self) -> list[tuple[int, int, Share]]:
-        """The shares here that are not one run of their tensor: the tensor's position, the view's number, the share."""
-        numbered = enumerate(zip(self._positions.tolist(), self._own, strict=True))
-        return [(at, number, share) for number, (at, share) in numbered if share.offset is None and self.printed[at]]
+    def slices(self) -> SlicePrints:
+        """The plan of the fingerprints of what this rank holds that is not one run of its tensor, by number of view."""
+        held = enumerate(zip(self._positions, self._own, strict=True))
+        return SlicePrints([(at, share) for at, (where, share) in held if share.offset is None and self.printed[where]])
 
 
 class _Piece:

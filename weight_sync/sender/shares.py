@@ -14,7 +14,7 @@ from weight_sync.boxes import Box, flat_offset, size_of
 from weight_sync.picks import Picks, box_among, picks_of, source_index
 from weight_sync.sender.plan import Part, TensorPlan
 from weight_sync.sender.ranks import TrainerRanks
-from weight_sync.sender.shards import holdings
+from weight_sync.sender.shards import Holding, holdings
 from weight_sync.sender.views import Content
 from weight_sync.tensor_meta import TensorMeta
 
@@ -57,7 +57,13 @@ class Shares:
         self._numbers = {name: number for number, name in enumerate(plan.sources)}
         with torch.no_grad():
             self._here = [it.to_local() if isinstance(it, DTensor) else it for it in plan.sources.values()]
-        self._held = {name: holdings(name, it, ranks) for name, it in plan.sources.items()}
+        self._held: dict[str, list[Holding]] = {}
+        known: dict[tuple[object, ...] | None, list[Holding]] = {}  # most tensors have the form of another one
+        for (name, it), here in zip(plan.sources.items(), self._here):
+            form = _form(it, here)
+            if form not in known or form is None:
+                known[form] = holdings(name, it, ranks)
+            self._held[name] = known[form]
         self._shares: dict[str, list[Share]] = {}
 
     def of(self, name: str) -> list[Share]:
@@ -101,6 +107,15 @@ class Shares:
 
     def _picks(self, part: Part) -> Picks:
         return picks_of(part.piece, tuple(self._plan.sources[part.source].shape))
+
+
+def _form(tensor: torch.Tensor, here: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what the holdings of a sharded tensor follow from; None for a whole one.  Some releases of torch call
+    placements of two types equal.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    return tensor.shape, here.shape, tensor.placements, tuple(map(type, tensor.placements)), tensor.device_mesh
 
 
 def _is_whole(part: Part) -> bool:

@@ -14,7 +14,14 @@ from rollout.kernels.build import load_kernels
 from tests.tiers import examples
 from weight_sync.block_sums import block_sums, digit_block_sums, plain_block_sums, wrapping_block_sums
 from weight_sync.errors import ContentError, WeightRequestError
-from weight_sync.fingerprint import EXPONENTS, combine, fingerprint, fingerprint_slice, fingerprint_update
+from weight_sync.fingerprint import (
+    EXPONENTS,
+    combine,
+    fingerprint,
+    fingerprint_slice,
+    fingerprint_update,
+    word_factors,
+)
 from weight_sync.fingerprint_words import BLOCK, UNSIGNED, multipliers
 from weight_sync.loading import check_content
 
@@ -183,6 +190,21 @@ def test_column_shards_add_up(shape: tuple[int, int], parts: int) -> None:
     full = random_tensor(shape)
     values = [fingerprint_slice(full[index], shape, index) for index in columns(shape, parts)]
     assert combine(*values) == fingerprint(full)
+
+
+@pytest.mark.parametrize("index", [(slice(2, 5),), (slice(1, 6, 2), 3), (0, slice(4, 11), slice(1, None, 3)), ()])
+def test_the_factors_of_words_are_those_of_the_whole(index: tuple[int | slice, ...]) -> None:
+    """With one word set to 1 in a slice of zeros, the fingerprint grows by the factor of this word."""
+    full = torch.zeros(6, 20, 36, dtype=torch.uint8)
+    factors = word_factors(full.shape, index).tolist()
+    assert len(factors) == full[index].numel()
+    empty = fingerprint(full)
+    for at in range(0, len(factors), max(len(factors) // 7, 1)):
+        one = torch.zeros(full[index].shape, dtype=torch.uint8)
+        one.view(-1)[at] = 1
+        whole = full.clone()
+        whole[index] = one
+        assert combine(fingerprint(whole), -empty) == combine(factors[at])
 
 
 def test_shards_of_every_form_add_up() -> None:
