@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,8 +24,8 @@ from benchmarks.gpu.settings import Settings
 from eplb.placement import ExpertPlacement
 from examples.make_checkpoint.run import CheckpointSpec, hf_config, random_weights
 from rollout.core.args.server_args import ServerArgs
-from rollout.core.messages.io_struct import TokenizedGenerateReqInput
-from rollout.core.messages.message import ControlReqInput, ControlReqOutput
+from rollout.core.messages.io_struct import AbortReqInput, TokenizedGenerateReqInput, encode
+from rollout.core.messages.message import ControlReqInput, ControlReqOutput, Message
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
@@ -39,7 +40,6 @@ from weight_sync.staging import DirectSink
 
 MEANWHILE = 64
 """Tokens of a request beyond the measured steps: the first requests decode while later prompts are computed."""
-_IDLE_S = 5e-4  # to sleep after a turn without a step: an I/O thread that receives weights needs the interpreter
 
 # huggingface.co/Qwen/Qwen3-30B-A3B, config.json
 QWEN3_30B_A3B = CheckpointSpec(
@@ -74,12 +74,36 @@ def config_folder(spec: CheckpointSpec) -> Iterator[Path]:
         yield Path(name)
 
 
+class _WaitingChannel(LocalChannel):
+    """Waits for a message as a server's channel does, so that an idle engine leaves the interpreter to other threads.
+
+    Messages may come from any thread.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._comes = threading.Event()
+
+    def put(self, message: Message) -> None:
+        self.inbox.append(message)
+        self._comes.set()
+
+    def receive_raw(self, timeout_ms: int) -> list[bytes]:
+        if not self.inbox:
+            self._comes.wait(timeout_ms / 1e3)
+        self._comes.clear()
+        return [encode(self.inbox.popleft()) for _ in range(len(self.inbox))]
+
+    def wake(self) -> None:
+        self._comes.set()
+
+
 class Driver:
     """An engine in this thread, step by step.  `load_seconds`: of its weights; `start_seconds`: of its whole start."""
 
     def __init__(self, spec: CheckpointSpec, folder: Path, device: torch.device, **settings: Any) -> None:
         self.spec, self.device = spec, device
-        self._channel, self._count = LocalChannel(), 0
+        self._channel, self._count = _WaitingChannel(), 0
         self._answers: dict[str, ControlReqOutput[Any]] = {}
         args = ServerArgs(model_path=str(folder), device=str(device), skip_tokenizer_init=True, **settings)
         started = time.perf_counter()
@@ -127,7 +151,7 @@ class Driver:
             params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
             rid = f"r{self._count}"
             rids.append(rid)
-            self._channel.inbox.append(
+            self._channel.put(
                 TokenizedGenerateReqInput(
                     rid=rid, input_ids=ids, sampling_params=params, **{"return_logprob": True} | fields
                 )
@@ -139,24 +163,40 @@ class Driver:
 
         Raises `RuntimeError` for a refusal, or where no answer comes in time.
         """
-        self._count += 1
-        request_id = f"c{self._count}"
-        self._channel.inbox.append(verb(request_id=request_id, **fields))
+        request_id = self.ask(verb, **fields)
         deadline = time.monotonic() + timeout_s
-        while request_id not in self._answers:
-            if not self.tick():
-                time.sleep(_IDLE_S)
+        while (answer := self.answer(request_id)) is None:
+            self.tick()
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no answer to {verb.__name__} after {timeout_s} s")
-        answer = self._answers.pop(request_id)
         if not answer.success:
             raise RuntimeError(f"{verb.__name__}: {answer.message}")
         return answer
 
+    def ask(self, verb: type[ControlReqInput[Any]], **fields: Any) -> str:
+        """Send a control request; return the id by which `answer` finds its answer."""
+        self._count += 1
+        request_id = f"c{self._count}"
+        self._channel.put(verb(request_id=request_id, **fields))
+        return request_id
+
+    def answer(self, request_id: str) -> ControlReqOutput[Any] | None:
+        """Take the answer to a control request; None: it has not come."""
+        return self._answers.pop(request_id, None)
+
+    def abort(self) -> None:
+        """End all requests."""
+        self._channel.put(AbortReqInput(abort_all=True))
+        self.run()
+
+    def wake(self) -> None:
+        """End the wait of a `tick`.  May be called from any thread."""
+        self._channel.wake()
+
     @torch.inference_mode()
     def tick(self) -> bool:
-        """Take a turn of the loop; return whether a step ran."""
-        ran = self.scheduler.tick(0)
+        """Take a turn of the loop, which waits as a server's does; return whether a step ran."""
+        ran = self.scheduler.tick()
         while self._channel.outbox:
             message = self._channel.outbox.popleft()
             if isinstance(message, ControlReqOutput):
