@@ -121,7 +121,7 @@ class Trainer:
 
     def _by_sender(self, buckets: list[Named], begin: dict[str, Any]) -> None:
         if self._sender is None:
-            self._sender = WeightSender(self._engine, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]  # has any verb
+            self._sender = WeightSender(self._engine, timeout_s=TIMEOUT_S)  # has any verb
             self._sender.connect(backend="gloo")
         named = [tensor for bucket in buckets for tensor in bucket]
         self._sender.refresh(named, **begin, bucket_bytes=self._bucket_bytes)
