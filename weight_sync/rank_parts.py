@@ -71,6 +71,8 @@ def whole_fingerprint(meta: TensorMeta, held: Sequence[Held], at: int = 0) -> in
 
     Raises `CopiesDifferError` where two places of the same region differ, `WeightSyncError` where a part is nowhere.
     """
+    if len(held) == 1 and held[0].region is None:
+        return int(held[0].values[at])
     shares: dict[Region | None, list[Held]] = {}
     for place in held:
         shares.setdefault(place.region, []).append(place)

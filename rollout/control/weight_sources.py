@@ -32,8 +32,11 @@ def _distributed(verb: UpdateWeightsFromDistributedReqInput, updater: WeightUpda
     if verb.load_format == DELTA:
         if verb.lists().boxes is not None:
             return RefusedSource("a delta takes no boxes, as its frame has the tensors that change", group, receiver)
-        inner = DistributedSource(verb.lists, group, receiver)
-        return DeltaSource(inner, updater.weights, updater.target, updater.exchange, updater.model.quantised)
+        inner, model = DistributedSource(verb.lists, group, receiver), updater.model
+        homes = model.planner.homes(updater.target)
+        return DeltaSource(
+            inner, model.weights, updater.target, updater.exchange, model.quantised, homes, model.known_calls
+        )
     packed_bytes, counts = verb.packed_buffer_size_bytes, verb.tensors_per_rank
     if counts is None:
         return DistributedSource(verb.lists, group, receiver, verb.load_format, packed_bytes, verb.digest())

@@ -11,6 +11,7 @@ digests belong to the whole versions, of which a frame may be a part.
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Iterator, Sequence
@@ -25,12 +26,14 @@ from weight_sync.delta.compression import Unpacker, compress, decompress_exactly
 from weight_sync.delta.planes import PLANES, PlaneSizes, invert_planes, read_planes, write_planes
 from weight_sync.errors import BaseMismatchError, ContentError, WeightRequestError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
-from weight_sync.tensor_meta import TensorMeta, dtype_name, parse_meta
+from weight_sync.tensor_meta import MetaParser, TensorMeta, dtype_name
 
 MAGIC = b"LKSDELT1"
 MAX_INDEX_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sII")
 _DIGEST_DIGITS = 64
+_ENTRIES_UNPACKED = 64
+"""Tensors whose parts of a plane are unpacked at once."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,15 @@ class DeltaFrame:
 
     def _planes(self) -> Iterator[tuple[FrameEntry, list[np.ndarray]]]:
         unpackers = [Unpacker(packed, f"delta plane {name!r}") for packed, name in zip(self.packed, PLANES)]
-        for entry in self.entries:
-            parts = [unpacker.take(count) for unpacker, count in zip(unpackers, entry.sizes.counts, strict=True)]
-            yield entry, [np.frombuffer(part, dtype=np.uint8) for part in parts]
+        for first in range(0, len(self.entries), _ENTRIES_UNPACKED):
+            entries = self.entries[first : first + _ENTRIES_UNPACKED]
+            columns = []
+            for unpacker, counts in zip(unpackers, zip(*(entry.sizes.counts for entry in entries)), strict=True):
+                plane = np.frombuffer(unpacker.take(sum(counts)), dtype=np.uint8)
+                ends = itertools.accumulate(counts)
+                columns.append([plane[end - count : end] for end, count in zip(ends, counts)])
+            for entry, *parts in zip(entries, *columns, strict=True):
+                yield entry, parts
         for unpacker in unpackers:
             unpacker.finish()
 
@@ -196,7 +205,8 @@ def read_frame(data: bytes | memoryview, max_bytes: int | None) -> DeltaFrame:
             f"a delta frame of {len(view)} bytes states a size of {fingerprints_end + sum(packed_sizes)}"
         )
     fingerprints = np.frombuffer(view[position:fingerprints_end], dtype="<u8").reshape(-1, 2).tolist()
-    entries = tuple(_entry(item, *values) for item, values in zip(described, fingerprints, strict=True))
+    parse = MetaParser()
+    entries = tuple(_entry(parse, item, *values) for item, values in zip(described, fingerprints, strict=True))
     _check_entries(entries, max_bytes)
     packed = []
     position = fingerprints_end
@@ -232,7 +242,7 @@ def _read_json(text: bytes) -> dict[str, Any]:
     return index
 
 
-def _entry(item: Any, base_fingerprint: int, result_fingerprint: int) -> FrameEntry:
+def _entry(parse: MetaParser, item: Any, base_fingerprint: int, result_fingerprint: int) -> FrameEntry:
     if not isinstance(item, list) or len(item) != 6:
         raise ContentError("the description of a tensor in a delta frame is malformed")
     name, dtype, shape, num_changes, is_dense, counts = item
@@ -245,7 +255,7 @@ def _entry(item: Any, base_fingerprint: int, result_fingerprint: int) -> FrameEn
         and all(map(_is_size, counts))
     ):
         raise ContentError(f"the description of tensor {str(name)[:200]!r} in a delta frame is malformed")
-    meta = parse_meta(name, dtype, shape)
+    meta = parse(name, dtype, shape)
     try:
         sizes = PlaneSizes.check(num_changes, is_dense, counts, meta.numel, meta.dtype.itemsize)
     except ContentError as error:

@@ -4,6 +4,9 @@
              before and after -> one exchange: they add up to what the delta states -> changes staged, part by part
 
 A rank needs no more of a tensor than its part, and nothing is delivered before all of a frame is proved on all ranks.
+
+Tensors that lie whole at one place of this rank are changed many at a time (`FramePart`), and taken by plan.  Others,
+split or copied or not here, are changed one by one.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from weight_sync.bucket_layout import PackedBucket
+from weight_sync.bucket_layout import KnownCalls, PackedBucket
 from weight_sync.delta.changes import changed, share_after
 from weight_sync.delta.frame import DeltaFrame, FrameEntry, TensorDelta, read_frame
+from weight_sync.delta.frame_part import FramePart, PartTables, cut_parts
 from weight_sync.errors import (
     BaseMismatchError,
     CopiesDifferError,
@@ -26,8 +30,9 @@ from weight_sync.fingerprint import digest
 from weight_sync.fp8_wire import kind_of
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.loading import ProvenPart
+from weight_sync.plan import Homes
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
-from weight_sync.receivers.base import BucketSource
+from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.splitting import split_wire
 from weight_sync.tensor_meta import LogicalWeights, Part, Piece, Region, TensorMeta, dtype_name, parts_of
 
@@ -39,7 +44,8 @@ class DeltaSource(BucketSource):
     """A delta frame that comes as the one tensor of `inner`, uint8 [bytes], over the content of `weights`.
 
     `target`: where it is staged, which must be where its base lies.  `exchange`: with the other ranks, once a frame.
-    `quantised`: tensors that are held otherwise than they were sent, of which there is no base.
+    `quantised`: tensors that are held otherwise than they were sent, of which there is no base.  `homes`: of `weights`.
+    `known_calls`: of the same weights.
     """
 
     def __init__(
@@ -49,12 +55,16 @@ class DeltaSource(BucketSource):
         target: LogicalWeights | None = None,
         exchange: Exchange = alone,
         quantised: HeldFormats = AS_SENT,
+        homes: Homes | None = None,
+        known_calls: KnownCalls[KnownCall] | None = None,
     ) -> None:
         self._inner = inner
         self._quantised = quantised
         self._weights = weights
         self._target = weights if target is None else target
         self._exchange = exchange
+        self._homes = Homes(weights) if homes is None else homes
+        self._known_calls = KnownCalls(0) if known_calls is None else known_calls
         self._max_bytes = 0
         self.must_drain = inner.must_drain
 
@@ -67,9 +77,8 @@ class DeltaSource(BucketSource):
             raise WeightRequestError(f"load_format {DELTA!r} takes one uint8 tensor of one dimension, got {described}")
         return ()
 
-    def receive(self) -> Iterator[ProvenPart]:
-        """Yield a bucket for each tensor, nothing of which is delivered before the whole frame fits what all ranks
-        hold.
+    def receive(self) -> Iterator[ProvenPart | PackedBucket]:
+        """Yield the changed tensors, none of which is delivered before the whole frame fits what all ranks hold.
 
         Raises as the inner source, `ContentError`, `BaseMismatchError`, `TransactionStateError` where the update is
         staged for another placement or a base is not held, and for tensors that the model does not have what
@@ -98,19 +107,54 @@ class DeltaSource(BucketSource):
                     f"({held.flag}); {_ADVICE}"
                 )
 
-    def _proven(self, deltas: Mapping[str, TensorDelta]) -> Iterator[ProvenPart]:
+    def _proven(self, deltas: Mapping[str, TensorDelta]) -> Iterator[ProvenPart | PackedBucket]:
         if self._target is not self._weights:
             raise TransactionStateError(
                 "a delta cannot be applied while this update adopts a placement: begin with base_digest"
             )
-        held = gather_places((self._shares(delta) for delta in deltas.values()), self._exchange)
+        parts = self._parts([delta for delta in deltas.values() if self._is_whole(delta.entry.meta.name)])
+        shares: dict[str, list[int]] = {}
+        proved: PackedBucket | None = None
+        for part in parts:
+            proved, found = part.prove(self._held(part))
+            shares.update(zip(part.names, found.tolist(), strict=True))
+        mine = ([(None, shares[name])] if name in shares else self._shares(delta) for name, delta in deltas.items())
+        held = gather_places(mine, self._exchange)
         for delta, places in zip(deltas.values(), held, strict=True):
             _check(delta.entry, places)
+        for part in parts:
+            if proved is None or len(parts) > 1:  # several would be too much to keep
+                proved = part.changed(self._held(part))
+            yield proved
         for name, delta in deltas.items():
-            part = None
-            for region, base in parts_of(self._weights, name)[:1]:
-                part = Part(region, changed(base, delta.changes().within(delta.entry.meta.shape, region)[0]))
-            yield ProvenPart(name, part, delta.entry.result_fingerprint)
+            if name not in shares:
+                yield self._changed(name, delta)
+
+    def _is_whole(self, name: str) -> bool:
+        places = self._homes.places(name)
+        return len(places) == 1 and places[0].region is None
+
+    def _parts(self, deltas: Sequence[TensorDelta]) -> list[FramePart]:
+        """Return these deltas in parts.  Which parts they are is worked out once for the same tensors."""
+        metas = [delta.entry.meta for delta in deltas]
+
+        def cut() -> KnownCall:
+            tables = cut_parts(metas)
+            return KnownCall(metas, [part.layout for part in tables], tables)
+
+        tables: Sequence[PartTables] = self._known_calls.get((DELTA, tuple(metas)), cut).messages if metas else ()
+        rest = iter(deltas)
+        return [FramePart(part, [next(rest) for _ in part.layout.metas]) for part in tables]
+
+    def _held(self, part: FramePart) -> list[torch.Tensor]:
+        return [self._homes.places(name)[0].read() for name in part.names]
+
+    def _changed(self, name: str, delta: TensorDelta) -> ProvenPart:
+        """Return what this rank will hold of one tensor."""
+        part = None
+        for region, base in parts_of(self._weights, name)[:1]:
+            part = Part(region, changed(base, delta.changes().within(delta.entry.meta.shape, region)[0]))
+        return ProvenPart(name, part, delta.entry.result_fingerprint)
 
     def _shares(self, delta: TensorDelta) -> list[tuple[Region | None, list[int]]]:
         """Return the shares of this rank's places of a tensor, before and after."""

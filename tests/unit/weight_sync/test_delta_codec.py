@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from tests.tiers import examples
 from weight_sync.delta.changes import Changes, apply_changes, find_changes
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.frame import read_frame, write_frame
-from weight_sync.delta.planes import PlaneSizes, invert_planes, read_planes, write_planes
+from weight_sync.delta.planes import PlaneSizes, invert_planes, read_all_planes, read_planes, write_planes
 from weight_sync.errors import (
     BaseMismatchError,
     ContentError,
@@ -95,6 +97,42 @@ def test_positions_far_apart_survive_the_codec() -> None:
     read = read_planes(sizes, planes, 10_000_000, 2)
     assert (read.positions_N == positions).all()
     assert (read.steps_N == steps).all()
+
+
+def several(dtype: torch.dtype, seed: int) -> list[tuple[int, Changes, PlaneSizes, list[np.ndarray]]]:
+    """Return size, changes and planes of many tensors: empty, unchanged, sparse and dense ones."""
+    found = []
+    for number, numel in enumerate([0, 1, 7, 300, 300, 4097, 0, 255, 256, 1000, 2, 5000]):
+        base = random_bits(seed + number, numel, dtype)
+        share, step = [(0.0, 1), (0.01, 1), (0.03, 300), (1.0, 1 << 12)][(number + seed) % 4]
+        changes = find_changes(base, changed(base, seed, share, step))
+        found.append((numel, changes, *write_planes(changes, numel, dtype.itemsize)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+def test_many_tensors_are_read_as_each_by_itself(dtype: torch.dtype, seed: int) -> None:
+    numels, changes, sizes, planes = zip(*several(dtype, seed), strict=True)
+    columns = [np.concatenate(column) for column in zip(*planes, strict=True)]
+    read = read_all_planes(sizes, columns, numels, dtype.itemsize)
+    assert (read.positions_N == np.concatenate([each.positions_N for each in changes])).all()
+    assert (read.steps_N == np.concatenate([each.steps_N for each in changes])).all()
+
+
+@pytest.mark.parametrize(("plane", "num_bytes"), [(0, 1), (2, 1), (4, 2)])
+def test_bytes_that_go_over_to_the_next_tensor_are_noticed(plane: int, num_bytes: int) -> None:
+    """Each tensor's part of a plane is its own: the two together would fit."""
+    changes = Changes(np.array([0, 300, 301, 900]), np.array([1, 300, -400, 2]))
+    sizes, planes = write_planes(changes, 5000, 2)
+    moved = [
+        dataclasses.replace(sizes, counts=tuple(count + by * (at == plane) for at, count in enumerate(sizes.counts)))
+        for by in (-num_bytes, num_bytes)
+    ]
+    columns = [np.concatenate([each, each]) for each in planes]
+    assert (read_all_planes([sizes, sizes], columns, [5000] * 2, 2).steps_N == np.tile(changes.steps_N, 2)).all()
+    with pytest.raises(ContentError):
+        read_all_planes(moved, columns, [5000] * 2, 2)
 
 
 def test_find_changes_refuses_what_does_not_match() -> None:
