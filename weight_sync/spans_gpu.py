@@ -233,7 +233,7 @@ class GpuSpans:
         self._first_move = counts_T.cumsum(0).to(device)
         self._work = {form: _on(device, items, 3) for form, items in _work_of(spans, source.data_ptr() % 8).items()}
         self._same_T = torch.tensor([span.sent == span.held for span in spans], dtype=torch.bool, device=device)
-        self._addresses: tuple[list[int], torch.Tensor] = ([], torch.empty(2, 0, dtype=torch.int64, device=device))
+        self._addresses: tuple[list[list[int]], list[torch.Tensor]] = ([], [])
 
     def fits(self, source: torch.Tensor, storages: Sequence[torch.Tensor]) -> bool:
         """Return whether the tables were checked for such a bucket and such storages."""
@@ -255,10 +255,10 @@ class GpuSpans:
         self._require_fit(source, storages, live)
         sums_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int64, device=self._device)
         flags_T2 = torch.zeros(self._num_tensors, 2, dtype=torch.int32, device=self._device)
-        addresses_2S = self._addresses_of(storages, storages if live is None else live)
+        addresses = self._addresses_of(storages, storages if live is None else live)
         for form, items in self._work.items() if checks or writes else ():
             constants = form.constants(checks, writes, folds=live is not None)
-            tables = (self._tensors, self._moves, self._first_move, *addresses_2S, items)
+            tables = (self._tensors, self._moves, self._first_move, *addresses, items)
             launch(source, tables, sums_T2, flags_T2, constants)
         for found_T2 in (sums_T2, flags_T2):  # a tensor that is not cast was summed once
             found_T2[:, 1] = torch.where(self._same_T, found_T2[:, 0], found_T2[:, 1])
@@ -274,11 +274,14 @@ class GpuSpans:
             if not (is_reached and _place_of(shadow)[:2] == _place_of(storage)[:2] and shadow.is_contiguous()):
                 raise RuntimeError("a shadow is not like its storage")
 
-    def _addresses_of(self, storages: Sequence[torch.Tensor], live: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the addresses of both, int64 [2, S] on the device; they are copied there when they have changed."""
-        addresses = [storage.data_ptr() for storage in (*storages, *live)]
+    def _addresses_of(self, *lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the addresses in each list, int64 [S] on the device; they are copied there when they have changed.
+
+        Each is a tensor of its own: Triton compiles a kernel anew for an argument at an odd address.
+        """
+        addresses = [[storage.data_ptr() for storage in storages] for storages in lists]
         if self._addresses[0] != addresses:
-            made = torch.tensor(addresses, dtype=torch.int64).view(2, -1).to(self._device)
+            made = [torch.tensor(row, dtype=torch.int64).to(self._device) for row in addresses]
             self._addresses = addresses, made
         return self._addresses[1]
 
