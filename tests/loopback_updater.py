@@ -71,7 +71,8 @@ def layout_of(metas: Sequence[TensorMeta]) -> BucketLayout:
 
 def packed(layout: BucketLayout, named: Named) -> PackedBucket:
     """Return a message of these tensors, in memory of the device on which they lie."""
-    content = torch.empty(layout.num_bytes, dtype=torch.uint8, device=named[0][1].device)
+    device = named[0][1].device if named else "cpu"
+    content = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     for (_, view), (_, tensor) in zip(layout.views(content), named, strict=True):
         view.copy_(tensor)
     return PackedBucket(layout, content)

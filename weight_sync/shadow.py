@@ -20,8 +20,9 @@ model's, padding and replicas included), in host memory or on the weights' devic
 for a planned bucket, and as much as the tensor for one that comes by itself.
 
 What is written and exchanged is given to a `DeviceQueue`.  On a GPU the exchange of `device` moves three bytes of its
-memory for each byte of weights (two read, one written), that of `host` one over the bus.  Fewer cannot do: until the
-vote both contents must be there to be had, in the memory of two, so a commit must read what it overwrites.
+memory for each byte of weights (two read, one written), that of `host` one over the bus.  It cannot be
+fewer: until the vote the memory of two copies must yield the old content and the new, so a commit has to read what it
+overwrites.
 """
 
 from __future__ import annotations
