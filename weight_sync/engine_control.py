@@ -86,6 +86,11 @@ def refusal(call: Future[Any]) -> BaseException | None:
     return call.exception() if call.done() else None
 
 
+def refusals_of(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
+    """Return the errors of calls that are over, by engine."""
+    return {name: error for name, call in calls.items() if (error := refusal(call)) is not None}
+
+
 def was_refused(error: BaseException) -> bool:
     """Return whether the engine has answered that it did not do what it was asked: a status of 4xx.
 

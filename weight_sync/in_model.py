@@ -164,9 +164,10 @@ class JournalStaging(_InModelStaging):
                 try:
                     self._keep(bytes_of(storage))
                 except OSError as error:
-                    what = names[0] if len(names) == 1 else f"one of {len(names)} tensors"
-                    size = f"{storage.untyped_storage().nbytes()} bytes"
-                    raise StagingError(f"{what} ({size}) cannot be written to the journal: {error}") from error
+                    what, size = ", ".join(names[:1]), storage.untyped_storage().nbytes()
+                    raise StagingError(
+                        f"what lies with {what} ({size} bytes) cannot be written to the journal: {error}"
+                    ) from error
 
     def _keep(self, live: torch.Tensor) -> None:
         if self._file is None:

@@ -272,7 +272,7 @@ class GpuSpans:
         for shadow, storage in zip(storages, live or (), strict=live is not None):
             is_reached = shadow.device == self._device or shadow.is_pinned()
             if not (is_reached and _place_of(shadow)[:2] == _place_of(storage)[:2] and shadow.is_contiguous()):
-                raise RuntimeError("a shadow is not like its storage")
+                raise RuntimeError(f"a shadow of {shadow.numel()} bytes is not like its storage")
 
     def _addresses_of(self, *lists: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the addresses in each list, int64 [S] on the device; they are copied there when they have changed.

@@ -135,7 +135,7 @@ class Trainer:
         self._process.wait(10)
 
     def _serve(self, seen: Refresh, *, busy: bool) -> None:
-        """Take turns of the engine and answer the trainer's calls, until it says that it is done."""
+        """Take turns of the engine and answer the trainer's calls, until it is done."""
         deadline = time.monotonic() + REFRESH_S
         while True:
             while self._said:

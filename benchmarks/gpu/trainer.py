@@ -5,7 +5,7 @@
 It holds its weights in buckets, each one allocation, and sends them in one of `WAYS` whenever it is asked.  It and the
 engine's process speak lines of JSON:
 
-    engine  -> trainer   {"way": "handles", "label": "v1", "layers": 2}      send so many layers; null: all
+    engine  -> trainer   {"way": "handles", "label": "v1", "layers": 2}      send the first layers; null: all
     trainer -> engine    {"id": 3, "verb": "begin_weight_update", "fields": {...}}
     engine  -> trainer   {"id": 3, "success": true, "message": "", "reply": {...}}
     trainer -> engine    {"done": true}

@@ -223,9 +223,8 @@ class WeightControl:
             raise BadRequest(
                 "coverage partial without a manifest takes any tensors: give an update_id, so that only yours are taken"
             )
-        adopts = verb.adopt_placement
-        if adopts is None and verb.base_digest is not None:
-            adopts = False  # deltas will come, which are added to their base in place
+        # Deltas come with a base, and are added to it in place.
+        adopts = False if verb.adopt_placement is None and verb.base_digest is not None else verb.adopt_placement
         if verb.per_rank and verb.placement_epoch is None:
             raise BadRequest("per_rank needs placement_epoch: of the answer of /weight_parts that the sender goes by")
         if update is None:  # else this begin is refused
@@ -234,12 +233,11 @@ class WeightControl:
         def io() -> None:
             self._updater.require_none_open()
             self._require_base(verb)
-            manifest = manifest_of(verb)
             lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
             self._updater.begin(
                 verb.weight_version,
                 verb.coverage,
-                manifest,
+                manifest_of(verb),
                 lease_s,
                 update_id=update_id,
                 bound=verb.update_id is not None,

@@ -78,7 +78,7 @@ def hook(
         for _ in plan.numbers:
             before(next(numbers))
 
-    if name == "write":  # one by one, or all of a planned bucket in one call
+    if name == "write" and hasattr(owner, "write_spans"):  # one by one, or all of a planned bucket in one call
         spans = owner.write_spans
         return mock.patch.multiple(owner, write=hooked, write_spans=spans_hooked)
     is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)

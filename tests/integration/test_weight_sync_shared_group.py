@@ -13,7 +13,7 @@ from tests.weight_engine_process import Engine
 from tests.weight_group_helpers import TIMEOUT_S, Meddling, content_of, names, seeds
 from weight_sync.errors import TransactionStateError
 from weight_sync.sender import EngineError, WeightSender
-from weight_sync.sender.group import SenderGroup, Sending
+from weight_sync.sender.link import SenderGroup, Sending
 from weight_sync.sender.update import WeightUpdate
 
 BUCKET_BYTES = 40
@@ -245,7 +245,7 @@ def test_a_sender_that_goes_on_in_the_broken_group_is_noticed(fleet: Fleet, monk
 @pytest.mark.mutant
 def test_a_sender_that_blames_all_members_is_noticed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightUpdate, "_to_blame", lambda self, failed: failed)
-    monkeypatch.setattr("weight_sync.sender.group.to_blame", lambda failed: failed)
+    monkeypatch.setattr("weight_sync.sender.meeting.to_blame", lambda failed: failed)
     with pytest.raises((AssertionError, EngineError)):
         _survive(fleet, "bucket", "b", "leave_out")
     fleet.replace("b")

@@ -293,13 +293,16 @@ def in_two(tensors: Tensors) -> list[Tensors]:
 
 @contextmanager
 def raising_on(weights: Any, kind: type, step: str) -> Iterator[None]:
-    """Make a step of a staging raise on the rank whose weights these are."""
-    inner = getattr(kind, step)
+    """Make a step of a staging raise on the rank whose weights these are; of "write" both forms."""
 
-    def faulty(staging: Any, *arguments: Any) -> Any:
-        if staging._weights is weights:
-            raise OSError("a fault of one rank")
-        return inner(staging, *arguments)
+    def faulty(inner: Any) -> Any:
+        def call(staging: Any, *arguments: Any) -> Any:
+            if staging._weights is weights:
+                raise OSError("a fault of one rank")
+            return inner(staging, *arguments)
 
-    with mock.patch.object(kind, step, faulty):
+        return call
+
+    steps = ("write", "write_spans") if step == "write" else (step,)
+    with mock.patch.multiple(kind, **{name: faulty(getattr(kind, name)) for name in steps}):
         yield

@@ -49,6 +49,7 @@ from weight_sync.receivers.disk import DiskSource
 from weight_sync.receivers.ipc import IpcSource
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
+from weight_sync.take_spans import SpanTables
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.unnamed_file import UnnamedFile
 
@@ -142,17 +143,29 @@ def exchange_fails(at: int) -> Fault:
 
 
 def write_fails(at: int) -> Fault:
-    """Raise half-way through one of the writes into the model."""
+    """Raise before one of the writes into the model, with all before it done.
+
+    Tensors that plans leave out are written one by one.
+    """
 
     def fault(target: UpdaterTarget, _: Path) -> Refusal:
-        writes = iter(range(1000))
+        numbers = iter(range(1000))
 
         def stop(name: str) -> None:
-            if next(writes) == at:
+            if next(numbers) == at:
                 raise OSError("no such luck")
 
-        target.weights.fault = stop
-        refusal = target.attempt(two_buckets(list(version(2).items())))
+        def take(tables: SpanTables, *arguments: Any, checks: bool = True, writes: bool = True) -> Any:
+            if writes and not checks:
+                for done in range(len(tables.moves)):
+                    if next(numbers) == at:
+                        inner(SpanTables(tables.tensors, tables.moves[:done]), *arguments, checks=False)
+                        raise OSError("no such luck")
+            return inner(tables, *arguments, checks=checks, writes=writes)
+
+        inner, target.weights.fault = SpanTables.take, stop
+        with mock.patch.object(SpanTables, "take", take):
+            refusal = target.attempt(two_buckets(list(version(2).items())))
         target.weights.fault = lambda name: None
         return refusal
 
@@ -282,7 +295,8 @@ def folder_of(scratch: Path, tensors: Tensors) -> Path:
 
 
 def disk(target: UpdaterTarget, folder: Path) -> DiskSource:
-    return DiskSource(folder, target.weights, complete=True, timeout_s=0.2)
+    calls = target.updater.receiver.known_calls
+    return DiskSource(folder, target.weights, complete=True, timeout_s=0.2, known_calls=calls)
 
 
 def damaged(damage: Callable[[Path], object]) -> Fault:

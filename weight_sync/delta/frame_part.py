@@ -45,7 +45,7 @@ class PartTables(NamedTuple):
         rows = []
         for meta, offset in zip(metas, offsets, strict=True):
             code, (num_rows, num_columns) = DTYPE_CODES[meta.dtype], matrix_of(meta.shape)
-            rows.append(SpanTensor(offset, code, code, num_rows, num_columns, num_columns, 1))
+            rows.append(SpanTensor.whole(offset, code, code, num_rows, num_columns, num_columns, 1))
         moves = torch.empty(0, MOVE_COLUMNS, dtype=torch.int64)
         return cls(BucketLayout(metas, offsets, num_bytes), SpanTables(torch.tensor(rows), moves))
 

@@ -10,8 +10,8 @@
     refresh_plan  all of that for one form of source, kept from refresh to refresh
     ranks         collectives of the trainer ranks, with deadlines
     gather        a bucket's bytes on the sending rank; fingerprints
-    link          one engine: its calls
-    group         the process group with one engine or with all: joining, a bucket on its way, leaving
+    link          one engine: its calls, the group that it is in, a bucket on its way, leaving
+    meeting       how engines join groups with this process
     rank_groups   a group with each rank of an engine, and what its ranks keep
     rank_plan     the calls that send each rank of an engine what it keeps
     rank_refresh  a refresh of that kind: what ranks keep is asked, and asked again where experts have moved

@@ -1,29 +1,30 @@
-"""One engine as the sender sees it: control calls in threads, and the group that both are in.  What a bucket is."""
+"""One engine as the sender sees it: control calls in threads, the group that both are in, a bucket on its way there."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weight_sync.bucket import cut_pieces
-from weight_sync.engine_control import EngineControl
+from weight_sync.engine_control import EngineControl, refusal, refusals_of, to_blame, was_not_found
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
-from weight_sync.receivers.distributed import PIECE_BYTES
+from weight_sync.process_group import GroupHandle
+from weight_sync.receivers.distributed import PIECE_BYTES, PIECES
 from weight_sync.sender.lists import Manifest, TensorLists
-from weight_sync.sender.rank_groups import EngineRanks, RankPiece
+from weight_sync.sender.rank_groups import EngineRanks, RankGroups, RankPiece
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.waiting import in_thread
 
-if TYPE_CHECKING:
-    from weight_sync.sender.group import SenderGroup
-
 GRACE_S = 2.0
 """Over a deadline, for the engine's own error, which states more than that the deadline passed."""
+_SETTLE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -107,3 +108,174 @@ class EngineLink:
         if "prepared_s" in fields and "prepared_s" not in inspect.signature(control).parameters:
             del fields["prepared_s"]
         return in_thread(control, **fields)
+
+
+class SenderGroup:
+    """A joined group, with the engines whose ranks are in it."""
+
+    def __init__(self, handle: GroupHandle | RankGroups, links: Sequence[EngineLink]) -> None:
+        self.handle = handle
+        self.links = links
+        self.has_ended = False
+
+    @property
+    def timeout_s(self) -> float:
+        return max(link.timeout_s for link in self.links)
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.links) > 1
+
+    def start(self, bucket: Bucket, weight_version: str | None, update_id: str) -> Sending:
+        """Send a bucket without waiting.  What `bucket.pieces` hold must not change until it is done."""
+        boxes = {} if bucket.lists.boxes is None else {"boxes": bucket.lists.boxes}
+        calls = {
+            link.name: link.call(
+                "update_weights_from_distributed",
+                **boxes,
+                names=bucket.lists.names,
+                dtypes=bucket.lists.dtypes,
+                shapes=bucket.lists.shapes,
+                group_name=self.handle.name,
+                load_format=PIECES,
+                weight_version=weight_version,
+                update_id=update_id,
+                **bucket.more,
+            )
+            for link in self.links
+        }
+        return Sending(self, calls, bucket)
+
+    def start_piece(self, piece: torch.Tensor | RankPiece) -> dist.Work:
+        """Start to broadcast a piece of a bucket.  Raises as `GroupHandle.start_broadcast`."""
+        if isinstance(self.handle, RankGroups):
+            assert isinstance(piece, RankPiece), "a piece for a rank goes to its group"
+            return self.handle.start_broadcast(piece, self.timeout_s)
+        assert isinstance(piece, torch.Tensor), "all ranks of a group get the same"
+        return self.handle.start_broadcast(piece, self.timeout_s)
+
+    def leave(self) -> dict[str, BaseException]:
+        """Leave the group and have the engines leave it, unless they have; return what they refused."""
+        calls = self._end()
+        wait(calls.values(), timeout=self.timeout_s)
+        self.handle.destroy()
+        late = TransportError(f"the engine did not leave the group within {self.timeout_s:g} s")
+        refused = {name: refusal(call) if call.done() else late for name, call in calls.items()}
+        return {name: error for name, error in refused.items() if error is not None and not was_not_found(error)}
+
+    def leave_failed(self) -> None:
+        """Leave a group that broke, on both sides: a broadcast pending here ends when an engine closes its end.
+
+        Engines of a shared group join the next one again, unless the caller decides otherwise.
+        """
+        if self.has_ended:
+            return
+        self.handle.broken = True
+        # An engine may have left, hang, or have died.  If it hangs, leaving waits for the broadcast's deadline.
+        wait(self._end().values(), timeout=GRACE_S)
+        wait([in_thread(self.handle.destroy)], timeout=GRACE_S)
+
+    def _end(self) -> dict[str, Future[Any]]:
+        """Take the group from the engines, and ask them to leave it."""
+        self.has_ended = True
+        for link in self.links:
+            link.group, link.rejoins = None, self.is_shared
+        name = self.handle.name
+        return {link.name: link.call("destroy_weights_update_group", group_name=name) for link in self.links}
+
+
+class Sending:
+    """One bucket on its way to a group: the broadcasts, and `calls`, the engines' answers.  `poll` until it is over."""
+
+    def __init__(self, group: SenderGroup, calls: dict[str, Future[Any]], bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.failures: dict[str, BaseException] | None = None
+        """Once it is over, the errors of engines; the others have the bucket."""
+        self._group, self._calls = group, calls
+        self._works: list[dist.Work] = []
+        self._deadline = time.monotonic() + group.timeout_s
+        self._broke: TransportError | None = None
+        self._reason_deadline = 0.0
+        self._is_sent = False
+        for call in calls.values():
+            call.add_done_callback(self._end_connecting)
+        try:
+            for piece in bucket.pieces:
+                self._works.append(group.start_piece(piece))
+        except TransportError as error:
+            self._break(error)
+
+    @property
+    def engines(self) -> Collection[str]:
+        return self._calls.keys()
+
+    @property
+    def unanswered(self) -> list[Future[Any]]:
+        return [call for call in self._calls.values() if not call.done()]
+
+    def poll(self) -> bool:
+        """Return whether the sending is over.  Waits only to leave a group that broke, and not for long."""
+        if self.failures is not None:
+            return True
+        now, refused = time.monotonic(), refusals_of(self._calls)
+        if self._group.has_ended:
+            self.failures = self._all(TransportError("the group ended with an earlier bucket"))
+        elif self._broke is not None:
+            # An engine's own reason is the better one, if it has one.
+            if to_blame(refused) or not self.unanswered or now > self._reason_deadline:
+                self._fail(self._all(self._broke) | refused, self._broke)
+        elif self._is_sent:
+            if not self.unanswered:
+                self.failures = refused
+            elif now > self._deadline + GRACE_S:
+                within = f"within {self._group.timeout_s:g} s"
+                silent = TransportError(f"the engine took a bucket, but did not answer {within}")
+                self._fail({name: silent for name, call in self._calls.items() if not call.done()} | refused)
+        elif all(work.is_completed() for work in self._works):
+            self._finish_broadcast()
+        elif now > self._deadline:
+            self._break(TransportError(f"the engine did not take a bucket within {self._group.timeout_s:g} s"))
+        elif refused:
+            self.shorten_deadline(_SETTLE_S)  # refused after it was received: soon done then
+        return self.failures is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """True once every engine has taken up this bucket.
+
+        The only one has if the first piece is there or if it answered.  A broadcast to several ends here before all of
+        them have begun.
+        """
+        is_taken = not self._group.is_shared and any(work.is_completed() for work in self._works[:1])
+        return self.failures is not None or not self.unanswered or is_taken
+
+    def shorten_deadline(self, within_s: float) -> None:
+        """Give the bucket no longer than `within_s` seconds from now."""
+        self._deadline = min(self._deadline, time.monotonic() + within_s)
+
+    def _end_connecting(self, call: Future[Any]) -> None:
+        if (error := refusal(call)) is not None:
+            self._group.handle.end_connecting(str(error))
+
+    def _all(self, error: BaseException) -> dict[str, BaseException]:
+        return dict.fromkeys(self._calls, error)
+
+    def _finish_broadcast(self) -> None:
+        try:
+            for work in self._works:
+                self._group.handle.finish(work, self._deadline)
+            self._is_sent = True
+        except TransportError as error:
+            self._break(error)
+
+    def _break(self, error: TransportError) -> None:
+        self._broke = error
+        self._reason_deadline = time.monotonic() + GRACE_S
+
+    def _fail(self, failures: dict[str, BaseException], cause: TransportError | None = None) -> None:
+        """Give up the group, which is of no use any more."""
+        for error in failures.values():
+            if cause is not None and cause is not error:
+                error.__cause__ = cause
+        self.failures = failures
+        self._group.leave_failed()

@@ -36,7 +36,6 @@ class RankCall:
     """One call: the tensors of all ranks, in their order, and of each rank that gets some where its bytes come from."""
 
     lists: TensorLists
-    boxes: JsonList
     tensors_per_rank: JsonList
     buckets: Sequence[tuple[int, WholeBucket | SharedBucket]]
 
@@ -54,8 +53,7 @@ class RankCall:
             pieces.append([RankPiece(rank, piece) for piece in gatherer.gather(bucket, room)])
             start += _aligned(bucket.num_bytes)
         in_turn = [piece for row in itertools.zip_longest(*pieces) for piece in row if piece is not None]
-        boxes = {"boxes": self.boxes} if any(self.boxes) else {}
-        return Bucket(self.lists, in_turn, boxes | {"tensors_per_rank": self.tensors_per_rank})
+        return Bucket(self.lists, in_turn, {"tensors_per_rank": self.tensors_per_rank})
 
 
 class RankPlan:
@@ -101,8 +99,8 @@ class RankPlan:
         self, call: Sequence[Sequence[TensorMeta]], buckets: Sequence[tuple[int, WholeBucket | SharedBucket]]
     ) -> RankCall:
         metas = [meta for rank in call for meta in rank]
-        named = [TensorMeta(self._names[meta.name], meta.dtype, meta.shape) for meta in metas]
-        return RankCall(TensorLists.of(named), JsonList(meta.box for meta in metas), JsonList(map(len, call)), buckets)
+        named = [TensorMeta(self._names[meta.name], meta.dtype, meta.shape, meta.box) for meta in metas]
+        return RankCall(TensorLists.of(named), JsonList(map(len, call)), buckets)
 
 
 def _boxed(piece: Piece, shape: tuple[int, ...], box: Box) -> Piece:

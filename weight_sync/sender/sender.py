@@ -21,9 +21,9 @@ from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.joint_update import OnEngineFailure
 from weight_sync.process_group import resolve_backend
 from weight_sync.sender.gather import Gatherer
-from weight_sync.sender.group import MeetingPlace
 from weight_sync.sender.layout import SharedBucket, WholeBucket
 from weight_sync.sender.link import Bucket, EngineLink
+from weight_sync.sender.meeting import MeetingPlace
 from weight_sync.sender.plan import TensorSource
 from weight_sync.sender.rank_groups import EngineRanks
 from weight_sync.sender.rank_refresh import RankRefresh

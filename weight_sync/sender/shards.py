@@ -81,8 +81,9 @@ def _order_of_cuts(name: str, placements: Sequence[Placement], sizes: Sequence[i
         parts = list(itertools.accumulate((sizes[before] for before in order), operator.mul, initial=1))
         split = getattr(placement, "split_factor", 1)
         if type(placement) not in (Shard, _StridedShard) or split not in parts:
-            what = f"{name}: placement {placement!r}"
-            raise WeightRequestError(f"{what} cannot be sent; redistribute to Shard or Replicate")
+            raise WeightRequestError(
+                f"{name}: placement {placement!r} cannot be sent; redistribute to Shard or Replicate"
+            )
         order.insert(parts.index(split), at)
     return [(dim, at) for dim, order in orders.items() for at in order]
 

@@ -22,8 +22,7 @@ from weight_sync.bucket import pack
 from weight_sync.engine_control import to_blame, was_refused
 from weight_sync.errors import TransactionStateError
 from weight_sync.joint_update import ABORT_S, JointUpdate, OnEngineFailure
-from weight_sync.sender.group import Sending
-from weight_sync.sender.link import Bucket, EngineLink, split_pieces
+from weight_sync.sender.link import Bucket, EngineLink, Sending, split_pieces
 from weight_sync.sender.lists import TensorLists
 from weight_sync.tensor_meta import TensorMeta
 

@@ -64,10 +64,7 @@ class BeginReply(Reply, kw_only=True):
 
 
 class InitWeightsUpdateGroupReqInput(ControlReqInput[NoReply]):
-    """Join a process group with the trainer; replies when all members are there.
-
-    `rank_ports`: a port of the trainer for each rank, which joins it there in a group of two.
-    """
+    """Join a process group with the trainer, or each rank one of two at its port; replies when all are there."""
 
     endpoint = Endpoint(path="/init_weights_update_group", aliases=("/areal_init_weights_update_group",), tag="weights")
 

@@ -148,7 +148,7 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
     (entry,) = live.sent(weight_io_struct.BeginWeightUpdateReqInput)[0].entries()
     assert entry.shape == [2, 3]
     (bucket,) = live.sent(weight_io_struct.UpdateWeightsFromDistributedReqInput)
-    assert bucket.lists() == (["w"], ["bfloat16"], [[2, 3]])
+    assert bucket.lists() == (["w"], ["bfloat16"], [[2, 3]], None)
 
 
 @pytest.mark.parametrize(

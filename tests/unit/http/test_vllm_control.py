@@ -219,7 +219,7 @@ def test_an_update_is_one_transaction_under_an_id_of_its_own(live: Live) -> None
     assert live.client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
     begin, bucket, end = live.scheduler.received
     assert begin.coverage == "partial" and begin.update_id == bucket.update_id == end.update_id
-    assert bucket.lists() == (["a", "b"], ["float32", "torch.bfloat16"], [[4], [2, 3]])
+    assert bucket.lists() == (["a", "b"], ["float32", "torch.bfloat16"], [[4], [2, 3]], None)
     assert (bucket.group_name, bucket.load_format) == ("weight_update_group", None)
     assert end.weight_version == "7"
     refused = live.client.post("/finish_weight_update")

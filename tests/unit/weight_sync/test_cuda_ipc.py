@@ -336,9 +336,9 @@ def test_the_limit_of_4096_bytes_refused_handles_that_torch_makes() -> None:
 
 def test_a_handle_that_is_too_long_for_its_storage_is_refused(sender: Sender) -> None:
     most = max_handle_bytes(NBYTES)
-    TensorSource(sender.payload(memory=b"\x02e" + b"m" * (most - 2)), None).announce(1 << 20)
+    TensorSource(sender.payload(memory=b"\x02e" + b"m" * (most - 2)), None, new_receiver()).announce(1 << 20)
     with pytest.raises(WeightRequestError, match="malformed payload: a handle was expected"):
-        TensorSource(sender.payload(memory=b"\x02e" + b"m" * (most - 1)), None).announce(1 << 20)
+        TensorSource(sender.payload(memory=b"\x02e" + b"m" * (most - 1)), None, new_receiver()).announce(1 << 20)
 
 
 def test_a_driver_that_answers_with_one_range_for_all_ends_the_walk(

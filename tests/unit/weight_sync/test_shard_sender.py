@@ -174,7 +174,7 @@ def test_a_sender_that_is_not_connected_is_refused() -> None:
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_message_of_another_size_than_its_box_is_refused(engine: Engine, change: int) -> None:
-    """A row too few or too many: the box says how many bytes come, whatever the full shape is."""
+    """A row too few or too many: the box tells the number of bytes, not the full shape."""
     group, embed = join(engine), version(1)[EMBED]
     engine.begin_weight_update(update_id="u", coverage="partial")
     told = in_background(

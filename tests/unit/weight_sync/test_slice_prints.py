@@ -29,7 +29,7 @@ def shares(number: int, dtype: torch.dtype, boxes: list[Box]) -> list[Share]:
 
 
 def sums(wholes: list[torch.Tensor], dtype: torch.dtype, stated: list[Box]) -> list[int]:
-    """Return what the shares in `BOXES` of each tensor add up to, told that they lie in the boxes `stated`."""
+    """Return the sums of the shares in `BOXES` of each tensor, taken to lie in the boxes `stated`."""
     numbered, views = [], []
     for number, whole in enumerate(wholes):
         for box, share in zip(BOXES, shares(number, dtype, stated), strict=True):

@@ -1,0 +1,123 @@
+"""`MeetingPlace`: how engines join groups with this process.
+
+a group for each engine    one that dies or hangs breaks no other one's
+one group for all          a broadcast reaches all; one that fails ends it for all, and the others join a new one
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weight_sync.engine_control import refusal, refusals_of, to_blame
+from weight_sync.errors import TransportError
+from weight_sync.process_group import GroupHandle, free_port, init_process_group, leave_late
+from weight_sync.sender.link import GRACE_S, EngineLink, SenderGroup
+from weight_sync.sender.rank_groups import RankGroups, free_ports
+from weight_sync.waiting import Patience, in_thread
+
+_ANSWER_S = 5.0
+"""For engines to answer that a rendezvous has failed: who is silent then has held it up."""
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """The place at which engines join this process.
+
+    `port`: of the first group; None: free ones.  `backend`: a resolved one.  `num_ranks`: how many each engine must
+    have; None: any number.  `shared`: all engines join one group.
+    """
+
+    address: str
+    port: int | None
+    group_name: str
+    backend: str
+    num_ranks: int | None
+    shared: bool
+    _attempts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def join(self, links: Mapping[str, EngineLink], names: Collection[str]) -> dict[str, BaseException]:
+        """Join with the engines of these names, asked all at once; return the errors of the ones that did not come."""
+        asked = {name: in_thread(links[name].num_ranks, self.num_ranks) for name in links if name in names}
+        wait(asked.values())  # each has a deadline
+        failed = refusals_of(asked)
+        sizes = {name: call.result() for name, call in asked.items() if name not in failed}
+        if self.shared:
+            return failed | self._join_together(links, sizes)
+        ports = free_ports(len(sizes))
+        joining = []
+        for position, name in enumerate(links):
+            if name in sizes:
+                port = ports.pop() if self.port is None else self.port + position
+                group_name = self.group_name if len(links) == 1 else f"{self.group_name}-{name}"
+                place = replace(self, port=port, group_name=group_name)
+                joining.append(in_thread(_join, {links[name]: sizes[name]}, place))
+        wait(joining)  # each has a deadline
+        return failed | {name: error for call in joining for name, error in call.result().items()}
+
+    def _join_together(self, links: Mapping[str, EngineLink], sizes: Mapping[str, int]) -> dict[str, BaseException]:
+        """Join one group; again without engines by which an attempt failed.  Each attempt's group has another name."""
+        failed: dict[str, BaseException] = {}
+        while coming := {links[name]: size for name, size in sizes.items() if name not in failed}:
+            attempt = next(self._attempts)
+            port = free_port() if self.port is None else self.port
+            name = self.group_name if attempt == 1 else f"{self.group_name}#{attempt}"
+            if not (lost := _join(coming, replace(self, port=port, group_name=name))):
+                break
+            failed |= lost
+        return failed
+
+
+def _join(coming: Mapping[EngineLink, int], place: MeetingPlace) -> dict[str, BaseException]:
+    """Join one group with engines, given with their numbers of ranks.
+
+    Returns the errors of the engines that prevented it: then none has joined.
+    """
+    assert place.port is not None
+    timeout_s, world_size = max(link.timeout_s for link in coming), 1 + sum(coming.values())
+    ends_at, patience = time.monotonic() + timeout_s, Patience()
+    fields: dict[str, Any] = {"master_port": place.port, "world_size": world_size}
+    joins: Callable[..., GroupHandle | RankGroups] = init_process_group
+    where: tuple[Any, ...] = place.port, 0, world_size
+    if any(link.per_rank is not None for link in coming):
+        ports = free_ports(world_size - 1)
+        fields, joins, where = (
+            {"master_port": ports[0], "world_size": 2, "rank_ports": ports},
+            RankGroups.join,
+            (ports,),
+        )
+    calls = {
+        link.name: link.call(
+            "init_weights_update_group",
+            master_address=place.address,
+            rank_offset=offset,
+            group_name=place.group_name,
+            backend=place.backend,
+            **fields,
+        )
+        for link, offset in zip(coming, itertools.accumulate(coming.values(), initial=1))
+    }
+    joining = in_thread(joins, place.address, *where, place.group_name, place.backend, timeout_s, patience)
+    everything = [*calls.values(), joining]
+    wait(everything, timeout=timeout_s + GRACE_S, return_when=FIRST_EXCEPTION)
+    if all(call.done() and refusal(call) is None for call in everything):
+        group = SenderGroup(joining.result(), list(coming))
+        for link in coming:
+            link.group, link.rejoins = group, False
+        return {}
+    own = refusal(joining) if time.monotonic() < ends_at else None
+    joining.add_done_callback(leave_late)
+    early = refusals_of(calls)
+    patience.give_up("an engine did not join")  # the others fail at once
+    for link in coming:
+        if link.name not in early:  # one that has not come yet would wait for us
+            link.call("destroy_weights_update_group", group_name=place.group_name)
+    wait(calls.values(), timeout=_ANSWER_S if len(calls) > 1 else 0.0)
+    did_not = own or TransportError(f"the engine did not join within {timeout_s:g} s")
+    silent = {name: did_not for name, call in calls.items() if not call.done()}
+    late = refusals_of(calls)
+    return to_blame(late) or silent or early or late or dict.fromkeys(calls, did_not)
