@@ -166,7 +166,7 @@ class JournalStaging(_InModelStaging):
                 except OSError as error:
                     what, size = ", ".join(names[:1]), storage.untyped_storage().nbytes()
                     raise StagingError(
-                        f"what lies with {what} ({size} bytes) cannot be written to the journal: {error}"
+                        f"the storage of {what} ({size} bytes) cannot be written to the journal: {error}"
                     ) from error
 
     def _keep(self, live: torch.Tensor) -> None:
