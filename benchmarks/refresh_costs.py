@@ -3,10 +3,12 @@
     trainer    this process, with the `WeightSender` that trainers use, stating a manifest of fingerprints
     front      the HTTP process
     engine     the process that computes, all of its threads, from the begin to the answer of the end
-    bare       a process that receives as many bytes by gloo and does nothing else: what the transport takes of "engine"
+    bare       what the transport takes of "engine": a process that receives as many bytes by gloo, or reads the files,
+               and does nothing else
 
-The first refresh of a server makes the plans, and touches the second copy of the weights for the first time.  The
-following ones replay the plans.
+The transports are a broadcast, the checkpoint's folder, and a delta by broadcast, in this order.  The first refresh of
+each makes its plans, and the first of all touches the second copy of the weights for the first time.  The following
+ones replay the plans.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
 from benchmarks.bare_broadcast import BareBroadcast, cpu_seconds
+from benchmarks.delta_refresh import DeltaTrainer
 from benchmarks.memory import wait_ready, worker_pid
 from benchmarks.shapes import cached_checkpoint
 from examples.make_checkpoint.run import CheckpointSpec
@@ -33,6 +38,7 @@ from rollout.server.child_process import ChildProcess
 from weight_sync.bucket import pack, plan_buckets
 from weight_sync.process_group import free_port
 from weight_sync.sender import WeightSender
+from weight_sync.stored_tensors import PART_BYTES
 from weight_sync.tensor_meta import TensorMeta
 
 EXPERTS = 128
@@ -55,9 +61,9 @@ class Cost:
 
 def run(sizes: list[str], rounds: int, console: Console) -> list[dict]:
     """Measure each size, print one table, and return its rows."""
-    rows = [_measure(size, rounds, console) for size in sizes]
+    rows = [row for size in sizes for row in _measure(size, rounds, console)]
     table = Table(title="CPU time of a refresh, microseconds a tensor")
-    for column in ("tensors", "refresh", "trainer", "front", "engine", "bare", "engine - bare", "wall, s"):
+    for column in ("tensors", "by", "refresh", "trainer", "front", "engine", "bare", "engine - bare", "wall, s"):
         table.add_column(column, justify="right")
     for row in rows:
         for which in ("first", "following"):
@@ -66,12 +72,12 @@ def run(sizes: list[str], rounds: int, console: Console) -> list[dict]:
             bare = 1e6 * row["bare_s"] / row["tensors"]
             rest = 1e6 * each["engine"] / row["tensors"] - bare
             wall = f"{each['wall']:.2f}"
-            table.add_row(f"{row['tensors']:,}", which, *cells, f"{bare:.2f}", f"{rest:.2f}", wall)
+            table.add_row(f"{row['tensors']:,}", row["by"], which, *cells, f"{bare:.2f}", f"{rest:.2f}", wall)
     console.print(table)
     return rows
 
 
-def _measure(size: str, rounds: int, console: Console) -> dict:
+def _measure(size: str, rounds: int, console: Console) -> list[dict]:
     spec = CheckpointSpec(
         hidden_size=64, layers=LAYERS[size], dense_first=0, heads=2, kv_heads=1, head_dim=32, experts=EXPERTS, top_k=4,
         moe_intermediate_size=64, vocab_size=1024, context_length=512,
@@ -86,7 +92,7 @@ def _measure(size: str, rounds: int, console: Console) -> dict:
         before = bare.peer_cpu_seconds()
         for _ in range(rounds):
             bare.seconds()
-        bare_s = (bare.peer_cpu_seconds() - before) / rounds
+        bare_s = {"broadcast": (bare.peer_cpu_seconds() - before) / rounds, "folder": _read_seconds(folder, rounds)}
     with tempfile.TemporaryDirectory(prefix="lockstep-costs-") as scratch:
         port = free_port()
         words = ["serve", "--model-path", str(folder), "--port", str(port), "--max-total-tokens", "4096"]
@@ -98,25 +104,56 @@ def _measure(size: str, rounds: int, console: Console) -> dict:
             console.print(f"refresh costs: {len(tensors):,} tensors, starting a server")
             wait_ready(server, http)
             with RolloutClient(str(http.base_url)) as client:
-                costs = _refreshes(client, list(tensors.items()), server.pid, rounds)
-    first, *following = costs
-    return {
-        "tensors": len(tensors),
-        "bare_s": bare_s,
-        "first": vars(first),
-        "following": {name: statistics.median(vars(cost)[name] for cost in following) for name in vars(first)},
-    }
+                costs = _refreshes(client, folder, tensors, server.pid, rounds)
+    return [
+        {
+            "tensors": len(tensors),
+            "by": by,
+            "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+            "bare_s": bare_s.get(by, 0.0),
+            "first": vars(first),
+            "following": {name: statistics.median(vars(cost)[name] for cost in following) for name in vars(first)},
+        }
+        for by, (first, *following) in costs.items()
+    ]
 
 
-def _refreshes(client: RolloutClient, named: list, front: int, rounds: int) -> list[Cost]:
-    engine = worker_pid(front)
+def _read_seconds(folder: Path, rounds: int) -> float:
+    """Return the CPU seconds of reading the files of a checkpoint into one buffer, as large as a part of a file."""
+    buffer = bytearray(PART_BYTES)
+    start = time.process_time()
+    for _ in range(rounds):
+        for path in folder.glob("*.safetensors"):
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+    return (time.process_time() - start) / rounds
+
+
+def _refreshes(
+    client: RolloutClient, folder: Path, tensors: dict[str, torch.Tensor], front: int, rounds: int
+) -> dict[str, list[Cost]]:
+    """Return the costs of refreshes by transport."""
+    named = list(tensors.items())
     sender = WeightSender(client, timeout_s=TIMEOUT_S)
     sender.connect()
-    found = []
+    found = {
+        "broadcast": _costs(front, rounds, lambda label: sender.refresh(named, label, bucket_bytes=BUCKET_BYTES)),
+        "folder": _costs(front, rounds, lambda label: client.update_weights_from_disk(str(folder), label)),
+    }
+    sender.close()
+    trainer = DeltaTrainer(client, tensors, TIMEOUT_S)
+    found["delta"] = _costs(front, rounds, lambda _: trainer.refresh())
+    trainer.leave()
+    return found
+
+
+def _costs(front: int, rounds: int, refresh: Callable[[str], object]) -> list[Cost]:
+    """Return the costs of one refresh more than `rounds`."""
+    engine, found = worker_pid(front), []
     for number in range(rounds + 1):
         before, start = [cpu_seconds(pid) for pid in (os.getpid(), front, engine)], time.perf_counter()
-        sender.refresh(named, str(number), bucket_bytes=BUCKET_BYTES)
+        refresh(str(number))
         spent = [cpu_seconds(pid) - was for pid, was in zip((os.getpid(), front, engine), before, strict=True)]
         found.append(Cost(*spent, time.perf_counter() - start))
-    sender.close()
     return found
