@@ -145,7 +145,7 @@ class BoxLedger:
 class WeightLedger:
     """Arrivals of one load or one refresh.
 
-    `tensors`: the ones that may come, by number or name.  `expected`: the ones that are announced; None: all of them.
+    `tensors`: all that may come, by number or name.  `expected`: the ones that are announced; None: all of them.
     `coverage="full"`: all of these must come.  `"partial"`: what came is the subset, and may be empty.  `kept`, bool
     [T]: the tensors that must come on this rank, if they are announced; None: all.
     """
