@@ -77,6 +77,17 @@ def made() -> Iterator[mock.Mock]:
         yield counted
 
 
+def test_a_planned_part_leaves_the_rest_as_it_was(updater: LoopbackUpdater, weights: MovableWeights) -> None:
+    old, name = version(1), expert_name(0, "gate_proj")
+    refresh(updater, old, "1")
+    sent = {name: version(2)[name]}
+    updater.begin("2", coverage="partial")
+    updater.receive(LoopbackSource(list(sent.items()), packed=True))
+    updater.verify()
+    updater.commit()
+    require_content(weights, old | sent)
+
+
 def test_the_second_refresh_makes_no_plan(updater: LoopbackUpdater, weights: MovableWeights, made: mock.Mock) -> None:
     for seed in (1, 2, 3):
         refresh(updater, version(seed), str(seed))
