@@ -429,6 +429,7 @@ def shared_group_loses_an_engine(rank: int) -> None:
         sender = WeightSender(engines, timeout_s=TIMEOUT_S, on_engine_failure="leave_out")
         if rank == 0:
             sender.connect(shared=True)
+        dist.barrier()  # engines take their time to start, and the other rank's deadline is for the refresh
         killed = engines.get("engine1")
         progress = (lambda done, total: killed.kill()) if killed is not None else None
         report = sender.refresh(fsdp_model(1, mesh), "v1", bucket_bytes=20, progress=progress)
