@@ -32,8 +32,8 @@ MAGIC = b"LKSDELT1"
 MAX_INDEX_BYTES = 64 << 20
 _HEAD = struct.Struct("<8sII")
 _DIGEST_DIGITS = 64
-_ENTRIES_UNPACKED = 64
-"""Tensors whose parts of a plane are unpacked at once."""
+_UNPACKED_BYTES = 256 << 10
+"""The bytes of planes that are unpacked at once, unless one tensor has more."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,7 @@ class DeltaFrame:
 
     def _planes(self) -> Iterator[tuple[FrameEntry, list[np.ndarray]]]:
         unpackers = [Unpacker(packed, f"delta plane {name!r}") for packed, name in zip(self.packed, PLANES)]
-        for first in range(0, len(self.entries), _ENTRIES_UNPACKED):
-            entries = self.entries[first : first + _ENTRIES_UNPACKED]
+        for entries in _runs(self.entries):
             columns = []
             for unpacker, counts in zip(unpackers, zip(*(entry.sizes.counts for entry in entries)), strict=True):
                 plane = np.frombuffer(unpacker.take(sum(counts)), dtype=np.uint8)
@@ -219,6 +218,21 @@ def read_frame(data: bytes | memoryview, max_bytes: int | None) -> DeltaFrame:
 def _pack_planes(columns: Sequence[Sequence[np.ndarray]], level: int = 1) -> tuple[bytes, ...]:
     nothing = np.empty(0, dtype=np.uint8)
     return tuple(compress(np.concatenate([nothing, *column]).data, level) for column in columns)
+
+
+def _runs(entries: Sequence[FrameEntry]) -> Iterator[list[FrameEntry]]:
+    """Cut entries, in order, into runs of at most `_UNPACKED_BYTES` of planes, or one entry."""
+    run: list[FrameEntry] = []
+    filled = 0
+    for entry in entries:
+        num_bytes = sum(entry.sizes.counts)
+        if run and filled + num_bytes > _UNPACKED_BYTES:
+            yield run
+            run, filled = [], 0
+        run.append(entry)
+        filled += num_bytes
+    if run:
+        yield run
 
 
 def _read_json(text: bytes) -> dict[str, Any]:
