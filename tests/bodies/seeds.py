@@ -110,6 +110,8 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
     tensors = dict(sorted(tensors_of(victim.model).items())[:2])
     names, shapes = list(tensors), [list(tensor.shape) for tensor in tensors.values()]
     kinds = ["float32"] * len(names)
+    boxes = [[[0, size] for size in shape] for shape in shapes]
+    lists = {"names": names, "dtypes": kinds, "shapes": shapes}
     manifest = [{"name": name, "dtype": "float32", "shape": shape} for name, shape in zip(names, shapes)]
     tokens = {"token_ids": PROMPT, "stream_options": {"include_usage": True}, "kv_transfer_params": {"a": [1]}}
     chat = OPENAI | {
@@ -142,9 +144,13 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
             {"weight_version": "v", "lease_s": 2.0, "manifest": manifest},
             {"manifest": {"names": names, "dtypes": kinds, "shapes": shapes, "fingerprints": "0" * 16 * len(names)}},
         ],
+        "/weight_parts": [lists],
+        **{path: [{"rank_ports": [1, 2]}] for path in EXCLUDED if path != "/init_weight_transfer_engine"},
         "/update_weights_from_tensor": [{"serialized_named_tensors": [payload(tensors)], "format": "safetensors"}],
-        "/update_weights_from_distributed": [{"names": names, "dtypes": kinds, "shapes": shapes}],
-        "/areal_set_update_weight_meta": [{"names": names, "dtypes": kinds, "shapes": shapes}],
+        **{
+            path: [lists, lists | {"boxes": boxes, "tensors_per_rank": [len(names)]}]
+            for path in ("/update_weights_from_distributed", "/areal_set_update_weight_meta")
+        },
         "/weight_checker": [{"action": "compare", "baseline": dict.fromkeys(names, "0" * 16)}],
         "/weights_checker": [{"action": "checksum", "skip_tensor_list": names}],
         "/eplb_rebalance": [{"dry_run": True} | moved],

@@ -154,10 +154,10 @@ def second_write_raising(engine: RefreshHarness, *, restoring_too: bool) -> Iter
             engine.failed = name
             raise Injected("a write was made to fail")
 
+    of_mode = _STAGINGS[engine.staging]
     with (
-        hook(ShadowStaging, "exchange", write),
-        hook(engine.weights, "write", write),
-        hook(engine.weights, "restore", restore),
+        hook(of_mode, "exchange" if of_mode is ShadowStaging else "write", write),
+        hook(of_mode, "undo", restore),
     ):
         yield
 

@@ -379,7 +379,7 @@ DISK: dict[str, tuple[Fault, type[WeightSyncError], str]] = {
     "empty": (damaged(lambda path: path.write_bytes(b"")), ContentError, "not a safetensors file"),
     "gone": (damaged(lambda path: path.unlink()), WeightRequestError, "no .*safetensors"),
     "a pipe": (damaged(pipe), WeightRequestError, "is not a file"),
-    "shrinks while it is read": (shrinks, ContentError, "ends at byte"),
+    "shrinks while it is read": (shrinks, ContentError, "ends at byte|changed while"),
     "between two versions": (between_versions, TransactionStateError, "between two versions"),
     "being pulled": (being_pulled, TransactionStateError, "locked by another process"),
 }
