@@ -67,9 +67,8 @@ class Intake:
         self._stated = stated
         self._quantised = quantised
         self._announced: Announced = {}
-        self._shares: tuple[np.ndarray, np.ndarray] | None = (
-            None  # F as sent and held, and dtypes, of what comes in boxes
-        )
+        # F as sent and held, uint64 [T, 2], and dtypes of what comes in boxes.
+        self._shares: tuple[np.ndarray, np.ndarray] | None = None
 
     def announce(self, metas: Sequence[TensorMeta], cast: bool = False) -> None:
         """Check what is known of a bucket before it is received.  Raises as `value_metas` and `split_wire`."""
