@@ -1,5 +1,7 @@
 """`BucketPlan`: what becomes of the tensors of one layout, worked out once and replayed for each bucket of it.
 
+`Planner` keeps the plans of what one sender sends in each refresh, from one to the next.
+
     layout -> wire tensors checked and split -> logical tensors -> their places on this rank -> tables of numbers
 
 `take_spans` (`spans`) reads the tables.  It copies, converts and checks a bucket without a step for each tensor.  A
@@ -10,27 +12,30 @@ Tensors that the tables cannot express are listed in `rest`, and go the way of s
 pairs, tensors that are quantised to FP8 here, and places that only their own `write` can fill.
 
 A plan is of one layout, one state of the places (`LogicalWeights.places_key`), and one answer to whether casts that
-lose something are taken (`planner`).  Memory: about 430 bytes a tensor that has one place.
+lose something are taken.  Memory: about 430 bytes a tensor that has one place.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from weight_sync.boxes import Box, whole_box
-from weight_sync.bucket_layout import BucketLayout
+from weight_sync.bucket_layout import BucketLayout, KnownCalls
 from weight_sync.content import TensorTable
-from weight_sync.fp8_wire import weight_name
+from weight_sync.fp8_wire import value_metas, weight_name
 from weight_sync.held_format import INT8_BLOCKS, HeldFormats
 from weight_sync.ledger import Numbers, PlannedBoxes
+from weight_sync.manifest import Manifest, ManifestPlan, plan_manifest
 from weight_sync.moves import Move, lead_of, matrix_of
 from weight_sync.picks import parts_of_box
+from weight_sync.rank_cover import RankCover
 from weight_sync.spans import (
     CAST_DTYPES,
     DTYPE_CODES,
@@ -40,8 +45,12 @@ from weight_sync.spans import (
     SpanMove,
     SpanTensor,
 )
+from weight_sync.splitting import split_wire
 from weight_sync.take_spans import SpanTables
 from weight_sync.tensor_meta import LogicalWeights, Piece, Place, TensorMeta
+
+_MANIFESTS_KEPT = 2
+"""Plans of manifests are kept for this many times the tensors of the model, all together."""
 
 
 class Homes:
@@ -267,3 +276,55 @@ def _matrices(
         start = offset + first * wire.dtype.itemsize
         found.append((box, (start, rows, columns, *strides, top, bottom - top, left, right - left)))
     return found
+
+
+# --- plans that are kept ------------------------------------------------------------------------------------------
+
+
+class Planner:
+    """Makes plans, and keeps them as long as their layouts are kept and the places stay.
+
+    `quantised`: see `Intake`.
+    """
+
+    def __init__(self, table: TensorTable, quantised: HeldFormats) -> None:
+        self.table = table
+        self._quantised = quantised
+        self._manifests: KnownCalls[ManifestPlan] = KnownCalls(_MANIFESTS_KEPT * len(table))
+        self._homes: tuple[Hashable, Homes] | None = None
+        self._plans: weakref.WeakKeyDictionary[BucketLayout, dict[Hashable, BucketPlan]] = weakref.WeakKeyDictionary()
+
+    def manifest(self, weights: LogicalWeights, manifest: Manifest, cast: bool) -> ManifestPlan:
+        """Return the plan of a manifest.  Raises as `plan_manifest`."""
+        if manifest.key is None:
+            return plan_manifest(weights, self.table, manifest, cast)
+        key = (manifest.key, cast)
+        return self._manifests.get(key, lambda: plan_manifest(weights, self.table, manifest, cast))
+
+    def homes(self, weights: LogicalWeights) -> Homes:
+        """Return where tensors live now; plans for places that were left are forgotten."""
+        key = weights.places_key()
+        if self._homes is None or self._homes[0] != key:
+            self._homes = key, Homes(weights)
+            self._plans.clear()
+        return self._homes[1]
+
+    def plans(
+        self, weights: LogicalWeights, layouts: Sequence[BucketLayout], cast: bool, cover: RankCover | None = None
+    ) -> list[BucketPlan]:
+        """Return the plan of each layout of a call.  `cover`: of an update per rank.
+
+        Raises as `value_metas` and `split_wire`, of all tensors of the call together, and as `RankCover.kept_boxes`.
+        """
+        homes, key = self.homes(weights), (cast, cover)
+        known = [self._plans.get(layout, {}).get(key) for layout in layouts]
+        if all(plan is not None for plan in known):
+            return [plan for plan in known if plan is not None]
+        values = value_metas(weights, [meta for layout in layouts for meta in layout.metas])
+        pieces = dict(zip(values, split_wire(weights, values, cast), strict=True))
+        made = [plan_bucket(layout, pieces, homes, self.table, self._quantised) for layout in layouts]
+        if cover is not None:
+            made = [plan if plan.boxes is None else replace(plan, boxes=cover.kept_boxes(plan.boxes)) for plan in made]
+        for layout, plan in zip(layouts, made, strict=True):
+            self._plans.setdefault(layout, {})[key] = plan
+        return made

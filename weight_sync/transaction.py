@@ -40,8 +40,7 @@ from weight_sync.intake import Intake
 from weight_sync.ledger import Coverage, Numbers, WeightLedger
 from weight_sync.loading import Arrival, ProvenPart, load_part, store
 from weight_sync.manifest import Entries, Manifest, Stated
-from weight_sync.plan import BucketPlan
-from weight_sync.planner import Planner
+from weight_sync.plan import BucketPlan, Planner
 from weight_sync.rank_cover import RankCover
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.shadow import ShadowStaging

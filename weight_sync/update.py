@@ -38,7 +38,7 @@ from weight_sync.content import ContentBook, Digests, TensorTable
 from weight_sync.errors import TransactionStateError, WeightSyncError
 from weight_sync.held_format import HeldFormats
 from weight_sync.ledger import Coverage
-from weight_sync.planner import Planner
+from weight_sync.plan import Planner
 from weight_sync.receivers.base import BucketSource, KnownCall, deliver
 from weight_sync.tensor_meta import LogicalWeights
 from weight_sync.transaction import TransactionState, WeightTransaction

@@ -31,7 +31,7 @@ from weight_sync.errors import CommitError, WeightSyncError
 from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
 from weight_sync.held_memory import Areas
 from weight_sync.new_staging import new_staging
-from weight_sync.planner import Planner
+from weight_sync.plan import Planner
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.transaction import WeightTransaction

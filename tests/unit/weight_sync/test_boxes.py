@@ -14,7 +14,6 @@ import torch
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, NORM, E, FakeWeights, expert_name, fused, version
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, new_updater
 from weight_sync import plan as plan_module
-from weight_sync import planner as planner_module
 from weight_sync.boxes import Box, first_gap, index_of, overlapping, parse_box, size_of, whole_box
 from weight_sync.errors import ContentError, CoverageError, DtypeMismatchError, WeightRequestError, WeightSyncError
 from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice
@@ -186,7 +185,7 @@ def test_experts_that_lie_in_a_box_are_whole_at_once() -> None:
 def test_the_second_refresh_of_boxes_makes_no_plan() -> None:
     weights = FakeWeights()
     updater = new_updater(weights)
-    with mock.patch.object(planner_module, "plan_bucket", wraps=planner_module.plan_bucket) as made:
+    with mock.patch.object(plan_module, "plan_bucket", wraps=plan_module.plan_bucket) as made:
         for seed in (1, 2, 3):
             updater.begin(str(seed))
             send(updater, cut_up(version(seed), random.Random(0), 3))

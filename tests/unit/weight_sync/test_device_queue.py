@@ -25,7 +25,7 @@ from weight_sync.device_queue import HostQueue, queue_of, use_own_stream
 from weight_sync.errors import CommitError
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import JournalStaging
-from weight_sync.planner import Planner
+from weight_sync.plan import Planner
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Staging
 from weight_sync.tensor_meta import TensorMeta

@@ -12,7 +12,7 @@ import torch
 from tests.delta_models import Tensors, same_bits
 from tests.logical_weights_fake import EMBED, NORM, E, FakeWeights, expert_name, fused, version
 from tests.published_versions import write_checkpoint
-from weight_sync import planner as planner_module
+from weight_sync import plan as plan_module
 from weight_sync.errors import ContentError, CoverageError, DtypeMismatchError, WeightSyncError
 from weight_sync.receivers import disk
 from weight_sync.receivers.disk import DiskSource
@@ -79,9 +79,9 @@ def test_folders_of_one_form_are_parsed_and_planned_once(
     tmp_path: Path, weights: FakeWeights, parsed: mock.Mock, num_files: int, staging: StagingMode
 ) -> None:
     updater = updater_of(weights, staging)
-    made, checked = planner_module.plan_bucket, disk.check_against_model
+    made, checked = plan_module.plan_bucket, disk.check_against_model
     with (
-        mock.patch.object(planner_module, "plan_bucket", side_effect=made) as plans,
+        mock.patch.object(plan_module, "plan_bucket", side_effect=made) as plans,
         mock.patch.object(disk, "check_against_model", side_effect=checked) as checks,
     ):
         for seed in (1, 2, 3):

@@ -11,7 +11,7 @@ import torch
 
 from tests.delta_models import Delivered, Tensors, nudged, same_bits
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, version
-from weight_sync import planner as planner_module
+from weight_sync import plan as plan_module
 from weight_sync.delta import frame_part
 from weight_sync.delta.changes import Changes
 from weight_sync.delta.encoder import DeltaEncoder
@@ -70,7 +70,7 @@ def send(updater: WeightUpdater, old: Tensors, new: Tensors) -> None:
 @pytest.fixture
 def made() -> Iterator[mock.Mock]:
     """Count the plans that are made."""
-    with mock.patch.object(planner_module, "plan_bucket", wraps=planner_module.plan_bucket) as counted:
+    with mock.patch.object(plan_module, "plan_bucket", wraps=plan_module.plan_bucket) as counted:
         yield counted
 
 

@@ -31,7 +31,7 @@ from tests.sglang_payloads import (
     flattened,
     forking_pickle,
 )
-from weight_sync import planner as planner_module
+from weight_sync import plan as plan_module
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.receivers import ipc as ipc_receiver
 from weight_sync.receivers import safetensors_bytes as safetensors_receiver
@@ -131,7 +131,7 @@ READERS = (
     (safetensors_receiver, "parse_text"),
     (tensor_receiver, "split_flattened"),
     (ipc_receiver, "read_bucket"),
-    (planner_module, "plan_bucket"),
+    (plan_module, "plan_bucket"),
 )
 
 
@@ -180,7 +180,7 @@ def test_the_second_refresh_reads_no_tensor(send: Sender) -> None:
 def test_the_second_refresh_makes_no_plan(send: Sender) -> None:
     updater = new_updater(FakeWeights())
     refresh(updater, lambda: send(updater, version(1)))
-    with mock.patch.object(planner_module, "plan_bucket", side_effect=AssertionError("another plan")):
+    with mock.patch.object(plan_module, "plan_bucket", side_effect=AssertionError("another plan")):
         refresh(updater, lambda: send(updater, version(2)))
 
 

@@ -30,7 +30,7 @@ from weight_sync.content import TensorTable
 from weight_sync.errors import CommitError, ContentError, StagingError
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
-from weight_sync.planner import Planner
+from weight_sync.plan import Planner
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Accept, Staging
 from weight_sync.take_spans import SpanTables

@@ -11,12 +11,12 @@ import torch
 from rollout.kernels.places import ViewPlace
 from tests.logical_weights_fake import EMBED, LM_HEAD, E, FakeWeights, bits, expert_name, fused, version
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, new_updater
-from weight_sync import planner as planner_module
+from weight_sync import plan as plan_module
 from weight_sync.bucket_layout import BucketLayout, KnownCalls
 from weight_sync.content import Digests, TensorTable
 from weight_sync.errors import ContentError, CoverageError
 from weight_sync.fingerprint import digest, fingerprint
-from weight_sync.planner import Planner
+from weight_sync.plan import Planner
 from weight_sync.receivers.base import KnownCall
 from weight_sync.shadow import ShadowStaging
 from weight_sync.tensor_meta import TensorMeta
@@ -73,7 +73,7 @@ def require_content(weights: FakeWeights, tensors: Named) -> None:
 @pytest.fixture
 def made() -> Iterator[mock.Mock]:
     """Count the plans that are made."""
-    with mock.patch.object(planner_module, "plan_bucket", wraps=planner_module.plan_bucket) as counted:
+    with mock.patch.object(plan_module, "plan_bucket", wraps=plan_module.plan_bucket) as counted:
         yield counted
 
 
