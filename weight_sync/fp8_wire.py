@@ -1,19 +1,18 @@
-"""FP8 weights on the wire and in checkpoints: every quantised tensor with the tensor of its scales, put together.
+"""FP8 weights on the wire and in checkpoints: every quantised tensor comes with the tensor of its scales.
 
     model.layers.0.mlp.experts.3.up_proj.weight             model.layers.0.mlp.experts.gate_up_proj
     model.layers.0.mlp.experts.3.up_proj.weight_scale_inv   model.layers.0.mlp.experts.gate_up_proj_scale_inv
 
 A tensor is one of a pair if its dtype is float8_e4m3fn and the model's is another floating-point type, or if it has the
 name of a pair's scales.  Everything else is plain.  Nothing downstream sees a pair: it becomes its values, in the
-model's dtype, under the name of its weight.
+model's dtype, under the name of its weight (`assembly`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -22,35 +21,19 @@ from weight_sync.errors import (
     DtypeMismatchError,
     ShapeMismatchError,
     UnknownTensorError,
-    WeightRequestError,
     listed,
 )
-from weight_sync.fp8_blocks import QUANTISED, SCALE_DTYPES, SCALE_SUFFIX, dequantise, scale_shape
+from weight_sync.fp8_blocks import QUANTISED, SCALE_DTYPES, SCALE_SUFFIX, scale_shape
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
 
-_Kind = Literal["plain", "weight", "scale"]
+Kind = Literal["plain", "weight", "scale"]
 
 
-class Pair(NamedTuple):
-    """A quantised weight as it came: float8_e4m3fn, and scales of its blocks."""
-
-    weight: torch.Tensor
-    scale: torch.Tensor
-
-
-class WireTensor(NamedTuple):
-    """A tensor by its wire name; `content` of a pair are its values."""
-
-    name: str
-    content: torch.Tensor
-    pair: Pair | None = None
-
-
-def kind_of(weights: LogicalWeights, meta: TensorMeta) -> _Kind:
+def kind_of(weights: LogicalWeights, meta: TensorMeta) -> Kind:
     """Return the kind of a wire tensor; one that the model does not take, or keeps nothing of, counts as plain."""
     if meta.name.endswith(SCALE_SUFFIX) and meta.name not in weights.metas():
         return "scale" if _has_blocks(weights, weight_name(meta.name)) else "plain"
-    is_pair = meta.dtype == QUANTISED and _value_dtype(weights, meta) is not None
+    is_pair = meta.dtype == QUANTISED and value_dtype(weights, meta) is not None
     return "weight" if is_pair else "plain"
 
 
@@ -70,8 +53,8 @@ def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[Te
                 raise ShapeMismatchError(
                     f"{meta.name} is {dtype_name(meta.dtype)} but not a matrix, so it has no blocks"
                 )
-            found.append(replace(meta, dtype=_value_dtype(weights, meta) or meta.dtype))
-        elif _is_other_fp8(meta) and (dtype := _value_dtype(weights, meta)) is not None:
+            found.append(replace(meta, dtype=value_dtype(weights, meta) or meta.dtype))
+        elif _is_other_fp8(meta) and (dtype := value_dtype(weights, meta)) is not None:
             raise DtypeMismatchError(f"{meta.name}: the model has {dtype_name(dtype)}, got {dtype_name(meta.dtype)}")
         else:
             found.append(meta)
@@ -90,105 +73,13 @@ def whole_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[Te
         if name in halves:
             raise CoverageError(f"{meta.name} came twice")
         halves[name] = meta
-    _require_pairs(quantised.keys(), scales.keys())
+    require_pairs(quantised.keys(), scales.keys())
     for name, meta in quantised.items():
         if scales[name].shape != scale_shape(meta.shape):
             raise ShapeMismatchError(
                 f"{scales[name].name} has shape {list(scales[name].shape)}, expected {list(scale_shape(meta.shape))}"
             )
     return values
-
-
-class PairedTensors:
-    """Quantised weights and scales of one load or one refresh, which may come in any order and in different calls.
-
-    The half of a pair that came first is copied and kept until the other comes.  `num_bytes`: memory of the waiting
-    halves, never more than the model's.
-    """
-
-    def __init__(self, weights: LogicalWeights) -> None:
-        self._weights = weights
-        self._waiting: dict[str, tuple[_Kind, torch.Tensor]] = {}  # by the weight's name
-        self._paired: set[str] = set()
-        self.num_bytes = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of tensors that came without the other half of their pair."""
-        return len(self._waiting)
-
-    @functools.cached_property
-    def _max_bytes(self) -> int:
-        return sum(meta.nbytes for meta in self._weights.metas().values())
-
-    def take(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[WireTensor]:
-        """Take tensors and return what is now whole: plain tensors, still the caller's, and values of pairs.
-
-        Raises `CoverageError` for a tensor that came twice, `DtypeMismatchError`, `ShapeMismatchError`, `ContentError`,
-        `WeightRequestError` where more would wait than the model has.
-        """
-        whole = []
-        for name, tensor in named:
-            kind = self._kind_of(name, tensor)
-            if kind == "plain":
-                if name in self._waiting:
-                    raise DtypeMismatchError(
-                        f"{name} is {dtype_name(tensor.dtype)}, which has no scales, but came with {name}{SCALE_SUFFIX}"
-                    )
-                whole.append(WireTensor(name, tensor))
-            elif (pair := self._pair(name, kind, tensor.detach())) is not None:
-                whole.append(self._values(name if kind == "weight" else weight_name(name), pair))
-        return whole
-
-    def settle(self) -> None:
-        """Raise `CoverageError` for the tensors that wait for the other half of their pair; it names them."""
-        by_kind: dict[_Kind, set[str]] = {"weight": set(), "scale": set()}
-        for name, (kind, _) in self._waiting.items():
-            by_kind[kind].add(name)
-        _require_pairs(by_kind["weight"], by_kind["scale"])
-
-    def clear(self) -> None:
-        """Release what waits."""
-        self._waiting.clear()
-        self.num_bytes = 0
-
-    def _kind_of(self, name: str, tensor: torch.Tensor) -> _Kind:
-        """Return `kind_of` the tensor, with a short cut for the many plain ones."""
-        if tensor.dtype != QUANTISED and not name.endswith(SCALE_SUFFIX):
-            return "plain"
-        return kind_of(self._weights, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
-
-    def _pair(self, name: str, kind: _Kind, tensor: torch.Tensor) -> Pair | None:
-        """Return the pair that this half makes whole, if it does."""
-        key = name if kind == "weight" else weight_name(name)
-        waiting = self._waiting.get(key)
-        if key in self._paired or (waiting is not None and waiting[0] == kind):
-            raise CoverageError(f"{name} came twice")
-        if waiting is None:
-            self._wait(key, kind, tensor)
-            return None
-        del self._waiting[key]
-        self.num_bytes -= waiting[1].nbytes
-        self._paired.add(key)
-        return Pair(tensor, waiting[1]) if kind == "weight" else Pair(waiting[1], tensor)
-
-    def _wait(self, key: str, kind: _Kind, tensor: torch.Tensor) -> None:
-        if self.num_bytes + tensor.nbytes > self._max_bytes:
-            raise WeightRequestError(
-                f"{key}: FP8 tensors that wait for their scales or weights exceed the model's "
-                f"{self._max_bytes} bytes. Send scales with their weights."
-            )
-        self._waiting[key] = (kind, tensor.clone())
-        self.num_bytes += tensor.nbytes
-
-    def _values(self, name: str, pair: Pair) -> WireTensor:
-        meta = TensorMeta(name, pair.weight.dtype, tuple(pair.weight.shape))
-        dtype = _value_dtype(self._weights, meta)
-        assert dtype is not None, "it was found to be a weight before"
-        try:
-            return WireTensor(name, dequantise(*pair, dtype), pair)
-        except WeightRequestError as error:
-            raise type(error)(f"{name}{SCALE_SUFFIX}: {error}") from None
 
 
 def weight_name(scale_name: str) -> str:
@@ -202,7 +93,8 @@ def with_other_halves(names: Iterable[str]) -> set[str]:
     return found | {f"{name}{SCALE_SUFFIX}" for name in found} | set(map(weight_name, found))
 
 
-def _require_pairs(quantised: Iterable[str], scales: Iterable[str]) -> None:
+def require_pairs(quantised: Iterable[str], scales: Iterable[str]) -> None:
+    """Raise `CoverageError` for a weight of these names without its scales, and for scales without their weight."""
     weights, others = set(quantised), set(scales)
     problems = [f"{name} is {dtype_name(QUANTISED)} and has no {name}{SCALE_SUFFIX}" for name in weights - others]
     problems += [f"{name}{SCALE_SUFFIX} has no {dtype_name(QUANTISED)} {name}" for name in others - weights]
@@ -226,7 +118,7 @@ def _check_scale(weights: LogicalWeights, meta: TensorMeta) -> None:
         )
 
 
-def _value_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype | None:
+def value_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype | None:
     """Return the floating-point type in which the model holds this FP8 tensor; None where it takes it as is, or not."""
     try:
         held = {weights.metas()[piece.name].dtype for piece in weights.split(meta)}

@@ -1,6 +1,6 @@
 """From the tensors of one call to logical tensors as the model will hold them, checked before any of it is stored.
 
-    wire tensors -> pairs put together -> split -> content checked as it was sent -> converted -> checked again
+    wire tensors -> boxes, pairs put together -> split -> content checked as it was sent -> converted -> checked again
 
     FP8 pair                                      its values are held
     plain tensor of another dtype                 cast
@@ -8,39 +8,63 @@
     any other                                     held as it was sent
 
 Each logical tensor is quantised by itself and as a whole, whatever part of it this rank holds.
+
+Several wire names can lead to one logical tensor (tied embeddings: `lm_head.weight` and `model.embed_tokens.weight`).
+A tensor that came under one name may come again under another if its content is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from weight_sync.assembly import Assembly, Pair, PairedTensors
 from weight_sync.content import Content, Contents, TensorTable, by_name
-from weight_sync.errors import ContentError, listed
+from weight_sync.content_check import check_content, is_finite, matching
+from weight_sync.errors import ContentError, CoverageError, listed
 from weight_sync.fingerprint import fingerprint
 from weight_sync.fp8_blocks import SCALE_SUFFIX, scales_of
-from weight_sync.fp8_wire import Pair, PairedTensors, value_metas
+from weight_sync.fp8_wire import value_metas
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.ledger import Numbers, WeightLedger
-from weight_sync.loading import (
-    Arrival,
-    ProvenPart,
-    check_content,
-    is_finite,
-    matching,
-    split_tensors,
-)
 from weight_sync.manifest import Stated
 from weight_sync.plan import BucketPlan
 from weight_sync.rank_cover import RankCover, RankShares
 from weight_sync.rank_parts import Exchange
 from weight_sync.splitting import Announced, is_exact_cast, split_wire
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
+from weight_sync.staging import WeightSink
+from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, dtype_name
 
 _NONE = np.zeros(0, dtype=np.int64)
+
+
+class Arrival(NamedTuple):
+    """A logical tensor, which is a piece of the wire tensor `wire_name`."""
+
+    wire_name: str
+    piece: Piece
+    content: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """The name of the logical tensor."""
+        return self.piece.name
+
+
+@dataclass(frozen=True)
+class ProvenPart:
+    """The part that this rank will hold of logical tensor `name`; None: nothing.
+
+    Together with the other ranks' parts it was proved that the whole will have fingerprint `fingerprint`.
+    """
+
+    name: str
+    part: Part | None
+    fingerprint: int
 
 
 class Intake:
@@ -62,6 +86,7 @@ class Intake:
         self._parts: list[Numbers] = []  # the tensors of which all boxes came that this rank keeps
         self.contents = Contents(table)
         self.pairs = PairedTensors(weights)
+        self._assembly = Assembly()
         self._table = table
         self._weights = weights
         self._stated = stated
@@ -74,6 +99,12 @@ class Intake:
         """Check what is known of a bucket before it is received.  Raises as `value_metas` and `split_wire`."""
         values = value_metas(self._weights, metas)
         self._announced = dict(zip(values, split_wire(self._weights, values, cast), strict=True))
+
+    def take_parts(
+        self, parts: Iterable[tuple[TensorMeta, torch.Tensor]], ledger: WeightLedger, cast: bool = False
+    ) -> list[Arrival]:
+        """Take tensors and boxes of tensors as `take`.  Raises also as `Assembly.take`."""
+        return self.take(self._assembly.take(parts), ledger, cast)
 
     def take(
         self, bucket: Iterable[tuple[str, torch.Tensor]], ledger: WeightLedger, cast: bool = False
@@ -158,6 +189,16 @@ class Intake:
         self.contents.put_all(found.numbers, found.codes, found.sent, found.held)
         return found.numbers
 
+    def settle(self) -> None:
+        """Raise `CoverageError` for what came in part.  The other part is missing."""
+        self.pairs.settle()
+        self._assembly.settle()
+
+    def clear(self) -> None:
+        """Release what came in part."""
+        self.pairs.clear()
+        self._assembly.clear()
+
     def _plain(self, arrivals: Sequence[Arrival]) -> dict[str, Content]:
         """Check the content, and return it as it was sent, taken to be held so."""
         metas = self._weights.metas()
@@ -211,3 +252,88 @@ class Intake:
         held = self._quantised.get(arrival.name)
         is_pair = len(content.sent) > 1
         return values if held is None or (is_pair and not held.of_pairs) else held.values(values)
+
+
+# --- into a sink ------------------------------------------------------------------------------------------------------
+
+
+def load_weights(
+    weights: LogicalWeights,
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    sink: WeightSink,
+    ledger: WeightLedger,
+    cast: bool,
+) -> None:
+    """Validate wire tensors, split them, note them in the ledger and write them into the sink.
+
+    Raises as `split_tensors` and `store`.
+    """
+    store(split_tensors(weights, named_tensors, ledger, cast), sink, ledger)
+
+
+def split_tensors(
+    weights: LogicalWeights,
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    ledger: WeightLedger,
+    cast: bool,
+    announced: Announced | None = None,
+) -> list[Arrival]:
+    """Return the logical tensors of one call, views, validated together before any of them is written.
+
+    `cast`: see `split_wire`; content is as it came, and cast by whom takes it.  Raises as `split_wire`, and
+    `CoverageError` for a tensor that came before or was not announced.
+    """
+    named = list(named_tensors)
+    metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+    split = split_wire(weights, metas, cast, announced)
+    refusals = ledger.refusals((meta.name, piece.name) for meta, pieces in zip(metas, split) for piece in pieces)
+    if refusals:
+        raise CoverageError(listed(refusals))
+    expected = weights.metas()
+    arrivals = [
+        Arrival(wire_name, piece, piece.of(tensor.detach()))
+        for (wire_name, tensor), pieces in zip(named, split, strict=True)
+        for piece in pieces
+    ]
+    assert all(tuple(arrival.content.shape) == expected[arrival.name].shape for arrival in arrivals)
+    return arrivals
+
+
+def store(arrivals: Iterable[Arrival], sink: WeightSink, ledger: WeightLedger) -> None:
+    """Note logical tensors in the ledger and write them into the sink.
+
+    Raises `CoverageError` for a tensor that came before, `ContentError` for one that came before under another name
+    with other content.
+    """
+    for arrival in arrivals:
+        wire_name, name, content = arrival.wire_name, arrival.name, arrival.content
+        if ledger.record(wire_name, name):
+            sink.write(name, content)
+        elif not all(_same_bits(part, content) for part in sink.read(name)):  # other ranks check their parts
+            raise ContentError(f"{name} came again as {wire_name} with other content")
+
+
+def load_part(proven: ProvenPart, sink: WeightSink, ledger: WeightLedger) -> None:
+    """Note a part of a logical tensor in the ledger and write it into the sink.
+
+    Raises `CoverageError` for a tensor that came before or was not announced, `ContentError` for one that is not
+    finite.
+    """
+    name, part = proven.name, proven.part
+    if part is not None and not is_finite(part.content):
+        raise ContentError(f"values that are not finite in {name}")
+    if not ledger.record(name, name):
+        raise CoverageError(f"{name} came already under another name")
+    if part is not None:
+        sink.write(name, part)
+
+
+def _same_bits(part: Part, source: torch.Tensor) -> bool:
+    """Return whether storing `source`, a whole tensor, would store the same bits."""
+    stored = part.content
+    mine = source if part.region is None else part.region.of(source)
+    cast = mine.to(device=stored.device, dtype=stored.dtype)
+    return torch.equal(
+        stored.contiguous().view(-1).view(torch.uint8),
+        cast.contiguous().view(-1).view(torch.uint8),
+    )

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from weight_sync.assembly import Assembly
 from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.content import Contents, Digests, TensorTable
 from weight_sync.errors import (
@@ -36,9 +35,8 @@ from weight_sync.errors import (
     listed,
 )
 from weight_sync.held_format import AS_SENT, HeldFormats
-from weight_sync.intake import Intake
+from weight_sync.intake import Arrival, Intake, ProvenPart, load_part, store
 from weight_sync.ledger import Coverage, Numbers, WeightLedger
-from weight_sync.loading import Arrival, ProvenPart, load_part, store
 from weight_sync.manifest import Entries, Manifest, Stated
 from weight_sync.plan import BucketPlan, Planner
 from weight_sync.rank_cover import RankCover
@@ -122,7 +120,6 @@ class WeightTransaction:
         self._ledger = WeightLedger(table, coverage, expected, None if cover is None else cover.kept)
         self._intake = Intake(weights, table, stated, quantised, cover)
         self._plans: dict[BucketLayout, BucketPlan] = {}
-        self._assembly = Assembly()
 
     @property
     def state(self) -> TransactionState:
@@ -238,11 +235,8 @@ class WeightTransaction:
             elif isinstance(bucket, PackedBucket):
                 self._take_packed(bucket, cast)
             else:
-                self._take(bucket, cast)
+                store(self._intake.take(bucket, self._ledger, cast or self._cast), self._staging, self._ledger)
             self._staging.settle()
-
-    def _take(self, named: Iterable[tuple[str, torch.Tensor]], cast: bool) -> None:
-        store(self._intake.take(named, self._ledger, cast or self._cast), self._staging, self._ledger)
 
     def _take_packed(self, bucket: PackedBucket, cast: bool) -> None:
         """Replay the plan of a bucket.  What it leaves out, or cannot do now, goes tensor by tensor."""
@@ -250,7 +244,8 @@ class WeightTransaction:
         can_wait = plan is None or plan.boxes is None  # boxes of a tensor all go the same way
         is_clear = plan is not None and not self._intake.pairs.num_waiting and self._ledger.is_clear(plan.numbers)
         if plan is None or (can_wait and not is_clear):
-            self._take(self._assembly.take(bucket.parts()), cast)
+            arrivals = self._intake.take_parts(bucket.parts(), self._ledger, cast or self._cast)
+            store(arrivals, self._staging, self._ledger)
             return
         self._require_clear(plan)
         rest: list[Arrival] = []
@@ -260,8 +255,7 @@ class WeightTransaction:
             self._intake.take_planned(plan, complete, fingerprints_T2, infinite_T2)
             self._ledger.record_all(plan.numbers, plan.wire_names)
             if plan.rest:
-                named = self._assembly.take(bucket.parts(plan.rest))
-                rest.extend(self._intake.take(named, self._ledger, cast or self._cast))
+                rest.extend(self._intake.take_parts(bucket.parts(plan.rest), self._ledger, cast or self._cast))
 
         self._staging.write_spans(plan, bucket.content, accept)
         store(rest, self._staging, self._ledger)
@@ -298,8 +292,7 @@ class WeightTransaction:
         unless OPEN, `CoverageError`, `StagingError`, and as `Intake.joined`; all but the first fail the transaction.
         """
         with self._failing("verify"):
-            self._intake.pairs.settle()
-            self._assembly.settle()
+            self._intake.settle()
             self._ledger.settle()
             self._ledger.record_elsewhere(self._intake.joined(exchange))
             self._staging.prepare()
@@ -377,8 +370,7 @@ class WeightTransaction:
     def _roll_back(self, reason: str) -> None:
         """Restore the model as it was before the first bucket; else set `torn`."""
         was_dirty = self._staging.dirty
-        self._intake.pairs.clear()
-        self._assembly.clear()
+        self._intake.clear()
         try:
             self._staging.undo()
             if was_dirty:

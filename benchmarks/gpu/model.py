@@ -34,8 +34,8 @@ from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.scheduler.channel import LocalChannel
+from weight_sync.intake import load_weights
 from weight_sync.ledger import WeightLedger
-from weight_sync.loading import load_weights
 from weight_sync.staging import DirectSink
 
 MEANWHILE = 64

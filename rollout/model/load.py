@@ -20,12 +20,14 @@ from rollout.distributed.parallel import Parallel
 from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.model.decoder import DecoderForCausalLM
+from weight_sync.assembly import PairedTensors
 from weight_sync.bucket import runs_of
 from weight_sync.checkpoint_folder import open_checkpoint_folder
+from weight_sync.content_check import is_finite
 from weight_sync.errors import ContentError, WeightSyncError
-from weight_sync.fp8_wire import PairedTensors, kind_of, whole_metas
+from weight_sync.fp8_wire import kind_of, whole_metas
+from weight_sync.intake import load_weights
 from weight_sync.ledger import WeightLedger
-from weight_sync.loading import is_finite, load_weights
 from weight_sync.mxfp4 import Mxfp4Experts, value_metas
 from weight_sync.safetensors_file import SafetensorsFile
 from weight_sync.splitting import split_wire

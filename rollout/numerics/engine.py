@@ -28,8 +28,8 @@ from rollout.numerics.assembly import assemblies_of
 from rollout.numerics.attention import DifferentiableAttention
 from rollout.numerics.operators import Differentiable
 from rollout.numerics.sequences import Sequences
+from weight_sync.intake import load_weights
 from weight_sync.ledger import WeightLedger
-from weight_sync.loading import load_weights
 from weight_sync.staging import DirectSink
 
 Named = Mapping[str, torch.Tensor]

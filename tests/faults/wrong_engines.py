@@ -38,8 +38,8 @@ from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req, VersionMarks
 from tests.faults import engines
 from weight_sync import intake
+from weight_sync.content_check import check_content
 from weight_sync.errors import WeightSyncError
-from weight_sync.loading import check_content
 from weight_sync.manifest import Stated
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.update import UpdateBook

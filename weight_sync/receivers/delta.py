@@ -29,7 +29,7 @@ from weight_sync.errors import (
 from weight_sync.fingerprint import digest
 from weight_sync.fp8_wire import kind_of
 from weight_sync.held_format import AS_SENT, HeldFormats
-from weight_sync.loading import ProvenPart
+from weight_sync.intake import ProvenPart
 from weight_sync.plan import Homes
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.receivers.base import BucketSource, KnownCall

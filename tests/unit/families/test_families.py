@@ -32,8 +32,8 @@ from tests.model_zoo import load_tiny
 from tests.parallel_engine import MIXED, largest_difference, one_rank, several_ranks
 from tests.scheduler_harness import Harness
 from weight_sync.errors import UnknownTensorError
+from weight_sync.intake import load_weights
 from weight_sync.ledger import WeightLedger
-from weight_sync.loading import load_weights
 from weight_sync.staging import DirectSink
 from weight_sync.tensor_meta import TensorMeta
 

@@ -28,8 +28,8 @@ from weight_sync.errors import (
     TransactionStateError,
     UnknownTensorError,
 )
+from weight_sync.intake import load_weights
 from weight_sync.ledger import WeightLedger
-from weight_sync.loading import load_weights
 from weight_sync.staging import DirectSink
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta, parts_of
 

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from tests.tiers import examples
 from weight_sync import block_sums as plain
+from weight_sync import content_check, fingerprint_gpu
 from weight_sync import fingerprint as prints
-from weight_sync import fingerprint_gpu, loading
 from weight_sync.block_sums import kernels_of, plain_block_sums, trial
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint import combine, fingerprint, fingerprints_apart
@@ -96,11 +96,11 @@ def test_words_beside_a_shard_are_not_looked_at(on_gpu: None) -> None:
 
 def test_a_bucket_is_checked_through_it(on_gpu: None) -> None:
     good = [("a", finite_values(torch.bfloat16, 100)), ("b", finite_values(torch.float32, BLOCK + 1))]
-    assert loading.check_content(good, {}) == {name: fingerprint(tensor) for name, tensor in good}
+    assert content_check.check_content(good, {}) == {name: fingerprint(tensor) for name, tensor in good}
     bad = good[1][1].clone()
     bad[BLOCK] = float("nan")
     with pytest.raises(ContentError, match="not finite in b"):
-        loading.check_content([good[0], ("b", bad)], {})
+        content_check.check_content([good[0], ("b", bad)], {})
 
 
 def test_kernel_fingerprints_of_shards_add_up(on_gpu: None) -> None:

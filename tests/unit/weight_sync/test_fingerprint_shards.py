@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rollout.kernels.build import load_kernels
 from tests.tiers import examples
 from weight_sync.block_sums import block_sums, digit_block_sums, plain_block_sums, wrapping_block_sums
+from weight_sync.content_check import check_content
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.fingerprint import (
     EXPONENTS,
@@ -23,7 +24,6 @@ from weight_sync.fingerprint import (
     word_factors,
 )
 from weight_sync.fingerprint_words import BLOCK, UNSIGNED, multipliers
-from weight_sync.loading import check_content
 
 BF16 = torch.bfloat16
 

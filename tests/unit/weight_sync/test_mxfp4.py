@@ -22,8 +22,8 @@ from tests.model_zoo import load_tiny
 from tests.parallel_engine import MIXED, largest_difference, one_rank, several_ranks
 from tests.unit.families.test_families import _ids, _ours, _theirs
 from weight_sync.errors import CoverageError, ShapeMismatchError, UnknownTensorError
+from weight_sync.intake import load_weights
 from weight_sync.ledger import WeightLedger
-from weight_sync.loading import load_weights
 from weight_sync.mxfp4 import dequantise, value_metas
 from weight_sync.staging import DirectSink
 from weight_sync.tensor_meta import TensorMeta

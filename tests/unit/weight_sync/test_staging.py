@@ -25,8 +25,8 @@ from weight_sync.errors import (
     UnknownTensorError,
     WeightRequestError,
 )
+from weight_sync.intake import load_weights
 from weight_sync.ledger import WeightLedger
-from weight_sync.loading import load_weights
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import DirectSink
 

@@ -28,7 +28,7 @@ from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named
 from tests.tiers import examples
 from weight_sync.errors import CommitError, ContentError, TransactionStateError, TransportError, WeightSyncError
 from weight_sync.fingerprint import fingerprint
-from weight_sync.loading import load_weights
+from weight_sync.intake import load_weights
 from weight_sync.receivers.base import BucketSource
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
