@@ -1,6 +1,6 @@
 """A device that does everything as late as it may: work runs at the fence that waits for it, no sooner.
 
-Stands in for the streams of a CUDA device behind `weight_sync.device_queue.DeviceQueue`.  Its traps are a GPU's: a call
+Stands in for the streams of a CUDA device behind `weight_sync.staging.DeviceQueue`.  Its traps are a GPU's: a call
 that returned has done nothing yet; threads' streams are in no order with each other; a step that was launched reads the
 weights when it runs, not when it was launched.  Work that is still pending when its memory is reused reads the
 new content.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from weight_sync.device_queue import queue_of
 from weight_sync.held_memory import Areas
 from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.plan import Homes
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import Staging, StagingMode
+from weight_sync.staging import Staging, StagingMode, queue_of
 from weight_sync.tensor_meta import LogicalWeights
 
 

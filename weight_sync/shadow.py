@@ -33,12 +33,11 @@ from typing import Literal
 
 import torch
 
-from weight_sync.device_queue import DeviceQueue, HostQueue
 from weight_sync.errors import StagingError
 from weight_sync.held_memory import Areas
 from weight_sync.pages import PageTrader, tradable_spans
 from weight_sync.plan import BucketPlan, Homes, address_of, bytes_of
-from weight_sync.staging import Accept, Content, SpanTaker
+from weight_sync.staging import Accept, Content, DeviceQueue, HostQueue, SpanTaker
 from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

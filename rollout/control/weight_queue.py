@@ -28,7 +28,7 @@ from rollout.control.rank_consensus import RankConsensus, VerbMark
 from rollout.core.errors import FatalError
 from rollout.core.messages.message import ControlReqInput, Reply, failure
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
-from weight_sync.device_queue import use_own_stream
+from weight_sync.staging import use_own_stream
 from weight_sync.waiting import Patience
 
 _NICENESS = 15
