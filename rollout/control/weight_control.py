@@ -17,14 +17,13 @@ import msgspec
 
 from rollout.control.kv_age import abort_below, require_known_version
 from rollout.control.lease_monitor import LeaseMonitor
-from rollout.control.manifest import manifest_of
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.rank_consensus import RankConsensus
 from rollout.control.weight_commit import WeightCommit, committed, successor
 from rollout.control.weight_groups import WeightGroups
 from rollout.control.weight_queue import Job, WeightQueue, nothing, replies
 from rollout.control.weight_reading import reading_jobs
-from rollout.control.weight_sources import SOURCES
+from rollout.control.weight_sources import SOURCES, manifest_of
 from rollout.core.errors import BadRequest, Conflict
 from rollout.core.messages.io_struct import ContinueGenerationReqInput, ContinueReply
 from rollout.core.messages.message import ControlReqInput, ControlReqOutput, NoReply

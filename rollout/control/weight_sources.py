@@ -1,11 +1,14 @@
-"""The verbs that bring tensors, and the transport of each: one line each."""
+"""What messages become in a weight update: a manifest, and the transport of each verb that brings tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import astuple
+
 from rollout.core.messages.weights import (
+    BeginWeightUpdateReqInput,
     RefusedBucketReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -13,6 +16,7 @@ from rollout.core.messages.weights import (
     UpdateWeightsReqInput,
 )
 from weight_sync.errors import WeightRequestError
+from weight_sync.manifest import Manifest, parse_manifest
 from weight_sync.receivers.base import BucketSource, RefusedSource
 from weight_sync.receivers.delta import DELTA, DeltaSource
 from weight_sync.receivers.distributed import DistributedSource, RankShare
@@ -75,3 +79,16 @@ SOURCES: dict[type[UpdateWeightsReqInput[Any]], SourceFactory] = {
     UpdateWeightsFromIPCReqInput: _ipc,
 }
 """A factory runs on the I/O thread and only constructs the source, which does the reading and checking."""
+
+
+def manifest_of(verb: BeginWeightUpdateReqInput) -> Manifest | None:
+    """Return the tensors that a begin states, with their fingerprints; None where it states none.
+
+    Raises `WeightRequestError`.
+    """
+    if not verb.has_manifest:
+        return None
+    key = verb.digest()
+    if key is None:
+        return Manifest.of(parse_manifest(map(astuple, verb.entries())))
+    return Manifest.of_lists(lambda: verb.lists() or ([], [], [], None), verb.fingerprints(), key)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout.control.manifest import manifest_of
+from rollout.control.weight_sources import manifest_of
 from rollout.core.messages.tensor_lists import ManifestEntry, ManifestLists, digest_of, encode_lists
 from rollout.core.messages.weights import BeginWeightUpdateReqInput
 from weight_sync.errors import WeightRequestError
