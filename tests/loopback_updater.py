@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from weight_sync.bucket_layout import BucketLayout, KnownCalls, PackedBucket
+from weight_sync.plan import KnownCalls
 from weight_sync.receivers.base import BucketSource, KnownCall, Receiver, StoredSource
 from weight_sync.receivers.distributed import DistributedSource
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta
+from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, TensorMeta
 from weight_sync.update_groups import WeightUpdateGroups
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import Patience

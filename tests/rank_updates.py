@@ -14,12 +14,11 @@ from rollout.distributed.parallel import Parallel
 from tests.parallel_engine import RankEngine
 from weight_sync.boxes import Box, index_of
 from weight_sync.bucket import cut_pieces
-from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.fingerprint import fingerprint
 from weight_sync.rank_boxes import RankBoxes
 from weight_sync.receivers.base import BucketSource
 from weight_sync.staging import StagingMode
-from weight_sync.tensor_meta import TensorMeta, tensor_bytes
+from weight_sync.tensor_meta import BucketLayout, PackedBucket, TensorMeta, tensor_bytes
 from weight_sync.updater import WeightUpdater
 
 T = TypeVar("T")

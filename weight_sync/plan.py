@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from weight_sync.boxes import Box, whole_box
-from weight_sync.bucket_layout import BucketLayout, KnownCalls
 from weight_sync.content import TensorTable
 from weight_sync.fp8_wire import value_metas, weight_name
 from weight_sync.held_format import INT8_BLOCKS, HeldFormats
@@ -47,7 +47,7 @@ from weight_sync.spans import (
 )
 from weight_sync.splitting import split_wire
 from weight_sync.take_spans import SpanTables
-from weight_sync.tensor_meta import LogicalWeights, Piece, Place, TensorMeta
+from weight_sync.tensor_meta import BucketLayout, LogicalWeights, Piece, Place, TensorMeta
 
 _MANIFESTS_KEPT = 2
 """Plans of manifests are kept for this many times the tensors of the model, all together."""
@@ -279,6 +279,41 @@ def _matrices(
 
 
 # --- plans that are kept ------------------------------------------------------------------------------------------
+
+
+class _Sized(Protocol):
+    """A call that was read: `num_tensors` of it are kept in memory."""
+
+    @property
+    def num_tensors(self) -> int: ...
+
+
+Call = TypeVar("Call", bound=_Sized)
+
+
+class KnownCalls(Generic[Call]):
+    """Calls that were read, by a key of their arguments, such as a digest of them.
+
+    The ones used last are kept, with at most `max_tensors` tensors together.
+    """
+
+    def __init__(self, max_tensors: int) -> None:
+        self._max_tensors = max_tensors
+        self._num_tensors = 0
+        self._calls: OrderedDict[Hashable, Call] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Call]) -> Call:
+        """Return the call, made if it is not known.  What `make` raises is not kept."""
+        known = self._calls.get(key)
+        if known is not None:
+            self._calls.move_to_end(key)
+            return known
+        made = self._calls[key] = make()
+        self._num_tensors += made.num_tensors
+        while self._num_tensors > self._max_tensors and len(self._calls) > 1:
+            _, oldest = self._calls.popitem(last=False)
+            self._num_tensors -= oldest.num_tensors
+        return made
 
 
 class Planner:

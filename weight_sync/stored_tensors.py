@@ -20,7 +20,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.errors import WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.shared_segment import SharedSegment
@@ -29,6 +28,8 @@ from weight_sync.tensor_meta import (
     MAX_DIMENSIONS,
     MAX_ELEMENTS,
     MAX_NAME_LENGTH,
+    BucketLayout,
+    PackedBucket,
     TensorMeta,
     dtype_name,
 )

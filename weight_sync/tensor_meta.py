@@ -84,6 +84,47 @@ class TensorMeta:
         return self.numel * self.dtype.itemsize
 
 
+@dataclass(frozen=True, eq=False)
+class BucketLayout:
+    """Tensors or boxes of tensors, dense and in row-major order, each from byte `offsets` on of `num_bytes` bytes.
+
+    A sender sends the same ones again and again.  A layout is one object for as long as the same lists come, so that
+    what was worked out for it (`plan`) is found again.
+    """
+
+    metas: Sequence[TensorMeta]
+    offsets: Sequence[int]
+    num_bytes: int
+
+    def views(
+        self, content: torch.Tensor, places: Sequence[int] | None = None
+    ) -> list[tuple[TensorMeta, torch.Tensor]]:
+        """Return all tensors, or the ones at some places in the list, as views of the bucket, uint8 [num_bytes].
+
+        Of a tensor that comes as a box, the view is the box.  A tensor that its dtype cannot be read from where it
+        lies is copied.
+        """
+        found = []
+        for place in range(len(self.metas)) if places is None else places:
+            meta, start = self.metas[place], self.offsets[place]
+            part = content[start : start + meta.nbytes]
+            if part.data_ptr() % meta.dtype.itemsize or part.storage_offset() % meta.dtype.itemsize:
+                part = part.clone()
+            found.append((meta, part.view(meta.dtype).view(meta.sizes)))
+        return found
+
+
+class PackedBucket(NamedTuple):
+    """One message as it came, uint8 [layout.num_bytes]."""
+
+    layout: BucketLayout
+    content: torch.Tensor
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Return all tensors by name."""
+        return [(meta.name, view) for meta, view in self.layout.views(self.content)]
+
+
 Index = tuple[int | slice, ...]
 
 

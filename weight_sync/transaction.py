@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.content import Contents, Digests, TensorTable
 from weight_sync.errors import (
     CommitError,
@@ -43,7 +42,7 @@ from weight_sync.rank_cover import RankCover
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Staging
-from weight_sync.tensor_meta import LogicalWeights, Part, TensorMeta
+from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, Part, TensorMeta
 
 _NONE = np.zeros(0, dtype=np.int64)
 NAMES_SHOWN = 10
@@ -244,7 +243,7 @@ class WeightTransaction:
         can_wait = plan is None or plan.boxes is None  # boxes of a tensor all go the same way
         is_clear = plan is not None and not self._intake.pairs.num_waiting and self._ledger.is_clear(plan.numbers)
         if plan is None or (can_wait and not is_clear):
-            arrivals = self._intake.take_parts(bucket.parts(), self._ledger, cast or self._cast)
+            arrivals = self._intake.take_parts(bucket.layout.views(bucket.content), self._ledger, cast or self._cast)
             store(arrivals, self._staging, self._ledger)
             return
         self._require_clear(plan)
@@ -255,7 +254,8 @@ class WeightTransaction:
             self._intake.take_planned(plan, complete, fingerprints_T2, infinite_T2)
             self._ledger.record_all(plan.numbers, plan.wire_names)
             if plan.rest:
-                rest.extend(self._intake.take_parts(bucket.parts(plan.rest), self._ledger, cast or self._cast))
+                parts = bucket.layout.views(bucket.content, plan.rest)
+                rest.extend(self._intake.take_parts(parts, self._ledger, cast or self._cast))
 
         self._staging.write_spans(plan, bucket.content, accept)
         store(rest, self._staging, self._ledger)

@@ -33,12 +33,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from weight_sync.bucket_layout import KnownCalls
 from weight_sync.content import ContentBook, Digests, TensorTable
 from weight_sync.errors import TransactionStateError, WeightSyncError
 from weight_sync.held_format import HeldFormats
 from weight_sync.ledger import Coverage
-from weight_sync.plan import Planner
+from weight_sync.plan import KnownCalls, Planner
 from weight_sync.receivers.base import BucketSource, KnownCall, deliver
 from weight_sync.tensor_meta import LogicalWeights
 from weight_sync.transaction import TransactionState, WeightTransaction

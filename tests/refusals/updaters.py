@@ -25,7 +25,6 @@ from tests.refusals.targets import (
     UpdaterTarget,
     without,
 )
-from weight_sync.bucket_layout import KnownCalls
 from weight_sync.delta.durable import locked
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalState, LocalVersion, write_state
@@ -45,6 +44,7 @@ from weight_sync.errors import (
 )
 from weight_sync.fingerprint import fingerprint
 from weight_sync.manifest import Entries
+from weight_sync.plan import KnownCalls
 from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.receivers.ipc import IpcSource

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.delta.changes import Changes
 from weight_sync.delta.frame import TensorDelta
 from weight_sync.delta.planes import read_all_planes
@@ -26,7 +25,7 @@ from weight_sync.moves import matrix_of
 from weight_sync.spans import DTYPE_CODES, MOVE_COLUMNS, SpanTensor
 from weight_sync.stored_tensors import PART_BYTES
 from weight_sync.take_spans import SpanTables
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import BucketLayout, PackedBucket, TensorMeta
 
 
 class PartTables(NamedTuple):

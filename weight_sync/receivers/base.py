@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from weight_sync.bucket_layout import BucketLayout, KnownCalls, PackedBucket
 from weight_sync.errors import TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.intake import ProvenPart
+from weight_sync.plan import KnownCalls
 from weight_sync.stored_tensors import Storage, StoredPart, StoredTensor, check_total, parts_of, storages_of
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import BucketLayout, PackedBucket, TensorMeta
 from weight_sync.update_groups import WeightUpdateGroups
 from weight_sync.waiting import Patience
 

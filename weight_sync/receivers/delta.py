@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from weight_sync.bucket_layout import KnownCalls, PackedBucket
 from weight_sync.delta.changes import changed, share_after
 from weight_sync.delta.frame import DeltaFrame, FrameEntry, TensorDelta, read_frame
 from weight_sync.delta.frame_part import FramePart, PartTables, cut_parts
@@ -30,11 +29,11 @@ from weight_sync.fingerprint import digest
 from weight_sync.fp8_wire import kind_of
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.intake import ProvenPart
-from weight_sync.plan import Homes
+from weight_sync.plan import Homes, KnownCalls
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
 from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.splitting import split_wire
-from weight_sync.tensor_meta import LogicalWeights, Part, Piece, Region, TensorMeta, dtype_name, parts_of
+from weight_sync.tensor_meta import LogicalWeights, PackedBucket, Part, Piece, Region, TensorMeta, dtype_name, parts_of
 
 DELTA = "delta"
 _ADVICE = "send whole tensors, or publish versions and use /pull_weights"

@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from weight_sync.bucket_layout import BucketLayout, KnownCalls, PackedBucket
 from weight_sync.checkpoint_folder import CheckpointFolder, RawFolder, files_in_index, read_folder
 from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
@@ -25,11 +24,12 @@ from weight_sync.errors import TransactionStateError, TransportError, WeightRequ
 from weight_sync.fp8_wire import whole_metas, with_other_halves
 from weight_sync.held_memory import Areas
 from weight_sync.ledger import WeightLedger
+from weight_sync.plan import KnownCalls
 from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.safetensors_file import FileTensor, SafetensorsFile, open_regular, read_into
 from weight_sync.splitting import split_wire
 from weight_sync.stored_tensors import PART_BYTES
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta
+from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, TensorMeta
 
 
 class FilePart(NamedTuple):

@@ -23,13 +23,12 @@ from typing import NamedTuple
 import torch
 
 from weight_sync.bucket import cut_packed, cut_pieces
-from weight_sync.bucket_layout import BucketLayout, PackedBucket
 from weight_sync.errors import ContentError, TransportError, UnknownGroupError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.process_group import GroupHandle
 from weight_sync.receivers.base import BucketSource, KnownCall, Receiver
 from weight_sync.receivers.receive_area import Announced, Message, ReceiveArea, is_marked
-from weight_sync.tensor_meta import Lists, TensorMeta, parse_metas
+from weight_sync.tensor_meta import BucketLayout, Lists, PackedBucket, TensorMeta, parse_metas
 
 FLATTENED_BUCKET = "flattened_bucket"
 PIECES = "pieces"

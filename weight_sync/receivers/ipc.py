@@ -23,7 +23,6 @@ import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from weight_sync.bucket_layout import PackedBucket
 from weight_sync.cuda_ipc import CudaStorage
 from weight_sync.errors import TransportError, WeightRequestError, WeightSyncError
 from weight_sync.held_memory import Areas
@@ -31,7 +30,7 @@ from weight_sync.ipc_messages import MAX_MESSAGE_BYTES, IpcBuffer, SenderFailure
 from weight_sync.receivers.base import BucketSource, KnownCall, Receiver, stored_call
 from weight_sync.shared_segment import release_torch_shared_file
 from weight_sync.stored_tensors import check_total
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import PackedBucket, TensorMeta
 from weight_sync.waiting import POLL_S, Patience
 
 CONNECT_S = 10.0

@@ -12,7 +12,6 @@ import torch
 from tests.delta_models import Delivered, Tensors, delta_source, nudged, same_bits
 from tests.logical_weights_fake import EMBED, LM_HEAD, NORM, FakeWeights, fused, version
 from tests.published_versions import write_checkpoint
-from weight_sync.bucket_layout import KnownCalls
 from weight_sync.delta.durable import locked
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.frame import write_frame
@@ -25,6 +24,7 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.plan import KnownCalls
 from weight_sync.receivers.base import BucketSource
 from weight_sync.receivers.delta import DeltaSource
 from weight_sync.receivers.disk import DiskSource

@@ -19,7 +19,6 @@ from tests.device_queue_stand_in import LateDevice
 from tests.logical_weights_fake import FakeWeights, bits, version
 from tests.loopback_updater import layout_of, packed
 from tests.tiers import examples
-from weight_sync.bucket_layout import BucketLayout
 from weight_sync.content import TensorTable
 from weight_sync.errors import CommitError
 from weight_sync.held_memory import Areas
@@ -27,7 +26,7 @@ from weight_sync.in_model import JournalStaging
 from weight_sync.plan import Planner
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import HostQueue, Staging, queue_of, use_own_stream
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import BucketLayout, TensorMeta
 from weight_sync.transaction import WeightTransaction
 
 Make = Callable[[FakeWeights, LateDevice, Areas], Staging]

@@ -25,7 +25,6 @@ from tests.tiers import examples
 from tests.unit.weight_sync.test_device_queue import LONG, UPDATES, FoldsEarly, folded, journal, played, shadow
 from tests.unit.weight_sync.test_plans import MovableWeights
 from weight_sync import in_model, spans_gpu, take_spans
-from weight_sync.bucket_layout import BucketLayout
 from weight_sync.content import TensorTable
 from weight_sync.errors import CommitError, ContentError, StagingError
 from weight_sync.held_memory import Areas
@@ -34,7 +33,7 @@ from weight_sync.plan import Planner
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Accept, Staging
 from weight_sync.take_spans import SpanTables
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import BucketLayout, TensorMeta
 from weight_sync.transaction import WeightTransaction
 
 Tensors = dict[str, torch.Tensor]

@@ -12,14 +12,13 @@ from rollout.kernels.places import ViewPlace
 from tests.logical_weights_fake import EMBED, LM_HEAD, E, FakeWeights, bits, expert_name, fused, version
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, new_updater
 from weight_sync import plan as plan_module
-from weight_sync.bucket_layout import BucketLayout, KnownCalls
 from weight_sync.content import Digests, TensorTable
 from weight_sync.errors import ContentError, CoverageError
 from weight_sync.fingerprint import digest, fingerprint
-from weight_sync.plan import Planner
+from weight_sync.plan import KnownCalls, Planner
 from weight_sync.receivers.base import KnownCall
 from weight_sync.shadow import ShadowStaging
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.tensor_meta import BucketLayout, TensorMeta
 
 Named = dict[str, torch.Tensor]
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_sync import stored_tensors
-from weight_sync.bucket_layout import PackedBucket
 from weight_sync.errors import WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.shared_segment import SharedSegment
@@ -26,6 +25,7 @@ from weight_sync.stored_tensors import (
     place_tensor,
     storages_of,
 )
+from weight_sync.tensor_meta import PackedBucket
 
 NUM_BYTES = 400
 PART_BYTES = 64
