@@ -17,9 +17,8 @@ import torch
 from benchmarks.memory import read_memory
 from rollout.kernels.build import load_kernels
 from rollout.kernels.ops import compiled_ops
-from weight_sync.new_staging import new_staging
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
-from weight_sync.transaction import WeightTransaction
+from weight_sync.transaction import WeightTransaction, new_staging
 
 # 8 packed matrices of 42 MB, in full buckets of two: too large for malloc to keep when they are let go.
 COUNT, ROWS, COLUMNS, PER_BUCKET = 8, 20480, 1024, 2

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from weight_sync.plan import Homes
 from weight_sync.rank_boxes import RankBoxes
 from weight_sync.rank_cover import Kept, RankCover
 from weight_sync.rank_parts import Exchange
+from weight_sync.staging import takes_spans
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.update import UpdateTarget
 
 
 class PerRank:
-    """`rank`: this one.  `takes_boxes()`: whether tensors may come as boxes where they are staged.
+    """`rank`: this one.  The ranks call its methods together."""
 
-    The ranks call its methods together.
-    """
-
-    def __init__(self, target: UpdateTarget, rank: int, exchange: Exchange, takes_boxes: Callable[[], bool]) -> None:
+    def __init__(self, target: UpdateTarget, rank: int, exchange: Exchange) -> None:
         self._target, self._rank, self._exchange = target, rank, exchange
-        self._takes_boxes = takes_boxes
         self._cover: tuple[Hashable, RankCover] | None = None
 
     @property
@@ -29,8 +26,8 @@ class PerRank:
         target = self._target
         key = target.weights.places_key()
         if self._cover is None or self._cover[0] != key:
-            homes, table, takes_boxes = target.planner.homes(target.weights), target.planner.table, self._takes_boxes()
-            kept = (self._kept(homes, name, takes_boxes) for name in table.names)
+            homes, table = target.planner.homes(target.weights), target.planner.table
+            kept = (self._kept(homes, name) for name in table.names)
             self._cover = key, RankCover.gather(table, kept, self._rank, self._exchange)
         return self._cover[1]
 
@@ -41,11 +38,11 @@ class PerRank:
         """
         return RankBoxes.of(self.cover, self._target.weights, self._target.planner.table, metas)
 
-    def _kept(self, homes: Homes, name: str, takes_boxes: bool) -> Kept:
+    def _kept(self, homes: Homes, name: str) -> Kept:
         """Return what this rank keeps of a tensor; all of it where it cannot take less."""
         places = homes.places(name)
         region = places[0].region if places else None
         if not places or (region is not None and not region.length):
             return "nothing"
-        is_cut = takes_boxes and name not in self._target.quantised and homes.moves(name) is not None
+        is_cut = takes_spans(homes) and name not in self._target.quantised and homes.moves(name) is not None
         return region if is_cut else None

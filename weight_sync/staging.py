@@ -102,6 +102,11 @@ class Staging(WeightSink, Protocol):
         """Release everything without touching the model."""
 
 
+def takes_spans(homes: Homes) -> bool:
+    """Return false where weights lie on a device without a kernel, which would need some calls for each tensor."""
+    return homes.device is None or homes.device.type == "cpu" or kernels_of(homes.device) is not None
+
+
 class SpanTaker:
     """Takes planned buckets where the weights lie.  `memory`: for a bucket that comes in other memory.
 
@@ -113,9 +118,7 @@ class SpanTaker:
 
     @property
     def is_able(self) -> bool:
-        """True unless the weights lie on a device without a kernel, which would need some calls for each tensor."""
-        device = self._homes.device
-        return device is None or device.type == "cpu" or kernels_of(device) is not None
+        return takes_spans(self._homes)
 
     def bring(self, content: torch.Tensor) -> torch.Tensor:
         """Return a bucket on the weights' device; it may still be on its way there."""

@@ -34,14 +34,16 @@ from weight_sync.errors import (
     listed,
 )
 from weight_sync.held_format import AS_SENT, HeldFormats
+from weight_sync.held_memory import Areas
+from weight_sync.in_model import InPlaceStaging, JournalStaging
 from weight_sync.intake import Arrival, Intake, ProvenPart, load_part, store
 from weight_sync.ledger import Coverage, Numbers, WeightLedger
 from weight_sync.manifest import Entries, Manifest, Stated
-from weight_sync.plan import BucketPlan, Planner
+from weight_sync.plan import BucketPlan, Homes, Planner
 from weight_sync.rank_cover import RankCover
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import Staging
+from weight_sync.staging import Staging, StagingMode, queue_of
 from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, Part, TensorMeta
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -99,8 +101,8 @@ class WeightTransaction:
         self.torn: str | None = None
         self.digests = Digests()  # of the whole content once it is committed, where they are known
         self._opened_at = time.monotonic()
-        self._weights = weights
-        self._state = TransactionState.OPEN
+        self.weights = weights
+        self.state = TransactionState.OPEN
         self._planner = Planner(TensorTable(weights.metas()), quantised) if planner is None else planner
         self._staging = ShadowStaging(weights) if staging is None else staging
         table = self._planner.table
@@ -119,10 +121,6 @@ class WeightTransaction:
         self._ledger = WeightLedger(table, coverage, expected, None if cover is None else cover.kept)
         self._intake = Intake(weights, table, stated, quantised, cover)
         self._plans: dict[BucketLayout, BucketPlan] = {}
-
-    @property
-    def state(self) -> TransactionState:
-        return self._state
 
     @property
     def age_s(self) -> float:
@@ -150,11 +148,6 @@ class WeightTransaction:
         return self._ledger.num_missing
 
     @property
-    def target(self) -> LogicalWeights:
-        """The weights that the tensors go to."""
-        return self._weights
-
-    @property
     def num_bytes(self) -> int:
         """The bytes of the tensors that came."""
         return int(self._planner.table.num_bytes[self._ledger.came()].sum())
@@ -162,7 +155,7 @@ class WeightTransaction:
     @property
     def dirty(self) -> bool:
         """True if the model holds anything of this transaction."""
-        return self._state is not TransactionState.COMMITTED and self._staging.dirty
+        return self.state is not TransactionState.COMMITTED and self._staging.dirty
 
     @property
     def contents(self) -> Contents:
@@ -172,7 +165,7 @@ class WeightTransaction:
     def status(self) -> dict[str, Any]:
         """Return counts, and the first names."""
         return {
-            "state": self._state.value,
+            "state": self.state.value,
             "weight_version": self.weight_version,
             "coverage": self.coverage,
             "received": self.num_received,
@@ -206,7 +199,7 @@ class WeightTransaction:
             raise WeightRequestError(_OTHER_FORM[per_rank])
         self._plans = {}
         if layouts and self._staging.takes_spans:
-            plans = self._planner.plans(self._weights, layouts, cast or self._cast, self._cover)
+            plans = self._planner.plans(self.weights, layouts, cast or self._cast, self._cover)
             self._plans = dict(zip(layouts, plans, strict=True))
         else:
             self._intake.announce(metas, cast or self._cast)
@@ -275,13 +268,13 @@ class WeightTransaction:
         """
         plan = self._plans.get(layout)
         if plan is None and self._staging.takes_spans:
-            (plan,) = self._planner.plans(self._weights, [layout], cast or self._cast)
+            (plan,) = self._planner.plans(self.weights, [layout], cast or self._cast)
         return plan
 
     def fail(self, reason: str) -> None:
         """Fail, OPEN -> FAILED, over a bucket that never came here.  The model is as it was before the first bucket."""
-        if self._state is TransactionState.OPEN:
-            self._state = TransactionState.FAILED
+        if self.state is TransactionState.OPEN:
+            self.state = TransactionState.FAILED
             self.failure = reason
             self._roll_back(reason)
 
@@ -296,7 +289,7 @@ class WeightTransaction:
             self._ledger.settle()
             self._ledger.record_elsewhere(self._intake.joined(exchange))
             self._staging.prepare()
-        self._state = TransactionState.VERIFIED
+        self.state = TransactionState.VERIFIED
 
     def commit(self, vote: Callable[[bool], bool]) -> list[str]:
         """Commit, VERIFIED -> COMMITTED: put every tensor into the model; return the logical names.
@@ -312,16 +305,16 @@ class WeightTransaction:
         failure: Exception | None = None
         try:
             self._staging.commit()
-            self._weights.recompute_derived()
+            self.weights.recompute_derived()
             self._staging.settle()
         except Exception as error:
             failure = error
-        self._state = TransactionState.IN_DOUBT
+        self.state = TransactionState.IN_DOUBT
         if vote(failure is None) and failure is None:
-            self._state = TransactionState.COMMITTED
+            self.state = TransactionState.COMMITTED
             return self.received
         reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank could not write"
-        self._state = TransactionState.ABORTED
+        self.state = TransactionState.ABORTED
         self._roll_back(reason)
         if self.torn is not None:
             raise CommitError(self.torn, restored=False) from failure
@@ -329,22 +322,22 @@ class WeightTransaction:
 
     def abort(self, reason: str = "the weight update was aborted") -> None:
         """Abort, from any open state -> ABORTED.  Raises `TransactionStateError` when already over."""
-        if self._state in (TransactionState.COMMITTED, TransactionState.IN_DOUBT, TransactionState.ABORTED):
-            raise TransactionStateError(f"cannot abort: the weight update is {self._state.value}")
-        if self._state is not TransactionState.FAILED:
+        if self.state in (TransactionState.COMMITTED, TransactionState.IN_DOUBT, TransactionState.ABORTED):
+            raise TransactionStateError(f"cannot abort: the weight update is {self.state.value}")
+        if self.state is not TransactionState.FAILED:
             self._roll_back(reason)
-        self._state = TransactionState.ABORTED
+        self.state = TransactionState.ABORTED
 
     def close(self) -> None:
         """Release the memory that staging took, when COMMITTED; on any thread."""
-        assert self._state is TransactionState.COMMITTED
+        assert self.state is TransactionState.COMMITTED
         self._staging.close()
 
     def read_staged(self, name: str) -> Sequence[Part] | None:
         """Return what this rank's places will hold of the tensor, never to be written to; None if it has not come or
         was released."""
         open_states = (TransactionState.OPEN, TransactionState.VERIFIED)
-        return self._staging.read(name) if self._state in open_states and name in self._ledger else None
+        return self._staging.read(name) if self.state in open_states and name in self._ledger else None
 
     @contextmanager
     def _failing(self, verb: str) -> Iterator[None]:
@@ -362,10 +355,10 @@ class WeightTransaction:
             raise
 
     def _require(self, state: TransactionState, verb: str) -> None:
-        if self._state is not state:
+        if self.state is not state:
             because = f": {self.failure}" if self.failure is not None else ""
             advice = "; drop it with abort_weight_update, and begin again" if verb == "receive" else ""
-            raise TransactionStateError(f"cannot {verb}: the weight update is {self._state.value}{because}{advice}")
+            raise TransactionStateError(f"cannot {verb}: the weight update is {self.state.value}{because}{advice}")
 
     def _roll_back(self, reason: str) -> None:
         """Restore the model as it was before the first bucket; else set `torn`."""
@@ -374,8 +367,29 @@ class WeightTransaction:
         try:
             self._staging.undo()
             if was_dirty:
-                self._weights.recompute_derived()
+                self.weights.recompute_derived()
                 self._staging.settle()
         except Exception as error:
             self.torn = f"{reason}; the old weights could NOT be restored ({type(error).__name__}: {error})"
             self._staging.close()
+
+
+def new_staging(
+    weights: LogicalWeights,
+    mode: StagingMode,
+    journal_dir: str | None = None,
+    memory: Areas | None = None,
+    device: torch.device | str = "cpu",
+    homes: Homes | None = None,
+) -> Staging:
+    """Return the staging of one transaction.
+
+    `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what stagings take
+    from; by default their own.  `device`: where the weights lie.  `homes`: their places, where known.
+    """
+    queue = queue_of(device)
+    if mode == "journal":
+        return JournalStaging(weights, journal_dir, queue, memory, homes)
+    if mode == "in_place":
+        return InPlaceStaging(weights, queue, memory, homes)
+    return ShadowStaging(weights, mode, memory, queue, homes)

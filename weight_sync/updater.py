@@ -26,13 +26,12 @@ from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import HeldMemory
 from weight_sync.ledger import Coverage
 from weight_sync.manifest import Entries, Manifest
-from weight_sync.new_staging import new_staging
 from weight_sync.per_rank import PerRank
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
-from weight_sync.staging import HOLDING_MODES, Staging, StagingMode
+from weight_sync.staging import HOLDING_MODES, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part
-from weight_sync.transaction import STATUS_FIELDS, TransactionState, WeightTransaction
+from weight_sync.transaction import STATUS_FIELDS, TransactionState, WeightTransaction, new_staging
 from weight_sync.update import CommitResult, Outcome, UpdateBook, UpdateTarget, WeightUpdate
 from weight_sync.update_groups import WeightUpdateGroups
 from weight_sync.update_rule import Relation
@@ -87,7 +86,7 @@ class WeightUpdater:
         self._max_call_bytes = max_call_bytes or max(twice, _MIN_CALL_BYTES)
         self._vote, self._commit_vote, self.exchange = vote, commit_vote or vote, exchange
         self._staging, self._journal_dir, self._clock, self._cast = staging, journal_dir, clock, cast
-        self.per_rank = PerRank(self.model, rank, exchange, lambda: self._new_staging(weights).takes_spans)
+        self.per_rank = PerRank(self.model, rank, exchange)
 
     def close(self) -> None:
         """Leave all groups and drop the open update."""
@@ -121,7 +120,8 @@ class WeightUpdater:
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
         target, weights = self.model, self.model.placed(coverage)
-        staging, casts = self._new_staging(weights), self._cast if cast is None else cast
+        homes, casts = target.planner.homes(weights), self._cast if cast is None else cast
+        staging = new_staging(weights, self._staging, self._journal_dir, self._held.shadows, self._device, homes)
         cover = self.per_rank.cover if per_rank else None
         options: dict[str, Any] = {"quantised": target.quantised, "planner": target.planner, "cast": casts}
         transaction = WeightTransaction(weights, weight_version, coverage, manifest, staging, **options, cover=cover)
@@ -278,7 +278,7 @@ class WeightUpdater:
     @property
     def target(self) -> LogicalWeights:
         """The weights that the open update is staged for; `weights` unless it adopts a placement."""
-        return self.weights if self.update is None else self.update.transaction.target
+        return self.weights if self.update is None else self.update.transaction.weights
 
     @property
     def holds_steps(self) -> bool:
@@ -372,10 +372,6 @@ class WeightUpdater:
         return update
 
     # --- helpers -----------------------------------------------------------------------------------------------
-
-    def _new_staging(self, weights: LogicalWeights) -> Staging:
-        homes = self.model.planner.homes(weights)
-        return new_staging(weights, self._staging, self._journal_dir, self._held.shadows, self._device, homes)
 
     def _require_update(self, verb: str) -> WeightUpdate:
         if self.update is None:

@@ -123,7 +123,7 @@ def forgives_a_bad_bucket() -> Context:
 
     def verify(self: WeightTransaction) -> None:
         self._staging.prepare()
-        self._state = TransactionState.VERIFIED
+        self.state = TransactionState.VERIFIED
 
     return _replaced((WeightTransaction, "fail", lambda self, reason: None), (WeightTransaction, "verify", verify))
 
@@ -143,7 +143,7 @@ def writes_buckets_in_place() -> Context:
         named = list(named_tensors)
         receive(self, named, cast)
         for name, tensor in named:
-            self._weights.write(name, tensor)
+            self.weights.write(name, tensor)
 
     return _replaced((WeightTransaction, "receive", wrong))
 

@@ -30,11 +30,10 @@ from weight_sync.content import TensorTable
 from weight_sync.errors import CommitError, WeightSyncError
 from weight_sync.fingerprint import digest, fingerprint, fingerprint_hex
 from weight_sync.held_memory import Areas
-from weight_sync.new_staging import new_staging
 from weight_sync.plan import Planner
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import TensorMeta
-from weight_sync.transaction import WeightTransaction
+from weight_sync.transaction import WeightTransaction, new_staging
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [1, 6, 1, 8, 0, 3, 3, 9, 8, 8]]
 PARAMS = {"max_new_tokens": 12}

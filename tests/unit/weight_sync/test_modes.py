@@ -22,11 +22,10 @@ from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from tests.tiers import examples
 from weight_sync.errors import CommitError, ContentError, StagingError
 from weight_sync.in_model import InPlaceStaging, JournalStaging
-from weight_sync.new_staging import new_staging
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import parts_of, tensor_bytes
-from weight_sync.transaction import WeightTransaction
+from weight_sync.transaction import WeightTransaction, new_staging
 from weight_sync.unnamed_file import UnnamedFile
 from weight_sync.updater import WeightUpdater
 

@@ -29,11 +29,10 @@ from tests.ranks import run_ranks
 from weight_sync.delta.changes import changed, find_changes
 from weight_sync.errors import CommitError, WeightSyncError
 from weight_sync.fingerprint import combine, fingerprint
-from weight_sync.new_staging import new_staging
 from weight_sync.rank_parts import first_rows, share_of
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import Part, Region, TensorMeta
-from weight_sync.transaction import WeightTransaction
+from weight_sync.transaction import WeightTransaction, new_staging
 
 pytestmark = pytest.mark.full
 
@@ -84,7 +83,7 @@ def holds(rank: RankEngine, content: dict[str, torch.Tensor]) -> bool:
 
 def shows(transaction: WeightTransaction, sent: dict[str, torch.Tensor], parallel: Parallel) -> bool:
     """Return whether the staged tensors are the tensors sent; all ranks ask together."""
-    metas, exchange, right = transaction.target.metas(), parallel.weight_io.gather_bytes, True
+    metas, exchange, right = transaction.weights.metas(), parallel.weight_io.gather_bytes, True
     for name, tensor in sent.items():
         staged = transaction.read_staged(name)
         assert staged is not None

@@ -18,7 +18,7 @@ from tests.rank_updates import RankUpdater, Sent, metas_of, own, part_of
 from tests.ranks import run_ranks
 from tests.unit.weight_sync.test_parallel_weights import MOVED, REDUNDANT, Sizes, layout_of
 from weight_sync.errors import CoverageError, WeightSyncError
-from weight_sync.staging import SpanTaker, StagingMode
+from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import TensorMeta
 
 TP2, EP2, EP2_TP2, DP2_EP2, EP4 = (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 2, 2), (4, 1, 4)
@@ -82,7 +82,8 @@ def test_only_a_device_without_a_kernel_takes_whole_tensors(
     folders: tuple[Path, Path], staging: StagingMode, is_able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = version(folders[1])
-    monkeypatch.setattr(SpanTaker, "is_able", is_able)
+    for module in ("staging", "per_rank"):
+        monkeypatch.setattr(f"weight_sync.{module}.takes_spans", lambda homes: is_able)
 
     def work(parallel: Parallel) -> bool:
         rank = RankUpdater(parallel, engine(folders[0], parallel), staging)

@@ -411,7 +411,7 @@ class SkipsContentCheck(LoopbackUpdater):
         assert self.update is not None
         opened = self.update.transaction
         opened.receive = lambda named, cast: load_weights(  # type: ignore[method-assign]
-            opened._weights, named, opened._staging, opened._ledger, cast
+            opened.weights, named, opened._staging, opened._ledger, cast
         )
 
 
