@@ -14,12 +14,11 @@ import torch
 
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
-from weight_sync.derived_names import is_derived
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError, shown
 from weight_sync.held_format import HeldFormats
 from weight_sync.mxfp4 import is_mxfp4
-from weight_sync.nearest_name import NearestName
 from weight_sync.tensor_meta import Piece, Place, TensorMeta
+from weight_sync.unknown_names import NearestName, is_derived
 
 
 class WeightIndex:

@@ -18,7 +18,6 @@ from rollout.model.weight_loading import WeightIndex
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named, new_updater
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from weight_sync.delta.encoder import DeltaEncoder
-from weight_sync.derived_names import is_derived
 from weight_sync.errors import (
     DtypeMismatchError,
     ShapeMismatchError,
@@ -27,11 +26,11 @@ from weight_sync.errors import (
     WeightRequestError,
 )
 from weight_sync.fingerprint import fingerprint
-from weight_sync.nearest_name import NearestName
 from weight_sync.receivers.delta import DeltaSource
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.tensor_meta import TensorMeta
 from weight_sync.transaction import WeightTransaction
+from weight_sync.unknown_names import NearestName, is_derived
 
 LAYERS, EXPERTS = 81, 128
 COUNT = 31_104

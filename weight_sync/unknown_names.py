@@ -1,21 +1,40 @@
-"""`NearestName`: which of many names a wrong one was meant to be.
+"""What a name may mean that the model does not have: nothing that it needs (`is_derived`), or another (`NearestName`).
 
-A search costs the same among ten names and among fifty thousand: only those are compared that lie next to the wrong
-one when names are sorted from their start, or from their end, and some that have its numbers and its last parts.
+State dicts may hold tensors that no engine needs: a model computes them from its configuration.
+
+    model.layers.0.self_attn.rotary_emb.inv_freq      frequencies of the rotation, and what is computed from them
+    transformer.h.0.attn.bias, attn.masked_bias       the causal mask, and the value behind it
+    embeddings.position_ids                           0, 1, 2 ...
+
+Checkpoints saved by old versions of transformers have them, and so have trainers that send every buffer.  transformers
+ignores them when it loads.  A model that does have a tensor of such a name is asked first.
+
+A search for the nearest name costs the same among ten names and among fifty thousand: only those are compared that lie
+next to the wrong one when names are sorted from their start, or from their end, and some that have its numbers and its
+last parts.
 """
 
 from __future__ import annotations
 
 import bisect
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
+_DERIVED = re.compile(
+    r"(^|.*[._])(inv_freq|cos_cached|sin_cached|cos_sin_cache|masked_bias|position_ids)|(.*\.)?(attn|attention)\.bias"
+)
 MAX_LENGTH = 512
 """Characters of a wrong name; a longer one gets no hint."""
 _NEIGHBOURS = 8
 _LEAST_RATIO = 0.6
 _PARTS = 2
 """Names whose last parts agree are meant for each other, whatever comes before: a prefix is the commonest mistake."""
+
+
+def is_derived(name: str) -> bool:
+    """Return whether a tensor of this name, which the model does not have, is computed from a configuration."""
+    return _DERIVED.fullmatch(name) is not None
 
 
 class NearestName:
