@@ -21,8 +21,7 @@ from weight_sync.receivers.base import BucketSource, RefusedSource
 from weight_sync.receivers.delta import DELTA, DeltaSource
 from weight_sync.receivers.distributed import DistributedSource, RankShare
 from weight_sync.receivers.ipc import IpcSource
-from weight_sync.receivers.safetensors_bytes import SafetensorsSource
-from weight_sync.receivers.tensor import TensorSource
+from weight_sync.receivers.tensor import SafetensorsSource, TensorSource
 from weight_sync.shared_segment import SharedSegment
 from weight_sync.updater import WeightUpdater
 

@@ -1,4 +1,7 @@
-"""Receives tensors that came inside the call: payloads as SGLang's clients make them.
+"""Receives tensors that came inside the call: one safetensors file, or payloads as SGLang's clients make them.
+
+The file, a form without pickle, is the bytes of the call, or lies in shared memory that the call names.  A bucket is a
+view of the bytes, or read once from shared memory.  The payloads:
 
     load_format None                list of (name, tensor); a tensor may be a `LocalSerializedTensor`, one pickle a rank
     load_format "flattened_bucket"  {"flattened_tensor": bytes end to end, "metadata": where each tensor lies in them}
@@ -15,7 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,8 +28,11 @@ from weight_sync.cuda_ipc import CudaStorage, require_cuda
 from weight_sync.errors import WeightRequestError
 from weight_sync.payload_reader import Front, Record
 from weight_sync.receivers.base import KnownCall, Receiver, StoredSource, stored_call
+from weight_sync.safetensors_file import header_text, parse_text
 from weight_sync.shared_segment import SharedSegment, release_torch_shared_file
 from weight_sync.stored_tensors import (
+    InlineStorage,
+    SegmentStorage,
     Storage,
     StoredTensor,
     TensorPlace,
@@ -37,8 +44,67 @@ from weight_sync.stored_tensors import (
 from weight_sync.tensor_meta import MAX_NAME_LENGTH
 from weight_sync.torch_payload import FLATTENED_BUCKET, FLATTENED_METADATA, LOCAL_TENSOR, TorchPayload
 
+MAX_HEADER_BYTES = 16 << 20
+UNLINK_PREFIX = "lockstep_"
+"""The beginning of names that a call may have removed.  Other shared memory of this machine is left alone."""
 FLATTENED = "flattened_bucket"
 _KEYS = ("flattened_tensor", "metadata")
+
+
+class SafetensorsSource(StoredSource):
+    """One call's tensors: `content` is the file, or the segment that holds it.
+
+    A segment is read and left alone; with `unlink` its name, which must begin with `UNLINK_PREFIX`, is removed once it
+    is read, or refused after it was found to be a safetensors file.
+    """
+
+    def __init__(self, content: bytearray | SharedSegment, receiver: Receiver, *, unlink: bool = False) -> None:
+        super().__init__(receiver)
+        self._content = content
+        self._unlink = unlink
+        self._release: Callable[[], object] = _nothing
+
+    def refuse(self, reason: str) -> None:
+        """Remove the segment's name after the call failed, if that was asked for."""
+        if self._unlink and self._release is _nothing:
+            with suppress(WeightRequestError):
+                self._read()
+        super().refuse(reason)
+
+    def _read(self) -> tuple[KnownCall, Sequence[Storage]]:
+        storage = self._storage()
+        text = header_text(
+            "safetensors", storage.nbytes, lambda start, n: storage.read(start, start + n), MAX_HEADER_BYTES
+        )
+
+        def read() -> KnownCall:
+            tensors = []
+            for found in parse_text("safetensors", storage.nbytes, text).tensors:
+                place = contiguous_place(storage, found.meta.dtype, found.meta.shape, found.start)
+                tensors.append(name_tensor(found.meta.name, place))
+            return stored_call(tensors, self._known_calls)
+
+        key = ("safetensors", type(storage), storage.nbytes, hashlib.sha256(text).digest())
+        call = self._known_calls.get(key, read)
+        if self._unlink and isinstance(self._content, SharedSegment):
+            self._release = weakref.finalize(self, self._content.unlink)
+        return call, [storage]
+
+    def _storage(self) -> Storage:
+        if not isinstance(self._content, SharedSegment):
+            return InlineStorage(memoryview(self._content))
+        name = self._content.name
+        if self._unlink and not name.removeprefix("/").startswith(UNLINK_PREFIX):
+            raise WeightRequestError(f"shm_unlink needs a name that begins with {UNLINK_PREFIX!r}, got {name[:200]!r}")
+        self._content.check()
+        return SegmentStorage(self._content)
+
+
+def _nothing() -> None:
+    """Release nothing: nothing is held."""
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------------
 
 
 class TensorSource(StoredSource):

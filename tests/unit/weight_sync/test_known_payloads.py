@@ -34,11 +34,9 @@ from tests.sglang_payloads import (
 from weight_sync import plan as plan_module
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.receivers import ipc as ipc_receiver
-from weight_sync.receivers import safetensors_bytes as safetensors_receiver
 from weight_sync.receivers import tensor as tensor_receiver
 from weight_sync.receivers.ipc import IpcSource
-from weight_sync.receivers.safetensors_bytes import SafetensorsSource
-from weight_sync.receivers.tensor import FLATTENED, TensorSource
+from weight_sync.receivers.tensor import FLATTENED, SafetensorsSource, TensorSource
 from weight_sync.shadow import ShadowStaging
 from weight_sync.shared_segment import SharedSegment
 from weight_sync.stored_tensors import InlineStorage
@@ -128,7 +126,7 @@ DESCRIBED = (by_body, by_segment, by_flattened_bucket, by_flattened_bytes, by_co
 LISTED = (by_shared_list, by_list, by_local_tensors, by_transposed_views)
 """Each tensor has a storage of its own, which must be read about."""
 READERS = (
-    (safetensors_receiver, "parse_text"),
+    (tensor_receiver, "parse_text"),
     (tensor_receiver, "split_flattened"),
     (ipc_receiver, "read_bucket"),
     (plan_module, "plan_bucket"),
@@ -307,7 +305,7 @@ def test_a_key_that_leaves_out_a_field_is_noticed(left_out: str, monkeypatch: py
     assert names[0] == names[1]
 
 
-NARROWED = (tensor_receiver, safetensors_receiver, ipc_receiver)
+NARROWED = (tensor_receiver, ipc_receiver)
 
 
 def swapped(tensors: Named) -> Named:
@@ -428,7 +426,7 @@ def test_a_bucket_that_is_shorter_than_its_layout_changes_nothing(monkeypatch: p
     read = InlineStorage.read
     monkeypatch.setattr(InlineStorage, "read", lambda self, start, stop, room=None: read(self, start, stop)[:-1])
     updater.begin()
-    monkeypatch.setattr(safetensors_receiver, "header_text", lambda *_: HEADER)
+    monkeypatch.setattr(tensor_receiver, "header_text", lambda *_: HEADER)
     with pytest.raises(RuntimeError, match="outside of the source"):
         updater.receive(SafetensorsSource(bytearray(save(version(2))), updater.receiver))
     updater.abort()

@@ -23,7 +23,7 @@ from tests.loopback_updater import content_of, new_receiver
 from tests.tiers import examples
 from weight_sync.errors import ContentError, WeightRequestError
 from weight_sync.receivers.base import Receiver
-from weight_sync.receivers.safetensors_bytes import MAX_HEADER_BYTES, SafetensorsSource
+from weight_sync.receivers.tensor import MAX_HEADER_BYTES, SafetensorsSource
 from weight_sync.shared_segment import SharedSegment
 from weight_sync.tensor_meta import DTYPES
 from weight_sync.updater import WeightUpdater
