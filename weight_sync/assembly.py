@@ -1,4 +1,4 @@
-"""What comes in parts, in any order and in different calls, and is put together before anything is made of it.
+"""Parts of tensors, in any order and in different calls, which are put together before anything is made of them.
 
 `Assembly`       boxes of wire tensors.  So come tensors that are converted as a whole (halves of FP8 pairs, weights
                  that an engine quantises), and all tensors where no plan is replayed (`plan`).

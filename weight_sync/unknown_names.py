@@ -1,4 +1,4 @@
-"""What a name may mean that the model does not have: nothing that it needs (`is_derived`), or another (`NearestName`).
+"""Names that the model does not have: needed by no engine (`is_derived`), or meant for another (`NearestName`).
 
 State dicts may hold tensors that no engine needs: a model computes them from its configuration.
 

@@ -1,4 +1,4 @@
-"""What messages become in a weight update: a manifest, and the transport of each verb that brings tensors."""
+"""The manifest that a message states, and the verbs that bring tensors with the transport of each: one line each."""
 
 from __future__ import annotations
 
