@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,10 @@ class Gathered:
         self._gatherer = Gatherer(layout, here, ranks)
 
     def gather(self, number: int, flat: torch.Tensor | None) -> list[torch.Tensor]:
+        return list(self._gatherer.gather(self.buckets[number], flat))
+
+    def each_piece(self, number: int, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Return the pieces as the gatherer does, one by one."""
         return self._gatherer.gather(self.buckets[number], flat)
 
     def fingerprints(self) -> dict[str, int]:

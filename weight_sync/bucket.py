@@ -6,6 +6,7 @@ offset is a multiple of its item size; that always holds when larger item sizes 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -129,11 +130,22 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     Small ones on a CPU are copied on this thread: where cores are busy, a parallel region waits until its threads run.
     """
     on_cpu = target.device.type == source.device.type == "cpu"
-    if on_cpu and _ONE_THREAD < source.numel() <= _SMALL and source.is_contiguous() and target.is_contiguous():
+    if not (on_cpu and _ONE_THREAD < source.numel() <= _SMALL and source.is_contiguous() and target.is_contiguous()):
+        target.copy_(source)
+    elif target.dtype == source.dtype:
+        _copy_bytes(target, source)
+    else:
         for some, wanted in zip(target.view(-1).split(_ONE_THREAD), source.view(-1).split(_ONE_THREAD)):
             some.copy_(wanted)
-    else:
-        target.copy_(source)
+
+
+def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy contiguous bytes on the CPU on this thread, while other threads of Python run.
+
+    torch has no copy on one thread for so many elements: it takes elements by parallel regions, or by joins of parts.
+    """
+    assert target.nbytes == source.nbytes and target.is_contiguous() and source.is_contiguous(), "the same bytes"
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 class _Copy(NamedTuple):
@@ -143,7 +155,7 @@ class _Copy(NamedTuple):
     last: int
     start: int
     stop: int
-    way: Literal["join", "split", "cast", "alone"]
+    way: Literal["join", "each", "cast", "alone"]
 
 
 class PackPlan:
@@ -177,9 +189,10 @@ class PackPlan:
                 copy_into(room[start:stop], tensors[first].view(-1))
                 continue
             some, joined = list(tensors[first:last]), scratch[: stop - start] if way == "cast" else room[start:stop]
-            if way == "split":
-                some = [part for tensor in some for part in tensor.view(-1).split(_ONE_THREAD)]
-            if rows is None or way == "split":
+            if way == "each":
+                for target, tensor in zip(joined.split([tensor.numel() for tensor in some]), some):
+                    _copy_bytes(target, tensor)
+            elif rows is None:
                 torch.cat(list(map(torch.ravel, some)), out=joined)
             else:
                 torch.cat(some, out=joined.view(rows))  # so that no view of each is made
@@ -201,7 +214,7 @@ def _joined(shapes: Sequence[tuple[int, ...]], on_cpu: bool) -> list[_Copy]:
     for shape, run in itertools.groupby(shapes):
         count, size = len(list(run)), math.prod(shape)
         last, stop, is_run = first + count, start + count * size, count >= _EQUAL_RUN
-        way: Literal["join", "split"] = "split" if on_cpu and _ONE_THREAD < size <= _SMALL else "join"
+        way: Literal["join", "each"] = "each" if on_cpu and _ONE_THREAD < size <= _SMALL else "join"
         if takes_more and not is_run and copies[-1].way == way:
             copies[-1] = copies[-1]._replace(last=last, stop=stop)
         else:

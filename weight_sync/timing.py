@@ -8,13 +8,14 @@ from contextlib import contextmanager
 
 
 class Parts(dict[str, float]):
-    """Seconds by part, in the order of their first use."""
+    """Seconds by part, in the order in which they ended first."""
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the block's time to `part`, however the block ends."""
-        start = time.perf_counter()
+        """Add the block's time to `part`, however the block ends; the time of parts within it is theirs alone."""
+        start, before = time.perf_counter(), sum(self.values())
         try:
             yield
         finally:
-            self[part] = self.get(part, 0.0) + time.perf_counter() - start
+            of_others = sum(self.values()) - before
+            self[part] = self.get(part, 0.0) + time.perf_counter() - start - of_others

@@ -18,7 +18,7 @@ from tests.weight_group_helpers import TIMEOUT_S, Meddling, content_of, names, s
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.sender import EngineError, WeightSender
 from weight_sync.sender.gather import Gatherer
-from weight_sync.sender.link import Bucket
+from weight_sync.sender.link import Bucket, start_pieces
 from weight_sync.sender.lists import TensorLists
 from weight_sync.tensor_meta import TensorMeta
 
@@ -384,6 +384,30 @@ def test_the_next_bucket_is_gathered_while_this_one_is_sent(
     sender.close()
 
 
+def test_a_piece_that_cannot_be_packed_ends_the_refresh_at_once(engines: dict[str, Engine]) -> None:
+    """The engines wait for it: they are not left to their deadline, and serve what they served."""
+    before = contents(engines)
+    sender = sender_for(engines)
+
+    def pieces() -> Iterator[torch.Tensor]:
+        yield torch.zeros(1 << 20, dtype=torch.uint8)
+        raise ValueError("a tensor is gone")
+
+    metas = [TensorMeta(name, torch.uint8, (1 << 20,)) for name in ("x", "y")]
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="a tensor is gone"), sender.update("never") as update:
+        update.send_bucket(Bucket(TensorLists.of(metas), pieces(), 2 << 20))
+    assert time.monotonic() - start < TIMEOUT_S / 2
+    assert contents(engines) == before
+    assert not sender.connected
+    sender.close()
+    again = sender_for(engines)
+    seed = next(seeds)
+    again.refresh(version(seed))
+    assert contents(engines) == dict.fromkeys(engines, content_of(seed))
+    again.close()
+
+
 def test_an_engine_is_asked_for_buckets_in_their_order(engines: dict[str, Engine]) -> None:
     """A call that is slow on its way is not overtaken by the next, though that is made before it is answered."""
     log: list[tuple[str, int]] = []
@@ -412,8 +436,10 @@ def test_two_buckets_on_their_way_to_an_engine_that_hangs_cost_one_deadline() ->
         group = sender._links["b"].require_group()
         engines["b"].freeze()
         content = torch.zeros(4 << 20, dtype=torch.uint8)
-        bucket = Bucket(TensorLists.of([TensorMeta("x", torch.uint8, (content.numel(),))]), [content])
+        bucket = Bucket(TensorLists.of([TensorMeta("x", torch.uint8, (content.numel(),))]), [content], content.numel())
         older, newer = group.start(bucket, None, "u"), group.start(bucket, None, "u")
+        for sending in (older, newer):
+            start_pieces([sending])
         start = time.monotonic()
         while not older.poll():
             time.sleep(0.01)

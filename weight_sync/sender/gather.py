@@ -14,7 +14,7 @@ tensor, but for contents that are not one run of a tensor (transposed, or shards
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +35,10 @@ class Gatherer:
         self._layout, self._tensors, self._ranks = layout, tensors, ranks
         self._views = layout.recipe.views(tensors)
 
-    def gather(self, bucket: WholeBucket | SharedBucket, flat: torch.Tensor | None) -> list[torch.Tensor]:
+    def gather(self, bucket: WholeBucket | SharedBucket, flat: torch.Tensor | None) -> Iterator[torch.Tensor]:
         """Return the pieces of a bucket of the layout, uint8; views of `flat` and of the trainer's tensors.
+
+        A piece of whole tensors is packed when it is asked for.
 
         `flat`: room for all of it, uint8 [total bytes], on any device; None on ranks other than the sending one, which
         get no pieces.  Raises `TransportError` if another rank failed or is late, and what packing raises here.
@@ -50,7 +52,7 @@ class Gatherer:
         sent = torch.empty(0, dtype=torch.uint8, device=ranks.device) if ranks.is_sender else mine
         received = ranks.to_sender(sent, [size if rank else 0 for rank, size in enumerate(bucket.sizes)])
         if received is None:
-            return []
+            return iter(())
         assert flat is not None, "the sending rank has room for the bucket"
         return bucket.assemble([mine, *received[1:]], flat)
 

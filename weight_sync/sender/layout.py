@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -126,10 +126,13 @@ class WholeBucket:
             self._pieces.append(_Piece(piece, contents[at:stop], first + at, device))
             at = stop
 
-    def pieces(self, views: Views, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the pieces as they are broadcast, in `flat`, uint8 [num_bytes], or where they lie."""
+    def pieces(self, views: Views, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the pieces as they are broadcast, in `flat`, uint8 [num_bytes], or where they lie.
+
+        Each is packed when it is asked for, so that it can be on its way while the next one is packed.
+        """
         rooms = flat.split(self.piece_sizes)
-        return [piece.content(views, room) for piece, room in zip(self._pieces, rooms, strict=True)]
+        return (piece.content(views, room) for piece, room in zip(self._pieces, rooms, strict=True))
 
 
 class _Join:
@@ -205,7 +208,7 @@ class SharedBucket:
             start += meta.nbytes
         close()
 
-    def assemble(self, packed: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    def assemble(self, packed: Sequence[torch.Tensor], flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Put the bytes of every rank, uint8 [sizes[rank]], into `flat`; return its pieces as they are broadcast."""
         blocks: list[torch.Tensor] = []
         for content, words in zip(packed, self._words, strict=True):
@@ -217,7 +220,7 @@ class SharedBucket:
             whole = flat[start : start + meta.nbytes].view(meta.dtype).view(share.sizes)
             target = whole[share.index]
             target.copy_(blocks[number].view(meta.dtype).view(target.shape))
-        return list(flat.split(self.piece_sizes))
+        return iter(flat.split(self.piece_sizes))
 
 
 def _widest(sizes: Sequence[int]) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,20 +27,18 @@ GRACE_S = 2.0
 _SETTLE_S = 0.5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """The tensors that one call sends, end to end, broadcast in `pieces`, uint8, as `split_pieces` cuts them.
 
-    `more`: further fields of the call.
+    `pieces`: used once, while the ones before are on their way.  `num_bytes`: of all of them.  `more`: further fields
+    of the call.
     """
 
     lists: TensorLists
-    pieces: Sequence[torch.Tensor] | Sequence[RankPiece]
+    pieces: Iterable[torch.Tensor] | Iterable[RankPiece]
+    num_bytes: int
     more: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(piece.numel() for piece in self.pieces)
 
 
 def split_pieces(metas: Sequence[TensorMeta], content: torch.Tensor) -> list[torch.Tensor]:
@@ -127,7 +125,7 @@ class SenderGroup:
         return len(self.links) > 1
 
     def start(self, bucket: Bucket, weight_version: str | None, update_id: str) -> Sending:
-        """Send a bucket without waiting.  What `bucket.pieces` hold must not change until it is done."""
+        """Announce a bucket, whose pieces `start_pieces` sends.  Returns without waiting."""
         boxes = {} if bucket.lists.boxes is None else {"boxes": bucket.lists.boxes}
         calls = {
             link.name: link.call(
@@ -199,11 +197,19 @@ class Sending:
         self._is_sent = False
         for call in calls.values():
             call.add_done_callback(self._end_connecting)
+
+    def start_piece(self, piece: torch.Tensor | RankPiece) -> None:
+        """Start to broadcast the next piece, unless an earlier one failed."""
+        if self._broke is not None:
+            return
         try:
-            for piece in bucket.pieces:
-                self._works.append(group.start_piece(piece))
+            self._works.append(self._group.start_piece(piece))
         except TransportError as error:
             self._break(error)
+
+    def give_up(self) -> None:
+        """Leave the group: pieces that the engines wait for will not come."""
+        self._group.leave_failed()
 
     @property
     def engines(self) -> Collection[str]:
@@ -279,3 +285,22 @@ class Sending:
                 error.__cause__ = cause
         self.failures = failures
         self._group.leave_failed()
+
+
+def start_pieces(sendings: Sequence[Sending]) -> None:
+    """Start to broadcast the pieces of what is announced: each is packed once, and goes to every group.
+
+    What the pieces hold must not change until the sendings are over.  Raises what packing raises: all groups are left.
+    """
+    by_bucket: dict[Bucket, list[Sending]] = {}
+    for sending in sendings:
+        by_bucket.setdefault(sending.bucket, []).append(sending)
+    try:
+        for bucket, some in by_bucket.items():
+            for piece in bucket.pieces:
+                for sending in some:
+                    sending.start_piece(piece)
+    except BaseException:
+        for sending in sendings:
+            sending.give_up()
+        raise

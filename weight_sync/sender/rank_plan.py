@@ -53,7 +53,8 @@ class RankCall:
             pieces.append([RankPiece(rank, piece) for piece in gatherer.gather(bucket, room)])
             start += _aligned(bucket.num_bytes)
         in_turn = [piece for row in itertools.zip_longest(*pieces) for piece in row if piece is not None]
-        return Bucket(self.lists, in_turn, {"tensors_per_rank": self.tensors_per_rank})
+        num_bytes = sum(bucket.num_bytes for _, bucket in self.buckets)
+        return Bucket(self.lists, in_turn, num_bytes, {"tensors_per_rank": self.tensors_per_rank})
 
 
 class RankPlan:

@@ -343,7 +343,7 @@ class WeightSender:
                     with parts.timed("pack"):
                         flat = self._area(position, bucket.num_bytes)
                         pieces = gatherer.gather(bucket, flat)  # the bucket before is on its way meanwhile
-                    update.send_bucket(Bucket(bucket.lists, pieces))
+                    update.send_bucket(Bucket(bucket.lists, pieces, bucket.num_bytes))
         finally:
             for part, seconds in update.parts.items():
                 parts[part] = parts.get(part, 0.0) + seconds

@@ -191,7 +191,7 @@ class ShardSender(WeightSender):
                 bucket = plan.buckets[position]
                 with parts.timed("pack"):
                     pieces = bucket.pieces(views, self._area(position, bucket.num_bytes))
-                update.send_bucket(Bucket(bucket.lists, pieces))
+                update.send_bucket(Bucket(bucket.lists, pieces, bucket.num_bytes))
 
         try:
             with self._sending, update:

@@ -22,7 +22,7 @@ from weight_sync.bucket import pack
 from weight_sync.engine_control import to_blame, was_refused
 from weight_sync.errors import TransactionStateError
 from weight_sync.joint_update import ABORT_S, JointUpdate, OnEngineFailure
-from weight_sync.sender.link import Bucket, EngineLink, Sending, split_pieces
+from weight_sync.sender.link import Bucket, EngineLink, Sending, split_pieces, start_pieces
 from weight_sync.sender.lists import TensorLists
 from weight_sync.tensor_meta import TensorMeta
 
@@ -78,12 +78,14 @@ class WeightUpdate(JointUpdate):
         named = [(name, tensor.detach()) for name, tensor in named_tensors]
         named.sort(key=lambda item: -item[1].dtype.itemsize)  # so that it can be packed
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-        self.send_bucket(Bucket(TensorLists.of(metas), split_pieces(metas, pack(named).to(self._device))))
+        content = pack(named).to(self._device)
+        self.send_bucket(Bucket(TensorLists.of(metas), split_pieces(metas, content), content.numel()))
 
     def send_bucket(self, bucket: Bucket | Mapping[str, Bucket]) -> None:
         """Send a bucket as `send` does, or to each engine its own, by name; one that has none is sent nothing.
 
-        The content of `pieces` must not change until the next call returns.
+        The content of `pieces` must not change until the next call returns.  They are asked for here: the time that
+        this takes counts as `pack`.
         """
         if not self._is_entered:
             raise TransactionStateError("the weight update has ended or was not entered")
@@ -102,6 +104,8 @@ class WeightUpdate(JointUpdate):
             self._sending.append(
                 [group.start(each, label, self._update_id) for group, each in zip(groups, own) if each is not None]
             )
+            with self.parts.timed("pack"):
+                start_pieces(self._sending[-1])
             if len(self._sending) > 1:
                 self._finish()
 

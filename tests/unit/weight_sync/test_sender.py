@@ -233,6 +233,19 @@ def test_a_bucket_goes_from_where_it_lies_unless_it_is_cast(
     assert bool(flat.any()) == (dtype is not None)
 
 
+def test_a_piece_is_packed_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one can be on its way while the next one is packed."""
+    expert = version(1)[expert_name(0, "up_proj")]
+    monkeypatch.setattr("weight_sync.sender.layout.PIECE_BYTES", 2 * expert.nbytes)
+    plan = plan_tensors({GATE_UP: fused(version(1))[GATE_UP]}, torch.float64)
+    flat = torch.zeros(sum(meta.nbytes for meta in plan.metas), dtype=torch.uint8)
+    done = 0
+    for piece in Gathered(plan).each_piece(0, flat):
+        done += piece.numel()
+        assert flat[:done].any() and not flat[done:].any()
+    assert done == flat.numel() > piece.numel()
+
+
 def test_a_plan_refuses_two_tensors_of_one_name() -> None:
     tensors = fused(version(1))
     with pytest.raises(WeightRequestError, match="given twice"):
