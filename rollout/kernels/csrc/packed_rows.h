@@ -56,6 +56,11 @@ inline int64_t turned(const T* rows, int64_t stride, int64_t depth, int64_t firs
 inline void stream(float* to, const F32x16& vector) {
 #if LOCKSTEP_AVX512
   if (reinterpret_cast<uintptr_t>(to) % sizeof(__m512) == 0) return _mm512_stream_ps(to, vector.v);
+#elif LOCKSTEP_AVX2
+  if (reinterpret_cast<uintptr_t>(to) % (sizeof(__m256) * kParts) == 0) {  // a line, in its two halves
+    _mm256_stream_ps(to, vector.v[0]);
+    return _mm256_stream_ps(to + kPart, vector.v[1]);
+  }
 #endif
   store(to, vector);
 }
