@@ -133,19 +133,23 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     if not (on_cpu and _ONE_THREAD < source.numel() <= _SMALL and source.is_contiguous() and target.is_contiguous()):
         target.copy_(source)
     elif target.dtype == source.dtype:
-        _copy_bytes(target, source)
+        _copy_bytes(target, [source])
     else:
         for some, wanted in zip(target.view(-1).split(_ONE_THREAD), source.view(-1).split(_ONE_THREAD)):
             some.copy_(wanted)
 
 
-def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy contiguous bytes on the CPU on this thread, while other threads of Python run.
+def _copy_bytes(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    """Copy contiguous tensors end to end on the CPU, on this thread, while other threads of Python run.
 
-    torch has no copy on one thread for so many elements: it takes elements by parallel regions, or by joins of parts.
+    torch has no copy on one thread for so many elements: it takes parallel regions, or joins of parts.
     """
-    assert target.nbytes == source.nbytes and target.is_contiguous() and source.is_contiguous(), "the same bytes"
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    sizes = [source.nbytes if source.is_contiguous() else -1 for source in sources]
+    assert target.is_contiguous() and min(sizes) >= 0 and sum(sizes) == target.nbytes, "the same bytes, in one run each"
+    place = target.data_ptr()
+    for source, size in zip(sources, sizes):
+        ctypes.memmove(place, source.data_ptr(), size)
+        place += size
 
 
 class _Copy(NamedTuple):
@@ -190,8 +194,7 @@ class PackPlan:
                 continue
             some, joined = list(tensors[first:last]), scratch[: stop - start] if way == "cast" else room[start:stop]
             if way == "each":
-                for target, tensor in zip(joined.split([tensor.numel() for tensor in some]), some):
-                    _copy_bytes(target, tensor)
+                _copy_bytes(joined, some)
             elif rows is None:
                 torch.cat(list(map(torch.ravel, some)), out=joined)
             else:
