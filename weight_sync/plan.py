@@ -27,8 +27,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from weight_sync.boxes import Box, whole_box
+from weight_sync.boxes import Box, box_text, whole_box
 from weight_sync.content import TensorTable
+from weight_sync.errors import CoverageError
 from weight_sync.fp8_wire import value_metas, weight_name
 from weight_sync.held_format import INT8_BLOCKS, HeldFormats
 from weight_sync.ledger import Numbers, PlannedBoxes
@@ -144,7 +145,8 @@ def plan_bucket(
 ) -> BucketPlan:
     """Return the plan of a layout.  `pieces`: the logical tensors in each wire tensor, but for halves of pairs.
 
-    Whether the boxes of a tensor are planned does not depend on the boxes: all of them go the same way.
+    Whether the boxes of a tensor are planned does not depend on the boxes: all of them go the same way.  Raises
+    `CoverageError` for a tensor that comes whole in one box, while another brings some of it.
     """
     rows, rest, seen = _Rows(table, quantised), [], set[str]()
     halves = {weight_name(wire.name) for wire in layout.metas if wire not in pieces}
@@ -160,6 +162,7 @@ def plan_bucket(
         if not (is_plain and rows.add(wire, offset, parts or (), homes)):
             rest.append(place)
         seen |= names
+    rows.require_apart()
     return rows.plan(rest)
 
 
@@ -188,6 +191,14 @@ class _Rows:
             is_whole = row.span.sizes == (row.span.rows, row.span.columns)
             (self.whole if is_whole else self.boxes).append(row)
         return True
+
+    def require_apart(self) -> None:
+        """Raise `CoverageError` for a tensor that is whole in one row, and has another one."""
+        others = {row.held.name: row for row in self.boxes}
+        for row in self.whole:
+            other = others.setdefault(row.held.name, row)
+            if other is not row:
+                raise CoverageError(f"{row.held.name}: the boxes {box_text(other.box)} and {box_text(row.box)} overlap")
 
     def plan(self, rest: Sequence[int]) -> BucketPlan:
         """Return the plan of all that was added.  `rest`: places in the layout that were not."""

@@ -242,6 +242,32 @@ def test_boxes_with_as_many_elements_as_the_tensor_are_refused_if_they_overlap(n
     assert str(error) == f"{EMBED}: the boxes [0:3, 0:4] and [2:4, 0:4] overlap"
 
 
+def twice_whole() -> list[list[Part]]:
+    """Return calls that bring expert 0 whole in one box of the fused tensor, and some of it, or all, in others."""
+    sent = fused(version(1))[GATE_UP]
+    expert, upper, lower = (part(GATE_UP, sent, ((0, 1), (0, 4), columns)) for columns in ((0, 4), (0, 2), (2, 4)))
+    return [[expert, expert], [expert, upper], [upper, expert], [expert, upper, lower], [upper, lower, expert]]
+
+
+@NEW
+@pytest.mark.parametrize("separately", [False, True])
+def test_experts_that_come_twice_are_refused(new: Any, separately: bool) -> None:
+    """A box that has all of an expert is no box of that."""
+    for call in twice_whole():
+        calls = [[each] for each in call] if separately else [call]
+        assert isinstance(refusal(new, calls), CoverageError)
+
+
+def test_a_plan_that_takes_a_tensor_twice_is_noticed() -> None:
+    """A wrong variant: boxes that are all of a tensor are not compared with the others."""
+    call, *_ = twice_whole()
+    with (
+        mock.patch.object(plan_module._Rows, "require_apart", lambda self: None),
+        pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"),
+    ):
+        refusal(new_updater, [call])
+
+
 @NEW
 @pytest.mark.parametrize("coverage", ["partial", "full"])
 def test_a_gap_is_refused_with_the_box_that_is_missing(new: Any, coverage: str) -> None:
