@@ -25,6 +25,8 @@ from weight_sync.errors import CoverageError, listed
 Coverage = Literal["full", "partial"]
 Numbers = npt.NDArray[np.int64]
 """Numbers of logical tensors."""
+_LOOK_AT = 256
+"""So many tensors are looked at together for the first that are missing."""
 
 
 class TensorNumbers:
@@ -147,7 +149,9 @@ class WeightLedger:
 
     `tensors`: all that may come, by number or name.  `expected`: the ones that are announced; None: all of them.
     `coverage="full"`: all of these must come.  `"partial"`: what came is the subset, and may be empty.  `kept`, bool
-    [T]: the tensors that must come on this rank, if they are announced; None: all.
+    [T]: the tensors that must come on this rank, if they are announced; None: all.  `sizes` [T]: their bytes.
+
+    Counts and first names cost as much for many tensors as for few: between two steps an engine asks for them.
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class WeightLedger:
         coverage: Coverage = "full",
         expected: Numbers | None = None,
         kept: npt.NDArray[np.bool_] | None = None,
+        sizes: Numbers | None = None,
     ) -> None:
         self.coverage = coverage
         self.numbers = tensors if isinstance(tensors, TensorNumbers) else TensorNumbers(tensors)
@@ -168,7 +173,12 @@ class WeightLedger:
         self._planned: list[tuple[Numbers, Sequence[str]]] = []
         self._wire_names: dict[int, set[str]] = {}  # names under which tensors came, outside of plans
         self._boxes = BoxLedger(len(self.numbers))
+        self._sizes = np.zeros(len(self.numbers), dtype=np.int64) if sizes is None else sizes
+        self._missing_first = np.zeros(0, dtype=np.int64)  # of the first `_looked_at` by name; some may have come
+        self._looked_at = 0
         self.num_received = 0
+        self.num_bytes = 0  # of tensors that came
+        self.num_missing = int(np.count_nonzero(self._is_due))  # tensors that must come here, and have not
 
     def __contains__(self, logical_name: str) -> bool:
         """Return whether the tensor came."""
@@ -181,28 +191,26 @@ class WeightLedger:
         return list(map(self.numbers.names.__getitem__, self._in_order()))
 
     @property
-    def num_missing(self) -> int:
-        """The number of tensors that must come here, and have not."""
-        return int(np.count_nonzero(self._is_due & ~self._came))
-
-    @property
     def missing(self) -> list[str]:
         """Logical names of tensors that must come here and have not, sorted."""
-        return self.first_missing(len(self.numbers))
+        order = self.numbers.by_name
+        return [self.numbers.names[number] for number in order[self._is_missing(order)]]
 
     def first_received(self, count: int) -> list[str]:
         """Return the first names of `received`."""
-        return [self.numbers.names[number] for number in itertools.islice(self._in_order(), count)]
+        first = itertools.chain.from_iterable(numbers[:count].tolist() for numbers in self._arrivals)
+        return [self.numbers.names[number] for number in itertools.islice(first, count)]
 
     def first_missing(self, count: int) -> list[str]:
         """Return the first names of `missing`."""
-        order = self.numbers.by_name
-        is_missing = (self._is_due & ~self._came)[order]
-        return [self.numbers.names[number] for number in order[np.flatnonzero(is_missing)[:count]]]
-
-    def came(self) -> npt.NDArray[np.bool_]:
-        """Return, by number, whether a tensor came: a view."""
-        return self._came
+        order, found = self.numbers.by_name, self._missing_first
+        found = found[self._is_missing(found)]
+        while len(found) < count and self._looked_at < len(order):
+            part = order[self._looked_at : self._looked_at + _LOOK_AT]
+            found = np.concatenate([found, part[self._is_missing(part)]])
+            self._looked_at += _LOOK_AT
+        self._missing_first = found
+        return [self.numbers.names[number] for number in found[:count]]
 
     def is_clear(self, numbers: Numbers) -> bool:
         """Return whether all these tensors are expected, and none came, nor a box of one."""
@@ -274,10 +282,16 @@ class WeightLedger:
                 f"{self.num_missing} of {np.count_nonzero(self._is_due)} tensors missing: {listed(self.missing)}"
             )
 
+    def _is_missing(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
+        return self._is_due[numbers] & ~self._came[numbers]
+
     def _note(self, numbers: Numbers) -> None:
-        self._came[numbers] = True
-        self._arrivals.append(numbers)
+        self.num_missing -= int(np.count_nonzero(self._is_missing(numbers)))
+        self.num_bytes += int(self._sizes[numbers].sum())
         self.num_received += len(numbers)
+        self._came[numbers] = True
+        if len(numbers):
+            self._arrivals.append(numbers)
 
     def _in_order(self) -> Iterator[int]:
         return itertools.chain.from_iterable(numbers.tolist() for numbers in self._arrivals)

@@ -118,7 +118,7 @@ class WeightTransaction:
                 raise CoverageError("the manifest is empty")
             plan.note(manifest, stated)
             expected, coverage = plan.announced, "full"
-        self._ledger = WeightLedger(table, coverage, expected, None if cover is None else cover.kept)
+        self._ledger = WeightLedger(table, coverage, expected, None if cover is None else cover.kept, table.num_bytes)
         self._intake = Intake(weights, table, stated, quantised, cover)
         self._plans: dict[BucketLayout, BucketPlan] = {}
 
@@ -150,7 +150,7 @@ class WeightTransaction:
     @property
     def num_bytes(self) -> int:
         """The bytes of the tensors that came."""
-        return int(self._planner.table.num_bytes[self._ledger.came()].sum())
+        return self._ledger.num_bytes
 
     @property
     def dirty(self) -> bool:
