@@ -26,7 +26,7 @@ Coverage = Literal["full", "partial"]
 Numbers = npt.NDArray[np.int64]
 """Numbers of logical tensors."""
 _LOOK_AT = 256
-"""So many tensors are looked at together for the first that are missing."""
+"""The number of tensors that are looked at together, for the first that are missing."""
 
 
 class TensorNumbers:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from weight_sync.errors import listed
 from weight_sync.joint_update import EngineReport
 
 _WIDTH = 30
@@ -37,6 +38,16 @@ class RefreshReport:
     def left_out(self) -> list[str]:
         """Engines that do not have this version, or did not answer whether they do."""
         return [name for name, engine in self.engines.items() if not engine.committed]
+
+    def __repr__(self) -> str:
+        """Return counts in place of the fingerprints, of which a model has thousands."""
+        left_out = self.left_out
+        engines = f", committed on {len(self.engines) - len(left_out)} of {len(self.engines)} engines"
+        return (
+            f"<RefreshReport {self.weight_version!r}: {self.num_bytes:,} bytes in {self.num_buckets} buckets, "
+            f"{self.seconds:.3f} s, {len(self.fingerprints)} fingerprints, digest {self.digest}"
+            f"{engines if self.engines else ''}{f', left out: {listed(left_out)}' if left_out else ''}>"
+        )
 
 
 class ProgressBar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,7 +13,15 @@ from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, NORM, bits
 from weight_sync.bucket import pack
 from weight_sync.errors import TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import fingerprint
-from weight_sync.sender import EngineError, ProgressBar, WeightSender, named_tensors_of, split_fused_experts
+from weight_sync.sender import (
+    EngineError,
+    EngineReport,
+    ProgressBar,
+    RefreshReport,
+    WeightSender,
+    named_tensors_of,
+    split_fused_experts,
+)
 from weight_sync.sender.link import split_pieces
 from weight_sync.sender.meshes import SendingMeshes
 from weight_sync.sender.plan import plan_tensors
@@ -314,3 +323,22 @@ def test_progress_is_drawn_on_a_terminal_only() -> None:
     assert drawn.endswith("\n") and "100%" in drawn and drawn.count("\r") < 20
     ProgressBar("empty", terminal)(0, 0)
     assert "empty" in terminal.getvalue()
+
+
+@dataclass(frozen=True)
+class Talkative(RefreshReport):
+    """A report that prints all it has, as dataclasses do by themselves."""
+
+
+def printed(kind: type[RefreshReport], engines: dict[str, EngineReport]) -> str:
+    fingerprints = {f"model.layers.{number}.weight": "0123456789abcdef" for number in range(20_000)}
+    return repr(kind("v7", 16_000_000, 1.5, 3, fingerprints, "fedcba9876543210", engines, {"plan": 0.25}))
+
+
+def test_a_report_prints_counts_in_one_line() -> None:
+    text = "<RefreshReport 'v7': 16,000,000 bytes in 3 buckets, 1.500 s, 20000 fingerprints, digest fedcba9876543210"
+    assert printed(RefreshReport, {}) == f"{text}>", "a trainer rank that does not send"
+    engines = {f"e{number}": EngineReport(committed=number < 2) for number in range(40)}
+    some = printed(RefreshReport, engines)
+    assert some.startswith(f"{text}, committed on 2 of 40 engines, left out: e2, ") and some.endswith(" more>")
+    assert len(some) < 300 < 100_000 < len(printed(Talkative, engines)), "a wrong variant fills screens"
