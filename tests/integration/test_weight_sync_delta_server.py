@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rollout.client import ServerError
 from tests.model_zoo import logical_tensors, tiny_checkpoint
@@ -143,24 +147,103 @@ def skyrl(server: ServerProcess, path: str, status: int = 200, **body: object) -
     return answer.text
 
 
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def answer_of(server: ServerProcess) -> dict[str, Any]:
+    """Return a greedy answer; `answer` in it is what two engines with the same weights have in common."""
+    params = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True}
+    reply = server.http.post("/generate", json=body)
+    assert reply.status_code == 200, reply.text
+    meta = reply.json()["meta_info"]
+    assert meta["finish_reason"]["type"] == "length"
+    return meta | {"answer": (reply.json()["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]])}
+
+
+class Requests:
+    """Sends one request after the other on a thread, while in the block; `replies` are theirs."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server, self._stops = server, threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self.replies: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Requests:
+        self._ended = self._pool.submit(self._run)
+        self.wait_for(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stops.set()
+        self._pool.shutdown()
+        self._ended.result()
+
+    def wait_for(self, more: int) -> None:
+        """Wait until so many more requests have ended."""
+        number, until = len(self.replies) + more, time.monotonic() + TIMEOUT_S
+        while len(self.replies) < number:
+            assert time.monotonic() < until and not self._ended.done()
+            time.sleep(0.01)
+
+    def _run(self) -> None:
+        while not self._stops.is_set():
+            self.replies.append(answer_of(self._server))
+
+
+def fetch_and_update(
+    server: ServerProcess, sync: dict[str, str], number: int, before: Tensors, running: Requests
+) -> None:
+    """Bring a server to a version as SkyRL does: the fetch while it serves, and the update in a pause."""
+    skyrl(server, "/fetch_weights", **sync, target_version=number)
+    assert checksums(server) == expected(before), "a fetch changes nothing that serves"
+    running.wait_for(2)
+    server.http.post("/pause", params={"mode": "keep"}).raise_for_status()
+    skyrl(server, "/start_weight_update", is_checkpoint_format=True)
+    skyrl(server, "/update_weights", update_info={"target_version": number})
+    skyrl(server, "/finish_weight_update", weight_version=str(number))
+    server.http.post("/resume").raise_for_status()
+    running.wait_for(2)  # the first may have begun before
+
+
 def test_skyrl_fetches_while_requests_run_and_then_updates(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
+    """Then the answers are those of a server that was started from the same weights, bit for bit."""
     old = logical_tensors(folder)
     server.client.update_weights_from_disk(str(folder), "base")
     versions = [old, nudged(old), nudged(nudged(old))]
     for number in (1, 2):
         write_delta(tmp_path / "sync", number, versions[number - 1], versions[number])
     sync = {"sync_dir": str(tmp_path / "sync")}
-    for number in (1, 2):
-        skyrl(server, "/fetch_weights", **sync, target_version=number)
-        assert checksums(server) == expected(versions[number - 1]), "a fetch changes nothing that serves"
-        server.http.post("/pause", params={"mode": "keep"}).raise_for_status()
-        skyrl(server, "/start_weight_update", is_checkpoint_format=True)
-        skyrl(server, "/update_weights", update_info={"target_version": number})
-        skyrl(server, "/finish_weight_update", weight_version=str(number))
-        server.http.post("/resume").raise_for_status()
-        assert checksums(server) == expected(versions[number])
-        assert server.client.weight_version() == str(number)
+    with Requests(server) as running:
+        for number in (1, 2):
+            fetch_and_update(server, sync, number, versions[number - 1], running)
+            assert checksums(server) == expected(versions[number])
+            assert server.client.weight_version() == str(number)
     change_entry(write_delta(tmp_path / "sync", 3, versions[2], old), checksum="0" * 32)
     assert "has checksum" in skyrl(server, "/fetch_weights", 400, **sync, target_version=3)
     assert "missing" in skyrl(server, "/fetch_weights", 400, **sync, target_version=9)
     assert checksums(server) == expected(versions[2])
+    answers = answers_by_version(running.replies)
+    assert list(answers) == ["base", "1", "2"] and all(len(some) == 1 for some in answers.values())
+    assert not answers["base"] & answers["2"], "answers show whose weights they are"
+    with ServerProcess(folder_of(folder, tmp_path / "new", versions[2]), max_total_tokens=2048) as fresh:
+        assert {repr(answer_of(fresh)["answer"])} == answers["2"]
+
+
+def answers_by_version(replies: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """Return the different answers of each version, of requests that one version computed alone."""
+    answers: dict[str, set[str]] = {}
+    for meta in replies:
+        if meta["weight_version_start"] == meta["kv_weight_version_oldest"] == meta["weight_version"]:
+            answers.setdefault(meta["weight_version"], set()).add(repr(meta["answer"]))
+    return answers
+
+
+def folder_of(model: Path, new: Path, tensors: Tensors) -> Path:
+    """Write a checkpoint of the same model with other tensors; return its folder."""
+    new.mkdir()
+    for file in model.glob("*.json"):
+        if "index" not in file.name:
+            (new / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, new / "model.safetensors")
+    return new
