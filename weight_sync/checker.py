@@ -9,17 +9,20 @@ own places, and one exchange shares the results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from weight_sync.bucket import runs_of
 from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError, listed
 from weight_sync.fingerprint_words import SIGNED
-from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
+from weight_sync.rank_parts import Exchange, Held, alone, gather_places, shares_of, whole_fingerprint
 from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
 
 _CHUNK = 1 << 20  # elements compared at a time: float64 temporaries of 8 MiB
+_BATCH_BYTES = 64 << 20
+"""The size of tensors that are read together; of weights in blocks of 8 bits each read makes a copy."""
 
 _Measure = Callable[[str, Part, int], Sequence[object]]
 """More values of a place, by the tensor's name and the place's share."""
@@ -116,20 +119,26 @@ def _held(
 ) -> dict[str, list[Held]]:
     """Return by name what all ranks hold of the tensors: shares of fingerprints, and the `measure` of each place."""
 
-    def read(name: str) -> Iterable[tuple[Region | None, Sequence[object]]]:
-        for part in parts_of(weights, name):
-            share = share_of(weights.metas()[name], part)
-            yield part.region, (share, *measure(name, part, share))
+    metas = weights.metas()
 
-    return dict(zip(names, gather_places((list(read(name)) for name in names), exchange), strict=True))
+    def read() -> Iterator[list[tuple[Region | None, Sequence[object]]]]:
+        for batch in runs_of(map(metas.__getitem__, names), _BATCH_BYTES):
+            found = [(meta, parts_of(weights, meta.name)) for meta in batch]
+            shares = iter(shares_of([(meta, part) for meta, parts in found for part in parts]))
+            for meta, parts in found:
+                here = zip(parts, [next(shares) for _ in parts])
+                yield [(part.region, (share, *measure(meta.name, part, share))) for part, share in here]
+
+    return dict(zip(names, gather_places(read(), exchange), strict=True))
 
 
 def _whole(weights: LogicalWeights, held: Mapping[str, Sequence[Held]]) -> dict[str, int]:
     found: dict[str, int] = {}
     differing: list[str] = []
+    metas = weights.metas()
     for name, places in held.items():
         try:
-            found[name] = whole_fingerprint(weights.metas()[name], places)
+            found[name] = whole_fingerprint(metas[name], places)
         except CopiesDifferError as error:
             differing.append(str(error))
     if differing:

@@ -10,6 +10,7 @@ rank reads what another holds.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +19,13 @@ import torch
 
 from weight_sync.errors import CopiesDifferError, WeightSyncError
 from weight_sync.fingerprint import combine, fingerprint, fingerprint_slice
+from weight_sync.fingerprint_batch import Shard, fingerprints_of
 from weight_sync.tensor_meta import Part, Region, Run, TensorMeta, tensor_bytes
 
 Exchange = Callable[[bytes], list[bytes]]
 """All-gather of bytes, by rank: a call that all ranks make together.  It raises on all of them where one failed."""
 
+_ALL = Run((), (slice(0, None),))
 _END = b"\n"  # of what stands before the content of a part
 
 
@@ -49,6 +52,22 @@ def share_of(meta: TensorMeta, part: Part) -> int:
         return fingerprint(part.content)
     runs = part.region.runs()
     return combine(*(fingerprint_slice(part.content[run.in_part], meta.shape, run.in_whole) for run in runs))
+
+
+def shares_of(parts: Sequence[tuple[TensorMeta, Part]]) -> list[int]:
+    """Return `share_of` of each part, of many small ones together."""
+    shares, together = [0] * len(parts), list[tuple[int, Shard]]()
+    for at, (meta, part) in enumerate(parts):
+        if part.region is not None and part.region.dim:
+            shares[at] = share_of(meta, part)
+            continue
+        row = math.prod(meta.shape[1:])
+        for run in [_ALL] if part.region is None else part.region.runs():
+            content = part.content[run.in_part]
+            together.append((at, (content, content.dtype, run.in_whole[0].start * row)))
+    for (at, _), share in zip(together, fingerprints_of(shard for _, shard in together), strict=True):
+        shares[at] = combine(shares[at], share)
+    return shares
 
 
 def gather_places(

@@ -180,7 +180,7 @@ class Requests:
         self._ended.result()
 
     def wait_for(self, more: int) -> None:
-        """Wait until so many more requests have ended."""
+        """Wait until this number of requests has ended from now on."""
         number, until = len(self.replies) + more, time.monotonic() + TIMEOUT_S
         while len(self.replies) < number:
             assert time.monotonic() < until and not self._ended.done()
@@ -207,7 +207,7 @@ def fetch_and_update(
 
 
 def test_skyrl_fetches_while_requests_run_and_then_updates(server: ServerProcess, folder: Path, tmp_path: Path) -> None:
-    """Then the answers are those of a server that was started from the same weights, bit for bit."""
+    """A server that starts from the same weights gives the last answers, bit for bit."""
     old = logical_tensors(folder)
     server.client.update_weights_from_disk(str(folder), "base")
     versions = [old, nudged(old), nudged(nudged(old))]

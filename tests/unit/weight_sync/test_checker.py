@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.logical_weights_fake import EMBED, NORM, FakeWeights, expert_name, fused, version
+from tests.logical_weights_fake import EMBED, NORM, FakeWeights, NamedWeights, expert_name, fused, version
 from tests.loopback_updater import LoopbackUpdater, refresh
+from weight_sync import checker, rank_parts
 from weight_sync.checker import compare, live_fingerprints, reset_tensors, resettable, take_snapshot
 from weight_sync.content import Content, ContentBook, Contents, Digests, TensorTable
 from weight_sync.errors import CommitError, UnknownTensorError, WeightRequestError
 from weight_sync.fingerprint import digest, fingerprint
-from weight_sync.tensor_meta import TensorMeta
+from weight_sync.fingerprint_batch import fingerprints_of
+from weight_sync.tensor_meta import Part, Region, TensorMeta
 
 
 def rewrite(weights: FakeWeights, seed: int, leave_out: str | None = None) -> None:
@@ -186,3 +191,90 @@ def test_46_verl_7224_what_was_not_written_is_found() -> None:
         for name, tensor in version(1).items():
             weights.write(name, tensor)
         assert [difference.name for difference in compare(weights, snapshot)] == forgotten
+
+
+# --- many parts together ----------------------------------------------------------------------------------------------
+
+Stated = list[tuple[TensorMeta, Part]]
+
+
+def random_parts(seed: int) -> Stated:
+    """Return parts of random tensors: all of it, rows, columns, and shares of sections of rows."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    parts = []
+    for number in range(rng.randint(0, 30)):
+        shape = tuple(rng.choice([0, 1, 8, 60, 296]) for _ in range(rng.randint(0, 3)))
+        dtype = rng.choice([torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+        whole = torch.randn(shape, generator=generator).to(dtype)
+        region = None
+        if shape and rng.random() < 0.7:
+            dim = rng.randrange(len(shape))
+            start = rng.randint(0, shape[dim])
+            region = Region(dim, start, rng.randint(0, shape[dim] - start))
+            if shape[dim] in (8, 296) and rng.random() < 0.5:
+                half = shape[dim] // 2
+                region = Region(dim, half, half, (half, half // 2, half // 2))
+        parts.append(
+            (TensorMeta(f"w{number}", dtype, shape), Part(region, whole if region is None else region.of(whole)))
+        )
+    return parts
+
+
+def together_is_as_one_by_one() -> None:
+    for seed in range(150):
+        parts = random_parts(seed)
+        assert rank_parts.shares_of(parts) == [rank_parts.share_of(meta, part) for meta, part in parts]
+
+
+def test_shares_of_many_parts_are_those_of_each() -> None:
+    together_is_as_one_by_one()
+
+
+def test_shares_of_rows_at_the_start_of_their_tensors_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong variant: all rows are taken for the first ones."""
+    monkeypatch.setattr(rank_parts, "fingerprints_of", lambda some: fingerprints_of((it, dt, 0) for it, dt, _ in some))
+    with pytest.raises(AssertionError):
+        together_is_as_one_by_one()
+
+
+class Operators(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_for_a_tensor() -> float:
+    """Return how many operators run for each of many small tensors while all are read."""
+    generator = torch.Generator().manual_seed(1)
+    weights = NamedWeights({f"w{number}": TensorMeta(f"w{number}", torch.float32, (8, 300)) for number in range(500)})
+    for tensor in weights.tensors.values():
+        tensor.normal_(generator=generator)
+    with Operators() as operators:
+        found = live_fingerprints(weights)
+    assert found == {name: fingerprint(tensor) for name, tensor in weights.tensors.items()}
+    return operators.count / len(found)
+
+
+def test_many_tensors_are_read_by_few_calls_d5() -> None:
+    """D5: 135 us a place, and on a GPU a launch and a wait for it."""
+    assert calls_for_a_tensor() < 6
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 100])
+def test_tensors_are_read_in_batches(monkeypatch: pytest.MonkeyPatch, batch_bytes: int) -> None:
+    monkeypatch.setattr(checker, "_BATCH_BYTES", batch_bytes)
+    weights = FakeWeights(seed=1)
+    snapshot = take_snapshot(weights, keep_content=True)
+    rewrite(weights, seed=2, leave_out=NORM)
+    assert {one.name for one in compare(weights, snapshot)} == weights.metas().keys() - {NORM}
+
+
+def test_tensors_that_are_read_one_by_one_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checker, "shares_of", lambda some: [rank_parts.share_of(*each) for each in some])
+    assert calls_for_a_tensor() > 15
