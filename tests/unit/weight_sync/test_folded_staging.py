@@ -7,16 +7,20 @@ updates with it on a device that is late.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rollout.kernels.places import ReorderedPlace, ShardPlace, ViewPlace
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, bits, expert_name, version
 from tests.unit.weight_sync.test_device_queue import FoldsEarly
 from weight_sync.errors import StagingError
 from weight_sync.held_memory import Areas
-from weight_sync.plan import Homes
+from weight_sync.plan import Homes, address_of
+from weight_sync.shadow import ShadowStaging
 from weight_sync.tensor_meta import Part, Place
 
 SENT = (EMBED, expert_name(1, "up_proj"), expert_name(0, "down_proj"))
@@ -141,7 +145,55 @@ def test_places_of_every_layout_are_folded(number: int, dtype: torch.dtype, as_p
     assert bits(store) == bits(want)
 
 
+class Crossings(TorchDispatchMode):
+    """Counts the bytes that cross the bus: of shadows, by operators that have other tensors, too."""
+
+    def __init__(self, staging: ShadowStaging) -> None:
+        super().__init__()
+        self._staging = staging
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [it for it in tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor) and it.numel()]
+        areas = {address_of(shadow.staged) for shadow in self._staging._shadows.values()}
+        host = [tensor for tensor in tensors if address_of(tensor) in areas]
+        if host and len(host) < len(tensors):
+            is_read_and_written = "xor_" in str(func) and address_of(args[0]) in areas
+            self.num_bytes += sum(tensor.nbytes for tensor in host) * (2 if is_read_and_written else 1)
+        return result
+
+
+def crossings(kind: type[ShadowStaging]) -> list[float]:
+    """Return how often the bytes of the weights have crossed the bus after all writes, `prepare`, and the commit."""
+    weights = FakeWeights(seed=0)
+    staging = kind(weights, "host", used_areas(weights))
+    with Crossings(staging) as counted:
+        found = []
+        for name in weights.metas():
+            staging.write(name, version(1)[name])
+        found.append(counted.num_bytes / staging.num_bytes)
+        for deed in (staging.prepare, staging.commit):
+            deed()
+            found.append(counted.num_bytes / staging.num_bytes)
+    assert all(bits(weights.read(name)) == bits(version(1)[name]) for name in weights.metas())
+    return found
+
+
+def test_each_byte_crosses_the_bus_twice_g7() -> None:
+    """G7: four times."""
+    assert crossings(FoldsEarly) == [1.0, 1.0, 2.0]
+
+
 # --- wrong variants ---------------------------------------------------------------------------------------------------
+
+
+class _FoldsInPrepare(ShadowStaging):
+    """Slow: content is read once more to be folded, and written."""
+
+
+def test_a_shadow_that_is_folded_late_is_noticed() -> None:
+    assert crossings(_FoldsInPrepare) == [1.0, 3.0, 4.0]
 
 
 class _KeepsGarbage(FoldsEarly):
