@@ -138,7 +138,7 @@ def test_w06_a_base_digest_is_of_every_copy(engine: ParallelHarness, folder: Pat
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_w06_a_refresh_that_misses_a_place_is_found(folder: Path, layout: str) -> None:
+def test_w06_a_refresh_that_misses_a_place_is_found(folder: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After reset_tensors a refresh leaves out one place of the second rank, and compare finds it."""
     with ParallelHarness(folder, weight_staging="in_place", **LAYOUTS[layout]) as engine:
         content = content_of(folder)
@@ -146,12 +146,16 @@ def test_w06_a_refresh_that_misses_a_place_is_found(folder: Path, layout: str) -
         name = replicated(engine) if layout == "ep" else EXPERT
         missed = places(engine, 1, name)[0]
         missed_at = missed.read().data_ptr()
-        write = ViewPlace.write
+        write, moves = ViewPlace.write, ViewPlace.moves
 
         def forgets(place: ViewPlace, source: torch.Tensor) -> None:
             if place.read().data_ptr() != missed_at:
                 write(place, source)
 
+        def planned_elsewhere(place: ViewPlace, *of: Any) -> Any:
+            return None if place.read().data_ptr() == missed_at else moves(place, *of)
+
+        monkeypatch.setattr(ViewPlace, "moves", planned_elsewhere)  # so that this place is written by `write`
         for is_wrong in (True, False):
             assert check(engine, "reset_tensors").success
             assert engine.control(BeginWeightUpdateReqInput, weight_version="v1").success
