@@ -1,4 +1,4 @@
-"""`Gate`: the one middleware before the routes, so that it also stands before streams and unknown paths.
+"""`Gate`: the first middleware before the routes, so that it also stands before streams and unknown paths.
 
     key or site     the keys of `--api-key` and `--admin-api-key`; without a key, the web page that calls
     turn            how many requests begin in one pass of the event loop

@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -25,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from rollout.core.errors import BadRequest, LockstepError, TooLarge, status_of
 from rollout.core.known_fields import shown, unknown_field
 from rollout.http.decoding import HEAVY_BODY_BYTES, INVALID, decode
+from rollout.http.direct import DirectRoute, Handler
 from rollout.http.known_lists import KnownLists
 from rollout.http.protocol import Body, UnknownField, body_in, unknown_fields
 from rollout.tokenizer_manager.response import encode_json
@@ -198,10 +198,10 @@ def note_unknown(request: Request, fields: list[UnknownField]) -> None:
     request.state.ignored_fields = [*_noted(request), *(shown(field.path) for field in fields)]
 
 
-class NamingRoute(APIRoute):
+class NamingRoute(DirectRoute):
     """A route whose answers name the unknown fields of the request, with a "?" before a field of the URL."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Handler:
         handler = super().get_route_handler()
 
         async def naming(request: Request) -> Response:

@@ -29,6 +29,7 @@ from rollout.http.control.experts import ExpertRoutes
 from rollout.http.control.routes import ControlRoutes
 from rollout.http.control.verbs import VerbRoutes
 from rollout.http.control.weights import WeightRoutes
+from rollout.http.direct import DirectRoutes, direct_handlers
 from rollout.http.gate import Gate
 from rollout.http.io import describe_query, error_response
 from rollout.http.known_lists import KnownLists
@@ -96,10 +97,12 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         page_files = dashboard.page_files
         open_to_clients.append(dashboard.page_router())
         control.append(dashboard.data_router())
-    for router in (*open_to_clients, *control):
+    routers = [*open_to_clients, *control]
+    for router in routers:
         app.include_router(router)
     control_paths = {route.path for router in control for route in router.routes if isinstance(route, APIRoute)}
-    app.add_middleware(
+    app.add_middleware(DirectRoutes, handlers=direct_handlers(routers), on_error=error_response)
+    app.add_middleware(  # the last one added is the first one that a request meets
         Gate,
         args=args,
         control_paths=control_paths,

@@ -5,7 +5,7 @@ A refusal is `{"success": false, "message", "error": {"type", "message"}}` with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,13 +16,14 @@ from starlette.responses import Response
 from rollout.core.errors import status_of
 from rollout.core.messages.message import ControlReqOutput
 from rollout.http import protocol
+from rollout.http.direct import Handler
 from rollout.http.io import NamingRoute, body_schema, describe_query, error_content, json_response, logger
 
 
 class ControlRoute(NamingRoute):
     """A route whose errors take the control endpoints' shape."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Handler:
         handler = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:

@@ -20,6 +20,7 @@ from rollout.core.messages.io_struct import GetStateReqInput
 from rollout.core.messages.message import START_ID_HEADER
 from rollout.core.messages.scheduler_state import SchedulerState
 from rollout.core.version import VERSION
+from rollout.http.direct import DirectRoute
 from rollout.http.io import json_response
 from rollout.http.metrics.metrics import Metrics
 from rollout.http.server_info import (
@@ -57,7 +58,7 @@ class InfoRoutes:
         self._metrics = metrics
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["info"])
+        router = APIRouter(route_class=DirectRoute, tags=["info"])
         add = router.add_api_route
         add("/health", self.health)
         add("/health_generate", self.health_generate)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from rollout.core.errors import NotFound, TooLarge
 from rollout.http.answers import Native, ignored_fields
+from rollout.http.direct import DirectRoute
 from rollout.http.io import SseResponse, body_schema, json_body, json_response, until_disconnect
 from rollout.http.openai import format as fmt
 from rollout.http.openai.messages import ChatMessage, ChatMessages
@@ -40,7 +41,7 @@ class OpenAIRoutes:
         self._messages = ChatMessages(manager)
 
     def router(self) -> APIRouter:
-        router = APIRouter(prefix="/v1", tags=["openai"])
+        router = APIRouter(prefix="/v1", route_class=DirectRoute, tags=["openai"])
         add = router.add_api_route
         add("/completions", self.completions, methods=["POST"], openapi_extra=body_schema(CompletionRequest))
         add("/chat/completions", self.chat, methods=["POST"], openapi_extra=body_schema(ChatCompletionRequest))

@@ -26,6 +26,7 @@ from rollout.http.answers import (
     usage,
     version_info,
 )
+from rollout.http.direct import DirectRoute
 from rollout.http.generation import AnyGeneration, Count, SamplingFields, StreamOptions
 from rollout.http.io import SseResponse, body_schema, json_body, until_disconnect
 from rollout.http.protocol import FreeObject, TokenIds
@@ -111,7 +112,7 @@ class VllmGenerateRoutes:
         self._manager = manager
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["tokens"])
+        router = APIRouter(route_class=DirectRoute, tags=["tokens"])
         schema = body_schema(TokenGenerateRequest)
         router.add_api_route("/inference/v1/generate", self.generate, methods=["POST"], openapi_extra=schema)
         router.add_api_route("/skyrl/v1/generate", self.skyrl_generate, methods=["POST"], openapi_extra=schema)
