@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout.core.errors import TooLarge
 from rollout.core.messages.tensor_lists import Json, decode_in_pieces
-from rollout.http.known_lists import KnownLists, RawLists
+from rollout.http.known_lists import CutBody, KnownLists, NotThere, RawLists
 from rollout.http.protocol import Body, ListsPlace
 
 HEAVY_BODY_BYTES = 1024 * 1024
@@ -30,6 +30,10 @@ def decode(data: bytes, model: type[Body], known: KnownLists | None = None) -> t
     The lists are empty in the values then.  Lists that are not valid as they are, or all without `known`, stay values.
     Raises what `INVALID` holds, and `TooLarge` for more than `MAX_BODY_OBJECTS`.
     """
+    cut = known.cut(data) if known is not None and model.list_places else None
+    if cut is not None:
+        with contextlib.suppress(NotThere):
+            return _decode_cut(cut, model)
     if len(data) <= HEAVY_BODY_BYTES:
         return _decode(data, model, known)
     _check_objects(data)
@@ -38,6 +42,20 @@ def decode(data: bytes, model: type[Body], known: KnownLists | None = None) -> t
         return _decode(data, model, known)
     finally:
         gc.enable()
+
+
+def _decode_cut(cut: CutBody, model: type[Body]) -> tuple[Any, RawLists]:
+    """Decode a body that has stand-ins for its lists.  Raises `NotThere`, also for JSON that is not valid."""
+    if len(cut.data) > HEAVY_BODY_BYTES:
+        _check_objects(cut.data)
+    for place in model.list_places:
+        try:
+            return _without_lists(cut.data, place, place.path, cut)
+        except LookupError:
+            continue
+        except INVALID:
+            break
+    raise NotThere
 
 
 def _decode(data: bytes, model: type[Body], known: KnownLists | None) -> tuple[Any, RawLists | None]:
@@ -53,7 +71,9 @@ def _decode(data: bytes, model: type[Body], known: KnownLists | None) -> tuple[A
     return _decode_structs(data, model), None
 
 
-def _without_lists(data: Json, place: ListsPlace, path: Sequence[str | int], known: KnownLists) -> tuple[Any, RawLists]:
+def _without_lists(
+    data: Json, place: ListsPlace, path: Sequence[str | int], known: KnownLists | CutBody
+) -> tuple[Any, RawLists]:
     """Decode JSON that has the lists of `place` at `path`.
 
     Raises `LookupError` if it has none there, else as `KnownLists.read`.

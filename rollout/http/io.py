@@ -175,15 +175,17 @@ async def read_limited(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared} bytes; the limit is {limit}")
-    chunks = bytearray()
+    chunks: list[bytes] = []
+    size = 0
     try:
         async for chunk in request.stream():
-            chunks += chunk
-            if len(chunks) > limit:
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > limit:
                 raise TooLarge(f"the body is over the limit of {limit} bytes")
     except ClientDisconnect:
         raise ClientGone("the client closed the connection") from None
-    return bytes(chunks)
+    return b"".join(chunks)
 
 
 # --- unknown fields ----------------------------------------------------------------------------------------------

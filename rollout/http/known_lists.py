@@ -1,10 +1,15 @@
 """The record of lists of tensors that this server has read: lists that come again are passed on.
 
 A list is known by its bytes alone: JSON that differs in anything, be it a space, is read anew.
+
+Lists that stand in a body as `joined_lists` would write them are found without reading them: `KnownLists.cut` compares
+their bytes, and puts stand-ins in their place that are made by chance for each body.  If the rest of the body, once
+read, has the stand-ins where lists belong, the lists were there.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from typing import Any, NamedTuple
 
@@ -14,6 +19,11 @@ from rollout.core.messages.tensor_lists import StrictBoxes, StrictSize, digest_o
 
 MAX_KNOWN = 16384
 """Calls of one refresh.  A trainer with more of them sends short lists, which are soon read."""
+MAX_KEPT_BYTES = 64 << 20
+"""JSON that is kept to be compared: a refresh of 100,000 tensors has 10 MB."""
+_BEGINNING = b'"names":["'
+_KEY_BYTES = 512
+"""Bytes of the beginning by which kept JSON is found.  Of lists that begin alike the one that came last is kept."""
 _KINDS: tuple[Any, ...] = (list[str], list[str], list[list[StrictSize]], StrictBoxes)
 _NONE = msgspec.Raw(b"null")
 
@@ -26,13 +36,47 @@ class RawLists(NamedTuple):
     num_names: int
 
 
-class KnownLists:
-    """Remembers the digests of the valid lists that came last.  One for a server; any thread may use it."""
+class NotThere(Exception):
+    """Known lists are somewhere in a body, but not where lists belong."""
 
-    def __init__(self, limit: int = MAX_KNOWN) -> None:
+
+def _inside(lists: RawLists) -> bytes:
+    """Return the JSON of the lists without the braces around it."""
+    return lists.data[1:-1]
+
+
+class CutBody:
+    """A body in which stand-ins take the place of known `lists`."""
+
+    def __init__(self, data: bytes, start: int, lists: RawLists) -> None:
+        mark = b'["%b"]' % secrets.token_hex(16).encode()
+        self._lists = lists
+        self._mark = mark
+        end = start + len(_inside(lists))
+        self.data = b"".join((data[:start], joined_lists(mark, mark, mark)[1:-1], data[end:]))
+
+    def read(
+        self, names: msgspec.Raw, dtypes: msgspec.Raw, shapes: msgspec.Raw, boxes: msgspec.Raw = _NONE
+    ) -> RawLists:
+        """Return the lists.  Raises `NotThere` unless exactly the stand-ins are in their place."""
+        if {bytes(names), bytes(dtypes), bytes(shapes)} != {self._mark} or bytes(boxes) != b"null":
+            raise NotThere
+        return self._lists
+
+
+class KnownLists:
+    """Remembers the valid lists that came last: their digests, and as many of them as `max_bytes` hold.
+
+    One for a server; any thread may use it.
+    """
+
+    def __init__(self, limit: int = MAX_KNOWN, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._limit = limit
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._num_names: dict[bytes, int] = {}  # by digest, oldest first
+        self._kept: dict[bytes, RawLists] = {}  # by their beginning, oldest first
+        self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._num_names)
@@ -52,4 +96,30 @@ class KnownLists:
             self._num_names[digest] = count
             while len(self._num_names) > self._limit:
                 del self._num_names[next(iter(self._num_names))]
-        return RawLists(data, digest, count)
+        lists = RawLists(data, digest, count)
+        if len(raw) == len((names, dtypes, shapes)):
+            self._keep(lists)
+        return lists
+
+    def cut(self, data: bytes) -> CutBody | None:
+        """Return the body with stand-ins for the first lists in it, if exactly these are kept."""
+        start = data.find(_BEGINNING)
+        key = data[start : start + _KEY_BYTES]
+        with self._lock:
+            lists = self._kept.pop(key, None) if start >= 0 else None
+            if lists is not None:
+                self._kept[key] = lists  # the one that came last
+        if lists is None or not data.startswith(_inside(lists), start):
+            return None
+        return CutBody(data, start, lists)
+
+    def _keep(self, lists: RawLists) -> None:
+        key = lists.data[1 : 1 + _KEY_BYTES]
+        if not _KEY_BYTES <= len(_inside(lists)) <= self._max_bytes:
+            return
+        with self._lock:
+            replaced = self._kept.pop(key, None)
+            self._kept[key] = lists
+            self._num_bytes += len(lists.data) - (0 if replaced is None else len(replaced.data))
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= len(self._kept.pop(next(iter(self._kept))).data)

@@ -1,0 +1,154 @@
+"""Known lists are cut out of bodies unread, where they are what a reader would find, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollout.core.messages.tensor_lists import encode_lists
+from rollout.core.messages.weights import BeginWeightUpdateReqInput, UpdateWeightsFromDistributedReqInput
+from rollout.http import decoding, known_lists
+from rollout.http.control.body import body_of
+from rollout.http.io import parse_body
+from rollout.http.known_lists import CutBody, KnownLists
+from rollout.http.protocol import Body
+from rollout.http.vllm.control_protocol import UpdateWeightsRequest
+
+BUCKET, BEGIN = body_of(UpdateWeightsFromDistributedReqInput), body_of(BeginWeightUpdateReqInput)
+
+
+def members(first: str, count: int = 40) -> bytes:
+    """Return the JSON of lists without the braces around it."""
+    names = [first, *(f"model.layers.{number}.weight" for number in range(count - 1))]
+    return encode_lists(names, ["bfloat16"] * count, [[2, 3]] * count)[1:-1]
+
+
+A, B = members("a"), members("b")
+
+
+def knowing(*lists: bytes) -> KnownLists:
+    known = KnownLists()
+    for each in lists:
+        assert parse_body(BUCKET, b"{%b}" % each, known).lists is not None
+    return known
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the JSON that was decoded to the end."""
+    found: list[int] = []
+    usual = decoding._without_lists
+
+    def noted(data: Any, place: Any, path: Any, known: Any) -> Any:
+        result = usual(data, place, path, known)
+        found.append(len(bytes(data)))
+        return result
+
+    monkeypatch.setattr(decoding, "_without_lists", noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (BUCKET, b'{%b,"update_id":"u"}'),
+        (BUCKET, b' {"flush_cache":true, %b }'),
+        (BEGIN, b'{"manifest":{%b,"fingerprints":"00"},"update_id":"u"}'),
+        (UpdateWeightsRequest, None),
+    ],
+)
+def test_known_lists_are_not_read_again(model: type[Body], body: bytes | None, decoded: list[int]) -> None:
+    known = knowing(A, B)
+    decoded.clear()
+    if body is None:  # with lists by other names, which are never cut
+        other = A.replace(b'"dtypes"', b'"dtype_names"')
+        found = parse_body(model, b'{"update_info":{%b}}' % other, known)
+        assert found.lists is not None and found.lists.data == b"{%b}" % A and max(decoded) > len(A)
+        return
+    found = parse_body(model, body % B, known)
+    assert found.lists is not None and found.lists.data == b"{%b}" % B
+    assert decoded and max(decoded) < 300 < len(B)
+
+
+ODD = [
+    b"{%b,%b}" % (A, B),
+    b"{%b,%b}" % (B, A),
+    b'{%b,"names":["c"]}' % A,
+    b'{"names":["c"],%b}' % A,
+    b'{%b,"n\\u0061mes":["c"]}' % A,
+    b'{%b,"boxes":[null]}' % A,
+    b'{%b,"boxes":null}' % A,
+    b'{"weight_version":{%b},"names":["c"],"dtypes":["x"],"shapes":[[1]]}' % A,
+    b'{"unknown":{%b},"names":["c"],"dtypes":["x"],"shapes":[[1]]}' % A,
+    b'{"weight_version":"\\%b}' % A,
+    b'{"weight_version":"%b"}' % A.replace(b'"', b'\\"'),
+    b'{"x\\%b}' % A,
+    b"[%b]" % A,
+    b"{%b" % A,
+    b"{%b}}" % A,
+    b"{%b9}" % A,
+    b"{,%b}" % A,
+    b"%b" % A,
+    b'{%b,"group_name":3}' % A,
+    b'{"manifest":{%b}}' % A,
+    b'{"manifest":{%b},%b}' % (B, A),
+    b'{"manifest":[{%b}]}' % A,
+    A,
+]
+
+
+def seen(model: type[Body], data: bytes, known: KnownLists | None) -> Any:
+    """Return what is read of a body, or its refusal."""
+    try:
+        body = parse_body(model, data, known)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return body.model_dump(warnings=False), body.lists, body.unknown
+
+
+@pytest.mark.parametrize("model", [BUCKET, BEGIN])
+@pytest.mark.parametrize("data", ODD)
+def test_bodies_are_taken_as_without_the_record(model: type[Body], data: bytes) -> None:
+    assert seen(model, data, knowing(A, B)) == seen(model, data, KnownLists())
+
+
+def test_stand_ins_that_are_not_asked_for_would_be_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut that takes whatever lists it finds would give the bucket lists that another field has."""
+    monkeypatch.setattr(CutBody, "read", lambda self, *raw: self._lists)
+    wrong = [data for data in ODD if seen(BUCKET, data, knowing(A, B)) != seen(BUCKET, data, KnownLists())]
+    assert len(wrong) > 3
+
+
+def test_the_record_keeps_as_many_bytes_as_it_may() -> None:
+    lists = [members(str(number)) for number in range(6)]
+    known = KnownLists(max_bytes=3 * (len(lists[0]) + 2))
+    for each in lists:
+        parse_body(BUCKET, b"{%b}" % each, known)
+    parse_body(BUCKET, b"{%b}" % lists[3], known)
+    parse_body(BUCKET, b"{%b}" % members("9"), known)
+    kept = [known.cut(b"{%b}" % each) is not None for each in lists]
+    assert kept == [False, False, False, True, False, True]
+    assert sum(len(each.data) for each in known._kept.values()) == known._num_bytes
+
+
+def test_lists_that_begin_alike_take_turns() -> None:
+    longer = A.replace(b"]]", b"],[4]]")
+    known = knowing(A, longer)
+    assert known.cut(b"{%b}" % A) is None and known.cut(b"{%b}" % longer) is not None
+    parse_body(BUCKET, b"{%b}" % A, known)
+    assert known.cut(b"{%b}" % A) is not None and known.cut(b"{%b}" % longer) is None
+
+
+def test_short_lists_are_read_each_time() -> None:
+    short = members("a", 2)
+    assert len(short) < known_lists._KEY_BYTES and knowing(short).cut(b"{%b}" % short) is None
+
+
+def test_stand_ins_cannot_be_sent() -> None:
+    """Each body has stand-ins of its own."""
+    known = knowing(A)
+    one, two = known.cut(b"{%b}" % A), known.cut(b"{%b}" % A)
+    assert one is not None and two is not None and one.data != two.data
+    assert json.loads(one.data).keys() == {"names", "dtypes", "shapes"}
