@@ -7,14 +7,15 @@ main  PULL (bind) output.sock       <-  PUSH (connect)  every rank
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import secrets
+from collections import deque
 from pathlib import Path
 from typing import Protocol
 
 import zmq
-import zmq.asyncio
 
 from rollout.core.errors import StartupError, Unavailable
 from rollout.core.messages.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReqInput
@@ -47,11 +48,11 @@ class SchedulerChannel:
         self.output_addr = _address(Path(folder) / "output.sock")
         self.remote_output_addr: str | None = None
         self.secret = None if remote_host is None else secrets.token_hex(16)
-        self._context = zmq.asyncio.Context()
-        # A plain socket: sending is one synchronous hand-over, so messages leave in the order of the calls.
-        plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(self._context.underlying)
-        self._pushes: list[zmq.Socket[bytes]] = [plain.socket(zmq.PUSH) for _ in self.input_addrs]
+        self._context = zmq.Context()
+        # Sending is one synchronous hand-over, so messages leave in the order of the calls.
+        self._pushes = [self._context.socket(zmq.PUSH) for _ in self.input_addrs]
         self._pull = self._context.socket(zmq.PULL)
+        self._inbox = _Inbox(self._pull)
         for socket in (*self._pushes, self._pull):
             for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
                 socket.setsockopt(option, 0)
@@ -83,16 +84,53 @@ class SchedulerChannel:
     async def receive(self) -> SchedulerOutput | Unreadable:
         """Return the next message; wait without a deadline, as the caller ends with the scheduler process."""
         while True:
-            *proof, data = await self._pull.recv_multipart()
+            *proof, data = await self._inbox.receive()
             if self.secret is None or hmac.compare_digest(b"".join(proof), self.secret.encode()):
                 return read_output(data)
             logger.warning("a message that did not come from a rank of this engine was dropped")
 
     def close(self) -> None:
+        self._inbox.close()
         for push in self._pushes:
             push.close()
         self._pull.close()
         self._context.term()
+
+
+class _Inbox:
+    """The messages of a socket, for one reader on an event loop.
+
+    `zmq.asyncio` makes futures, callbacks and timers for each message, which take half again as long.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._came: deque[list[bytes]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def receive(self) -> list[bytes]:
+        """Return the frames of the next message; wait for it without a deadline."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._descriptor, self._take)
+            self._take()
+        while not self._came:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._came.popleft()
+
+    def _take(self) -> None:
+        """Take all that has come: the descriptor does not tell of it again."""
+        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._came.append(self._socket.recv_multipart(zmq.NOBLOCK))
+        if self._came and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor)
 
 
 def _address(path: Path) -> str:
