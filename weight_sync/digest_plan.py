@@ -16,6 +16,7 @@ from weight_sync.fingerprint import digest
 from weight_sync.tensor_meta import TensorMeta, dtype_name
 
 _DIGITS = 16
+_FIELD = np.dtype((np.void, _DIGITS))
 
 
 class DigestPlan:
@@ -31,18 +32,18 @@ class DigestPlan:
         order = sorted(range(len(lines)), key=lines.__getitem__)
         encoded = [lines[index].encode() for index in order]
         self._order = np.array(order, np.int64)
-        self._ends = np.cumsum([len(line) for line in encoded], dtype=np.int64)
+        self._places = np.cumsum([len(line) for line in encoded], dtype=np.int64) - 1 - _DIGITS
         self._text = b"".join(encoded)
 
     def digest(self, values: npt.NDArray[np.uint64]) -> str:
         """Return what `digest` does, of the fingerprints in the order of the tensors: uint64 [n]."""
         if self._odd is not None:
             return digest(zip(self._odd, values.tolist(), strict=True))
-        text = np.frombuffer(bytearray(self._text), np.uint8)
-        digits = np.frombuffer(hex_digits(values).encode(), np.uint8).reshape(-1, _DIGITS)[self._order]
-        for place in range(_DIGITS):
-            text[self._ends - 1 - _DIGITS + place] = digits[:, place]
-        return hashlib.sha256(text.data).hexdigest()
+        text, digits = bytearray(self._text), np.frombuffer(hex_digits(values[self._order]).encode(), _FIELD)
+        if digits.size:
+            fields = np.ndarray((len(text) - _DIGITS + 1,), _FIELD, text, strides=(1,))  # one from each byte on
+            fields[self._places] = digits
+        return hashlib.sha256(text).hexdigest()
 
 
 def hex_digits(values: npt.NDArray[np.uint64]) -> str:
