@@ -291,8 +291,8 @@ class WeightTransaction:
             self._staging.prepare()
         self.state = TransactionState.VERIFIED
 
-    def commit(self, vote: Callable[[bool], bool]) -> list[str]:
-        """Commit, VERIFIED -> COMMITTED: put every tensor into the model; return the logical names.
+    def commit(self, vote: Callable[[bool], bool]) -> None:
+        """Commit, VERIFIED -> COMMITTED: put every tensor into the model.
 
         `vote(mine)` is called exactly once, after the writes, with whether they went well; it returns whether they went
         well everywhere.  If not, the old content is restored bit for bit, the transaction is ABORTED and `CommitError`
@@ -312,7 +312,7 @@ class WeightTransaction:
         self.state = TransactionState.IN_DOUBT
         if vote(failure is None) and failure is None:
             self.state = TransactionState.COMMITTED
-            return self.received
+            return
         reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank could not write"
         self.state = TransactionState.ABORTED
         self._roll_back(reason)

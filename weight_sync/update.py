@@ -130,12 +130,17 @@ class CommitResult:
     """The version that one commit published."""
 
     weight_version: str | None  # None: the sender named none
-    names: list[str]  # logical tensors written
+    num_tensors: int  # logical tensors written
     num_bytes: int
     seconds: float  # time that the step thread spent
     digests: Digests  # of the whole content now, as far as they are known
     update: WeightUpdate
     staging_seconds: float = 0.0  # from its opening to its commit
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the logical tensors written."""
+        return self.update.transaction.received
 
 
 @dataclass(eq=False)
@@ -250,13 +255,19 @@ class WeightUpdate:
         """Write the verified tensors into the target, all or nothing.  Raises as `WeightTransaction.commit`."""
         transaction, target, start = self.transaction, self.target, time.perf_counter()
         staging_s = transaction.age_s
-        names = transaction.commit(vote)
-        seconds = time.perf_counter() - start
-        if len(names) == len(target.weights.metas()):
+        transaction.commit(vote)
+        seconds, num_tensors = time.perf_counter() - start, transaction.num_received
+        if num_tensors == len(target.weights.metas()):
             target.torn = None
         target.content.note(transaction.contents)
         return CommitResult(
-            transaction.weight_version, names, transaction.num_bytes, seconds, transaction.digests, self, staging_s
+            weight_version=transaction.weight_version,
+            num_tensors=num_tensors,
+            num_bytes=transaction.num_bytes,
+            seconds=seconds,
+            digests=transaction.digests,
+            update=self,
+            staging_seconds=staging_s,
         )
 
     # --- its state -----------------------------------------------------------------------------------------------

@@ -52,12 +52,12 @@ class WeightCommit:
         """Put the written weights in force and note the commit; return the reply, and a note for the sender."""
         scheduler, state = self._scheduler, self._scheduler.runner.state
         total = len(state.model.weights.metas())
-        if len(result.names) == total:
+        if result.num_tensors == total:
             scheduler.serving.heal()
         placement: dict[str, Any] = self._adoption.adopt()
         version = self._label(result, total, alone)
         whole = scheduler.serving.has_whole_weights
-        if result.names:
+        if result.num_tensors:
             state.publish_weights(version, result.digests if whole else Digests())
             for work in self.followers:
                 scheduler.agenda.call(work)
@@ -71,7 +71,7 @@ class WeightCommit:
             content_digest=state.epoch.content_digest,
             held_digest=state.epoch.held_digest,
             placement_epoch=state.epoch.placement_epoch,
-            num_tensors=len(result.names),
+            num_tensors=result.num_tensors,
             num_bytes=result.num_bytes,
             prepared_seconds=update.prepared_s,
             staging_seconds=result.staging_seconds,
@@ -86,7 +86,7 @@ class WeightCommit:
                 kind="committed",
                 weight_version=version,
                 weight_epoch=state.epoch.weight_epoch,
-                num_tensors=len(result.names),
+                num_tensors=result.num_tensors,
                 num_bytes=result.num_bytes,
                 prepared_s=update.prepared_s,
                 staging_s=result.staging_seconds,
@@ -95,13 +95,13 @@ class WeightCommit:
                 steps_held=self._updater.holds_steps,
             )
         )
-        is_part = len(result.names) < total and (alone or update.counts_tensors)
-        return reply, f" {len(result.names)} of {total} tensors came." if is_part else ""
+        is_part = result.num_tensors < total and (alone or update.counts_tensors)
+        return reply, f" {result.num_tensors} of {total} tensors came." if is_part else ""
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:
         """Return the label of the weights in force from now on."""
         epoch, label = self._scheduler.runner.state.epoch, result.weight_version
-        if not result.names:
+        if not result.num_tensors:
             return epoch.weight_version if alone or label is None else label
         if label is None:
             return successor(epoch.weight_version)

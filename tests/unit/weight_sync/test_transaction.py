@@ -78,9 +78,9 @@ def test_a_full_refresh_serves_what_was_sent(
     transaction.verify()
     expect_content(weights, 0)
     votes: list[bool] = []
-    names = transaction.commit(recording(votes))
+    transaction.commit(recording(votes))
     assert votes == [True]
-    assert sorted(names) == sorted(weights.metas())
+    assert sorted(transaction.received) == sorted(weights.metas())
     assert transaction.state is TransactionState.COMMITTED
     expect_content(weights, 1)
     assert addresses == [t.data_ptr() for t in (weights.embed, weights.norm, weights.w13, weights.w2)]
@@ -94,7 +94,8 @@ def test_a_partial_refresh_changes_only_what_came(weights: FakeWeights) -> None:
     assert bits(transaction.read_staged(name)[0].content) == bits(new[name])  # type: ignore[index]
     assert transaction.read_staged(NORM) is None
     transaction.verify()
-    assert transaction.commit(agree) == [name]
+    transaction.commit(agree)
+    assert transaction.received == [name]
     for other in weights.metas():
         assert bits(weights.read(other)) == bits(version(1 if other == name else 0)[other])
 
@@ -127,7 +128,8 @@ def test_a_declared_subset_must_come_exactly(weights: FakeWeights) -> None:
     transaction = open_subset()
     transaction.receive(subset.items())
     transaction.verify()
-    assert sorted(transaction.commit(agree)) == sorted(subset)
+    transaction.commit(agree)
+    assert sorted(transaction.received) == sorted(subset)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
