@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Areas:
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
         self._areas: dict[int, torch.Tensor] = {}
+        self._knower: Hashable = None
+        self._known: dict[int, Any] = {}
 
     def take(
         self, key: int, num_bytes: int, device: torch.device | str, *, like: torch.Tensor | None = None
@@ -38,8 +40,16 @@ class Areas:
         area = self._areas.get(key)
         if area is None or area.numel() < num_bytes or area.device.type != device.type:
             self._areas.pop(key, None)
+            self._known.pop(key, None)
             area = self._areas[key] = _new_bytes(num_bytes, device, like)
         return area[:num_bytes]
+
+    def known_to(self, user: Hashable) -> dict[int, Any]:
+        """Return what `user` has put here by key: of areas that stayed, and since no other user asked."""
+        if user != self._knower:
+            self._knower = user
+            self._known.clear()
+        return self._known
 
     def end(self) -> None:
         """End the update."""
@@ -48,6 +58,8 @@ class Areas:
 
     def close(self) -> None:
         """Release everything; none of it may be in use."""
+        self._knower = None
+        self._known.clear()
         self._areas.clear()
 
 

@@ -28,12 +28,13 @@ overwrites.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
 
 from weight_sync.errors import StagingError
+from weight_sync.exchanges import fold, word_sums
 from weight_sync.held_memory import Areas
 from weight_sync.pages import PageTrader, tradable_spans
 from weight_sync.plan import BucketPlan, Homes, address_of, bytes_of
@@ -42,6 +43,7 @@ from weight_sync.tensor_meta import LogicalWeights, Part, Place
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART_BYTES = 32 << 20  # what is copied at a time from one device to another
+_TOGETHER_BYTES = 4 << 20  # what is exchanged by one call, unless it is one part
 
 
 class ShadowStaging:
@@ -68,9 +70,9 @@ class ShadowStaging:
         self._trader: PageTrader | None = None
         # Live memory and its shadow, part by part: what the commit will trade and exchange, and what it has.
         self._to_trade: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._to_exchange: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._to_exchange: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._traded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._exchanged: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._old_sums: list[int] = []  # of the words of the live parts to exchange, before the commit
 
     @property
@@ -115,10 +117,12 @@ class ShadowStaging:
         spans = tradable_spans([(shadow.live, shadow.staged) for shadow in shadows])
         for shadow, tradable in zip(shadows, spans, strict=True):
             shadow.divide(tradable)
-            self._to_trade += shadow.traded()
-            self._to_exchange += (parts := list(shadow.parts()))
-            for live, staged in () if shadow.is_folded else parts:
-                self._queue.put(functools.partial(staged.bitwise_xor_, live))
+            self._to_trade += shadow.traded
+        for is_folded in (False, True):
+            parts = (part for shadow in shadows if shadow.is_folded is is_folded for part in shadow.parts)
+            self._to_exchange += (together := list(_together(parts)))
+            for live, staged in () if is_folded else together:
+                self._queue.put(functools.partial(_fold, staged, live))
         self._old_sums = self._live_sums()
         self._queue.fence()
         if self._to_trade:
@@ -132,20 +136,23 @@ class ShadowStaging:
             assert self._trader is not None
             self._trader.trade(live, staged)
             self._traded.append((live, staged))
-        for live, staged in self._to_exchange:
-            self._queue.put(functools.partial(self.exchange, live, staged))
-            self._exchanged.append((live, staged))
+        for parts in self._to_exchange:
+            self._queue.put(functools.partial(self.exchange, *parts))
+            self._exchanged.append(parts)
         self._queue.fence()
 
     @staticmethod
-    def exchange(live: torch.Tensor, staged: torch.Tensor) -> None:
-        """Compute `live ^= staged`, int64 or uint8 [n].  One that raises has not begun; `undo` finds out if it has."""
-        live.bitwise_xor_(staged.to(live.device, non_blocking=True))
+    def exchange(live: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> None:
+        """Compute `live ^= staged` of parts, int64 or uint8 [n] each.
+
+        A call that raises has not begun; `undo` finds out if it has.
+        """
+        _fold(live, staged)
 
     def undo(self) -> None:
         self._queue.fence_device()
-        for live, staged in reversed(self._exchanged):
-            self._queue.put(functools.partial(self.exchange, live, staged))
+        for parts in reversed(self._exchanged):
+            self._queue.put(functools.partial(self.exchange, *parts))
         self._queue.fence()
         while self._traded and self._trader is not None:
             self._trader.trade(*self._traded[-1])
@@ -194,12 +201,20 @@ class ShadowStaging:
 
     def _shadow_of(self, storage: torch.Tensor) -> _Shadow:
         key = address_of(storage)
-        if key not in self._shadows:
-            live, device = bytes_of(storage), torch.device("cpu") if self.mode == "host" else storage.device
-            area = self._memory.take(live.data_ptr(), live.numel(), device, like=live)
-            has_gaps = self._homes.has_gaps(storage)
-            self._shadows[key] = _Shadow(live, area, copy=has_gaps, folded=self._folds_early(storage))
-        return self._shadows[key]
+        shadow = self._shadows.get(key)
+        if shadow is None:
+            known = self._memory.known_to((self._homes, self.mode))
+            shadow = known.get(key)
+            if shadow is None:
+                shadow = known[key] = self._new_shadow(storage)
+            shadow.begin()
+            self._shadows[key] = shadow
+        return shadow
+
+    def _new_shadow(self, storage: torch.Tensor) -> _Shadow:
+        live, device = bytes_of(storage), torch.device("cpu") if self.mode == "host" else storage.device
+        area = self._memory.take(live.data_ptr(), live.numel(), device, like=live)
+        return _Shadow(live, area, copy=self._homes.has_gaps(storage), folded=self._folds_early(storage))
 
     def _fill(self, keys: set[int]) -> None:
         """Copy the rest of these storages' content into their shadows."""
@@ -220,27 +235,39 @@ class ShadowStaging:
 
     def _live_sums(self) -> list[int]:
         """Return the sum of the live words of each part to exchange; read from the device once."""
-        sums = [live.sum() for live, _ in self._to_exchange]
-        return torch.stack(sums).tolist() if sums else []
+        sums = [word_sums(live) if len(live) > 1 else live[0].sum().view(1) for live, _ in self._to_exchange]
+        return torch.cat(sums).tolist() if sums else []
 
 
 class _Shadow:
-    """The second copy of one storage's bytes.  `copy`: start from the live content, for storages with more in them than
-    tensors.  `folded`: what is written is folded already, and what is not is 0."""
+    """The second copy of one storage's bytes, for one update after another.
+
+    `copy`: starts from the live content, for storages with more in them than tensors.  `folded`: what is written is
+    folded already, and what is not is 0.  `traded`, `parts`: both sides of each traded span, uint8, and of the rest,
+    int64, or uint8 for the bytes left at its end.
+    """
 
     def __init__(self, live: torch.Tensor, staged: torch.Tensor, *, copy: bool, folded: bool) -> None:
         self.live, self.staged = live, staged
         self.is_copy = copy
         self.is_folded = folded
-        self._tradable: list[range] = []
-        if copy and folded:
+        self.traded: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self.parts: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._tradable: list[range] | None = None  # before `divide`
+
+    def begin(self) -> None:
+        """Begin an update."""
+        if self.is_copy and self.is_folded:
             self.staged.zero_()
-        elif copy:
+        elif self.is_copy:
             self.staged.copy_(self.live)
 
     def divide(self, tradable: list[range]) -> None:
-        """Set which offsets will be traded, ascending; `parts` are the rest."""
-        self._tradable = tradable
+        """Set which offsets will be traded, ascending; `parts` are the rest.  Views from the update before stay."""
+        if tradable != self._tradable:
+            self._tradable = tradable
+            self.traded = [(self.live[at.start : at.stop], self.staged[at.start : at.stop]) for at in tradable]
+            self.parts = list(self._parts())
 
     def new_content(self) -> torch.Tensor:
         """Return a copy of what the storage will hold, uint8, once the rest is folded in `prepare`."""
@@ -249,14 +276,8 @@ class _Shadow:
             content[at.start : at.stop] ^= self.live[at.start : at.stop]
         return content
 
-    def traded(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield both sides of each traded span, uint8."""
-        for at in self._tradable:
-            yield self.live[at.start : at.stop], self.staged[at.start : at.stop]
-
-    def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield both sides of the rest, int64, and uint8 for the bytes left at the end; in parts only if a copy of each
-        is needed."""
+    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield both sides of the rest, in parts only if a copy of each is needed."""
         for at in self._rest():
             end = at.start + len(at) // 8 * 8
             step = max(len(at), 1) if self.live.device == self.staged.device else _PART_BYTES
@@ -269,10 +290,34 @@ class _Shadow:
     def _rest(self) -> Iterator[range]:
         """Yield the offsets between the traded spans."""
         start = 0
-        for span in (*self._tradable, range(self.live.numel(), self.live.numel())):
+        for span in (*(self._tradable or ()), range(self.live.numel(), self.live.numel())):
             if start < span.start:
                 yield range(start, span.start)
             start = span.stop
+
+
+def _together(
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Yield what is exchanged by one call: parts of a CPU up to `_TOGETHER_BYTES`, or one part."""
+    lives, others, room = list[torch.Tensor](), list[torch.Tensor](), 0
+    for live, staged in parts:
+        if lives and (live.nbytes > room or not live.is_cpu):
+            yield lives, others
+            lives, others = [], []
+        room = (room if lives else _TOGETHER_BYTES) - live.nbytes
+        lives.append(live)
+        others.append(staged)
+    if lives:
+        yield lives, others
+
+
+def _fold(into: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
+    """Compute `into ^= other` of parts; on several threads if there is one."""
+    if len(into) == 1:
+        into[0].bitwise_xor_(other[0].to(into[0].device, non_blocking=True))
+    else:
+        fold(into, other)
 
 
 def _write(content: Content, target: Place) -> None:

@@ -17,6 +17,7 @@ from rollout.model.decoder import DecoderForCausalLM
 from tests.logical_weights_fake import EMBED, FakeWeights, bits, version
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from weight_sync.held_memory import Areas, HeldMemory, pinned_area
+from weight_sync.plan import Homes
 from weight_sync.shadow import ShadowStaging, _Shadow
 from weight_sync.tensor_meta import parts_of
 from weight_sync.transaction import WeightTransaction
@@ -41,9 +42,13 @@ def load(folder: Path, layout: str) -> DecoderForCausalLM:
     return load_tiny(folder, torch.bfloat16, ops=compiled_ops() if layout == "packed" else plain_ops())
 
 
-def take_part(weights: Any, memory: Areas, tensors: Tensors, end: str) -> None:
-    """Run one update, which is committed, taken back after the write, or dropped before it."""
-    transaction = WeightTransaction(weights, "v", "partial", staging=ShadowStaging(weights, memory=memory))
+def take_part(weights: Any, memory: Areas, tensors: Tensors, end: str, homes: Homes | None = None) -> None:
+    """Run one update, which is committed, taken back after the write, or dropped before it.
+
+    With the same `homes` what is known of the shadows is kept, too.
+    """
+    staging = ShadowStaging(weights, memory=memory, homes=homes)
+    transaction = WeightTransaction(weights, "v", "partial", staging=staging)
     transaction.receive(list(tensors.items()))
     if end == "abort":
         transaction.abort()
@@ -59,10 +64,10 @@ def take_part(weights: Any, memory: Areas, tensors: Tensors, end: str) -> None:
 def is_explained(folder: Path, contents: list[Tensors], layout: str, updates: list[tuple[int, set[str], str]]) -> bool:
     """Return whether a model that takes all updates with one kept memory holds what was committed, and nothing else."""
     model, expected = load(folder, layout), dict(contents[0])
-    memory = Areas(keep=True)
+    memory, homes = Areas(keep=True), Homes(model.weights)
     for content, names, end in updates:
         sent = {name: contents[content][name] for name in names or expected}
-        take_part(model.weights, memory, sent, end)
+        take_part(model.weights, memory, sent, end, homes)
         if end == "commit":
             expected |= sent
         if any(bits(parts_of(model.weights, name)[0].content) != bits(tensor) for name, tensor in expected.items()):
@@ -95,8 +100,7 @@ def test_an_area_that_is_taken_for_the_live_content_is_noticed(
     gate = next(name for name in versions[0] if name.endswith("1.mlp.experts.0.gate_proj.weight"))
     updates: list[tuple[int, set[str], str]] = [(1, set(), "commit"), (2, set(), "commit"), (3, {gate}, "commit")]
     assert is_explained(folder, versions, layout, updates)
-    start = _Shadow.__init__
-    monkeypatch.setattr(_Shadow, "__init__", lambda self, live, aside, copy: start(self, live, aside, False))
+    monkeypatch.setattr(_Shadow, "begin", lambda self: None)
     monkeypatch.setattr(ShadowStaging, "_fill", lambda self, key: None)
     assert not is_explained(folder, versions, layout, updates)
 
@@ -118,6 +122,24 @@ def test_kept_areas_are_the_same_and_others_go(end: str) -> None:
     assert areas_of(given_back) == {}
     kept.close()
     assert areas_of(kept) == {}
+
+
+def test_what_is_known_of_shadows_stays_for_the_same_places_and_goes_with_the_areas() -> None:
+    weights, memory = FakeWeights(seed=0), Areas(keep=True)
+    homes = Homes(weights)
+    known = memory.known_to((homes, "host"))
+    take_part(weights, memory, version(1), "commit", homes)
+    before = dict(known)
+    assert len(before) == 4
+    take_part(weights, memory, version(2), "commit", homes)
+    assert known == before
+    take_part(weights, memory, version(1), "commit", Homes(weights))
+    assert not set(map(id, known.values())) & set(map(id, before.values()))
+    key, shadow = next(iter(known.items()))
+    memory.take(key, shadow.live.numel() + 8192, "cpu")
+    assert key not in known and len(known) == 3
+    memory.close()
+    assert not known
 
 
 def test_an_area_of_another_size_is_taken_anew() -> None:

@@ -237,7 +237,7 @@ def test_refreshes_trade_pages_and_leave_addresses() -> None:
     weights, expected = Matrices(1), Matrices(2)
     addresses = [tensor.data_ptr() for tensor in weights.tensors.values()]
     transaction, staging = verified(weights, 2)
-    traded = sum(len(live) for shadow in staging._shadows.values() for live, _ in shadow.traded())
+    traded = sum(len(live) for shadow in staging._shadows.values() for live, _ in shadow.traded)
     assert traded > 0.9 * 2 * ROWS * COLUMNS
     assert weights.bytes == Matrices(1).bytes
     for name, tensor in content(2).items():
@@ -318,7 +318,7 @@ def test_without_moves_a_refresh_copies(monkeypatch: pytest.MonkeyPatch) -> None
     weights, expected = Matrices(1), Matrices(2)
     monkeypatch.setattr(pages, "_has_pages", lambda: False)
     transaction, staging = verified(weights, 2)
-    assert not any(True for shadow in staging._shadows.values() for _ in shadow.traded())
+    assert not any(True for shadow in staging._shadows.values() for _ in shadow.traded)
     transaction.commit(lambda mine: mine)
     assert weights.bytes == expected.bytes
 

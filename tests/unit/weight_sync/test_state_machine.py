@@ -7,7 +7,7 @@ them.  The same machine must catch updaters that are wrong on purpose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from tests.logical_weights_fake import DOWN, EMBED, GATE_UP, LM_HEAD, FakeWeights, bits, fused, version
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, Named
 from tests.tiers import examples
+from weight_sync import shadow
 from weight_sync.errors import CommitError, ContentError, TransactionStateError, TransportError, WeightSyncError
 from weight_sync.fingerprint import fingerprint
 from weight_sync.intake import load_weights
@@ -308,6 +309,14 @@ def tied_bits(named: Named) -> list[bytes]:
     return [bits(tensor) for name, tensor in named if name in (EMBED, LM_HEAD)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def apart() -> Iterator[None]:
+    """Let each storage be exchanged by a call of its own, so that any of them may be the one that fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shadow, "_TOGETHER_BYTES", 0)
+        yield
+
+
 def stated(name: str, tensor: torch.Tensor) -> int | None:
     """Return the fingerprint that a manifest states for a tensor, None for fused ones."""
     return None if name in (GATE_UP, DOWN) else fingerprint(tensor)
@@ -334,7 +343,7 @@ def fail_exchanges(updater: LoopbackUpdater, fault: Callable[[], None]) -> None:
     if not isinstance(staging, ShadowStaging):
         return
 
-    def exchange(live: torch.Tensor, aside: torch.Tensor) -> None:
+    def exchange(live: Sequence[torch.Tensor], aside: Sequence[torch.Tensor]) -> None:
         fault()
         ShadowStaging.exchange(live, aside)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tests.logical_weights_fake import (
     fused,
     version,
 )
+from weight_sync import shadow
 from weight_sync.errors import (
     CommitError,
     ContentError,
@@ -212,11 +213,17 @@ def test_w01_a_vote_that_raises_leaves_the_transaction_in_doubt(weights: FakeWei
             call()
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each part be exchanged by a call of its own."""
+    monkeypatch.setattr(shadow, "_TOGETHER_BYTES", 0)
+
+
 def failing(transaction: WeightTransaction, fail_at: int, times: int = 1) -> None:
     """Let the staging's exchange raise before it does anything, at `times` calls from call number `fail_at` on."""
     exchange, count = transaction._staging.exchange, iter(range(1000))  # type: ignore[attr-defined]
 
-    def faulty(live: torch.Tensor, aside: torch.Tensor) -> None:
+    def faulty(live: Sequence[torch.Tensor], aside: Sequence[torch.Tensor]) -> None:
         if fail_at <= next(count) < fail_at + times:
             raise RuntimeError("device lost")
         exchange(live, aside)
@@ -224,6 +231,7 @@ def failing(transaction: WeightTransaction, fail_at: int, times: int = 1) -> Non
     transaction._staging.exchange = faulty  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("failing_write", range(4))
 def test_a_restore_that_fails_says_so(weights: FakeWeights, failing_write: int) -> None:
     transaction = verified(weights)
@@ -234,6 +242,21 @@ def test_a_restore_that_fails_says_so(weights: FakeWeights, failing_write: int) 
     assert (transaction.torn is None) == caught.value.restored
 
 
+@pytest.mark.parametrize("failing_write", range(2))
+def test_small_parts_are_exchanged_by_one_call(weights: FakeWeights, failing_write: int) -> None:
+    before = weights.snapshot()
+    transaction = verified(weights)
+    failing(transaction, failing_write)
+    if failing_write == 1:  # there is no second call
+        transaction.commit(agree)
+        expect_content(weights, 1)
+    else:
+        with pytest.raises(CommitError, match="device lost; the old weights were restored"):
+            transaction.commit(agree)
+        assert weights.snapshot() == before
+
+
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("share", [0, 1, 2])
 def test_a_write_that_stops_half_way_is_never_called_restored(weights: FakeWeights, share: int) -> None:
     """`exchange` raises after a part: its undo cannot know which, but the sum of the old words does."""
@@ -242,12 +265,12 @@ def test_a_write_that_stops_half_way_is_never_called_restored(weights: FakeWeigh
     exchange = transaction._staging.exchange  # type: ignore[attr-defined]
     count = iter(range(1000))
 
-    def half(live: torch.Tensor, aside: torch.Tensor) -> None:
+    def half(live: Sequence[torch.Tensor], aside: Sequence[torch.Tensor]) -> None:
         if next(count) != 2:
             exchange(live, aside)
             return
-        done = live.numel() * share // 2
-        exchange(live[:done], aside[:done])
+        done = live[0].numel() * share // 2
+        exchange([live[0][:done]], [aside[0][:done]])
         raise RuntimeError("device lost")
 
     transaction._staging.exchange = half  # type: ignore[attr-defined]
