@@ -78,7 +78,7 @@ class BoxLedger:
 
     def has_some(self, numbers: Numbers) -> bool:
         """Return whether a box of any of these tensors came."""
-        return bool(self._num_elements[numbers].any())
+        return bool(self._taken) and bool(self._num_elements[numbers].any())
 
     def record(self, planned: PlannedBoxes) -> Numbers:
         """Note boxes; return the numbers of the tensors of which all came by now.
