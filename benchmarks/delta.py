@@ -153,7 +153,7 @@ def spread_between_neighbours(parameter: torch.Tensor, generator: torch.Generato
 def sizes_of(
     delta: EncodedDelta, payloads: list[bytes], old: Tensors, new: Tensors, encode_s: float, decode_s: float
 ) -> StepSizes:
-    steps = np.concatenate([changes.steps_N for changes in delta.changes.values()])
+    steps = np.concatenate([changes.steps_N for changes in delta.changes])
     return StepSizes(
         full=delta.full_bytes,
         elements=delta.num_elements,

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from weight_sync.block_sums import block_sums, kernels_of
@@ -149,6 +150,23 @@ def fingerprint_update(value: int, flat_indices: torch.Tensor, old: torch.Tensor
         difference = after[chunk].to(torch.int64) - before[chunk].to(torch.int64)
         value += _scattered(flat_indices[chunk], difference)
     return value & _MASK
+
+
+def fingerprint_changes(
+    positions_N: np.ndarray, old_N: np.ndarray, new_N: np.ndarray, counts_T: np.ndarray
+) -> np.ndarray:
+    """Return what the changes of T tensors add to F of each, uint64 [T], which wraps.
+
+    `positions_N`: flat indices, int64 [N], `counts_T` of each tensor.  `old_N`, `new_N`: unsigned words.
+    """
+    blocks_N, within_N = positions_N >> _BLOCK_BITS, positions_N & (BLOCK - 1)
+    most = int(blocks_N.max(initial=0)) + 1
+    a_N = _multipliers_of_blocks(1 << most.bit_length()).numpy().view(np.uint64)[blocks_N]
+    products_N = a_N * multipliers("cpu").numpy().view(np.uint64)[within_N]
+    products_N *= new_N.astype(np.uint64) - old_N.astype(np.uint64)
+    sums, ends_T = np.concatenate([np.zeros(1, np.uint64), np.cumsum(products_N, dtype=np.uint64)]), np.cumsum(counts_T)
+    found: np.ndarray = sums[ends_T] - sums[ends_T - counts_T]
+    return found
 
 
 def combine(*parts: int) -> int:

@@ -1,37 +1,51 @@
 """A delta frame: the changes of many tensors in one run of bytes, which a broadcast and a file carry alike.
 
-    "LKSDELT1" | u32 packed, u32 unpacked bytes of the index | index | fingerprints | five planes
-                  index         zstd of JSON: tensors, sizes of the planes, digests
+    "LKSDELT2" | u32 packed, u32 unpacked bytes of the list | u32 packed bytes of the sizes | u32 tensors
+               | u64 packed bytes of each plane | base digest, digest, 32 bytes each
+               | list | sizes | fingerprints | five planes
+                  list          zstd of JSON: name, dtype and shape of each tensor
+                  sizes         zstd; of each tensor, how its planes are read (`planes.write_sizes`)
                   fingerprints  base and result of each tensor, u64 each
                   planes        see `planes`; zstd each, over all tensors: small tensors share one table of codes
 
 Numbers are little-endian.  Every tensor is fenced by its base fingerprint and proved by its result fingerprint; the
-digests belong to the whole versions, of which a frame may be a part.
+digests belong to the whole versions, of which a frame may be a part.  The list is the same bytes in each delta of a
+sender, so a receiver need not read it twice.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from weight_sync.delta.changes import Changes, apply_changes
 from weight_sync.delta.compression import Unpacker, compress, decompress_exactly
-from weight_sync.delta.planes import PLANES, PlaneSizes, invert_planes, read_planes, write_planes
+from weight_sync.delta.old_frame import OLD_MAGIC, FrameIndex, read_old_index
+from weight_sync.delta.planes import (
+    PLANES,
+    SIZES_BYTES,
+    PlaneSizes,
+    SizeTable,
+    invert_planes,
+    read_planes,
+    read_sizes,
+    write_sizes,
+)
+from weight_sync.delta.tensor_list import KnownLists, TensorList, read_json
 from weight_sync.errors import BaseMismatchError, ContentError, WeightRequestError
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
-from weight_sync.tensor_meta import MetaParser, TensorMeta, dtype_name
+from weight_sync.tensor_meta import TensorMeta, dtype_name
 
-MAGIC = b"LKSDELT1"
+MAGIC = b"LKSDELT2"
 MAX_INDEX_BYTES = 64 << 20
-_HEAD = struct.Struct("<8sII")
-_DIGEST_DIGITS = 64
+_HEAD = struct.Struct("<8sIIII5Q32s32s")
+_FINGERPRINT_BYTES = 16
 _UNPACKED_BYTES = 256 << 10
 """The bytes of planes that are unpacked at once, unless one tensor has more."""
 
@@ -89,25 +103,32 @@ class TensorDelta:
         return tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeltaFrame:
     """A frame whose index was read and checked; its planes are still packed.
 
-    `base_digest`, `digest`: of the whole versions on both sides, 64 hex digits.
+    `fingerprints`: of base and result, uint64 [T, 2].  `base_digest`, `digest`: of the whole versions on both sides, 64
+    hex digits.
     """
 
-    entries: tuple[FrameEntry, ...]
+    tensors: TensorList
+    sizes: SizeTable
+    fingerprints: np.ndarray
     base_digest: str
     digest: str
-    packed: tuple[bytes | memoryview, ...]  # of PLANES
+    packed: Sequence[bytes | memoryview]  # of PLANES
 
     @property
-    def metas(self) -> list[TensorMeta]:
-        return [entry.meta for entry in self.entries]
+    def metas(self) -> Sequence[TensorMeta]:
+        return self.tensors.metas
 
     @property
     def num_changes(self) -> int:
-        return sum(entry.sizes.num_changes for entry in self.entries)
+        return int(self.sizes.num_changes.sum())
+
+    def entry(self, at: int) -> FrameEntry:
+        """Return one tensor by its place in the list."""
+        return FrameEntry(self.metas[at], self.sizes.row(at), *self.fingerprints[at].tolist())
 
     def open(self) -> dict[str, TensorDelta]:
         """Return the deltas of the tensors by name, in order, planes unpacked.  Raises `ContentError`."""
@@ -115,179 +136,122 @@ class DeltaFrame:
 
     def deltas(self) -> Iterator[TensorDelta]:
         """Yield the deltas one by one; memory holds only the ones that the caller keeps.  Raises `ContentError`."""
-        for entry, planes in self._planes():
-            yield TensorDelta(entry, tuple(planes))
+        for first, last, planes in self._unpacked():
+            parts = cut_planes(self.sizes.some(slice(first, last)), planes)
+            for at, part in zip(range(first, last), parts, strict=True):
+                yield TensorDelta(self.entry(at), part)
+
+    def chosen_planes(self, chosen: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        """Return the planes of some tensors end to end, uint8 each, for each of several choices, bool [T].
+
+        Raises `ContentError`.
+        """
+        found: list[list[list[np.ndarray]]] = [[[] for _ in PLANES] for _ in chosen]
+        for first, last, planes in self._unpacked():
+            for columns, mask in zip(found, chosen, strict=True):
+                some = mask[first:last]
+                for at, plane in enumerate(planes) if some.any() else ():
+                    counts = self.sizes.counts[first:last, at]
+                    columns[at].append(plane if some.all() else plane[np.repeat(some, counts)])
+        nothing = np.empty(0, dtype=np.uint8)
+        return [[np.concatenate([nothing, *parts]) for parts in columns] for columns in found]
 
     def invert(self) -> DeltaFrame:
         """Return the inverse frame: applied to the result it gives the base.  Raises `ContentError`."""
         inverted: list[list[np.ndarray]] = [[] for _ in PLANES]
-        for entry, planes in self._planes():
-            for plane, part in zip(inverted, invert_planes(entry.sizes, planes, entry.meta.dtype.itemsize)):
-                plane.append(part)
-        entries = tuple(
-            replace(entry, base_fingerprint=entry.result_fingerprint, result_fingerprint=entry.base_fingerprint)
-            for entry in self.entries
-        )
-        return DeltaFrame(entries, self.digest, self.base_digest, _pack_planes(inverted))
+        for delta in self.deltas():
+            planes = invert_planes(delta.entry.sizes, delta.planes, delta.entry.meta.dtype.itemsize)
+            for column, plane in zip(inverted, planes, strict=True):
+                column.append(plane)
+        turned = np.ascontiguousarray(self.fingerprints[:, ::-1])
+        return DeltaFrame(self.tensors, self.sizes, turned, self.digest, self.base_digest, pack_planes(inverted))
 
-    def _planes(self) -> Iterator[tuple[FrameEntry, list[np.ndarray]]]:
+    def _unpacked(self) -> Iterator[tuple[int, int, list[np.ndarray]]]:
+        """Yield runs of tensors, first and last plus one, and their planes."""
         unpackers = [Unpacker(packed, f"delta plane {name!r}") for packed, name in zip(self.packed, PLANES)]
-        for entries in _runs(self.entries):
-            columns = []
-            for unpacker, counts in zip(unpackers, zip(*(entry.sizes.counts for entry in entries)), strict=True):
-                plane = np.frombuffer(unpacker.take(sum(counts)), dtype=np.uint8)
-                ends = itertools.accumulate(counts)
-                columns.append([plane[end - count : end] for end, count in zip(ends, counts)])
-            for entry, *parts in zip(entries, *columns, strict=True):
-                yield entry, parts
+        for first, last in _runs(self.sizes.counts.sum(1)):
+            counts = self.sizes.counts[first:last].sum(0).tolist()
+            taken = (unpacker.take(count) for unpacker, count in zip(unpackers, counts, strict=True))
+            yield first, last, [np.frombuffer(plane, dtype=np.uint8) for plane in taken]
         for unpacker in unpackers:
             unpacker.finish()
 
 
-def make_frame(
-    parts: Sequence[tuple[TensorMeta, Changes, int, int]], base_digest: str, digest: str, level: int = 1
-) -> DeltaFrame:
-    """Make a frame of (meta, changes, base fingerprint, result fingerprint) in the order given; `level`: zstd's."""
-    entries = []
-    columns: list[list[np.ndarray]] = [[] for _ in PLANES]
-    for meta, changes, base_fingerprint, result_fingerprint in parts:
-        sizes, planes = write_planes(changes, meta.numel, meta.dtype.itemsize)
-        entries.append(FrameEntry(meta, sizes, base_fingerprint, result_fingerprint))
-        for column, plane in zip(columns, planes, strict=True):
-            column.append(plane)
-    return DeltaFrame(tuple(entries), base_digest, digest, _pack_planes(columns, level))
+def cut_planes(sizes: SizeTable, planes: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
+    """Cut planes that lie end to end into the parts of each tensor."""
+    ends = np.cumsum(sizes.counts, axis=0)
+    for starts, stops in zip((ends - sizes.counts).tolist(), ends.tolist(), strict=True):
+        yield tuple(plane[start:stop] for plane, start, stop in zip(planes, starts, stops, strict=True))
 
 
 def write_frame(frame: DeltaFrame) -> bytes:
     """Return the bytes of a frame."""
-    described = {
-        "base_digest": frame.base_digest,
-        "digest": frame.digest,
-        "packed": [len(packed) for packed in frame.packed],
-        "tensors": [
-            [
-                entry.meta.name,
-                dtype_name(entry.meta.dtype),
-                list(entry.meta.shape),
-                entry.sizes.num_changes,
-                entry.sizes.is_dense,
-                list(entry.sizes.counts),
-            ]
-            for entry in frame.entries
-        ],
-    }
-    index = json.dumps(described, separators=(",", ":")).encode()
-    packed_index = compress(index, level=3)
-    fingerprints = np.array([(e.base_fingerprint, e.result_fingerprint) for e in frame.entries], dtype="<u8")
-    head = _HEAD.pack(MAGIC, len(packed_index), len(index))
-    return b"".join([head, packed_index, fingerprints.tobytes(), *frame.packed])
+    packed_list, packed_sizes = frame.tensors.packed, compress(write_sizes(frame.sizes), level=3)
+    counts = len(packed_list), len(frame.tensors.written), len(packed_sizes), len(frame.metas)
+    digests = bytes.fromhex(frame.base_digest), bytes.fromhex(frame.digest)
+    head = _HEAD.pack(MAGIC, *counts, *map(len, frame.packed), *digests)
+    return b"".join([head, packed_list, packed_sizes, frame.fingerprints.astype("<u8").tobytes(), *frame.packed])
 
 
-def read_frame(data: bytes | memoryview, max_bytes: int | None) -> DeltaFrame:
+def read_frame(data: bytes | memoryview, max_bytes: int | None, known: KnownLists | None = None) -> DeltaFrame:
     """Read and check the index of a frame of tensors of at most `max_bytes` in all; None: the caller compares each.
 
-    The planes stay views of `data`.  Raises `ContentError` if the bytes are not a frame, `WeightRequestError` for
-    tensors that are out of range.
+    The planes stay views of `data`.  `known`: keeps lists of tensors.  Raises `ContentError` if the bytes are not a
+    frame, `WeightRequestError` for tensors that are out of range.
     """
     view = memoryview(data)
+    is_old = bytes(view[:8]) == OLD_MAGIC
+    index = read_old_index(view, MAX_INDEX_BYTES) if is_old else _read_index(view, known)
+    tensors, sizes, position = index.tensors, index.sizes, index.end + _FINGERPRINT_BYTES * len(index.tensors.metas)
+    *edges, end = itertools.accumulate(index.packed, initial=position)
+    if end != len(view):
+        raise ContentError(f"a delta frame of {len(view)} bytes states a size of {end}")
+    if max_bytes is not None and tensors.num_bytes > max_bytes:
+        raise WeightRequestError(
+            f"the delta has {tensors.num_bytes} bytes of tensors; one call may have at most {max_bytes}"
+        )
+    sizes.check(tensors.names, tensors.numels, tensors.itemsizes)
+    fingerprints = np.frombuffer(view[index.end : position], dtype="<u8").reshape(-1, 2)
+    packed = [view[start : start + size] for start, size in zip(edges, index.packed, strict=True)]
+    return DeltaFrame(tensors, sizes, fingerprints, index.base_digest, index.digest, packed)
+
+
+def _read_index(view: memoryview, known: KnownLists | None) -> FrameIndex:
+    """Read what comes before the fingerprints.  Raises as `read_frame`."""
     if len(view) < _HEAD.size or bytes(view[:8]) != MAGIC:
         raise ContentError("the data is not a delta frame: it does not begin with the magic bytes")
-    _, packed_bytes, index_bytes = _HEAD.unpack(view[: _HEAD.size])
-    if index_bytes > MAX_INDEX_BYTES or packed_bytes > len(view) - _HEAD.size:
-        raise ContentError(f"a delta frame of {len(view)} bytes cannot have an index of {index_bytes}")
-    position = _HEAD.size + packed_bytes
-    index = _read_json(decompress_exactly(view[_HEAD.size : position], index_bytes, "index of a delta frame"))
-    described, packed_sizes = index["tensors"], index["packed"]
-    fingerprints_end = position + 16 * len(described)
-    if fingerprints_end + sum(packed_sizes) != len(view):
-        raise ContentError(
-            f"a delta frame of {len(view)} bytes states a size of {fingerprints_end + sum(packed_sizes)}"
-        )
-    fingerprints = np.frombuffer(view[position:fingerprints_end], dtype="<u8").reshape(-1, 2).tolist()
-    parse = MetaParser()
-    entries = tuple(_entry(parse, item, *values) for item, values in zip(described, fingerprints, strict=True))
-    _check_entries(entries, max_bytes)
-    packed = []
-    position = fingerprints_end
-    for size in packed_sizes:
-        packed.append(view[position : position + size])
-        position += size
-    return DeltaFrame(entries, index["base_digest"], index["digest"], tuple(packed))
+    _, list_bytes, listed_bytes, size_bytes, count, *packed, base, result = _HEAD.unpack(view[: _HEAD.size])
+    start, end = _HEAD.size + list_bytes, _HEAD.size + list_bytes + size_bytes
+    if listed_bytes > MAX_INDEX_BYTES or end + _FINGERPRINT_BYTES * count > len(view):
+        raise ContentError(f"a delta frame of {len(view)} bytes cannot have an index of {listed_bytes}")
+    tensors = _tensors(view[_HEAD.size : start], listed_bytes, known)
+    if len(tensors.metas) != count:
+        raise ContentError(f"a delta frame lists {len(tensors.metas)} tensors and states {count}")
+    sizes = read_sizes(decompress_exactly(view[start:end], count * SIZES_BYTES, "sizes of a delta frame"), count)
+    return FrameIndex(tensors, sizes, base.hex(), result.hex(), packed, end)
 
 
-def _pack_planes(columns: Sequence[Sequence[np.ndarray]], level: int = 1) -> tuple[bytes, ...]:
+def _tensors(packed: memoryview, num_bytes: int, known: KnownLists | None) -> TensorList:
+    """Read the list of a frame, unless it is known."""
+    key = hashlib.sha256(packed).digest()
+
+    def read() -> TensorList:
+        return TensorList.of(read_json(decompress_exactly(packed, num_bytes, "index of a delta frame")), key)
+
+    return read() if known is None else known(key, read)
+
+
+def pack_planes(columns: Sequence[Sequence[np.ndarray]], level: int = 1) -> tuple[bytes, ...]:
+    """Return the planes of a frame, each of whose parts lie end to end; `level`: zstd's."""
     nothing = np.empty(0, dtype=np.uint8)
     return tuple(compress(np.concatenate([nothing, *column]).data, level) for column in columns)
 
 
-def _runs(entries: Sequence[FrameEntry]) -> Iterator[list[FrameEntry]]:
-    """Cut entries, in order, into runs of at most `_UNPACKED_BYTES` of planes, or one entry."""
-    run: list[FrameEntry] = []
-    filled = 0
-    for entry in entries:
-        num_bytes = sum(entry.sizes.counts)
-        if run and filled + num_bytes > _UNPACKED_BYTES:
-            yield run
-            run, filled = [], 0
-        run.append(entry)
-        filled += num_bytes
-    if run:
-        yield run
-
-
-def _read_json(text: bytes) -> dict[str, Any]:
-    try:
-        index = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ContentError(f"the index of a delta frame is not JSON: {str(error)[:200]}") from None
-    keys = {"base_digest", "digest", "packed", "tensors"}
-    if not isinstance(index, dict) or index.keys() != keys:
-        raise ContentError("the index of a delta frame lacks a required entry")
-    packed, tensors = index["packed"], index["tensors"]
-    right = (
-        isinstance(tensors, list)
-        and isinstance(packed, list)
-        and len(packed) == len(PLANES)
-        and all(map(_is_size, packed))
-        and all(_is_digest(index[key]) for key in ("base_digest", "digest"))
-    )
-    if not right:
-        raise ContentError("the index of a delta frame lacks a required entry")
-    return index
-
-
-def _entry(parse: MetaParser, item: Any, base_fingerprint: int, result_fingerprint: int) -> FrameEntry:
-    if not isinstance(item, list) or len(item) != 6:
-        raise ContentError("the description of a tensor in a delta frame is malformed")
-    name, dtype, shape, num_changes, is_dense, counts = item
-    if not (
-        isinstance(shape, list)
-        and _is_size(num_changes)
-        and isinstance(is_dense, bool)
-        and isinstance(counts, list)
-        and len(counts) == len(PLANES)
-        and all(map(_is_size, counts))
-    ):
-        raise ContentError(f"the description of tensor {str(name)[:200]!r} in a delta frame is malformed")
-    meta = parse(name, dtype, shape)
-    try:
-        sizes = PlaneSizes.check(num_changes, is_dense, counts, meta.numel, meta.dtype.itemsize)
-    except ContentError as error:
-        raise ContentError(f"{meta.name}: {error}") from None
-    return FrameEntry(meta, sizes, base_fingerprint, result_fingerprint)
-
-
-def _check_entries(entries: Sequence[FrameEntry], max_bytes: int | None) -> None:
-    total = sum(entry.meta.nbytes for entry in entries)
-    if max_bytes is not None and total > max_bytes:
-        raise WeightRequestError(f"the delta has {total} bytes of tensors; one call may have at most {max_bytes}")
-    if len({entry.meta.name for entry in entries}) != len(entries):
-        raise ContentError("a delta frame holds a tensor twice")
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**48
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == _DIGEST_DIGITS and not set(value) - set("0123456789abcdef")
+def _runs(num_bytes_T: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield runs of at most `_UNPACKED_BYTES` of planes, or one tensor: first and last plus one."""
+    ends_T, first = np.cumsum(num_bytes_T), 0
+    while first < len(ends_T):
+        limit = ends_T[first] - num_bytes_T[first] + _UNPACKED_BYTES
+        last = max(int(np.searchsorted(ends_T, limit, side="right")), first + 1)
+        yield first, last
+        first = last

@@ -2,7 +2,8 @@
 
     held content, tensor by tensor -> end to end -> fingerprints -> changed in place -> fingerprints again, a bucket
 
-Only reading what is held takes a step for each tensor.
+Where there is a compiled kernel (`change_spans`) it does all of this by tables.  Elsewhere reading what is held takes a
+step for each tensor.
 
 T tensors, N changed elements.
 """
@@ -10,46 +11,59 @@ T tensors, N changed elements.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from weight_sync.delta.change_spans import SpanChange
 from weight_sync.delta.changes import Changes
-from weight_sync.delta.frame import TensorDelta
-from weight_sync.delta.planes import read_all_planes
+from weight_sync.delta.frame import cut_planes
+from weight_sync.delta.planes import SizeTable, read_all_planes, read_planes
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint_words import SIGNED
-from weight_sync.moves import matrix_of
-from weight_sync.spans import DTYPE_CODES, MOVE_COLUMNS, SpanTensor
+from weight_sync.moves import Move, matrix_of
+from weight_sync.plan import address_of, bytes_of
+from weight_sync.spans import DTYPE_CODES, MOVE_COLUMNS, SpanMove, SpanTensor
 from weight_sync.stored_tensors import PART_BYTES
 from weight_sync.take_spans import SpanTables
 from weight_sync.tensor_meta import BucketLayout, PackedBucket, TensorMeta
 
 
 class PartTables(NamedTuple):
-    """Tensors of one item size, end to end; `tables`: by which `take_spans` reads them."""
+    """Tensors of one item size, end to end; `tables`: by which `take_spans` reads them.
+
+    `moves`: to where they live, in `storages`, of each of which there is a tensor; none without `change_spans`.
+    """
 
     layout: BucketLayout
     tables: SpanTables
+    moves: torch.Tensor
+    storages: Sequence[torch.Tensor]
 
     @property
     def itemsize(self) -> int:
         return self.layout.metas[0].dtype.itemsize
 
     @classmethod
-    def of(cls, metas: Sequence[TensorMeta]) -> PartTables:
+    def of(cls, metas: Sequence[TensorMeta], moves_of: Callable[[str], Sequence[Move]] | None = None) -> PartTables:
+        """Return the tables of some tensors.  `moves_of`: to where one lives; None: without `change_spans`."""
         *offsets, num_bytes = itertools.accumulate((meta.nbytes for meta in metas), initial=0)
-        rows = []
-        for meta, offset in zip(metas, offsets, strict=True):
+        rows, moves, storages, numbers = [], [], dict[int, torch.Tensor](), dict[int, int]()
+        for at, (meta, offset) in enumerate(zip(metas, offsets, strict=True)):
             code, (num_rows, num_columns) = DTYPE_CODES[meta.dtype], matrix_of(meta.shape)
             rows.append(SpanTensor.whole(offset, code, code, num_rows, num_columns, num_columns, 1))
-        moves = torch.empty(0, MOVE_COLUMNS, dtype=torch.int64)
-        return cls(BucketLayout(metas, offsets, num_bytes), SpanTables(torch.tensor(rows), moves))
+            for move in () if moves_of is None else moves_of(meta.name):
+                key = address_of(move.storage)
+                storages.setdefault(key, move.storage)
+                moves.append(SpanMove.of(move, at, numbers.setdefault(key, len(numbers))))
+        tables = SpanTables(torch.tensor(rows), torch.empty(0, MOVE_COLUMNS, dtype=torch.int64))
+        steps = torch.tensor(moves, dtype=torch.int64).view(-1, MOVE_COLUMNS)
+        return cls(BucketLayout(metas, offsets, num_bytes), tables, steps, list(storages.values()))
 
 
-def cut_parts(metas: Sequence[TensorMeta]) -> list[PartTables]:
+def cut_parts(metas: Sequence[TensorMeta], moves_of: Callable[[str], Sequence[Move]] | None = None) -> list[PartTables]:
     """Cut tensors, in order, into parts of one item size and at most `PART_BYTES`, or one tensor."""
     runs: list[list[TensorMeta]] = []
     filled = 0
@@ -60,56 +74,82 @@ def cut_parts(metas: Sequence[TensorMeta]) -> list[PartTables]:
             filled = 0
         runs[-1].append(meta)
         filled += meta.nbytes
-    return [PartTables.of(run) for run in runs]
+    return [PartTables.of(run, moves_of) for run in runs]
 
 
 class FramePart:
-    """The deltas of the tensors of `tables`, in its order."""
+    """The changes of the tensors of `tables`, in its order.
 
-    def __init__(self, tables: PartTables, deltas: Sequence[TensorDelta]) -> None:
-        self._tables = tables
-        self._deltas = deltas
+    `planes`: of all of them, end to end.  `numels`: their elements, int64 [T].  `held`: returns what a tensor is now.
+    `room`: uint8, large enough for the content of each part of a frame; it is the next part's, too.
+    """
 
-    @property
-    def names(self) -> list[str]:
-        return [meta.name for meta in self._tables.layout.metas]
+    def __init__(
+        self,
+        tables: PartTables,
+        sizes: SizeTable,
+        planes: Sequence[np.ndarray],
+        numels: np.ndarray,
+        held: Callable[[str], torch.Tensor],
+        room: torch.Tensor,
+    ) -> None:
+        self._tables, self._held, self._room = tables, held, room
+        self._sizes, self._planes, self._numels = sizes, planes, numels
 
-    def prove(self, held: Sequence[torch.Tensor]) -> tuple[PackedBucket, np.ndarray]:
+    def prove(self) -> tuple[PackedBucket, np.ndarray]:
         """Return what `changed` does, and F of each tensor before and after: uint64 [T, 2]."""
-        content = self._end_to_end(held)
+        content = self._end_to_end()
         before_T = self._fingerprints(content)
         self._change(content)
         return PackedBucket(self._tables.layout, content), np.stack([before_T, self._fingerprints(content)], 1)
 
-    def changed(self, held: Sequence[torch.Tensor]) -> PackedBucket:
-        """Return the changed tensors.  `held`: what each of them is now.  Raises `ContentError`."""
-        content = self._end_to_end(held)
+    def changed(self) -> PackedBucket:
+        """Return the changed tensors.  Raises `ContentError`."""
+        content = self._end_to_end()
         self._change(content)
         return PackedBucket(self._tables.layout, content)
 
-    def _end_to_end(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _end_to_end(self) -> torch.Tensor:
+        """Return what is held, end to end."""
+        if self._tables.storages:
+            content = self._room[: self._tables.layout.num_bytes]
+            self._compiled(content).read(self._tables.moves, list(map(bytes_of, self._tables.storages)))
+            return content
         signed = SIGNED[self._tables.itemsize]
+        held = [self._held(meta.name) for meta in self._tables.layout.metas]
         return torch.cat([content.detach().reshape(-1).view(signed) for content in held]).view(torch.uint8)
+
+    def _compiled(self, content: torch.Tensor) -> SpanChange:
+        return SpanChange(content, self._tables.tables.tensors, self._sizes, self._planes)
 
     def _fingerprints(self, content: torch.Tensor) -> np.ndarray:
         sums, _ = self._tables.tables.take(content, [], writes=False)
         return sums[:, 0].cpu().numpy().view(np.uint64)
 
     def _change(self, content: torch.Tensor) -> None:
+        if self._tables.storages:
+            if not self._compiled(content).apply():
+                raise self._error()
+            return
         changes, words = self._changes(), content.view(SIGNED[self._tables.itemsize])
         starts_T = np.array(self._tables.layout.offsets, dtype=np.int64) // self._tables.itemsize
-        starts_N = np.repeat(starts_T, [delta.entry.sizes.num_changes for delta in self._deltas])
+        starts_N = np.repeat(starts_T, self._sizes.num_changes)
         positions = torch.from_numpy(starts_N + changes.positions_N).to(words.device)
         words[positions] += torch.from_numpy(changes.steps_N).to(words.device, words.dtype)
 
     def _changes(self) -> Changes:
         """Return the changes of all tensors, end to end; positions are counted in each."""
-        sizes = [delta.entry.sizes for delta in self._deltas]
-        numels = [meta.numel for meta in self._tables.layout.metas]
-        planes = [np.concatenate(parts) for parts in zip(*(delta.planes for delta in self._deltas), strict=True)]
         try:
-            return read_all_planes(sizes, planes, numels, self._tables.itemsize)
+            return read_all_planes(self._sizes, self._planes, self._numels, self._tables.itemsize)
         except ContentError:
-            for delta in self._deltas:
-                delta.changes()  # raises for the tensor that is wrong
-            raise
+            raise self._error() from None
+
+    def _error(self) -> ContentError:
+        """Return the error of the first tensor that is wrong."""
+        parts = cut_planes(self._sizes, self._planes)
+        for at, (meta, planes) in enumerate(zip(self._tables.layout.metas, parts, strict=True)):
+            try:
+                read_planes(self._sizes.row(at), planes, meta.numel, self._tables.itemsize)
+            except ContentError as error:
+                return ContentError(f"{meta.name}: {error}")
+        return ContentError("the planes of a delta contradict each other")

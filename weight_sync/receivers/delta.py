@@ -4,36 +4,32 @@
              before and after -> one exchange: they add up to what the delta states -> changes staged, part by part
 
 A rank needs no more of a tensor than its part, and nothing is delivered before all of a frame is proved on all ranks.
-
-Tensors that lie whole at one place of this rank are changed many at a time (`FramePart`), and taken by plan.  Others,
-split or copied or not here, are changed one by one.
+What depends on the list of tensors alone, and on where they live, is worked out once (`DeltaPlan`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 
+from weight_sync.delta.agreement import Places, RankFindings, require_agreement
 from weight_sync.delta.changes import changed, share_after
-from weight_sync.delta.frame import DeltaFrame, FrameEntry, TensorDelta, read_frame
-from weight_sync.delta.frame_part import FramePart, PartTables, cut_parts
-from weight_sync.errors import (
-    BaseMismatchError,
-    CopiesDifferError,
-    DtypeMismatchError,
-    TransactionStateError,
-    WeightRequestError,
-)
-from weight_sync.fingerprint import digest
+from weight_sync.delta.delta_plan import DeltaPlan
+from weight_sync.delta.frame import DeltaFrame, TensorDelta, read_frame
+from weight_sync.delta.tensor_list import TensorList
+from weight_sync.errors import DtypeMismatchError, TransactionStateError, WeightRequestError
+from weight_sync.fingerprint import fingerprint
+from weight_sync.fingerprint_words import SIGNED
 from weight_sync.fp8_wire import kind_of
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.intake import ProvenPart
 from weight_sync.plan import Homes, KnownCalls
-from weight_sync.rank_parts import Exchange, Held, alone, gather_places, share_of, whole_fingerprint
+from weight_sync.rank_parts import Exchange, alone, share_of
 from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.splitting import split_wire
-from weight_sync.tensor_meta import LogicalWeights, PackedBucket, Part, Piece, Region, TensorMeta, dtype_name, parts_of
+from weight_sync.tensor_meta import LogicalWeights, PackedBucket, Part, Piece, TensorMeta, dtype_name, parts_of
 
 DELTA = "delta"
 _ADVICE = "send whole tensors, or publish versions and use /pull_weights"
@@ -63,6 +59,7 @@ class DeltaSource(BucketSource):
         self._target = weights if target is None else target
         self._exchange = exchange
         self._homes = Homes(weights) if homes is None else homes
+        self._places_key = weights.places_key()
         self._known_calls = KnownCalls(0) if known_calls is None else known_calls
         self._max_bytes = 0
         self.must_drain = inner.must_drain
@@ -86,76 +83,72 @@ class DeltaSource(BucketSource):
         for bucket in self._inner.receive():
             assert not isinstance(bucket, ProvenPart)
             for _, content in bucket.named() if isinstance(bucket, PackedBucket) else bucket:
-                frame = read_frame(content.cpu().contiguous().numpy().data, self._max_bytes)
-                self._require_bases(frame)
-                check_frame(frame, self._weights)
-                held = self._weights.metas()
-                yield from self._proven({name: delta for name, delta in frame.open().items() if name in held})
+                frame = read_frame(content.cpu().contiguous().numpy().data, self._max_bytes, self._list)
+                if self._target is not self._weights:
+                    raise TransactionStateError(
+                        "a delta cannot be applied while this update adopts a placement: begin with base_digest"
+                    )
+                yield from self._proven(frame, self._plan(frame.tensors))
 
-    def _require_bases(self, frame: DeltaFrame) -> None:
-        """Check that memory holds what the frame's tensors are to be changed from.
+    def _list(self, key: bytes, read: Callable[[], TensorList]) -> TensorList:
+        """Return the list of tensors of a key, read if it is not known."""
 
-        Raises `TransactionStateError` where it holds values of FP8 instead, `UnknownTensorError`.
-        """
-        for meta in frame.metas:
-            if kind_of(self._weights, meta) != "plain":
-                raise TransactionStateError(f"{meta.name}: the engine holds values of FP8 tensors; {_ADVICE}")
-            if (held := self._quantised.get(meta.name)) is not None:
-                raise TransactionStateError(
-                    f"{meta.name}: a delta changes the sent values, but this engine holds quantised values "
-                    f"({held.flag}); {_ADVICE}"
-                )
+        def make() -> KnownCall:
+            found = read()
+            return KnownCall(found.metas, (), [found])
 
-    def _proven(self, deltas: Mapping[str, TensorDelta]) -> Iterator[ProvenPart | PackedBucket]:
-        if self._target is not self._weights:
-            raise TransactionStateError(
-                "a delta cannot be applied while this update adopts a placement: begin with base_digest"
-            )
-        parts = self._parts([delta for delta in deltas.values() if self._is_whole(delta.entry.meta.name)])
-        shares: dict[str, list[int]] = {}
+        known: TensorList = self._known_calls.get((DELTA, key), make).messages[0]
+        return known
+
+    def _plan(self, tensors: TensorList) -> DeltaPlan:
+        """Return the plan of these tensors, checked and made unless it is known.  Raises as `require_bases`."""
+
+        def make() -> KnownCall:
+            require_bases(tensors.metas, self._weights, self._quantised)
+            return KnownCall((), (), [DeltaPlan.of(tensors, self._weights, self._homes)])
+
+        key = DELTA, tensors.key, self._places_key
+        plan: DeltaPlan = self._known_calls.get(key, make).messages[0]
+        return plan
+
+    def _proven(self, frame: DeltaFrame, plan: DeltaPlan) -> Iterator[ProvenPart | PackedBucket]:
+        plan.require_digests(frame)
+        parts, singles = plan.open(frame, lambda name: self._homes.places(name)[0].read())
         proved: PackedBucket | None = None
+        values = [np.zeros((0, 2), dtype=np.uint64)]
         for part in parts:
-            proved, found = part.prove(self._held(part))
-            shares.update(zip(part.names, found.tolist(), strict=True))
-        mine = ([(None, shares[name])] if name in shares else self._shares(delta) for name, delta in deltas.items())
-        held = gather_places(mine, self._exchange)
-        for delta, places in zip(deltas.values(), held, strict=True):
-            _check(delta.entry, places)
+            proved, found = part.prove()
+            values.append(found)
+        places = {at: self._shares(delta) for at, delta in zip(np.flatnonzero(plan.single).tolist(), singles)}
+        places |= self._differing(plan, frame.tensors.names)
+        is_whole = plan.planned.copy()
+        is_whole[list(places)] = False
+        findings = RankFindings(is_whole, np.concatenate(values)[is_whole[plan.planned]], places)
+        require_agreement(frame, plan.held, findings, self._exchange)
         for part in parts:
             if proved is None or len(parts) > 1:  # several would be too much to keep
-                proved = part.changed(self._held(part))
+                proved = part.changed()
             yield proved
-        for name, delta in deltas.items():
-            if name not in shares:
-                yield self._changed(name, delta)
+        for delta in singles:
+            yield self._changed(delta)
 
-    def _is_whole(self, name: str) -> bool:
-        places = self._homes.places(name)
-        return len(places) == 1 and places[0].region is None
+    def _differing(self, plan: DeltaPlan, names: Sequence[str]) -> dict[int, Places]:
+        """Return the fingerprints before of planned tensors whose copies on this rank differ."""
+        found: dict[int, Places] = {}
+        for at in plan.copied:
+            contents = [place.read() for place in self._homes.places(names[at])]
+            if not all(same_bits(contents[0], other) for other in contents[1:]):
+                found[at] = [(None, [fingerprint(content), 0]) for content in contents]
+        return found
 
-    def _parts(self, deltas: Sequence[TensorDelta]) -> list[FramePart]:
-        """Return these deltas in parts.  Which parts they are is worked out once for the same tensors."""
-        metas = [delta.entry.meta for delta in deltas]
-
-        def cut() -> KnownCall:
-            tables = cut_parts(metas)
-            return KnownCall(metas, [part.layout for part in tables], tables)
-
-        tables: Sequence[PartTables] = self._known_calls.get((DELTA, tuple(metas)), cut).messages if metas else ()
-        rest = iter(deltas)
-        return [FramePart(part, [next(rest) for _ in part.layout.metas]) for part in tables]
-
-    def _held(self, part: FramePart) -> list[torch.Tensor]:
-        return [self._homes.places(name)[0].read() for name in part.names]
-
-    def _changed(self, name: str, delta: TensorDelta) -> ProvenPart:
+    def _changed(self, delta: TensorDelta) -> ProvenPart:
         """Return what this rank will hold of one tensor."""
-        part = None
-        for region, base in parts_of(self._weights, name)[:1]:
-            part = Part(region, changed(base, delta.changes().within(delta.entry.meta.shape, region)[0]))
-        return ProvenPart(name, part, delta.entry.result_fingerprint)
+        part, meta = None, delta.entry.meta
+        for region, base in parts_of(self._weights, meta.name)[:1]:
+            part = Part(region, changed(base, delta.changes().within(meta.shape, region)[0]))
+        return ProvenPart(meta.name, part, delta.entry.result_fingerprint)
 
-    def _shares(self, delta: TensorDelta) -> list[tuple[Region | None, list[int]]]:
+    def _shares(self, delta: TensorDelta) -> Places:
         """Return the shares of this rank's places of a tensor, before and after."""
         meta, changes, found = delta.entry.meta, delta.changes(), []
         for part in parts_of(self._weights, meta.name):
@@ -169,33 +162,30 @@ class DeltaSource(BucketSource):
         self._inner.refuse(reason)
 
 
-def _check(entry: FrameEntry, held: Sequence[Held]) -> None:
-    try:
-        before, after = (whole_fingerprint(entry.meta, held, at) for at in (0, 1))
-    except CopiesDifferError as error:
-        raise BaseMismatchError(str(error)) from None
-    entry.check(before, after)
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype hold the same bits."""
+    return torch.equal(*(content.contiguous().view(SIGNED[one.itemsize]) for content in (one, other)))
 
 
-def check_frame(frame: DeltaFrame, weights: LogicalWeights) -> None:
-    """Check that every tensor of a frame is one of the model's, and that the digests of a whole version are right.
+def require_bases(metas: Sequence[TensorMeta], weights: LogicalWeights, quantised: HeldFormats) -> None:
+    """Check that each tensor is one of the model's, and that memory holds what it is to be changed from.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError`, `WeightRequestError` for a tensor that the
-    model splits, `BaseMismatchError` for a digest.
+    model splits, `TransactionStateError` where memory holds values of FP8, or quantised ones.
     """
-    split = split_wire(weights, frame.metas, cast=False)
-    for meta, pieces in zip(frame.metas, split, strict=True):
+    for meta in metas:
+        if kind_of(weights, meta) != "plain":
+            raise TransactionStateError(f"{meta.name}: the engine holds values of FP8 tensors; {_ADVICE}")
+        if (held := quantised.get(meta.name)) is not None:
+            raise TransactionStateError(
+                f"{meta.name}: a delta changes the sent values, but this engine holds quantised values "
+                f"({held.flag}); {_ADVICE}"
+            )
+    for meta, pieces in zip(metas, split_wire(weights, metas, cast=False), strict=True):
         if not pieces:
             continue  # the model keeps nothing of it
         if pieces != [Piece(meta.name)]:
             raise WeightRequestError(f"{meta.name}: a delta must use the model's own tensors and names")
-        if (held := weights.metas()[meta.name].dtype) != meta.dtype:
-            dtypes = f"of {dtype_name(meta.dtype)}, and the engine holds {dtype_name(held)}"
+        if (held_dtype := weights.metas()[meta.name].dtype) != meta.dtype:
+            dtypes = f"of {dtype_name(meta.dtype)}, and the engine holds {dtype_name(held_dtype)}"
             raise DtypeMismatchError(f"{meta.name} is a delta {dtypes}; {_ADVICE}")
-    if frame.metas and {meta.name for meta in frame.metas} >= weights.metas().keys():
-        for stated, values in (
-            (frame.base_digest, [(entry.meta, entry.base_fingerprint) for entry in frame.entries]),
-            (frame.digest, [(entry.meta, entry.result_fingerprint) for entry in frame.entries]),
-        ):
-            if digest(values) != stated:
-                raise BaseMismatchError(f"the delta's fingerprints do not add up to its digest {stated}")

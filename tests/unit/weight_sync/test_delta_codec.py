@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,11 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.delta_models import DriftingMasters, applied, bits, same_bits
+from tests.old_frames import write_old_frame
 from tests.tiers import examples
 from weight_sync.delta.changes import Changes, apply_changes, find_changes
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.frame import read_frame, write_frame
-from weight_sync.delta.planes import PlaneSizes, invert_planes, read_all_planes, read_planes, write_planes
+from weight_sync.delta.planes import (
+    PlaneSizes,
+    SizeTable,
+    invert_planes,
+    read_all_planes,
+    read_planes,
+    read_sizes,
+    write_planes,
+    write_sizes,
+)
+from weight_sync.delta.tensor_list import TensorList
 from weight_sync.errors import (
     BaseMismatchError,
     ContentError,
@@ -115,7 +127,7 @@ def several(dtype: torch.dtype, seed: int) -> list[tuple[int, Changes, PlaneSize
 def test_many_tensors_are_read_as_each_by_itself(dtype: torch.dtype, seed: int) -> None:
     numels, changes, sizes, planes = zip(*several(dtype, seed), strict=True)
     columns = [np.concatenate(column) for column in zip(*planes, strict=True)]
-    read = read_all_planes(sizes, columns, numels, dtype.itemsize)
+    read = read_all_planes(SizeTable.of(sizes), columns, np.array(numels), dtype.itemsize)
     assert (read.positions_N == np.concatenate([each.positions_N for each in changes])).all()
     assert (read.steps_N == np.concatenate([each.steps_N for each in changes])).all()
 
@@ -130,9 +142,11 @@ def test_bytes_that_go_over_to_the_next_tensor_are_noticed(plane: int, num_bytes
         for by in (-num_bytes, num_bytes)
     ]
     columns = [np.concatenate([each, each]) for each in planes]
-    assert (read_all_planes([sizes, sizes], columns, [5000] * 2, 2).steps_N == np.tile(changes.steps_N, 2)).all()
+    numels = np.array([5000, 5000])
+    read = read_all_planes(SizeTable.of([sizes, sizes]), columns, numels, 2)
+    assert (read.steps_N == np.tile(changes.steps_N, 2)).all()
     with pytest.raises(ContentError):
-        read_all_planes(moved, columns, [5000] * 2, 2)
+        read_all_planes(SizeTable.of(moved), columns, numels, 2)
 
 
 def test_find_changes_refuses_what_does_not_match() -> None:
@@ -238,11 +252,66 @@ def decoded(payload: bytes, old: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return applied(read_frame(payload, LIMIT), old)
 
 
+def test_frames_of_versions_before_are_read() -> None:
+    payload, old, new = valid_frame()
+    frame = read_frame(payload, LIMIT)
+    there = read_frame(write_old_frame(frame), LIMIT)
+    assert (there.base_digest, there.digest) == (frame.base_digest, frame.digest)
+    assert same_bits(applied(there, old), new)
+
+
+def test_a_list_of_tensors_is_read_once() -> None:
+    payload, old, new = valid_frame()
+    known: dict[bytes, TensorList] = {}
+
+    def keep(key: bytes, read: Callable[[], TensorList]) -> TensorList:
+        if key not in known:
+            known[key] = read()
+        return known[key]
+
+    one = read_frame(payload, LIMIT, keep)
+    assert read_frame(payload, LIMIT, keep).tensors is one.tensors
+    other = DeltaEncoder((name, tensor.half()) for name, tensor in old.items())
+    (payload,) = other.encode((name, tensor.half()) for name, tensor in new.items()).payloads()
+    assert read_frame(payload, LIMIT, keep).tensors is not one.tensors
+    assert len(known) == 2
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "reason"),
+    [
+        (8, 1 << 30, "cannot have an index"),  # bytes of the list
+        (12, 1 << 10, "index of a delta frame"),  # unpacked
+        (16, 1 << 30, "cannot have an index"),  # bytes of the sizes
+        (20, 1, "lists 2 tensors and states 1"),
+        (20, 1 << 30, "cannot have an index"),
+        (24, 1 << 30, "states a size"),  # of a plane
+    ],
+)
+def test_a_head_that_lies_is_refused(at: int, value: int, reason: str) -> None:
+    payload = bytearray(valid_frame()[0])
+    payload[at : at + 4] = value.to_bytes(4, "little")
+    with pytest.raises(ContentError, match=reason):
+        read_frame(bytes(payload), LIMIT)
+
+
+def test_sizes_that_are_neither_dense_nor_sparse_are_refused() -> None:
+    sizes = SizeTable.of([PlaneSizes(3, True, (0, 0, 0, 0, 8)), PlaneSizes(1, False, (1, 1, 0, 0, 0))])
+    written = bytearray(write_sizes(sizes))
+    found = read_sizes(bytes(written), 2)
+    assert (found.row(0), found.row(1)) == (sizes.row(0), sizes.row(1))
+    written[1] = 2
+    with pytest.raises(ContentError, match="malformed"):
+        read_sizes(bytes(written), 2)
+
+
 @settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_a_damaged_frame_is_refused_or_harmless(data: st.DataObject) -> None:
     """Bytes flipped, cut, repeated or inserted anywhere: a typed error, or exactly the right content."""
     payload, old, new = valid_frame()
+    if data.draw(st.booleans()):
+        payload = write_old_frame(read_frame(payload, LIMIT))
     damaged = bytearray(payload)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(damaged) - 1))
@@ -284,7 +353,7 @@ def test_caps_hold_before_memory_is_taken() -> None:
     with pytest.raises(WeightRequestError, match="at most 1000"):
         read_frame(payload, 1000)
     bomb = bytearray(payload)
-    bomb[12:16] = (1 << 31).to_bytes(4, "little")
+    bomb[12:16] = (1 << 31).to_bytes(4, "little")  # of the list, unpacked
     with pytest.raises(ContentError, match="cannot have an index"):
         read_frame(bytes(bomb), LIMIT)
     with pytest.raises(ContentError, match="not a delta frame"):
@@ -293,6 +362,7 @@ def test_caps_hold_before_memory_is_taken() -> None:
 
 def test_w10_planes_are_no_larger_than_their_tensor() -> None:
     """Larger planes are refused, as the encoder would have written such a tensor densely."""
-    assert PlaneSizes.check(90, False, (90, 12, 0, 0, 0), numel=100, itemsize=2)
-    with pytest.raises(ContentError):
-        PlaneSizes.check(90, False, (90, 12, 90, 90, 180), numel=100, itemsize=2)
+    right, wrong = PlaneSizes(90, False, (90, 12, 0, 0, 0)), PlaneSizes(90, False, (90, 12, 90, 90, 180))
+    SizeTable.of([right]).check(["x"], np.array([100]), np.array([2]))
+    with pytest.raises(ContentError, match="y: a delta of 90 changes in 100 elements"):
+        SizeTable.of([right, wrong]).check(["x", "y"], np.array([100, 100]), np.array([2, 2]))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests import kernels
 from tests.delta_models import Delivered, Tensors, nudged, same_bits
 from tests.logical_weights_fake import EMBED, NORM, FakeWeights, version
 from weight_sync import plan as plan_module
-from weight_sync.delta import frame_part
-from weight_sync.delta.changes import Changes
+from weight_sync.delta import delta_plan, frame_part
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.frame_part import FramePart, cut_parts
 from weight_sync.errors import BaseMismatchError, ContentError, WeightSyncError
@@ -31,6 +31,13 @@ PART_BYTES = 50
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut frames into several parts."""
     monkeypatch.setattr(frame_part, "PART_BYTES", PART_BYTES)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["plain", "compiled"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        kernels.native_ops()
+    monkeypatch.setattr(delta_plan, "is_compiled", lambda: request.param)
 
 
 @pytest.fixture
@@ -87,11 +94,20 @@ def test_deltas_follow_one_another(weights: FakeWeights, made: mock.Mock, stagin
     assert plans[0] > 1
 
 
-def test_only_tensors_with_copies_are_written_one_by_one(weights: FakeWeights, updater: WeightUpdater) -> None:
+def test_no_tensor_is_written_by_itself(weights: FakeWeights, updater: WeightUpdater) -> None:
     with mock.patch.object(ShadowStaging, "write", autospec=True, side_effect=ShadowStaging.write) as written:
         send(updater, version(1), nudged(version(1)))
-    names = {call.args[1] for call in written.call_args_list}
-    assert names == {name for name in weights.metas() if len(weights.places(name)) > 1}
+    assert not written.called
+
+
+@pytest.mark.parametrize("slot", [1, 3])
+def test_copies_that_differ_are_refused(weights: FakeWeights, slot: int) -> None:
+    """One of the two copies of an expert is wrong: the first, which is changed, or the other."""
+    weights.w2[slot, 0, 0] += 1
+    before = weights.snapshot()
+    with pytest.raises(BaseMismatchError, match=r"experts\.1\.down_proj\.weight: copy . on rank 0 differs"):
+        send(updater_of(weights), version(1), nudged(version(1)))
+    assert weights.snapshot() == before
 
 
 @pytest.mark.parametrize("name", [EMBED, NORM, "model.layers.0.mlp.experts.2.down_proj.weight"])
@@ -116,13 +132,14 @@ def test_values_that_are_not_finite_are_refused(weights: FakeWeights, updater: W
 
 def test_a_change_at_a_wrong_place_is_noticed(weights: FakeWeights, updater: WeightUpdater) -> None:
     """A wrong variant: positions are one too low."""
-    read = FramePart._changes
+    change = FramePart._change
 
-    def one_too_low(self: FramePart) -> Changes:
-        found = read(self)
-        return Changes(np.maximum(found.positions_N - 1, 0), found.steps_N)
+    def one_too_low(self: FramePart, content: torch.Tensor) -> None:
+        moved = content.roll(self._tables.itemsize)
+        change(self, moved)
+        content.copy_(moved.roll(-self._tables.itemsize))
 
-    with mock.patch.object(FramePart, "_changes", one_too_low), pytest.raises(ContentError, match="after the delta"):
+    with mock.patch.object(FramePart, "_change", one_too_low), pytest.raises(ContentError, match="after the delta"):
         send(updater, version(1), nudged(version(1)))
     assert same_bits(held(weights), version(1))
 
@@ -130,16 +147,17 @@ def test_a_change_at_a_wrong_place_is_noticed(weights: FakeWeights, updater: Wei
 def test_parts_that_change_places_are_noticed(weights: FakeWeights, updater: WeightUpdater) -> None:
     """A wrong variant: tensors of one shape get each other's content."""
     with (
-        mock.patch.object(DeltaSource, "_held", lambda self, part: exchanged(self, part)),
+        mock.patch.object(FramePart, "_end_to_end", lambda self: exchanged(self)),
         pytest.raises(BaseMismatchError),
     ):
         send(updater, version(1), nudged(version(1)))
     assert same_bits(held(weights), version(1))
 
 
-def exchanged(source: DeltaSource, part: FramePart) -> list[torch.Tensor]:
-    found = [source._weights.places(name)[0].read() for name in part.names]
-    return [next(other for other in reversed(found) if other.shape == one.shape) for one in found]
+def exchanged(part: FramePart) -> torch.Tensor:
+    found = [part._held(meta.name) for meta in part._tables.layout.metas]
+    mixed = [next(other for other in reversed(found) if other.shape == one.shape) for one in found]
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in mixed])
 
 
 def test_parts_have_one_item_size_and_few_bytes() -> None:

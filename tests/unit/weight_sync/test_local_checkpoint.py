@@ -15,6 +15,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,11 +27,12 @@ from weight_sync.delta import local_checkpoint, published, version_dir
 from weight_sync.delta.compression import compress
 from weight_sync.delta.durable import locked
 from weight_sync.delta.encoder import DeltaEncoder, EncodedDelta
-from weight_sync.delta.frame import DeltaFrame, FrameEntry
+from weight_sync.delta.frame import DeltaFrame
 from weight_sync.delta.local_checkpoint import PullResult, pull
 from weight_sync.delta.local_state import LOCK_FILE, NEXT_FOLDER, STATE_FILE, SYNC_FOLDER
-from weight_sync.delta.planes import PlaneSizes
+from weight_sync.delta.planes import PlaneSizes, SizeTable
 from weight_sync.delta.publisher import publish_bytes, publish_encoded
+from weight_sync.delta.tensor_list import TensorList
 from weight_sync.delta.version_dir import version_path
 from weight_sync.errors import (
     ContentError,
@@ -405,9 +407,13 @@ def test_w10_a_delta_unpacks_nothing_that_the_base_does_not_have(tmp_path: Path,
     """A few kB would unpack to 128 MiB of a tensor that the model lacks or has smaller: they are refused unopened."""
     base, source = checkpoint(tmp_path / "base", {"x": torch.ones(8, dtype=torch.bfloat16)}), tmp_path / "source"
     numel = 64 << 20
-    entry = FrameEntry(TensorMeta(name, torch.bfloat16, (numel,)), PlaneSizes(0, True, (0, 0, 0, 0, 2 * numel)), 1, 1)
-    frame = DeltaFrame((entry,), "0" * 64, "1" * 64, (*[compress(b"")] * 4, compress(bytes(2 * numel))))
-    publish_encoded(source, 1, EncodedDelta((frame,), "0" * 64, "1" * 64, 2 * numel, numel, {}))
+    tensors, sizes = (
+        TensorList([TensorMeta(name, torch.bfloat16, (numel,))]),
+        PlaneSizes(0, True, (0,) * 4 + (2 * numel,)),
+    )
+    packed, prints = (*[compress(b"")] * 4, compress(bytes(2 * numel))), np.ones((1, 2), dtype=np.uint64)
+    frame = DeltaFrame(tensors, SizeTable.of([sizes]), prints, "0" * 64, "1" * 64, packed)
+    publish_encoded(source, 1, EncodedDelta((frame,), "0" * 64, "1" * 64, 2 * numel, numel, [], prints[:, 1]))
     assert sum(file.stat().st_size for file in source.rglob("*")) < 64 << 10
     with at_most(32 << 20), pytest.raises(ContentError, match=name):
         pull(tmp_path / "local", base, source, 1, timeout_s=5)
