@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from weight_sync.bucket import PackPlan, runs_of
-from weight_sync.delta.changes import Changes
+from weight_sync.delta.changes import Changes, find_changes
 from weight_sync.delta.frame import DeltaFrame, pack_planes, write_frame
 from weight_sync.delta.planes import PLANES, SizeTable, write_all_planes
 from weight_sync.delta.tensor_list import TensorList
@@ -155,6 +155,8 @@ class _Run:
         if len({tensor.device for tensor in mine}) > 1:
             mine = [tensor.cpu() for tensor in mine]
         device = mine[0].device
+        if len(mine) == 1 and device.type == "cpu":
+            return mine[0].view(-1).view(self.base.dtype)
         if device not in self._plans:
             shapes = [meta.shape for meta in self._metas]
             self._plans[device] = PackPlan(shapes, self._dtype, self._dtype, (device, _CPU))
@@ -165,16 +167,13 @@ class _Run:
     def compared(self, tensors: dict[str, torch.Tensor]) -> EncodedRun:
         """Return what changes from the base to the tensors."""
         new = self.joined(tensors)
-        positions = torch.nonzero(self.base != new).view(-1)
-        positions_N, before, after = positions.numpy(), self.base[positions], new[positions]
-        unsigned, steps_N = _UNSIGNED[self._dtype.itemsize], (after - before).to(torch.int64).numpy()
-        ends_T = np.searchsorted(positions_N, self._ends_T)
-        counts_T = np.diff(ends_T, prepend=0)
-        within_N = positions_N - np.repeat(self._ends_T - self._numels_T, counts_T)
-        words_N = before.numpy().view(unsigned), after.numpy().view(unsigned)
-        added_T = fingerprint_changes(within_N, *words_N, counts_T)
-        written = write_all_planes(Changes(within_N, steps_N), counts_T, self._numels_T, self._dtype.itemsize)
-        return EncodedRun(Changes(positions_N, steps_N), *written, added_T)
+        changes, unsigned = find_changes(self.base, new), _UNSIGNED[self._dtype.itemsize]
+        counts_T = np.diff(np.searchsorted(changes.positions_N, self._ends_T), prepend=0)
+        within_N = changes.positions_N - np.repeat(self._ends_T - self._numels_T, counts_T)
+        old_N, new_N = (words.numpy().view(unsigned)[changes.positions_N] for words in (self.base, new))
+        added_T = fingerprint_changes(within_N, old_N, new_N, counts_T)
+        within = Changes(within_N, changes.steps_N)
+        return EncodedRun(changes, *write_all_planes(within, counts_T, self._numels_T, self._dtype.itemsize), added_T)
 
 
 def _runs(metas: Sequence[TensorMeta]) -> Iterator[_Run]:

@@ -26,9 +26,11 @@ from weight_sync.fingerprint_words import SIGNED
 from weight_sync.moves import Move, matrix_of
 from weight_sync.plan import address_of, bytes_of
 from weight_sync.spans import DTYPE_CODES, MOVE_COLUMNS, SpanMove, SpanTensor
-from weight_sync.stored_tensors import PART_BYTES
 from weight_sync.take_spans import SpanTables
 from weight_sync.tensor_meta import BucketLayout, PackedBucket, TensorMeta
+
+PART_BYTES = 4 << 20
+"""The bytes of a part: it is read, summed, changed and summed again before it leaves the caches."""
 
 
 class PartTables(NamedTuple):

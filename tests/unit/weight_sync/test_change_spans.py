@@ -77,7 +77,7 @@ def test_tensors_change_as_they_were_encoded(dtype: torch.dtype, seed: int) -> N
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_damaged_planes_are_refused_as_the_plain_reader_refuses_them(dtype: torch.dtype, seed: int) -> None:
-    """What both take, both take for the same."""
+    """Bytes that both take lead to the same content."""
     case, rng = Case(dtype, seed % 5), np.random.default_rng(seed)
     planes = [plane.copy() for plane in case.planes]
     for plane in planes:

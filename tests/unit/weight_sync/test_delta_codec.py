@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.delta_models import DriftingMasters, applied, bits, same_bits
 from tests.old_frames import write_old_frame
 from tests.tiers import examples
+from weight_sync.delta import encoder as encoder_module
 from weight_sync.delta.changes import Changes, apply_changes, find_changes
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.frame import read_frame, write_frame
@@ -180,6 +182,36 @@ def test_frames_lead_there_and_back(dtype: torch.dtype) -> None:
     assert same_bits(back, old)
     metas = {name: TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in new.items()}
     assert delta.digest == digest((metas[name], fingerprint(tensor)) for name, tensor in new.items())
+
+
+def mixed(seed: int) -> dict[str, torch.Tensor]:
+    """Return tensors of several dtypes in turn, two of them transposed, empty and scalar ones among them."""
+    dtypes = [torch.bfloat16, torch.float32, torch.float32, torch.int8, torch.bfloat16, torch.float64]
+    shapes = [(30, 20), (), (0, 4), (700,), (8, 9), (5000,)]
+    found = {}
+    for number, (dtype, shape) in enumerate(zip(dtypes * 2, shapes * 2, strict=True)):
+        tensor = random_bits(seed + number, math.prod(shape), dtype).view(shape)
+        found[f"t{number}"] = tensor.T if number in (0, 10) else tensor
+    return found
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_runs_of_many_dtypes_are_encoded_together(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    monkeypatch.setattr(encoder_module, "_RUN_BYTES", 6000)
+    old = mixed(1)
+    encoder = DeltaEncoder(old.items(), frame_bytes=30_000)
+    for step in (1, 1000):
+        new = {name: changed(tensor.contiguous(), step, share, step) for name, tensor in old.items()}
+        delta = encoder.encode(new.items())
+        assert len(delta.frames) > 1
+        there: dict[str, torch.Tensor] = {}
+        for payload in delta.payloads():
+            there |= applied(read_frame(payload, LIMIT), old)
+        assert same_bits(there, new)
+        encoder.advance(delta)
+        metas = {name: TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in new.items()}
+        assert encoder.digest == digest((metas[name], fingerprint(tensor)) for name, tensor in new.items())
+        old = new
 
 
 def test_a_version_that_the_engine_never_took_does_not_move_the_base() -> None:
