@@ -156,7 +156,7 @@ def drifted(content: Tensors) -> Tensors:
 
 
 def journal_full_on_rank_1(folder: Path, scratch: Path, is_published: bool) -> None:
-    """Check a delta under journal staging where the disk of rank 1 is full at its fifth write."""
+    """Check a delta under journal staging where the disk of rank 1 is full at the third storage that it keeps."""
     old = content_of(folder) if not is_published else logical_tensors(folder)
     new = drifted(old)
     delta = DeltaEncoder(old.items()).encode(new.items())
@@ -171,7 +171,7 @@ def journal_full_on_rank_1(folder: Path, scratch: Path, is_published: bool) -> N
 
     with ParallelHarness(folder, weight_staging="journal", dtype=str(old[ROUTER].dtype)[6:], **EP2) as engine:
         victim = engine.schedulers[1].runner.state.model.weights
-        with fails_on(victim, JournalStaging, "write", 5):
+        with fails_on(victim, JournalStaging, "_keep", 3):
             answers = refresh()
         assert not answers[0].success and "no space left" in answers[0].message, answers
         assert not answers[-1].success
@@ -189,7 +189,7 @@ def test_w04_a_delta_that_one_rank_cannot_stage_changes_nothing(
 
 
 def alias_after_a_failed_write(folder: Path) -> None:
-    """Send tensors under two names each, where rank 1 cannot stage the third and so never compares the two."""
+    """Send tensors under two names each, where rank 1 cannot stage the first and so never compares the two."""
     content = content_of(folder)
     layer = "model.layers.1.mlp.experts."
     experts = [name for name in content if name.startswith(layer) and "down" not in name]
@@ -198,7 +198,7 @@ def alias_after_a_failed_write(folder: Path) -> None:
     with ParallelHarness(folder, weight_staging="journal", **EP2) as engine:
         victim = engine.schedulers[1].runner.state.model.weights
         assert engine.control(BeginWeightUpdateReqInput, weight_version="v1").success
-        with fails_on(victim, JournalStaging, "write", 3):
+        with fails_on(victim, JournalStaging, "_keep", 1):
             failed = send(engine, fused | {name: content[name] for name in experts})
         assert not failed.success and "no space left" in failed.message
         assert not engine.control(EndWeightUpdateReqInput).success
