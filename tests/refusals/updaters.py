@@ -25,6 +25,7 @@ from tests.refusals.targets import (
     UpdaterTarget,
     without,
 )
+from weight_sync import shadow
 from weight_sync.delta.durable import locked
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalState, LocalVersion, write_state
@@ -120,12 +121,15 @@ def votes(*answers: bool | Exception) -> Fault:
 
 
 def exchange_fails(at: int) -> Fault:
-    """Raise in the exchange of one of four storages, or in the derived tensor, which comes after them."""
+    """Raise in the exchange of one of four storages, or in the derived tensor, which comes after them.
+
+    Each storage is exchanged by a call of its own.
+    """
 
     def fault(target: UpdaterTarget, _: Path) -> Refusal:
         exchange, calls, derived = ShadowStaging.exchange, iter(range(1000)), iter([at == 4])
 
-        def faulty(live: torch.Tensor, aside: torch.Tensor) -> None:
+        def faulty(live: Sequence[torch.Tensor], aside: Sequence[torch.Tensor]) -> None:
             if next(calls) == at:
                 raise RuntimeError("device lost")
             exchange(live, aside)
@@ -135,7 +139,8 @@ def exchange_fails(at: int) -> Fault:
                 raise RuntimeError("device lost")
 
         target.weights.derived_fault = derived_fault
-        with mock.patch.object(ShadowStaging, "exchange", staticmethod(faulty)) if at < 4 else nullcontext():
+        failing = mock.patch.object(ShadowStaging, "exchange", staticmethod(faulty)) if at < 4 else nullcontext()
+        with failing, mock.patch.object(shadow, "_TOGETHER_BYTES", 0):
             refusal = target.attempt(two_buckets(list(version(2).items())))
         assert target.voted == [True, False], "other ranks are told"
         return refusal
