@@ -192,8 +192,8 @@ def _require_alike(metas: Sequence[TensorMeta], tensors: dict[str, torch.Tensor]
     for meta in metas:
         tensor = tensors[meta.name]
         if tensor.dtype != meta.dtype:
-            dtypes = f"{dtype_name(meta.dtype)} and {dtype_name(tensor.dtype)}"
-            raise DtypeMismatchError(f"a delta needs one dtype, got {dtypes}")
+            old, new = dtype_name(meta.dtype), dtype_name(tensor.dtype)
+            raise DtypeMismatchError(f"a delta needs one dtype, got {old} and {new}")
         if tuple(tensor.shape) != meta.shape:
             raise ShapeMismatchError(f"a delta needs one shape, got {list(meta.shape)} and {list(tensor.shape)}")
 
