@@ -142,7 +142,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 def _copy_bytes(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
     """Copy contiguous tensors end to end on the CPU, on this thread, while other threads of Python run.
 
-    torch has no copy on one thread for so many elements: it takes parallel regions, or joins of parts.
+    torch takes a parallel region for tensors of this size.
     """
     sizes = [source.nbytes if source.is_contiguous() else -1 for source in sources]
     assert target.is_contiguous() and min(sizes) >= 0 and sum(sizes) == target.nbytes, "the same bytes, in one run each"

@@ -288,7 +288,7 @@ class Sending:
 
 
 def start_pieces(sendings: Sequence[Sending]) -> None:
-    """Start to broadcast the pieces of what is announced: each is packed once, and goes to every group.
+    """Start to broadcast the pieces of announced buckets: each is packed once, and goes to every group.
 
     What the pieces hold must not change until the sendings are over.  Raises what packing raises: all groups are left.
     """
