@@ -41,6 +41,7 @@ from weight_sync import intake
 from weight_sync.content_check import check_content
 from weight_sync.errors import WeightSyncError
 from weight_sync.manifest import Stated
+from weight_sync.tensor_meta import PackedBucket
 from weight_sync.transaction import TransactionState, WeightTransaction
 from weight_sync.update import UpdateBook
 from weight_sync.updater import WeightUpdater
@@ -139,9 +140,9 @@ def writes_buckets_in_place() -> Context:
     """Write each bucket into the served weights at once, under the old label, as engines without a transaction do."""
     receive = WeightTransaction.receive
 
-    def wrong(self: WeightTransaction, named_tensors: Any, cast: bool = False) -> None:
-        named = list(named_tensors)
-        receive(self, named, cast)
+    def wrong(self: WeightTransaction, bucket: Any, cast: bool = False) -> None:
+        named = bucket.named() if isinstance(bucket, PackedBucket) else list(bucket)
+        receive(self, bucket if isinstance(bucket, PackedBucket) else named, cast)
         for name, tensor in named:
             self.weights.write(name, tensor)
 
