@@ -13,7 +13,7 @@ import torch
 def fold(into: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
     """Compute `into[i] ^= other[i]`, int64 or uint8 [n] each, contiguous and on one device.
 
-    Raises `RuntimeError` for parts that do not fit each other, before any is written.
+    Parts that do not fit each other are refused before any is written.
     """
     torch.ops.weight_sync.fold(into, other)
 
@@ -26,8 +26,8 @@ def word_sums(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def fold_plainly(into: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
     """Compute `fold` without a kernel."""
-    if [(part.shape, part.dtype) for part in into] != [(part.shape, part.dtype) for part in other]:
-        raise RuntimeError("the parts to fold differ in number, size or dtype")
+    forms = [[(part.shape, part.dtype) for part in parts] for parts in (into, other)]
+    assert forms[0] == forms[1], "the parts to fold differ in number, size or dtype"
     for one, two in zip(into, other, strict=True):
         one.bitwise_xor_(two)
 

@@ -82,7 +82,21 @@ def hook(
         spans = owner.write_spans
         return mock.patch.multiple(owner, write=hooked, write_spans=spans_hooked)
     is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-    return mock.patch.object(owner, name, staticmethod(hooked) if is_static else hooked)
+    hooks = {name: staticmethod(hooked) if is_static else hooked}
+    if (owner, name) == (ShadowStaging, "exchange"):
+        hooks["commit"] = _commit_part_by_part(owner.commit)
+    return mock.patch.multiple(owner, **hooks)
+
+
+def _commit_part_by_part(commit: Callable[[ShadowStaging], None]) -> Callable[[ShadowStaging], None]:
+    """Exchange each part by a call of its own: the small parts of a test's model are all exchanged by one."""
+
+    def part_by_part(staging: ShadowStaging) -> None:
+        together = staging._to_exchange
+        staging._to_exchange = [([one], [other]) for parts in together for one, other in zip(*parts, strict=True)]
+        commit(staging)
+
+    return part_by_part
 
 
 def raising(engine: Engine, point: str) -> AbstractContextManager[Any]:

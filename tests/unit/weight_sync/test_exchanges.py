@@ -54,7 +54,7 @@ def test_compiled_and_plain_operators_agree(sizes: list[tuple[int, bool]]) -> No
 def test_parts_that_do_not_fit_are_refused_before_any_is_written(compute: Fold, wrong: list[tuple[int, bool]]) -> None:
     into = parts_of([(8, False), (5, False)], 1)
     before = [part.clone() for part in into]
-    with pytest.raises(RuntimeError, match="the parts to fold differ"):
+    with pytest.raises((RuntimeError, AssertionError), match="the parts to fold differ"):
         compute(into, parts_of(wrong, 2))
     assert all(torch.equal(one, two) for one, two in zip(into, before, strict=True))
 

@@ -159,7 +159,8 @@ class Crossings(TorchDispatchMode):
         areas = {address_of(shadow.staged) for shadow in self._staging._shadows.values()}
         host = [tensor for tensor in tensors if address_of(tensor) in areas]
         if host and len(host) < len(tensors):
-            is_read_and_written = "xor_" in str(func) and address_of(args[0]) in areas
+            is_fold = "xor_" in str(func) or "fold" in str(func)
+            is_read_and_written = is_fold and address_of(tree_leaves(args[0])[0]) in areas
             self.num_bytes += sum(tensor.nbytes for tensor in host) * (2 if is_read_and_written else 1)
         return result
 
