@@ -38,10 +38,9 @@ class Gatherer:
     def gather(self, bucket: WholeBucket | SharedBucket, flat: torch.Tensor | None) -> Iterator[torch.Tensor]:
         """Return the pieces of a bucket of the layout, uint8; views of `flat` and of the trainer's tensors.
 
-        A piece of whole tensors is packed when it is asked for.
-
-        `flat`: room for all of it, uint8 [total bytes], on any device; None on ranks other than the sending one, which
-        get no pieces.  Raises `TransportError` if another rank failed or is late, and what packing raises here.
+        A piece of whole tensors is packed when it is asked for.  `flat`: room for all of it, uint8 [total bytes], on
+        any device; None on ranks other than the sending one, which get no pieces.  Raises `TransportError` if another
+        rank failed or is late, and what packing raises here.
         """
         if isinstance(bucket, WholeBucket):
             assert flat is not None, "without other ranks this one sends"

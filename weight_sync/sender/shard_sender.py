@@ -189,8 +189,7 @@ class ShardSender(WeightSender):
         def send(position: int) -> None:
             if position < len(plan.buckets):
                 bucket = plan.buckets[position]
-                with parts.timed("pack"):
-                    pieces = bucket.pieces(views, self._area(position, bucket.num_bytes))
+                pieces = bucket.pieces(views, self._area(position, bucket.num_bytes))
                 update.send_bucket(Bucket(bucket.lists, pieces, bucket.num_bytes))
 
         try:
