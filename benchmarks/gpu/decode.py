@@ -1,4 +1,4 @@
-"""Decode steps against the roofline of the bytes they touch; with capture of routes, graphs and overlap on and off.
+"""Decode steps against the roofline of the bytes they touch: short and long contexts, with top-p, and without parts.
 
 A step reads at least every weight that a token of it uses, once, and all KV, at the bandwidth of a copy.
 """
@@ -9,14 +9,20 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from benchmarks.floor import decode_step_floor_s
 from benchmarks.gpu.ceilings import Ceilings, measure_ceilings
-from benchmarks.gpu.model import MEANWHILE, driver, shape
+from benchmarks.gpu.model import GREEDY, MEANWHILE, driver, kv_token_bytes, num_parameters, shape
 from benchmarks.gpu.settings import Settings
 from benchmarks.profile.machine import Machine
+from examples.make_checkpoint.run import CheckpointSpec
 
 BATCHES = (1, 4, 16, 64, 128, 256)
-PROMPT_TOKENS, STEPS, ROUNDS = 128, 64, 3
+CONTEXTS = (128, 4096)
+STEPS, ROUNDS = 64, 3
+SPARE_BYTES = 12 << 30
+"""Memory of a device that neither weights nor KV take: activations, captured steps, workspaces."""
 # name -> settings that differ from the engine as it would serve, which records routes
 VARIANTS: dict[str, dict[str, Any]] = {
     "all on": {},
@@ -24,41 +30,81 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no graphs": {"disable_cuda_graph": True},
     "no overlap": {"disable_overlap_schedule": True},
 }
+# name -> sampling of all requests of a row
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "top-p 0.95": {"temperature": 1.0, "top_p": 0.95}}
 
 
 def run(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yield a row for each variant and batch size."""
-    spec, device = shape(settings), settings.device
-    batches, steps = ((1, 3), 4) if settings.dry_run else (BATCHES, STEPS)
-    ceilings = measure_ceilings(device)
-    whole: dict[int, float] = {}
+    """Yield a row for each variant, length of prompts, batch size and kind of sampling.
+
+    Long prompts and top-p are measured with everything on.  A batch whose KV is too large has a row with the reason.
+    """
+    spec = shape(settings)
+    batches, contexts = ((1, 3), (16, 32)) if settings.dry_run else (BATCHES, CONTEXTS)
+    ceilings, free = measure_ceilings(settings.device), _tokens_that_fit(settings)
+    whole: dict[tuple[int, int], float] = {}
     for name, different in VARIANTS.items():
-        routed = different.get("enable_return_routed_experts", True)
+        lengths = contexts if name == "all on" else contexts[:1]
+        cases = [(length, batch) for length in lengths for batch in batches]
+        fit = [case for case in cases if _pool(settings, *case) <= free]
+        for length, batch in cases:
+            if (length, batch) not in fit:
+                yield {"variant": name, "context": length, "batch": batch, "not run": _too_large(spec, length, batch)}
         common = {"dtype": settings.dtype, "enable_return_routed_experts": True, "max_running_requests": batches[-1]}
-        common |= {"max_total_tokens": batches[-1] * (PROMPT_TOKENS + steps + MEANWHILE)}
-        with driver(spec, device, **common | different) as engine:
-            for batch in batches:
-                times = [
-                    engine.seconds_per_decode_step(batch, PROMPT_TOKENS, steps, return_routed_experts=routed)
-                    for _ in range(ROUNDS + 1)
-                ][1:]
-                seconds = statistics.median(times)
-                whole.setdefault(batch, seconds)
-                floor = _floor(settings, batch, ceilings)
-                yield {
-                    "variant": name,
-                    "batch": batch,
-                    "ms": 1e3 * seconds,
-                    "tokens/s": batch / seconds,
-                    "floor, ms": 1e3 * floor,
-                    "share of floor": floor / seconds,
-                    "time of all on": whole[batch] / seconds,
-                    "spread": (max(times) - min(times)) / seconds,
-                    "start, s": engine.start_seconds,
-                    "weights, s": engine.load_seconds,
-                }
+        common |= {"max_total_tokens": max(_pool(settings, *case) for case in fit)}
+        with driver(spec, settings.device, **common | different) as engine:
+            for length, batch in fit:
+                for sampling in SAMPLINGS if name == "all on" else ("greedy",):
+                    times = [
+                        engine.seconds_per_decode_step(
+                            batch,
+                            length,
+                            _steps(settings),
+                            sampling=SAMPLINGS[sampling],
+                            return_routed_experts=different.get("enable_return_routed_experts", True),
+                        )
+                        for _ in range(ROUNDS + 1)
+                    ][1:]
+                    seconds = statistics.median(times)
+                    base = whole.setdefault((length, batch), seconds)  # the first is greedy with everything on
+                    floor = _floor(settings, batch, length, ceilings)
+                    yield {
+                        "variant": name,
+                        "context": length,
+                        "sampling": sampling,
+                        "batch": batch,
+                        "ms": 1e3 * seconds,
+                        "tokens/s": batch / seconds,
+                        "floor, ms": 1e3 * floor,
+                        "share of floor": floor / seconds,
+                        "time of all on": base / seconds,
+                        "spread": (max(times) - min(times)) / seconds,
+                        "start, s": engine.start_seconds,
+                        "weights, s": engine.load_seconds,
+                    }
 
 
-def _floor(settings: Settings, batch: int, ceilings: Ceilings) -> float:
+def _steps(settings: Settings) -> int:
+    return 4 if settings.dry_run else STEPS
+
+
+def _pool(settings: Settings, length: int, batch: int) -> int:
+    """Return the tokens of KV that a row needs."""
+    return batch * (length + _steps(settings) + MEANWHILE)
+
+
+def _tokens_that_fit(settings: Settings) -> int:
+    """Return the tokens of KV that the memory holds together with the weights."""
+    if settings.device.type != "cuda":
+        return 1 << 20
+    spec, (free, _) = shape(settings), torch.cuda.mem_get_info(settings.device)
+    return (free - 2 * num_parameters(spec) - SPARE_BYTES) // kv_token_bytes(spec)
+
+
+def _too_large(spec: CheckpointSpec, length: int, batch: int) -> str:
+    return f"{length * batch * kv_token_bytes(spec) / 1e9:.0f} GB of KV: more memory than the weights leave"
+
+
+def _floor(settings: Settings, batch: int, length: int, ceilings: Ceilings) -> float:
     machine = Machine(ceilings.copy_bytes_per_s, ceilings.bf16_flops_per_s, ceilings.bf16_flops_per_s)
-    return decode_step_floor_s(shape(settings), batch, PROMPT_TOKENS + STEPS // 2, machine)
+    return decode_step_floor_s(shape(settings), batch, length + _steps(settings) // 2, machine)

@@ -41,6 +41,8 @@ from weight_sync.staging import DirectSink
 MEANWHILE = 64
 """Tokens of a request beyond the measured steps: the first requests decode while later prompts are computed."""
 
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
 # huggingface.co/Qwen/Qwen3-30B-A3B, config.json
 QWEN3_30B_A3B = CheckpointSpec(
     hidden_size=2048, intermediate_size=6144, layers=48, dense_first=0, heads=32, kv_heads=4, head_dim=128, experts=128,
@@ -64,6 +66,11 @@ def num_parameters(spec: CheckpointSpec) -> int:
     attention = spec.hidden_size * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     experts = spec.experts * (3 * spec.hidden_size * spec.moe_intermediate_size + spec.hidden_size)
     return spec.layers * (attention + experts) + 2 * spec.vocab_size * spec.hidden_size
+
+
+def kv_token_bytes(spec: CheckpointSpec) -> int:
+    """Return the bytes of KV that a token takes in all layers, in bfloat16."""
+    return spec.layers * 2 * spec.kv_heads * spec.head_dim * 2
 
 
 @contextmanager
@@ -142,13 +149,24 @@ class Driver:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def submit(self, count: int, prompt_tokens: int, new_tokens: int, **fields: Any) -> list[str]:
-        """Send greedy requests of random ids, none of which ends early; return their request ids."""
-        generator, rids = torch.Generator().manual_seed(self._count), []
+    def submit(
+        self,
+        count: int,
+        prompt_tokens: int,
+        new_tokens: int,
+        sampling: dict[str, Any] = GREEDY,
+        seed: int | None = None,
+        **fields: Any,
+    ) -> list[str]:
+        """Send requests of random ids, none of which ends early; return their request ids.
+
+        `seed`: of the prompts; default: prompts that did not come before.
+        """
+        generator, rids = torch.Generator().manual_seed(self._count if seed is None else -1 - seed), []
         for _ in range(count):
             self._count += 1
             ids = torch.randint(2, self.spec.vocab_size, (prompt_tokens,), generator=generator).tolist()
-            params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
+            params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **sampling)
             rid = f"r{self._count}"
             rids.append(rid)
             self._channel.put(
@@ -210,17 +228,12 @@ class Driver:
     def seconds_per_decode_step(self, batch: int, prompt_tokens: int, steps: int, **fields: Any) -> float:
         """Return the mean over `steps` steps in which `batch` requests decode and nothing else happens.
 
-        The pool must hold `prompt_tokens + steps + MEANWHILE` tokens of each.
+        The pool must hold `prompt_tokens + steps + MEANWHILE` tokens of each.  The prompts are the same ones each time:
+        the prefix cache saves the time of long ones.
         """
         stats = self.scheduler.stats
-        self.submit(batch, prompt_tokens, steps + MEANWHILE, **fields)
-        in_a_row, since = 0, stats.num_generated
-        while in_a_row < 4:
-            before = stats.num_generated
-            self.tick()
-            in_a_row = in_a_row + 1 if stats.num_generated - before == batch else 0
-            if stats.num_generated - since > MEANWHILE * batch:
-                raise RuntimeError(f"{batch} requests never decode together")
+        self.submit(batch, prompt_tokens, steps + MEANWHILE, seed=batch, **fields)
+        self._decode_together(batch)
         before = stats.num_generated
         self.synchronize()
         started = time.perf_counter()
@@ -232,6 +245,37 @@ class Driver:
             raise RuntimeError(f"{stats.num_generated - before} tokens in {steps} steps of {batch} requests")
         self.run()
         return seconds / steps
+
+    def _decode_together(self, batch: int) -> None:
+        """Take turns until `batch` requests decode and nothing else happens."""
+        stats = self.scheduler.stats
+        in_a_row, since = 0, stats.num_generated
+        while in_a_row < 4:
+            before = stats.num_generated
+            self.tick()
+            in_a_row = in_a_row + 1 if stats.num_generated - before == batch else 0
+            if stats.num_generated - since > MEANWHILE * batch:
+                raise RuntimeError(f"{batch} requests never decode together")
+
+    def seconds_of_mixed_step(self, batch: int, decode_tokens: int, prompt_tokens: int, **fields: Any) -> float:
+        """Return the mean over the steps in which `batch` requests decode and one prompt is computed in chunks.
+
+        The pool must hold `decode_tokens + 4 * MEANWHILE` tokens of each, and the prompt.
+        """
+        stats = self.scheduler.stats
+        self.submit(batch, decode_tokens, 4 * MEANWHILE, **fields)
+        self._decode_together(batch)
+        self.synchronize()
+        self.submit(1, prompt_tokens, 1, **fields)
+        before, turns = stats.num_generated, 0
+        started = time.perf_counter()
+        while stats.num_generated - before <= turns * batch:  # the prompt's token is one more
+            self.tick()
+            turns += 1
+        self.synchronize()
+        seconds = time.perf_counter() - started
+        self.abort()
+        return seconds / turns
 
     def seconds_of_prefill(self, count: int, prompt_tokens: int, **fields: Any) -> float:
         """Return the seconds from the first step of `count` prompts to the first token of the last one."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.gpu.decode import PROMPT_TOKENS
+from benchmarks.gpu.decode import CONTEXTS
 from benchmarks.gpu.model import MEANWHILE, config_folder, driver, shape
 from benchmarks.gpu.settings import Settings
 from examples.make_checkpoint.tokenizer import save_tokenizer, train_tokenizer
@@ -54,16 +54,16 @@ def _sizes(settings: Settings) -> tuple[tuple[int, ...], int]:
 
 def _prompts(settings: Settings, batch: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(batch)
-    return torch.randint(2, shape(settings).vocab_size, (batch, PROMPT_TOKENS), generator=generator).tolist()
+    return torch.randint(2, shape(settings).vocab_size, (batch, CONTEXTS[0]), generator=generator).tolist()
 
 
 def _lockstep(settings: Settings) -> Rates:
     batches, new_tokens = _sizes(settings)
-    most, tokens = batches[-1], PROMPT_TOKENS + new_tokens + MEANWHILE
+    most, tokens = batches[-1], CONTEXTS[0] + new_tokens + MEANWHILE
     sizes = {"max_total_tokens": most * tokens, "max_running_requests": most}
     with driver(shape(settings), settings.device, dtype=settings.dtype, **sizes) as engine:
         for batch in batches:
-            times = [engine.seconds_per_decode_step(batch, PROMPT_TOKENS, new_tokens) for _ in range(4)]
+            times = [engine.seconds_per_decode_step(batch, CONTEXTS[0], new_tokens) for _ in range(4)]
             yield batch, batch / statistics.median(times[1:])
 
 

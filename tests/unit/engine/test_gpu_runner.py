@@ -106,6 +106,17 @@ def test_requests_decode_together_after_prompts_of_many_steps() -> None:
         assert engine.seconds_per_decode_step(20, 8, 4) > 0
 
 
+def test_a_mixed_step_has_the_chunk_that_its_budget_leaves() -> None:
+    spec = shape(Settings(torch.device("cpu"), 2, dry_run=True))
+    sizes = {"max_total_tokens": 1024, "max_running_requests": 4, "chunked_prefill_size": 8}
+    with driver(spec, torch.device("cpu"), dtype="float32", disable_radix_cache=True, **sizes) as engine:
+        engine.seconds_of_mixed_step(2, 4, 24)
+        before = engine.scheduler.stats.num_steps
+        engine.seconds_of_mixed_step(2, 4, 24)
+        assert engine.scheduler.stats.num_steps - before > 24 / 8
+        assert not engine.scheduler.has_work
+
+
 def test_buckets_of_the_parameter_server_hold_the_tensors_of_a_model_on_a_device(tmp_path: Path) -> None:
     """First runs on a GPU: tensors of the models there were larger than a bucket."""
     folder = checkpoint(tmp_path / "model", torch.device("cuda"))
