@@ -104,7 +104,10 @@ def activations(ops: Ops) -> Iterator[torch.Tensor]:
         yield ops.silu_and_mul(_randn(dtype, tokens, 2 * inner))
         for gates in {1, inner}:
             yield ops.sigmoid_gate(_randn(dtype, tokens, inner), _randn(dtype, tokens, gates + 3)[:, 1:-2])
+        for ranks in (1, 2, 16):
+            yield ops.sum_in_order(_randn(dtype, ranks, tokens, inner))
     _refuses(lambda: ops.silu_and_mul(torch.ones(2, 3)))
+    _refuses(lambda: ops.sum_in_order(torch.ones(0, 3)))
 
 
 def delta_rules(ops: Ops) -> Iterator[torch.Tensor]:

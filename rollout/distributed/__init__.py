@@ -1,1 +1,1 @@
-"""The layout of ranks, and collectives with deadlines.  It imports `rollout.core`."""
+"""The layout of ranks, and collectives with deadlines.  It imports `rollout.core` and `rollout.kernels`."""

@@ -24,10 +24,10 @@ import torch
 
 from rollout.core.errors import FatalError
 from rollout.distributed.transport import Transport
+from rollout.kernels.operators import OPERATORS
 
 _GATHERED_SUM_BYTES = 64 << 10  # up to this size, one round of whole tensors is quicker than two rounds of shares
-
-
+_SUM = OPERATORS["sum_in_order"].registered
 _SPIN_S = 0.002  # a wait for the device polls without a pause for this long
 _PAUSE_S = 0.0002
 
@@ -139,7 +139,7 @@ class Communicator:
         if self.size == 1:
             return tensor
         if tensor.nbytes <= _GATHERED_SUM_BYTES or tensor.shape[0] < self.size:
-            return _sum_in_order(self.all_gather(tensor), tensor.dtype)
+            return _SUM(self.all_gather(tensor))
         counts = share_sizes(tensor.shape[0], self.size)
         return self.all_gather_rows(self.reduce_scatter_rows(tensor, counts), counts)
 
@@ -149,7 +149,7 @@ class Communicator:
             return tensor
         mine = counts[self.rank]
         received = self.all_to_all(tensor, counts, [mine] * self.size)
-        return _sum_in_order(received.view(self.size, mine, *tensor.shape[1:]), tensor.dtype)
+        return _SUM(received.view(self.size, mine, *tensor.shape[1:]))
 
     def send_receive(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
@@ -268,12 +268,3 @@ def unpack_rows(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torc
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _sum_in_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sum over the first dimension, one after the other."""
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part.to(wide)
-    return total.to(dtype)

@@ -223,6 +223,14 @@ def test_activations_match_plain_torch_in_float64(op: Any, dtype: torch.dtype, d
     assert close(op("sigmoid_gate")(hidden.clone(), gate), want, dtype)
 
 
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+def test_sums_over_ranks_have_the_bits_of_plain_torch(
+    ranks: int, op: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    parts = Numbers(dtype, device)(ranks, 33, 768)
+    assert torch.equal(op("sum_in_order")(parts).cpu(), plain.sum_in_order(parts.cpu()))
+
+
 @pytest.mark.parametrize("form", ["plain", "biased and clamped", "unsummed"])
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 def test_experts_match_plain_torch_in_float64(

@@ -3,6 +3,7 @@
 `CASES` of a module: the peculiarity of a case -> its arguments by name, floating-point tensors in float64; defaults
 may be left out.  `stored(ops, arguments)` of a module with matrices: the same with matrices as these operators hold
 them.  `COSTS_WHAT_IT_IS_GIVEN = True`: a call reads and writes whole tensors and multiplies no matrices.
+`TOKEN_AXIS`: the dimension of tensors that counts tokens, where it is not the first.
 
 Shapes: T tokens, D hidden, E experts, K top-k.
 """

@@ -28,8 +28,8 @@ from tests.interpreted import kernels
 from tests.kernels import error, rows_are_independent
 from tests.operators import all_cases, copies, name_of
 
-norm, norm_linear, rotary, silu, gate = map(
-    kernels, ("add_rms_norm", "norm_linear", "qk_norm_rope_store", "silu_and_mul", "sigmoid_gate")
+norm, norm_linear, rotary, silu, gate, sums = map(
+    kernels, ("add_rms_norm", "norm_linear", "qk_norm_rope_store", "silu_and_mul", "sigmoid_gate", "sum_in_order")
 )
 
 plain = plain_ops()
@@ -43,6 +43,7 @@ CASES = {
     "qk_norm_rope_store": (rotary.qk_norm_rope_store, plain.qk_norm_rope_store),
     "silu_and_mul": (silu.silu_and_mul, plain.silu_and_mul),
     "sigmoid_gate": (gate.sigmoid_gate, plain.sigmoid_gate),
+    "sum_in_order": (sums.sum_in_order, plain.sum_in_order),
 }
 
 
@@ -138,6 +139,19 @@ def test_activations_agree_with_float64(dtype: torch.dtype, inner: int) -> None:
     assert worst_error(gate.sigmoid_gate, "sigmoid_gate", hidden, _randn(3, 4, dtype=dtype)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_sums_over_ranks_have_the_bits_of_plain_torch(dtype: torch.dtype, ranks: int) -> None:
+    """A sum in another order, or one that is rounded at each part, has other bits."""
+    parts = _randn(ranks, 3, 700, dtype=dtype) * 10.0 ** torch.arange(ranks).remainder(5).view(-1, 1, 1)
+    for given in (parts.to(dtype), parts.to(dtype).flatten(1)[:, :1], parts.to(dtype)[:, :0]):
+        assert torch.equal(sums.sum_in_order(given), plain.sum_in_order(given))
+    if ranks > 2 and dtype == torch.float32:
+        assert not torch.equal(sums.sum_in_order(parts.to(dtype)), plain.sum_in_order(parts.to(dtype).flip(0)))
+    with pytest.raises(AssertionError):
+        sums.sum_in_order(torch.ones(ranks, 3, dtype=torch.int64))
+
+
 def test_operators_take_tensors_without_rows() -> None:
     nothing, weight = torch.empty(0, 24), torch.ones(24)
     assert norm.add_rms_norm(nothing, None, weight, 1e-6).shape == (0, 24)
@@ -176,6 +190,8 @@ def test_rows_do_not_depend_on_one_another() -> None:
         (rotary, "qk_norm_rope_store", "tl.load(row + partner_at,", "tl.load(row + at,"),
         (silu, "silu_and_mul", "row * row_stride + I + at", "row * row_stride + I - 1 - at"),
         (gate, "sigmoid_gate", "at // GROUP_SIZE", "at % (N // GROUP_SIZE)"),
+        (sums, "sum_in_order", "range(1, N, AT_ONCE)", "range(2, N, AT_ONCE)"),
+        (sums, "sum_in_order", "from_part += size", "from_part += BLOCK"),
     ],
 )  # fmt: skip
 def test_wrong_kernels_are_caught(module: Any, name: str, old: str, new: str, tmp_path: Path) -> None:
@@ -185,6 +201,7 @@ def test_wrong_kernels_are_caught(module: Any, name: str, old: str, new: str, tm
         "qk_norm_rope_store": _heads(torch.float32, True, None),
         "silu_and_mul": (_randn(5, 66),),
         "sigmoid_gate": (_randn(5, 66), _randn(5, 6, seed=1)),
+        "sum_in_order": (_randn(5, 2, 66),),
     }
     assert worst_error(wrong, name, *arguments[name]) > 1e-3
     assert worst_error(CASES[name][0], name, *arguments[name]) < 1e-6

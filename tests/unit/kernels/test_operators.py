@@ -14,7 +14,7 @@ from rollout.kernels.operator import Operator
 from rollout.kernels.operators import OPERATORS
 from rollout.kernels.ops import Ops, plain_ops
 from tests.kernels import error, native_ops, rows_are_independent
-from tests.operators import T, all_cases, as_stored, copies, name_of
+from tests.operators import T, all_cases, as_stored, copies, module_of, name_of
 
 PLAIN = plain_ops()
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -91,9 +91,13 @@ def _has_pools(case: str) -> bool:
 def test_rows_of_every_operator_are_independent(native: Ops, case: str, dtype: torch.dtype) -> None:
     """Tensors of a case with one row a token have T rows.  Operators with pools have tests of their own."""
     arguments = as_stored(case, native, copies(all_cases()[case], dtype))
+    axis = getattr(module_of(name_of(case)), "TOKEN_AXIS", 0)
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
-        of_rows = [x[rows] if isinstance(x, torch.Tensor) and x.shape[0] == T else x for x in arguments.values()]
+        of_rows = [
+            x.index_select(axis, rows) if isinstance(x, torch.Tensor) and x.dim() > axis and x.shape[axis] == T else x
+            for x in arguments.values()
+        ]
         result = getattr(native, name_of(case))(*of_rows)
         return torch.cat([x.double() for x in (result if isinstance(result, tuple) else (result,))], dim=1)
 
