@@ -58,8 +58,19 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
+class PeerSums(Protocol):
+    """Sums of small tensors in memory that all ranks see: `rollout.distributed.peer_memory.PeerMemory`."""
+
+    def takes(self, tensor: torch.Tensor) -> bool: ...
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+
 class Communicator:
-    """The collectives of one group: `host` is None for a group of one, `device` serves tensors in device memory."""
+    """The collectives of one group: `host` is None for a group of one, `device` serves tensors in device memory.
+
+    `peers`: sums small tensors in device memory in the place of `device`, where it is set.
+    """
 
     def __init__(
         self,
@@ -76,6 +87,7 @@ class Communicator:
         self.counts: dict[str, CollectiveCount] = {}
         self.broken: RankLostError | None = None  # the first failure
         self.host, self.device = host, device
+        self.peers: PeerSums | None = None
 
     # --- tensors ----------------------------------------------------------------------------------------------------
 
@@ -138,6 +150,10 @@ class Communicator:
         """Return the sum over all ranks, added in rank order, as a new tensor; a group of one returns `tensor`."""
         if self.size == 1:
             return tensor
+        if self.peers is not None and is_on_device(tensor) and self.peers.takes(tensor):
+            self._require_whole("all_reduce")
+            self._count("all_reduce", tensor.nbytes)  # the others read it where it is
+            return self.peers.sum(tensor)
         if tensor.nbytes <= _GATHERED_SUM_BYTES or tensor.shape[0] < self.size:
             return _SUM(self.all_gather(tensor))
         counts = share_sizes(tensor.shape[0], self.size)
@@ -224,15 +240,18 @@ class Communicator:
     def _run(self, verb: str, num_bytes: int, tensor: torch.Tensor, call: Callable[[Transport], None]) -> None:
         """Count the collective and run `call` with the transport for `tensor`.  Raises `RankLostError` if it fails."""
         self._require_whole(verb)
-        count = self.counts.setdefault(verb, CollectiveCount())
-        count.calls += 1
-        count.num_bytes += num_bytes
+        self._count(verb, num_bytes)
         transport = self.device if is_on_device(tensor) else self.host
         assert transport is not None, f"group {self.name!r} has no transport for tensors on {tensor.device}"
         try:
             call(transport)
         except RuntimeError as error:
             raise self._lost(verb, str(error)) from error
+
+    def _count(self, verb: str, num_bytes: int) -> None:
+        count = self.counts.setdefault(verb, CollectiveCount())
+        count.calls += 1
+        count.num_bytes += num_bytes
 
     def _require_whole(self, verb: str) -> None:
         if self.broken is not None:

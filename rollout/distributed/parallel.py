@@ -18,7 +18,7 @@ from functools import partial
 import torch.distributed as dist
 
 from rollout.core.errors import StartupError
-from rollout.distributed.communicator import Communicator, DeviceEvent
+from rollout.distributed.communicator import Communicator, DeviceEvent, PeerSums
 from rollout.distributed.layout import ParallelLayout, RankPosition
 from rollout.distributed.transport import Transport, gloo_transport
 
@@ -27,6 +27,8 @@ _HAVE_TENSORS = ("tp", "attn_tp", "attn_dp")
 
 # Makes the transport of a group from its store, this rank in it, its size, and the seconds that a call may take.
 MakeTransport = Callable[[dist.Store, int, int, float], Transport]
+# Opens memory that the ranks of a group share; None on all of them where it cannot be shared.
+ConnectPeers = Callable[[Communicator], PeerSums | None]
 
 
 def _alone(name: str) -> Communicator:
@@ -69,12 +71,13 @@ def join(
     weight_timeout_s: float = COLLECTIVE_TIMEOUT_S,
     loopback: bool = True,
     device_transport: MakeTransport | None = None,
+    connect_peers: ConnectPeers | None = None,
 ) -> Parallel:
     """Form all groups; every rank of the world calls this once with the same `store`.
 
     `weight_timeout_s`: deadline in `weight_io`, whose members may come as late as a bucket.  `loopback`: all ranks are
-    on this machine.  `device_transport`: connects devices, where the model is not in host memory.  Raises
-    `StartupError` when the others do not come.
+    on this machine.  `device_transport`: connects devices, where the model is not in host memory.  `connect_peers`:
+    gives groups with devices memory for small sums.  Raises `StartupError` when the others do not come.
     """
     here = layout.position(world_rank)
     replica = [here.replica * layout.tp_size + rank for rank in range(layout.tp_size)]
@@ -88,7 +91,9 @@ def join(
         "weight_io": world,
     }
     host_transport = partial(gloo_transport, loopback=loopback)
-    on_devices: dict[tuple[int, ...], Transport] = {}  # by ranks: groups of the same ranks share a transport
+    # By ranks: groups of the same ranks share a transport, and memory.
+    on_devices: dict[tuple[int, ...], Transport] = {}
+    in_memory: dict[tuple[int, ...], PeerSums | None] = {}
 
     def connected(kind: str, make: MakeTransport, ranks: list[int], seconds: float) -> Transport:
         name = f"{kind}/" + ".".join(map(str, ranks))
@@ -103,7 +108,12 @@ def join(
             if (key := tuple(ranks)) not in on_devices:
                 on_devices[key] = connected(f"{name} on devices", device_transport, ranks, seconds)
             device = on_devices[key]
-        return Communicator(name, ranks.index(world_rank), len(ranks), host, device, seconds)
+        made = Communicator(name, ranks.index(world_rank), len(ranks), host, device, seconds)
+        if device is not None and connect_peers is not None:
+            if (key := tuple(ranks)) not in in_memory:
+                in_memory[key] = connect_peers(made)
+            made.peers = in_memory[key]
+        return made
 
     try:
         groups = {name: communicator(name, ranks) for name, ranks in members.items()}

@@ -30,6 +30,7 @@ from rollout.distributed.communicator import RankLostError
 from rollout.distributed.layout import layout_of
 from rollout.distributed.nccl import nccl_transport
 from rollout.distributed.parallel import COLLECTIVE_TIMEOUT_S, Parallel, join
+from rollout.distributed.peer_memory import connect_peers
 from rollout.engine.build import build_scheduler
 from rollout.engine.device import claim_device, with_device
 from rollout.engine.rendezvous import check_in, open_store
@@ -132,10 +133,16 @@ def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str 
         weight_timeout_s=weight_timeout_s,
         loopback=args.nnodes == 1,
         device_transport=partial(nccl_transport, device=device) if device.type == "cuda" else None,
+        connect_peers=partial(connect_peers, device=device) if _may_share_memory(args, device) else None,
     )
     if rank == 0 and secret is not None:
         store.delete_key(_OUTPUT_KEY)  # all have read it
     return parallel, output_addr, secret
+
+
+def _may_share_memory(args: ServerArgs, device: torch.device) -> bool:
+    """Return whether ranks may sum in memory of one another's devices, which all are on one machine then."""
+    return device.type == "cuda" and args.nnodes == 1 and not args.disable_custom_all_reduce
 
 
 def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Parallel) -> int:

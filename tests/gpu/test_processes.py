@@ -28,6 +28,7 @@ from rollout.core.messages.weights import (
     WeightsCheckerReqInput,
 )
 from tests.gpu.engines import checkpoint, engine
+from tests.gpu.needs import need_cuda
 from tests.model_zoo import logical_tensors
 from tests.scheduler_harness import Harness
 from tests.tensor_sender import TensorSender
@@ -165,3 +166,19 @@ def test_memory_is_not_shared_by_expandable_segments(device: torch.device) -> No
     """Handles of such memory cannot be opened by torch's reductions; the runner turns them off."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     assert device.type == "cpu" or "expandable_segments:True" not in settings
+
+
+def test_two_processes_sum_in_memory_that_both_see(device: torch.device, tmp_path: Path) -> None:
+    """The sum of two ranks as one kernel, also captured and replayed; NCCL does not put two ranks on one device."""
+    need_cuda(device, "memory of a device that two processes see")
+    words = [sys.executable, "-m", "tests.gpu.peer_sums"]
+    ranks = [
+        subprocess.Popen([*words, str(rank), "2", str(tmp_path / "store")], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=WAIT_S)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)[-4000:]

@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "ranks and machines": (
         *("tp_size", "ep_size", "dp_size", "enable_dp_attention", "moe_a2a_backend", "deepep_mode", "nnodes"),
-        *("node_rank", "dist_init_addr", "pp_size"),
+        *("node_rank", "dist_init_addr", "pp_size", "disable_custom_all_reduce"),
     ),
 }
 """Every setting, once: a title of the help, and its flags in the order of the help."""

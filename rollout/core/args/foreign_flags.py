@@ -56,7 +56,7 @@ SWITCHES = frozenset(
         *("log_requests", "show_time_cost", "collect_tokens_histogram", "enable_cache_report"),
         *("enable_two_batch_overlap", "enable_dp_lm_head", "disable_fast_image_processor"),
         # both
-        *("trust_remote_code", "disable_custom_all_reduce"),
+        "trust_remote_code",
         # vLLM
         *("disable_log_requests", "enable_log_requests", "disable_log_stats", "enable_log_outputs"),
         *("disable_uvicorn_access_log", "disable_frontend_multiprocessing", "async_scheduling"),

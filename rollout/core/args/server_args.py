@@ -112,6 +112,9 @@ class ServerArgs:
         "finish each step before the next is launched; default: on a CPU. Use --enable-overlap-schedule to overlap "
         "steps on a CPU, too",
     )
+    disable_custom_all_reduce: bool = _arg(
+        False, "sum small tensors of several GPUs by NCCL, not in memory of one another's devices"
+    )
     max_state_rows: int | None = _arg(
         None,
         "rows of the state pool of a model with gated delta layers. Each running request and each prefix snapshot "

@@ -27,10 +27,15 @@ def settings(words: list[str]) -> ServerArgs:
 
 def test_the_flags_that_torchrl_passes_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     argv = "--model-path m --host 127.0.0.1 --port 4000 --tp-size 2 --dp-size 1 --base-gpu-id 0 --disable-cuda-graph"
-    args = settings(serve_words([*argv.split(), "--disable-custom-all-reduce"]))
+    args = settings(serve_words([*argv.split(), "--disable-custom-all-reduce", "--enable-p2p-check"]))
     assert (args.model_path, args.port, args.tp_size, args.disable_cuda_graph) == ("m", 4000, 2, True)
+    assert args.disable_custom_all_reduce
     said = capsys.readouterr().err
-    assert "--disable-custom-all-reduce" in said and "--disable-cuda-graph" not in said
+    assert (
+        "--enable-p2p-check" in said
+        and "--disable-custom-all-reduce" not in said
+        and "--disable-cuda-graph" not in said
+    )
 
 
 def test_short_names_and_equals_signs() -> None:
