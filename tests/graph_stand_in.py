@@ -14,6 +14,7 @@ included:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +33,19 @@ class CaptureError(RuntimeError):
     """A capture did what no capture may."""
 
 
-_under_way: list[_Capture] = []
+class _Thread(threading.local):
+    """The captures under way on this thread, each rank's: at most one."""
+
+    def __init__(self) -> None:
+        self.captures: list[_Capture] = []
+
+
+_here = _Thread()
 
 
 def is_capturing() -> bool:
     """Return whether a capture is under way, as `torch.cuda.is_current_stream_capturing` does."""
-    return bool(_under_way)
+    return bool(_here.captures)
 
 
 def forbid_in_capture(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,8 +63,8 @@ def launch(kernel: Callable[[], None]) -> None:
     """Run a kernel that is not an operator of torch; one that is launched in a capture runs at every replay, too."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         kernel()
-    if _under_way:
-        _under_way[-1].calls.append(_Call(kernel, (), {}, []))
+    if _here.captures:
+        _here.captures[-1].calls.append(_Call(kernel, (), {}, []))
 
 
 @dataclass
@@ -91,16 +99,16 @@ class _Capture(TorchDispatchMode):
         return False
 
     def __enter__(self) -> _Capture:
-        if _under_way:
+        if _here.captures:
             raise CaptureError("a capture in a capture")
-        _under_way.append(self)
+        _here.captures.append(self)
         self._traps.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._traps.__exit__(*error)
-        _under_way.remove(self)
+        _here.captures.remove(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -22,7 +22,7 @@ from rollout.core.messages.io_struct import (
     TokenizedGenerateReqInput,
 )
 from rollout.distributed.layout import layout_of
-from rollout.distributed.parallel import join
+from rollout.distributed.parallel import MakeTransport, join
 from rollout.engine.build import build_scheduler
 from rollout.scheduler.channel import LocalChannel
 from rollout.scheduler.scheduler import Scheduler
@@ -34,9 +34,12 @@ COLLECTIVE_S = 30.0
 
 
 class ParallelHarness(Harness):
-    """A harness of several ranks: `channel` and `scheduler` are rank 0's, `schedulers` all by rank.  Close it."""
+    """A harness of several ranks: `channel` and `scheduler` are rank 0's, `schedulers` all by rank.  Close it.
 
-    def __init__(self, model_path: Path | str, **settings: Any) -> None:
+    `device_transport`: see `join`.
+    """
+
+    def __init__(self, model_path: Path | str, device_transport: MakeTransport | None = None, **settings: Any) -> None:
         defaults: dict[str, Any] = {
             "dtype": "float64",
             "max_total_tokens": 4096,
@@ -54,7 +57,14 @@ class ParallelHarness(Harness):
         self.num_dp_ranks = self.args.dp_size
 
         def build(rank: int) -> Any:
-            parallel = join(layout, rank, store, timeout_s=COLLECTIVE_S, weight_timeout_s=COLLECTIVE_S)
+            parallel = join(
+                layout,
+                rank,
+                store,
+                timeout_s=COLLECTIVE_S,
+                weight_timeout_s=COLLECTIVE_S,
+                device_transport=device_transport,
+            )
             return build_scheduler(self.args, self.channels[rank], None, parallel)
 
         built = self._on_all(build)

@@ -12,10 +12,19 @@ Shapes: L MoE layers, K top-k, T tokens, B decoding requests, X extending reques
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+
+class StepKind(enum.IntEnum):
+    """The kinds of steps that captures tell apart.  A step of several ranks is of the least kind of any rank."""
+
+    GIVEN_ROUTES = 0  # routers follow, in some rows
+    PROMPTS = 1  # with or without requests that decode
+    DECODE = 2  # alone, or nothing at all
 
 
 class StateOperands(NamedTuple):
@@ -83,6 +92,8 @@ class ForwardBatch:
     window: WindowOperands | None = None  # None: window layers use the main KV pool
 
     global_num_tokens: list[int] | None = None  # tokens of every attention-DP rank in this step; None with only one
+    kind_everywhere: StepKind = StepKind.GIVEN_ROUTES
+    """The least kind of all attention-DP ranks.  It is read where there are several."""
 
     def kv_slots(self, window: int | None) -> torch.Tensor:
         """Return the slots that the step's tokens write in a layer with this window; None: a layer without a window."""

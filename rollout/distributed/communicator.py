@@ -120,11 +120,11 @@ class Communicator:
         most = max(counts)
         if most == 0:
             return tensor
+        if min(counts) == most:
+            return self.all_gather(tensor).flatten(0, 1)
         padded = tensor.new_zeros(most, *tensor.shape[1:])
         padded[: tensor.shape[0]] = tensor
         gathered = self.all_gather(padded)
-        if min(counts) == most:
-            return gathered.flatten(0, 1)
         return torch.cat([rows[:count] for rows, count in zip(gathered, counts)])
 
     def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:

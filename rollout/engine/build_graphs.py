@@ -11,9 +11,10 @@ from rollout.attention.base import AttentionBackend
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import StartupError
+from rollout.executor.captures import GraphPool
 from rollout.executor.cuda_graph import graph_pools
 from rollout.executor.graph_buffers import GraphBuffers
-from rollout.executor.graph_runner import GraphPool, GraphRunner, graph_batch_sizes
+from rollout.executor.graph_runner import GraphRunner, graph_batch_sizes
 from rollout.executor.model_runner import ModelRunner
 from rollout.kernels.ops import Ops
 from rollout.memory.available import available_memory_bytes
@@ -34,11 +35,17 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
     new_pool = None if args.disable_cuda_graph else graph_pools(device)
     if new_pool is None:
         return
-    reason = obstacle(runner.state.model, runner.attention, ops)
-    if reason is not None:
+    model = runner.state.model
+    reason = obstacle(model, runner.attention, ops)
+    sizes, why_no_larger = captured_sizes(args, model)
+    agreed = min(count for (count,) in model.parallel.tp.gather_ints([0 if reason else len(sizes)]))
+    if not agreed:
+        reason = reason or why_no_larger or "another rank of the engine cannot"
         say(f"steps are not captured, decoding is slower: {reason}", "WARNING")
         return
-    sizes = _sizes(args)
+    sizes = sizes[:agreed]
+    if why_no_larger is not None:
+        say(f"steps of more than {sizes[-1]} requests are not captured: {why_no_larger}", "WARNING")
     say(f"capturing steps of {_ranges(sizes)} requests")
     before, began = available_memory_bytes(device), time.monotonic()
     graphs = runner.graphs = _graphs(runner, cache, sampler, sizes, new_pool)
@@ -54,12 +61,10 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
 
 def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -> str | None:
     """Return why no step of this engine can be captured; None if steps can be captured."""
-    if not model.dispatcher.graph_safe:
-        return f"{type(model.dispatcher).__name__} plans each step on the host"
-    if model.parallel.layout.world_size > 1:
-        return "the ranks of an engine exchange parts of sums in each layer"
     if not ops.graph_safe:
         return "layers run on plain torch, which waits for the device"
+    if model.parallel.layout.ep_size > 1 and not ops.takes_empty_slots:
+        return "the operator of the experts takes no empty slots, and waits for the number of filled ones"
     if any(layer is not None for layer in model.state_layers):
         return "the model has recurrent layers"
     if attention.for_graph(1) is None:
@@ -67,17 +72,29 @@ def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -
     return None
 
 
+def captured_sizes(args: ServerArgs, model: DecoderForCausalLM) -> tuple[list[int], str | None]:
+    """Return the numbers of requests to capture, ascending, and why larger steps cannot be captured, if so."""
+    sizes = _sizes(args)
+    for place, size in enumerate(sizes):
+        reason = model.capture_obstacle(size)
+        if reason is not None:
+            return sizes[:place], reason
+    return sizes, None
+
+
 def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
     """Estimate the device memory that `capture_all` will take, as the KV pool is sized before.  Not measured so far.
 
     The intermediate results of the largest step, with several copies of its logits in float32, are held once for all
-    sizes.  The driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.
+    sizes.  A rank's experts may get the tokens of all attention-DP ranks.  The driver holds each kernel of each
+    recording, about 25 a layer, in some 2 KiB.
     """
     if args.disable_cuda_graph or graph_pools(torch.device(args.device)) is None:
         return 0
     config, sizes = model.config, _sizes(args)
     kernels = (25 * len(config.layers) + 50) * len(sizes)
-    return 4 * sizes[-1] * (4 * config.vocab_size + 64 * config.hidden_size) + kernels * 2048
+    hidden = 64 * config.hidden_size * model.parallel.layout.attn_dp_size
+    return 4 * sizes[-1] * (4 * config.vocab_size + hidden) + kernels * 2048
 
 
 def _sizes(args: ServerArgs) -> list[int]:

@@ -11,8 +11,8 @@ Each size has two recordings.  One is the forward, which writes the routers' cho
 head and sampling, with the log-probabilities.  A step whose rows ask for more than a token and its log-probability
 replays only the first.
 
-A recording reads weights, KV and expert tables at their addresses during the capture.  They keep their addresses under
-a refresh, and tables change in place, so it holds for every version.  If something did move, the step is captured anew.
+The ranks of an engine exchange tensors within a recording, of sizes that padding fixes.  They replay together: each
+takes the size for the rank with the most tokens, also if it has none itself, and plays padding.
 
 Shapes: n requests of a step, D hidden, L MoE layers, K top-k.
 """
@@ -20,36 +20,21 @@ Shapes: n requests of a step, D hidden, L MoE layers, K top-k.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from capture.capturer import RoutedExpertsCapturer
 from rollout.attention.base import AttentionBackend
 from rollout.core.errors import FatalError
-from rollout.core.forward_batch import ForwardBatch
+from rollout.core.forward_batch import ForwardBatch, StepKind
 from rollout.core.sampling_params import SamplingParams
+from rollout.executor.captures import Conditions, GraphPool, Replay, forward_into
 from rollout.executor.graph_buffers import GraphBuffers
-from rollout.layers.context import ForwardContext
-from rollout.model.model_state import ModelState, ServingEpoch
-from rollout.model.weight_loading import weight_tensors
+from rollout.model.model_state import ModelState
 from rollout.sampling.base import SampledTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
-
-Replay = Callable[[], None]
-
-
-class GraphPool(Protocol):
-    """Recordings that share the memory of their intermediate results: one is played at a time."""
-
-    def capture(self, run: Callable[[], None]) -> Replay:
-        """Record the kernels that `run` launches.  The returned function launches them again, on the same memory.
-
-        `run` is called several times.  It reads and writes tensors that outlive it, waits for nothing on the device,
-        and allocates nothing whose size depends on numbers there.  Memory that it allocates must not be read after it.
-        """
 
 
 class StepPlan:
@@ -99,9 +84,7 @@ class GraphRunner:
         self._new_pool = new_pool
         self._pool = new_pool()
         self._captured: dict[int, _Captured] = {}
-        self._weights = weight_tensors(state.model)
-        self._seen: tuple[ServingEpoch | None, int, bool] = (None, 0, False)  # at the last check of `_holds_for`
-        self._holds_for: Hashable = None  # the conditions of the recordings
+        self._conditions = Conditions(state)
         self._plan: StepPlan | None = None  # of the step whose inputs are in the buffers
         self._plain_of: SamplingBatchInfo | None = None  # its rows are in the buffers
         self._samples = sampler.plain_rows(_one_row(state), buffers.outputs.hidden.device) is not None
@@ -116,7 +99,7 @@ class GraphRunner:
         """Replay the step and return copies of its hidden states [n, D] and, `with_routes`, its logical ids [n, L, K].
 
         Returns None for steps that are never captured: with prompts, forced routes or recurrent states, or with more
-        requests than the largest size.
+        requests than the largest size.  The ranks of an engine all replay the step or all get None.
         """
         plan = self.plan(batch, with_routes)
         if plan is None:
@@ -145,15 +128,27 @@ class GraphRunner:
     def plan(self, batch: ForwardBatch, with_routes: bool) -> StepPlan | None:
         """Fill the buffers with the step and plan its attention; None if `forward` returns None for it."""
         self._plan = None
-        count = batch.num_tokens
-        is_captured = 0 < count <= self.sizes[-1] and not batch.extend_lens
-        if not is_captured or batch.forced_routes is not None or batch.states is not None:
+        size = self._size_for(batch)
+        if size is None:
             return None
         self._renew(with_routes)
-        size = self.sizes[bisect_left(self.sizes, count)]
         step = self._captured.get(size) or self._capture(size, with_routes)
         self._buffers.fill(batch)
-        return self._planned(step, size, count)
+        return self._planned(step, size, batch.num_tokens)
+
+    def _size_for(self, batch: ForwardBatch) -> int | None:
+        """Return the size that the step is padded to, or None if it is not replayed; the same on all ranks.
+
+        Ranks exchange tensors within the recording, so all replay one size: the one for the rank with the most tokens.
+        """
+        counts = batch.global_num_tokens
+        if counts is None:
+            counts, decodes = [batch.num_tokens], not batch.extend_lens and batch.forced_routes is None
+        else:
+            decodes = batch.kind_everywhere is StepKind.DECODE
+        if not decodes or batch.states is not None or not 0 < max(counts) <= self.sizes[-1]:
+            return None
+        return self.sizes[bisect_left(self.sizes, max(counts))]
 
     def plan_padding(self, size: int) -> StepPlan:
         """Plan a step of a captured `size` without any request: all of its rows are padding."""
@@ -162,6 +157,7 @@ class GraphRunner:
 
     def _planned(self, step: _Captured, size: int, count: int) -> StepPlan:
         step.attention.plan(step.batch)
+        self._state.model.plan_replay(step.batch)
         self._plan = StepPlan(size, count)
         return self._plan
 
@@ -191,16 +187,10 @@ class GraphRunner:
         return True
 
     def _renew(self, with_routes: bool) -> None:
-        """Drop the recordings if their addresses or settings no longer hold.  Checked once for each epoch."""
-        epoch, placement = self._state.epoch, self._state.placement
-        if self._seen[0] is epoch and self._seen[1:] == (placement.epoch, with_routes):
-            return
-        self._seen = epoch, placement.epoch, with_routes
-        holds_for = with_routes, placement.form, tuple(tensor.data_ptr() for tensor in self._weights)
-        if holds_for != self._holds_for:
+        """Drop the recordings if they no longer hold."""
+        if self._conditions.have_changed(with_routes):
             self._captured.clear()
             self._pool = self._new_pool()
-            self._holds_for = holds_for
 
     def _capture(self, size: int, with_routes: bool) -> _Captured:
         attention = self._attention.for_graph(size)
@@ -208,16 +198,14 @@ class GraphRunner:
         buffers, outputs, model = self._buffers, self._buffers.outputs, self._state.model
         buffers.clear()
         batch = buffers.batch(size)
+        if model.parallel.attn_dp.size > 1:
+            batch.global_num_tokens = [size] * model.parallel.attn_dp.size
         attention.plan(batch)
-        hooks = [self._capturer.record] if with_routes else []
-        context = ForwardContext(batch, attention, hooks)
         rows, positions = buffers.plain_rows(size)
+        routes = outputs.routes[:size] if with_routes else None
 
         def forward() -> None:
-            self._capturer.begin_step_in(outputs.routes[:size])
-            outputs.hidden[:size].copy_(model(batch, context))
-            if with_routes:
-                self._capturer.finish_step()
+            forward_into(self._state, self._capturer, batch, attention, outputs.hidden[:size], routes)
 
         def sample() -> None:
             logits = model.compute_logits(outputs.hidden[:size])

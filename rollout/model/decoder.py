@@ -7,6 +7,8 @@ Shapes: T tokens, N rows whose logits are wanted, D hidden, V vocabulary, rd rot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from eplb.placement import ExpertPlacement
@@ -97,10 +99,7 @@ class Decoder(Layer):
                 self._rotary[layer.rotary] = RotaryTable(layer.rotary, config.max_position_embeddings, build)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
-        if self._layout.tp_size > 1:
-            tokens = batch.global_num_tokens or [batch.num_tokens]
-            scattered = self._dispatcher.scatters_tokens
-            self._dispatcher.plan_step(tokens_by_rank(self._layout, tokens, scattered=scattered))
+        self.plan_exchange(batch)
         angles: dict[RotarySpec | None, torch.Tensor] = {}
         for rotary, table in self._rotary.items():
             angles[rotary] = table.angles(batch.positions)
@@ -108,6 +107,18 @@ class Decoder(Layer):
         for layer in self.layers:
             hidden_TD = layer(residual_TD, hidden_TD, angles.get(layer.rotary), context)
         return self.norm(residual_TD, hidden_TD)
+
+    def plan_exchange(self, batch: ForwardBatch) -> None:
+        """Prepare the dispatcher for the tokens that the ranks bring.  A replay of a captured forward needs it, too."""
+        if self._layout.tp_size > 1:
+            self._dispatcher.plan_step(self._tokens_by_rank(batch.global_num_tokens or [batch.num_tokens]))
+
+    def capture_obstacle(self, num_tokens: int) -> str | None:
+        """Return why a forward of `num_tokens` tokens on every attention-DP rank cannot be captured; None if it can."""
+        return self._dispatcher.capture_obstacle(self._tokens_by_rank([num_tokens] * self._layout.attn_dp_size))
+
+    def _tokens_by_rank(self, tokens_by_dp_rank: Sequence[int]) -> list[int]:
+        return tokens_by_rank(self._layout, tokens_by_dp_rank, scattered=self._dispatcher.scatters_tokens)
 
 
 class DecoderForCausalLM(Layer):
@@ -155,6 +166,20 @@ class DecoderForCausalLM(Layer):
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         """Return the final-normed hidden states [T, D] of the step's tokens."""
         return self.model(batch, context)
+
+    def plan_replay(self, batch: ForwardBatch) -> None:
+        """Prepare for a replay of the captured forward of `batch`, in the place of a call."""
+        self.model.plan_exchange(batch)
+
+    def capture_obstacle(self, num_tokens: int) -> str | None:
+        """Return why a step of `num_tokens` tokens on every attention-DP rank cannot be captured; None if it can.
+
+        The answer is the same on all ranks.
+        """
+        exchanges = self.parallel.layout.tp_size > 1
+        if exchanges and self.parallel.tp.device is None:
+            return "the ranks of the engine exchange tensors through the host"
+        return self.model.capture_obstacle(num_tokens)
 
     def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] in the model's dtype."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from rollout.core.console import say
 from rollout.core.errors import BadRequest, FatalError, LockstepError, Unavailable, status_of
+from rollout.core.forward_batch import StepKind
 from rollout.core.messages.io_struct import AbortReqInput, BatchTokenOutput, SchedulerInput, TokenizedGenerateReqInput
 from rollout.core.messages.message import ControlReqInput, ControlReqOutput, failure
 from rollout.core.messages.req_output import FinishReason, ReqOutput
@@ -33,7 +34,7 @@ from rollout.scheduler.req import Req
 from rollout.scheduler.seeds import SeedSource
 from rollout.scheduler.serving_state import ServingState
 from rollout.scheduler.stats import StepStats
-from rollout.scheduler.step import InFlight, StepRunner
+from rollout.scheduler.step import InFlight, RankCounts, StepRunner
 from rollout.scheduler.stop import StopChecker
 
 _IDLE_WAIT_MS = 200
@@ -201,9 +202,9 @@ class Scheduler:
         if self.has_work:
             epoch = self.runner.state.epoch.weight_epoch
             plan = self._policy.plan(epoch, self._retract, self.finish_step, begins=self.serving.may_begin)
-        counts = None if self._is_alone else self._token_counts(plan.num_tokens)
+        counts = None if self._is_alone else self._rank_counts(plan)
         stats.phase("plan")
-        if plan.is_empty and not any(counts or ()):
+        if plan.is_empty and (counts is None or not any(counts.tokens)):
             return None
         step = self._steps.launch(plan, counts, stats.phase)
         for req in step.completed:
@@ -212,14 +213,12 @@ class Scheduler:
             self.queues.enter_launch(step.completed, step.ending)
         return step
 
-    def _token_counts(self, mine: int) -> list[int]:
-        """Return the number of tokens of each data-parallel rank.
-
-        If one rank has tokens, all ranks take part in the step, as experts are on all of them.
-        """
-        counts = [count for (count,) in self.parallel.attn_dp.gather_ints([mine])]
-        self._engine_busy = any(counts)
-        return counts
+    def _rank_counts(self, plan: StepPlan) -> RankCounts:
+        """Return the tokens of each data-parallel rank.  All take part in a step, as experts are on all of them."""
+        told = self.parallel.attn_dp.gather_ints([plan.num_tokens, self._steps.kind_of(plan)])
+        tokens = [count for count, _ in told]
+        self._engine_busy = any(tokens)
+        return RankCounts(tokens, StepKind(min(kind for _, kind in told)))
 
     def _finish(self, step: InFlight) -> None:
         """Run the second half: records, finished requests, messages."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rollout.core.forward_batch import ForwardBatch
+from rollout.core.forward_batch import ForwardBatch, StepKind
 from rollout.core.host_copy import HostCopies, to_device
 from rollout.core.messages.req_output import FinishReason
 from rollout.executor.input_builder import ExtendInput, build_forward_batch
@@ -44,6 +44,16 @@ class Sampled(NamedTuple):
     rows: SampledRows
     tokens: SampledTokens
     last: Sequence[int]
+
+
+class RankCounts(NamedTuple):
+    """The tokens of each attention-DP rank in a step, and the least kind of step that any of them has.
+
+    Ranks replay a captured step together or not at all, so each of them knows both.
+    """
+
+    tokens: list[int]
+    kind: StepKind
 
 
 class InFlight(NamedTuple):
@@ -117,17 +127,18 @@ class StepRunner:
 
     # --- first half -----------------------------------------------------------------------------------------------
 
-    def launch(self, plan: StepPlan, global_num_tokens: list[int] | None, phase: Callable[[str], None]) -> InFlight:
+    def launch(self, plan: StepPlan, counts: RankCounts | None, phase: Callable[[str], None]) -> InFlight:
         """Enqueue the step on the device.  `phase(name)` is called when a part of a phase of `StepStats` has ended."""
-        step = self._enqueue(plan, global_num_tokens, phase)
+        step = self._enqueue(plan, counts, phase)
         pool = self._cache.pool
         return step.brought(pool.device) if pool.is_apart else step
 
-    def _enqueue(self, plan: StepPlan, global_num_tokens: list[int] | None, phase: Callable[[str], None]) -> InFlight:
+    def _enqueue(self, plan: StepPlan, counts: RankCounts | None, phase: Callable[[str], None]) -> InFlight:
         extends, decodes, pool = plan.extends, plan.decodes, self._cache.pool
         epoch = self._runner.state.epoch
         batch = self._build(plan, epoch)
-        batch.global_num_tokens = global_num_tokens
+        if counts is not None:
+            batch.global_num_tokens, batch.kind_everywhere = counts
         phase("build")
         hidden_TD, routes = self._runner.forward(batch)
         if plan.is_empty:  # another rank's tokens needed this one's experts
@@ -184,6 +195,12 @@ class StepRunner:
             last = [row for row, req in enumerate(reqs) if counts[row] + 1 >= req.sampling_params.max_new_tokens]
             sampled.append(Sampled(rows, tokens, last))
         return logits_NV[len(reqs) :]
+
+    def kind_of(self, plan: StepPlan) -> StepKind:
+        """Return the kind of this rank's step."""
+        if self._replays(plan):
+            return StepKind.GIVEN_ROUTES
+        return StepKind.PROMPTS if plan.extends else StepKind.DECODE
 
     def _replays(self, plan: StepPlan) -> bool:
         """Return whether a request of the step has routes to replay."""

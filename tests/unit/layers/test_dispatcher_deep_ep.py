@@ -117,7 +117,9 @@ def test_steps_alternate_between_modes_by_the_largest_rank(
             batch.ids_TK, batch.weights_TK = (t[:1].repeat(pair[rank], 1) for t in (batch.ids_TK, batch.weights_TK))
             sent = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
             out = forward(dispatcher, rank, batch)
-            found.append((type(sent.handle[0]), dispatcher.graph_safe, torch.equal(out, expected(batch))))
+            found.append(
+                (type(sent.handle[0]), dispatcher.capture_obstacle(pair) is None, torch.equal(out, expected(batch)))
+            )
         return found
 
     for found in with_dispatcher(api, 2, work):
@@ -153,7 +155,7 @@ def test_shapes_of_steps_that_can_be_captured_do_not_depend_on_routes(api: str, 
             made = batches(case, num_ranks, HIDDEN[api])
             batch = made[parallel.tp.rank]
             dispatcher.plan_step([len(other.hidden_TD) for other in made])
-            assert dispatcher.graph_safe
+            assert dispatcher.capture_obstacle([len(other.hidden_TD) for other in made]) is None
             sent = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
             shapes |= {tuple(sent.hidden_RD.shape), tuple(sent.local_physical_ids_RS.shape)}
             dispatcher.combine(experts_of_rank(sent, parallel.tp.rank * dispatcher.shape.slots_per_rank), sent.handle)

@@ -97,13 +97,15 @@ def test_all_to_all_waits_once_a_layer_for_all_counts(size: int) -> None:
 
 def test_what_can_be_captured_says_so() -> None:
     def work(parallel: Parallel) -> tuple[bool, bool]:
-        return all_tokens(parallel).graph_safe, all_to_all(parallel).graph_safe
+        made = all_tokens(parallel), all_to_all(parallel)
+        first, second = (dispatcher.capture_obstacle([4, 4]) is None for dispatcher in made)
+        return first, second
 
     layout = ParallelLayout(tp_size=2, ep_size=2)
-    assert run_ranks(layout, work, 20.0, stand_in_transport) == [(True, False)] * 2
-    assert run_ranks(layout, work, 20.0) == [(False, False)] * 2  # over gloo, which no graph captures
     groups = ParallelLayout(tp_size=2, dp_size=2, ep_size=2, enable_dp_attention=True)
-    assert run_ranks(groups, work, 20.0, stand_in_transport) == [(False, False)] * 2
+    for sizes in (layout, groups):
+        assert run_ranks(sizes, work, 20.0, stand_in_transport) == [(True, False)] * 2
+        assert run_ranks(sizes, work, 20.0) == [(False, False)] * 2  # over gloo, which no graph captures
 
 
 class CountsWithBincount(AllToAllDispatcher):

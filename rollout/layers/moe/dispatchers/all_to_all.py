@@ -11,6 +11,7 @@ Shapes: T tokens of this rank, D hidden, K top-k, G ranks, A = T * K pairs, R pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,9 @@ class AllToAllDispatcher(Dispatcher):
         self._tp = parallel.tp
         self._ranks_G = torch.arange(layout.ep_size, device=device)
         self._num_local_experts = num_physical_experts // layout.ep_size
+
+    def capture_obstacle(self, tokens_by_rank: Sequence[int]) -> str | None:
+        return "the all_to_all dispatcher waits for the counts of all ranks in each layer"
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor

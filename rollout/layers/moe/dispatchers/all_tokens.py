@@ -30,11 +30,12 @@ class AllTokensDispatcher(Dispatcher):
         self._first_slot = parallel.position.ep_rank * self._num_local_experts
         self._is_spread = layout.ep_size > 1
         self._tokens_by_rank: list[int] = []
-        # Messages between groups of ranks have a different size in each step.
-        self.graph_safe = self._attn_dp.size == 1 and self._tp.device is not None
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
         self._tokens_by_rank = list(tokens_by_rank)
+
+    def capture_obstacle(self, tokens_by_rank: Sequence[int]) -> str | None:
+        return None if self._tp.device is not None else "the ranks of the engine exchange tokens through the host"
 
     def order_of_sums(self, has_replicas: bool) -> str | None:
         if not has_replicas:

@@ -39,12 +39,19 @@ class Dispatcher(ABC):
     # Whether ranks that share tokens bring a slice each, rather than all of them.
     scatters_tokens = False
 
-    # Whether `dispatch` and `combine` can be captured in a CUDA graph: they read nothing on the host that changes from
-    # step to step, and their messages are captured too.
-    graph_safe = False
-
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:  # noqa: B027 (most have nothing to plan)
-        """Prepare for a forward in which each rank of the engine brings this many tokens to `dispatch`."""
+        """Prepare for a forward in which each rank of the engine brings this many tokens to `dispatch`.
+
+        All ranks call it, before every forward and before every replay of a captured one.
+        """
+
+    @abstractmethod
+    def capture_obstacle(self, tokens_by_rank: Sequence[int]) -> str | None:
+        """Return why a forward with these tokens of each rank cannot be captured in a CUDA graph; None if it can.
+
+        In a forward that can, `dispatch` and `combine` read nothing on the host that changes from step to step, and
+        their messages are captured, too.  The answer is the same on all ranks.
+        """
 
     def order_of_sums(self, has_replicas: bool) -> str | None:
         """Return why the order in which a token's expert outputs are added depends on its batch.
@@ -67,7 +74,8 @@ class Dispatcher(ABC):
 class LocalDispatcher(Dispatcher):
     """The dispatcher of a lone rank: rows are the tokens, slots are their K choices, and the experts do the sum."""
 
-    graph_safe = True
+    def capture_obstacle(self, tokens_by_rank: Sequence[int]) -> str | None:
+        return None
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor

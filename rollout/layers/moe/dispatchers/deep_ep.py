@@ -97,10 +97,10 @@ class DeepEpDispatcher(Dispatcher):
         self._needs_cleaning = False
         self._mode = self._mode_for(self._max_tokens)
 
-    @property
-    def graph_safe(self) -> bool:  # type: ignore[override]
-        """True where no host waits for the number of rows of the step planned last: that number is fixed."""
-        return self._mode.has_fixed_rows
+    def capture_obstacle(self, tokens_by_rank: Sequence[int]) -> str | None:
+        if self._mode_for(max(tokens_by_rank)).has_fixed_rows:
+            return None
+        return f"deep_ep waits on the host for the number of rows, in steps of {max(tokens_by_rank)} tokens a rank"
 
     def order_of_sums(self, has_replicas: bool) -> str | None:
         if self.api is DeepEpApi.NORMAL_AND_LOW_LATENCY and self._for_any and self._for_few:
@@ -112,11 +112,14 @@ class DeepEpDispatcher(Dispatcher):
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:
         """Choose the mode for few tokens if no rank brings more than it takes.
 
-        Ranks in different modes would wait for each other, so each rank chooses by the tokens of all ranks.
+        Ranks in different modes would wait for each other, so each rank chooses by the tokens of all ranks.  The buffer
+        is cleaned here, where no graph is captured: a replayed `dispatch` runs nothing on the host.
         """
         self._max_tokens = max(tokens_by_rank)
         assert self._max_tokens <= self.shape.max_tokens_per_rank
         self._mode = self._mode_for(self._max_tokens)
+        if isinstance(self._mode, LowLatencyMode):
+            self._clean()
 
     def dispatch(
         self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -124,8 +127,6 @@ class DeepEpDispatcher(Dispatcher):
         """Send tokens to the ranks that hold their experts.  An id of -1 chooses no expert."""
         assert hidden_TD.shape[0] <= self._max_tokens, "more tokens than the step was planned for"
         mode = self._mode
-        if isinstance(mode, LowLatencyMode):
-            self._clean()
         self._needs_cleaning |= isinstance(mode, NormalMode)
         work = mode.dispatch(
             hidden_TD.contiguous(), physical_ids_TK.to(self._ids_dtype).contiguous(), weights_TK.float().contiguous()

@@ -1,0 +1,87 @@
+"""The parts of captured steps: the pool, the forward, and the conditions that recordings hold for.
+
+A recording reads weights, KV and expert tables at their addresses during the capture.  They keep their addresses under
+a refresh, and tables change in place, so it holds for every version.  If something did move, steps are captured anew.
+
+Shapes: T tokens of a captured step, t of this rank's slice, D hidden, L MoE layers, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+
+from capture.capturer import RoutedExpertsCapturer
+from rollout.attention.base import AttentionBackend
+from rollout.core.forward_batch import ForwardBatch
+from rollout.distributed.communicator import share_sizes
+from rollout.layers.context import ForwardContext, SliceRoutes
+from rollout.model.model_state import ModelState, ServingEpoch
+from rollout.model.weight_loading import weight_tensors
+
+Replay = Callable[[], None]
+
+
+class GraphPool(Protocol):
+    """Recordings that share the memory of their intermediate results: one is played at a time."""
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """Record the kernels that `run` launches.  The returned function launches them again, on the same memory.
+
+        `run` is called several times.  It reads and writes tensors that outlive it, waits for nothing on the device,
+        and allocates nothing whose size depends on numbers there.  Memory that it allocates must not be read after it.
+        """
+
+
+class Conditions:
+    """The conditions that recordings hold for: addresses, forms of the expert tables, and whether routes are wanted."""
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        self._weights = weight_tensors(state.model)
+        self._seen: tuple[ServingEpoch | None, int, bool] = (None, 0, False)  # at the last comparison
+        self._hold_for: Hashable = None
+
+    def have_changed(self, with_routes: bool) -> bool:
+        """Return whether recordings have to be made anew; True at the first call.  Compared once for each epoch.
+
+        Ranks capture together.  So they vote, in the step in which each of them sees a new epoch.
+        """
+        epoch, placement = self._state.epoch, self._state.placement
+        if self._seen[0] is epoch and self._seen[1:] == (placement.epoch, with_routes):
+            return False
+        self._seen = epoch, placement.epoch, with_routes
+        hold_for = with_routes, placement.form, tuple(tensor.data_ptr() for tensor in self._weights)
+        changed = self._state.model.parallel.tp.any_of(hold_for != self._hold_for)
+        self._hold_for = hold_for
+        return changed
+
+
+def forward_into(
+    state: ModelState,
+    capturer: RoutedExpertsCapturer,
+    batch: ForwardBatch,
+    attention: AttentionBackend,
+    hidden_TD: torch.Tensor,
+    routes_TLK: torch.Tensor | None,
+) -> None:
+    """Run the model on `batch`, write its hidden states and, unless that is None, the logical ids of all its tokens."""
+    model = state.model
+    hooks = [] if routes_TLK is None else [capturer.record]
+    slices = None
+    if routes_TLK is not None:
+        recorded = routes_TLK
+        if model.scatters_tokens:  # this rank routes a slice of the tokens
+            ranks, slices = model.parallel.attn_tp, SliceRoutes(capturer)
+            count = share_sizes(batch.num_tokens, ranks.size)[ranks.rank]
+            recorded = routes_TLK.new_empty(count, *routes_TLK.shape[1:])
+        capturer.begin_step_in(recorded)
+    hidden_TD.copy_(model(batch, ForwardContext(batch, attention, hooks, slices)))
+    if routes_TLK is None:
+        return
+    if slices is None:
+        capturer.finish_step()
+    else:
+        routes_TLK.copy_(slices.routes())
