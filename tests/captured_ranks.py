@@ -76,9 +76,9 @@ def _select_ops(*arguments: Any) -> Ops:
 
 
 @contextmanager
-def captured_ranks(sizes: list[int] | None = None) -> Iterator[pytest.MonkeyPatch]:
-    """Let engines that are built inside over `captured_gloo` replay their decode steps."""
-    with captured_engines(sizes) as patch:
+def captured_ranks(pieces: list[int] | None = None) -> Iterator[pytest.MonkeyPatch]:
+    """Let engines that are built inside over `captured_gloo` replay their decode steps; `pieces`: see there."""
+    with captured_engines(pieces=pieces) as patch:
         patch.setattr(build, "select_ops", _select_ops)
         patch.setattr(communicator, "is_on_device", _is_of_a_layer)
         StandInGraphPool.reset_counts()

@@ -35,6 +35,7 @@ class CudaStandIn:
         self.default.launched = 1  # the step before
         self.stream_now = self.default
         self.capturing: Any = None
+        self.is_idle = False  # since a capture in pieces began
         self.handles = 0
         self.graphs: list[Any] = []
 
@@ -73,10 +74,34 @@ class CudaStandIn:
         self.capturing = None
         self.graphs.append(graph)
 
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for all streams: a capture begins with an idle device."""
+        assert self.capturing is None, "a wait in a capture"
+        self.is_idle = True
+
+    def begin(self, graph: Any, pool: Any, capture_error_mode: str) -> None:
+        assert self.capturing is None, "a capture in a capture"
+        assert self.is_idle and self.stream_now.launched, "a capture without warm-up, or beside work of other streams"
+        assert capture_error_mode == "thread_local", "weights arrive on another thread meanwhile"
+        graph.pool, self.capturing = pool, graph
+
+    def end(self, graph: Any) -> None:
+        assert self.capturing is graph
+        self.capturing = None
+        self.graphs.append(graph)
+
 
 class GraphStandIn:
+    cuda: CudaStandIn  # the device of all graphs
+
     def __init__(self) -> None:
         self.launches, self.replays, self.pool = 0, 0, None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.cuda.begin(self, pool, capture_error_mode)
+
+    def capture_end(self) -> None:
+        self.cuda.end(self)
 
     def replay(self) -> None:
         self.replays += 1

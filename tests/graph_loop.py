@@ -59,13 +59,21 @@ def _select_sampler(dtype: torch.dtype, device: torch.device | str, kernels_avai
 _usual_sampler = build.select_sampler
 
 
+def _up_to(sizes: list[int], most: int) -> list[int]:
+    return [size for size in sizes if size < most] + [most]
+
+
 @contextmanager
-def captured_engines(sizes: list[int] | None = None) -> Iterator[pytest.MonkeyPatch]:
-    """Let engines built inside replay their decode steps, where their parts can be captured."""
+def captured_engines(sizes: list[int] | None = None, pieces: list[int] | None = None) -> Iterator[pytest.MonkeyPatch]:
+    """Let engines built inside replay their decode steps, where their parts can be captured.
+
+    `pieces`: the numbers of tokens of steps that are captured in pieces; None: no step is.
+    """
     chosen = sizes or SIZES
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_graphs, "graph_pools", lambda device: StandInGraphPool)
-        patch.setattr(build_graphs, "graph_batch_sizes", lambda most: [x for x in chosen if x < most] + [most])
+        patch.setattr(build_graphs, "graph_batch_sizes", lambda most: _up_to(chosen, most))
+        patch.setattr(build_graphs, "graph_token_counts", lambda most: [] if pieces is None else _up_to(pieces, most))
         patch.setattr(build_graphs, "DEFAULT_MAX_BS", chosen[-1])
         patch.setattr(build, "select_sampler", _select_sampler)
         patch.setattr(_CapturedCpuBackend, "plan", forbid_in_capture(_CapturedCpuBackend.plan))

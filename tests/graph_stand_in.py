@@ -149,18 +149,47 @@ class StandInGraphPool:
         with _Capture() as capture:
             if run() is not None:
                 raise CaptureError("what a capture returns lies in the pool's memory: write it to a tensor of your own")
-        calls, allocated = capture.calls, capture.allocated
         StandInGraphPool.num_captures += 1
-        _poison(allocated)
+        _poison(capture.allocated)
+        return lambda: self._replay([(capture, None)])
 
-        def replay() -> None:
-            if is_capturing():
-                raise CaptureError("a replay in a capture")
+    def capture_in_pieces(self, run: Callable[[Callable[[Callable[[], None]], None]], None]) -> Callable[[], None]:
+        for _ in range(self.warm_ups):
+            run(lambda work: work())
+        pieces: list[tuple[_Capture, Callable[[], None] | None]] = []
+        capture = _Capture()
+
+        def between(work: Callable[[], None]) -> None:
+            nonlocal capture
+            capture.__exit__(None, None, None)
+            work()
+            pieces.append((capture, work))
+            capture = _Capture()
+            capture.__enter__()
+
+        capture.__enter__()
+        try:
+            run(between)
+        finally:
+            capture.__exit__(None, None, None)
+        pieces.append((capture, None))
+        StandInGraphPool.num_captures += 1
+        for piece, _ in pieces:
+            _poison(piece.allocated)
+        return lambda: self._replay(pieces)
+
+    def _replay(self, pieces: list[tuple[_Capture, Callable[[], None] | None]]) -> None:
+        if is_capturing():
+            raise CaptureError("a replay in a capture")
+        for piece, work in pieces:
             StandInGraphPool.num_replays += 1
-            _play(calls)
-            _poison(allocated)
-
-        return replay
+            with _disable_current_modes():  # a mode that counts launches of the host does not see these
+                _play(piece.calls)
+            if work is not None:
+                work()
+        with _disable_current_modes():
+            for piece, _ in pieces:
+                _poison(piece.allocated)
 
 
 def _play(calls: list[_Call]) -> None:

@@ -92,7 +92,7 @@ class Profiler:
         """Measure steps in which `batch_size` requests decode and nothing else happens."""
         work = self._workload
         self._run([work.input_len] * batch_size, WARM_UP_TOKENS)
-        chunk = self._engine.server_args.chunked_prefill_size
+        chunk = self._engine.server_args.step_prompt_tokens
         new_tokens = work.output_len + decode_head_start(batch_size, work.input_len, chunk)
         before = self._measure_reading()
         steps = self._run([work.input_len] * batch_size, new_tokens, lambda i: i % WATCHED_EVERY == 0)

@@ -187,7 +187,7 @@ def _moe_backend(args: ServerArgs, config: ModelConfig) -> MoeBackend:
 
 def _max_prompt_tokens(args: ServerArgs, context_length: int) -> int:
     """Return the most prompt tokens of one step."""
-    return args.chunked_prefill_size if args.chunked_prefill_size > 0 else max(context_length, MAX_PREFILL_TOKENS)
+    return args.step_prompt_tokens if args.step_prompt_tokens > 0 else max(context_length, MAX_PREFILL_TOKENS)
 
 
 def _bytes_of(model: DecoderForCausalLM) -> int:
@@ -252,7 +252,7 @@ def _wire(
         policy=Policy(
             queues,
             cache,
-            chunked_prefill_size=args.chunked_prefill_size,
+            chunked_prefill_size=args.step_prompt_tokens,
             max_running_requests=args.max_running_requests,
         ),
         steps=StepRunner(runner, sampler, cache, stop, config.vocab_size, lists),
@@ -317,7 +317,7 @@ def _limits(
         graphs=bytes_to_reserve(args, model),
         tables=table_bytes,
     )
-    usable = int(available * args.mem_fraction_static) - kept.total
+    usable = int(available * args.memory_fraction) - kept.total
     state_bytes = 0
     num_rows, row_bytes = 0, state_bytes_per_row(model.state_layers, dtype)
     if row_bytes:
@@ -339,7 +339,7 @@ def _limits(
         token_bytes,
         kept=replace(kept, states=state_bytes),
         weight_bytes=model_bytes,
-        mem_fraction=args.mem_fraction_static,
+        mem_fraction=args.memory_fraction,
         context_length=context_length,
         max_running_requests=args.max_running_requests,
         wanted=wanted,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import takewhile
 
 import torch
 
+from capture.capturer import RoutedExpertsCapturer
 from rollout.attention.base import AttentionBackend
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
@@ -16,9 +18,12 @@ from rollout.executor.cuda_graph import graph_pools
 from rollout.executor.graph_buffers import GraphBuffers
 from rollout.executor.graph_runner import GraphRunner, graph_batch_sizes
 from rollout.executor.model_runner import ModelRunner
+from rollout.executor.piece_runner import PieceRunner, graph_token_counts
+from rollout.executor.token_buffers import TokenBuffers
 from rollout.kernels.ops import Ops
 from rollout.memory.available import available_memory_bytes
 from rollout.memory.cache_manager import CacheManager
+from rollout.memory.kv_pool import KVPool, ReqToTokenPool
 from rollout.memory.window_pages import WindowPages
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.sampling.base import Sampler
@@ -43,20 +48,24 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
         reason = reason or why_no_larger or "another rank of the engine cannot"
         say(f"steps are not captured, decoding is slower: {reason}", "WARNING")
         return
-    sizes = sizes[:agreed]
+    sizes, token_counts = sizes[:agreed], _token_counts(args, model)
     if why_no_larger is not None:
         say(f"steps of more than {sizes[-1]} requests are not captured: {why_no_larger}", "WARNING")
-    say(f"capturing steps of {_ranges(sizes)} requests")
+    say(f"capturing steps of {_ranges(sizes)} requests, and pieces of steps of {_ranges(token_counts)} tokens")
     before, began = available_memory_bytes(device), time.monotonic()
-    graphs = runner.graphs = _graphs(runner, cache, sampler, sizes, new_pool)
     try:
-        graphs.capture_all(runner.wants_routes)
+        if token_counts:
+            runner.pieces = _pieces(runner, cache, token_counts, new_pool)
+            runner.pieces.capture_all(runner.wants_routes)
+        runner.graphs = _graphs(runner, cache, sampler, sizes, new_pool)
+        runner.graphs.capture_all(runner.wants_routes)
     except RuntimeError as error:
         raise StartupError(
-            f"capturing steps failed: {error}; give a smaller --cuda-graph-max-bs, or --disable-cuda-graph"
+            f"capturing steps failed: {error}; give a smaller --cuda-graph-max-bs or "
+            "--piecewise-cuda-graph-max-tokens, or --disable-cuda-graph"
         ) from error
     taken, seconds = before - available_memory_bytes(device), time.monotonic() - began
-    say(f"captured {len(sizes)} sizes in {seconds:.1f} s and {max(taken, 0) / 2**20:.0f} MiB")
+    say(f"captured {len(sizes) + len(token_counts)} sizes in {seconds:.1f} s and {max(taken, 0) / 2**20:.0f} MiB")
 
 
 def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -> str | None:
@@ -82,19 +91,30 @@ def captured_sizes(args: ServerArgs, model: DecoderForCausalLM) -> tuple[list[in
     return sizes, None
 
 
+def _token_counts(args: ServerArgs, model: DecoderForCausalLM) -> list[int]:
+    """Return the numbers of tokens for which pieces of steps are captured, ascending; the same on all ranks."""
+    most = args.piecewise_cuda_graph_max_tokens
+    if args.step_prompt_tokens > 0:
+        most = min(most, args.step_prompt_tokens + args.max_running_requests)
+    counts = graph_token_counts(most) if most > 0 else []
+    return list(takewhile(lambda count: model.capture_obstacle(count) is None, counts))
+
+
 def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
     """Estimate the device memory that `capture_all` will take, as the KV pool is sized before.  Not measured so far.
 
     The intermediate results of the largest step, with several copies of its logits in float32, are held once for all
     sizes.  A rank's experts may get the tokens of all attention-DP ranks.  The driver holds each kernel of each
-    recording, about 25 a layer, in some 2 KiB.
+    recording, about 25 a layer, in some 2 KiB.  Steps in pieces hold the same once more, for tokens without logits.
     """
     if args.disable_cuda_graph or graph_pools(torch.device(args.device)) is None:
         return 0
-    config, sizes = model.config, _sizes(args)
-    kernels = (25 * len(config.layers) + 50) * len(sizes)
-    hidden = 64 * config.hidden_size * model.parallel.layout.attn_dp_size
-    return 4 * sizes[-1] * (4 * config.vocab_size + hidden) + kernels * 2048
+    config, sizes, token_counts = model.config, _sizes(args), _token_counts(args, model)
+    kernels = (25 * len(config.layers) + 50) * (len(sizes) + len(token_counts))
+    groups, most = model.parallel.layout.attn_dp_size, max(token_counts, default=0)
+    requests = 4 * sizes[-1] * (4 * config.vocab_size + 64 * config.hidden_size * groups)
+    tokens = 16 * most * config.hidden_size * max(config.num_experts_per_tok, 4) * groups
+    return requests + tokens + kernels * 2048
 
 
 def _sizes(args: ServerArgs) -> list[int]:
@@ -108,19 +128,29 @@ def _graphs(
     sizes: list[int],
     new_pool: Callable[[], GraphPool],
 ) -> GraphRunner:
-    config, capturer = runner.state.model.config, runner.new_capturer()
-    device = runner.kv_pool.k[0].device
-    window_table = cache.states.table if isinstance(cache.states, WindowPages) else None
-    buffers = GraphBuffers(
-        sizes[-1],
-        runner.kv_pool,
-        cache.pool,
-        window_table,
-        hidden_like=torch.empty(config.hidden_size, dtype=runner.state.model.dtype, device=device),
-        routes_like=torch.empty((capturer.num_moe_layers, capturer.top_k), dtype=capturer.dtype, device=device),
-    )
+    capturer = runner.new_capturer()
+    buffers = GraphBuffers(sizes[-1], *_like(runner, cache, capturer))
     return GraphRunner(runner.state, runner.attention, sampler, capturer, buffers, sizes, new_pool)
 
 
+def _pieces(
+    runner: ModelRunner, cache: CacheManager, token_counts: list[int], new_pool: Callable[[], GraphPool]
+) -> PieceRunner:
+    capturer = runner.new_capturer()
+    buffers = TokenBuffers(token_counts[-1], *_like(runner, cache, capturer))
+    return PieceRunner(runner.state, runner.attention, capturer, buffers, token_counts, new_pool)
+
+
+def _like(
+    runner: ModelRunner, cache: CacheManager, capturer: RoutedExpertsCapturer
+) -> tuple[KVPool, ReqToTokenPool, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Return the arguments of buffers after their size: pools, the table of windows, and a token's outputs."""
+    model, device = runner.state.model, runner.kv_pool.k[0].device
+    window_table = cache.states.table if isinstance(cache.states, WindowPages) else None
+    hidden = torch.empty(model.config.hidden_size, dtype=model.dtype, device=device)
+    routes = torch.empty((capturer.num_moe_layers, capturer.top_k), dtype=capturer.dtype, device=device)
+    return runner.kv_pool, cache.pool, window_table, hidden, routes
+
+
 def _ranges(sizes: list[int]) -> str:
-    return f"1 to {sizes[-1]}" if len(sizes) > 8 else ", ".join(map(str, sizes))
+    return f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 8 else ", ".join(map(str, sizes)) or "no"

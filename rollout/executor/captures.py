@@ -1,4 +1,4 @@
-"""The parts of captured steps: the pool, the forward, and the conditions that recordings hold for.
+"""The parts that captures of decode steps and of steps in pieces share: the pool, the forward, and what they hold for.
 
 A recording reads weights, KV and expert tables at their addresses during the capture.  They keep their addresses under
 a refresh, and tables change in place, so it holds for every version.  If something did move, steps are captured anew.
@@ -22,6 +22,8 @@ from rollout.model.model_state import ModelState, ServingEpoch
 from rollout.model.weight_loading import weight_tensors
 
 Replay = Callable[[], None]
+Work = Callable[[], None]
+Between = Callable[[Work], None]
 
 
 class GraphPool(Protocol):
@@ -32,6 +34,13 @@ class GraphPool(Protocol):
 
         `run` is called several times.  It reads and writes tensors that outlive it, waits for nothing on the device,
         and allocates nothing whose size depends on numbers there.  Memory that it allocates must not be read after it.
+        """
+
+    def capture_in_pieces(self, run: Callable[[Between], None]) -> Replay:
+        """Record as `capture` does, but for the work that `run` passes to its argument.
+
+        There the recording is cut.  The work is done at once, and again by the host at each replay, between the same
+        two pieces.  It may wait and allocate.  It keeps no memory that `run` allocates.
         """
 
 

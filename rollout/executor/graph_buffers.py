@@ -99,15 +99,15 @@ class GraphBuffers:
 
     def fill(self, batch: ForwardBatch) -> None:
         """Fill the first rows with `batch`, a step that only decodes, and make the other rows padding."""
-        count = batch.num_tokens
+        count, rows = batch.num_tokens, batch.decode
         assert batch.req_to_token is self._table, "another slot table than was captured"
-        self._input_ids[:count].copy_(batch.input_ids)
-        self._positions[:count].copy_(batch.positions)
-        self._slots[:count].copy_(batch.out_cache_loc)
+        held = [self._input_ids, self._positions, self._slots, self._rows, self._lens]
+        given = [batch.input_ids, batch.positions, batch.out_cache_loc, rows.req_pool_indices, rows.seq_lens]
         if batch.window is not None:
-            self._window_slots[:count].copy_(batch.window.slots)
-        self._rows[:count].copy_(batch.decode.req_pool_indices)
-        self._lens[:count].copy_(batch.decode.seq_lens)
+            held.append(self._window_slots)
+            given.append(batch.window.slots)
+        if count:
+            torch._foreach_copy_([buffer[:count] for buffer in held], given)  # one launch
         self._on_host[0, :count].copy_(batch.decode.req_pool_indices_host)
         self._on_host[1, :count].copy_(batch.decode.seq_lens_host)
         self._pad(count)

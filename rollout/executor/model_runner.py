@@ -19,6 +19,7 @@ from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.distributed.communicator import share_sizes
 from rollout.executor.graph_runner import GraphRunner
+from rollout.executor.piece_runner import PieceRunner
 from rollout.executor.recorded_forward import RecordedForward
 from rollout.layers.context import ForwardContext, SliceRoutes, States
 from rollout.memory.kv_pool import KVPool
@@ -63,7 +64,8 @@ class ModelRunner:
         self.state_pool = state_pool  # None: the model has no recurrent layers
         self.route_store = route_store
         self.route_observers: list[RouteObserver] = []
-        self.graphs: GraphRunner | None = None  # None: no step is replayed
+        self.graphs: GraphRunner | None = None  # None: no step is replayed as a whole
+        self.pieces: PieceRunner | None = None  # None: no step is replayed in pieces
         self.attention = attention
         self._capturer = self.new_capturer()
 
@@ -85,6 +87,8 @@ class ModelRunner:
         Ranks that share tokens all get the routes of all rows, even if each of them routed a slice.
         """
         replayed = None if self.graphs is None else self.graphs.forward(batch, self.wants_routes)
+        if replayed is None and self.pieces is not None:
+            replayed = self.pieces.forward(batch, self.wants_routes)
         hidden_TD, ids_TLK = self._computed(batch) if replayed is None else replayed
         return hidden_TD, None if ids_TLK is None else self._note_routes(batch, ids_TLK)
 

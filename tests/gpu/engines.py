@@ -73,6 +73,9 @@ class NoRecording:
         run()
         return run
 
+    def capture_in_pieces(self, run: Callable[[Callable[[Callable[[], None]], None]], None]) -> Callable[[], None]:
+        return self.capture(lambda: run(lambda work: work()))
+
 
 @contextmanager
 def called_instead_of_captured() -> Iterator[None]:

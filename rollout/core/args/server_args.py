@@ -85,16 +85,21 @@ class ServerArgs:
     attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
     disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a decode step instead of a CUDA graph")
     cuda_graph_max_bs: int | None = _arg(None, "maximum requests of a captured decode step; default: 256")
+    piecewise_cuda_graph_max_tokens: int = _arg(2048, "maximum tokens of a step that is captured in pieces; 0: none")
     random_seed: int | None = _arg(None, "seed for requests without one; default: from the system")
     weight_version: str = _arg("default", "version label of the weights loaded at start")
 
     context_length: int | None = _arg(None, "maximum length of prompt plus output in tokens; default: the model's")
     max_total_tokens: int | None = _arg(None, "KV pool size in tokens; default: from the free memory")
-    mem_fraction_static: float = _arg(
-        0.6, "fraction of the free memory for the staging copy of weights and the KV pool"
+    mem_fraction_static: float | None = _arg(
+        None,
+        "fraction of the free memory for the staging copy of weights and the KV pool; default: 0.9 on CUDA, where all "
+        "other memory is measured or counted, else 0.6",
     )
     max_running_requests: int = _arg(256, "maximum requests that decode together")
-    chunked_prefill_size: int = _arg(2048, "maximum prompt tokens of one step; -1: no limit")
+    chunked_prefill_size: int | None = _arg(
+        None, "maximum prompt tokens of one step; -1: no limit; default: 8192 on CUDA, else 2048"
+    )
     max_queued_requests: int = _arg(8192, "maximum waiting requests; more are refused with 503")
     max_logprob_entries: int = _arg(
         1 << 22,
@@ -233,6 +238,20 @@ class ServerArgs:
         return self.enable_return_routed_experts or self.return_routed_experts_by_default
 
     @property
+    def step_prompt_tokens(self) -> int:
+        """The maximum prompt tokens of one step, or -1 for no limit; a device `auto` counts as a CPU."""
+        if self.chunked_prefill_size is not None:
+            return self.chunked_prefill_size
+        return 8192 if self.device.startswith("cuda") else 2048
+
+    @property
+    def memory_fraction(self) -> float:
+        """The fraction of the free memory that the engine takes; a device `auto` counts as a CPU."""
+        if self.mem_fraction_static is not None:
+            return self.mem_fraction_static
+        return 0.9 if self.device.startswith("cuda") else 0.6
+
+    @property
     def overlaps(self) -> bool:
         """True where a step is launched before the one before it is finished; a device `auto` counts as a CPU."""
         disabled = self.disable_overlap_schedule
@@ -301,12 +320,12 @@ class ServerArgs:
         _ = self.model_overrides
         _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
         _require(
-            self.chunked_prefill_size == -1 or self.chunked_prefill_size >= 1,
+            self.step_prompt_tokens == -1 or self.step_prompt_tokens >= 1,
             "--chunked-prefill-size must be at least 1, or -1 for no limit",
         )
         _require(self.max_total_tokens is None or self.max_total_tokens >= 2, "--max-total-tokens must be at least 2")
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
-        _require(0.0 < self.mem_fraction_static <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
+        _require(0.0 < self.memory_fraction <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
         _require(self.cpu_weight_format in ("plain", "w8"), "--cpu-weight-format must be plain or w8")
         _require(self.cuda_graph_max_bs is None or self.cuda_graph_max_bs >= 1, "--cuda-graph-max-bs must be positive")
         _require(self.base_gpu_id >= 0, "--base-gpu-id must not be negative")

@@ -17,10 +17,11 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaStandIn:
     stand_in = CudaStandIn()
-    for name in ("graph_pool_handle", "current_stream", "stream", "graph"):
+    for name in ("graph_pool_handle", "current_stream", "stream", "graph", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(stand_in, name))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphStandIn)
+    monkeypatch.setattr(GraphStandIn, "cuda", stand_in, raising=False)
     return stand_in
 
 
@@ -37,6 +38,24 @@ def test_graphs_of_a_pool(cuda: CudaStandIn) -> None:
     assert [graph.replays for graph in cuda.graphs] == [0, 1, 0]
     CudaGraphPool(DEVICE)
     assert cuda.handles == 2, "another pool has other memory"
+
+
+def test_pieces_are_graphs_around_the_work_between(cuda: CudaStandIn) -> None:
+    done: list[int] = []
+
+    def run(between: Callable[[Callable[[], None]], None]) -> None:
+        cuda.launch()
+        for number in range(2):
+            between(lambda: done.append(len([graph for graph in cuda.graphs if graph.replays])))
+            for _ in range(number + 1):
+                cuda.launch()
+
+    replay = CudaGraphPool(DEVICE).capture_in_pieces(run)
+    assert [graph.launches for graph in cuda.graphs] == [1, 1, 2] and {graph.pool for graph in cuda.graphs} == {(0, 1)}
+    assert len(done) == 6, "twice to warm up, and once between the captures"
+    done.clear()
+    replay()
+    assert done == [1, 2] and [graph.replays for graph in cuda.graphs] == [1, 1, 1]
 
 
 def test_only_cuda_devices_have_pools(cuda: CudaStandIn) -> None:
