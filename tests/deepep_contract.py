@@ -47,7 +47,7 @@ def experts_of_rank(work: DispatchOutput, first_expert: int) -> torch.Tensor:
 
     Slots of id -1 give nothing, with any weight.
     """
-    ids_RS = work.local_physical_ids_RS
+    ids_RS = work.ids_RS
     assert work.has_holes or not (ids_RS < 0).any()
     assert ids_RS.dtype == torch.int64 and ids_RS.shape[0] == work.hidden_RD.shape[0]
     physical_RS = (ids_RS + first_expert).masked_fill(ids_RS < 0, NUM_EXPERTS)

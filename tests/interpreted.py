@@ -51,7 +51,8 @@ def kernels(module: str) -> Any:
 def interpreted_ops() -> Ops:
     """Return the functions that `load_gpu_kernels` registers, for CPU tensors; the other operators are plain torch."""
     operators = {name: triton_form(name) for name in TRITON_OPERATORS}
-    return plain_ops().replace(takes_empty_slots=True, **operators)
+    packed = kernels("packed_experts").packed_experts
+    return plain_ops().replace(takes_empty_slots=True, packed_experts=packed, **operators)
 
 
 def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:

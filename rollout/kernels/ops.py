@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -136,8 +137,8 @@ class Ops:
     `batch_invariant`: a row of every result has the same bits in every batch and with any number of threads.
     `graph_safe`: no operator but `gated_delta` waits for the device, or allocates by numbers there, so that a step can
     be captured.  `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero
-    and whose weight is not used.  `rest` lets threads that look for the next operator sleep: call it where no operator
-    follows soon.
+    and whose weight is not used.  `packed_experts`: the function of `gpu/packed_experts.py`, if there is one.  `rest`
+    lets threads that look for the next operator sleep: call it where no operator follows soon.
     """
 
     def __init__(
@@ -148,10 +149,11 @@ class Ops:
         batch_invariant: bool,
         graph_safe: bool = False,
         takes_empty_slots: bool = False,
+        packed_experts: Callable[..., torch.Tensor] | None = None,
         rest: Callable[[], None] = lambda: None,
     ) -> None:
         assert operators.keys() == OPERATORS.keys(), operators.keys() ^ OPERATORS.keys()
-        self.storage, self.rest = storage, rest
+        self.storage, self.rest, self.packed_experts = storage, rest, packed_experts
         self.batch_invariant, self.graph_safe, self.takes_empty_slots = batch_invariant, graph_safe, takes_empty_slots
         vars(self).update(operators)
 
@@ -185,7 +187,15 @@ def gpu_ops() -> Ops:
 
     They are not batch invariant: a library computes the matrix products of dense layers.
     """
-    return Ops(_registered(), RowMajor(), batch_invariant=False, graph_safe=True, takes_empty_slots=True)
+    packed: Callable[..., torch.Tensor] = import_module("rollout.kernels.gpu.packed_experts").packed_experts
+    return Ops(
+        _registered(),
+        RowMajor(),
+        batch_invariant=False,
+        graph_safe=True,
+        takes_empty_slots=True,
+        packed_experts=packed,
+    )
 
 
 def _registered() -> dict[str, Callable[..., Any]]:

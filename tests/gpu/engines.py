@@ -62,7 +62,7 @@ def graphs_of(harness: Harness) -> GraphRunner:
 @contextmanager
 def recordings(device: torch.device) -> Iterator[None]:
     """Let engines built inside capture their steps: by CUDA graphs, or in a dry run by the stand-in for them."""
-    with nullcontext() if device.type == "cuda" else captured_engines([1, 2, 4, CAPTURED_MAX]):
+    with nullcontext() if device.type == "cuda" else captured_engines([1, 2, 4, CAPTURED_MAX], [4, 16, 64]):
         yield
 
 

@@ -20,7 +20,7 @@ from rollout.kernels.operators.fused_experts import weighted_sum
 from rollout.kernels.ops import ExpertPart
 from rollout.kernels.places import Place, ShardPlace, ViewPlace
 from rollout.layers.build import Build
-from rollout.layers.moe.dispatchers.base import DispatchOutput
+from rollout.layers.moe.dispatchers.base import DispatchOutput, PackedRows
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.fused_experts import fused_pieces
@@ -78,9 +78,26 @@ class Experts(WeightLayer):
 
         With a shard of the inner features, the result is this rank's part of a sum.
         """
+        if work.packed is not None and self.ops.packed_experts is not None:
+            return self._of_packed_rows(work.hidden_RD, work.packed, self.ops.packed_experts)
         if work.has_holes and not self.ops.takes_empty_slots:
             return self._of_filled_slots(work)
-        return self._outputs(work.hidden_RD, work.local_physical_ids_RS, work.weights_RS)
+        return self._outputs(work.hidden_RD, work.ids_RS, work.weights_RS)
+
+    def _of_packed_rows(
+        self, hidden_RD: torch.Tensor, rows: PackedRows, packed_experts: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        out_CND = packed_experts(
+            hidden_RD.view(rows.counts_C.shape[0], -1, self.hidden_size),
+            rows.counts_C,
+            rows.expected,
+            self.w13,
+            self.w2,
+            self.w13_bias,
+            self.w2_bias if self._adds_w2_bias else None,
+            *self._activation,
+        )
+        return out_CND.view(-1, 1, self.hidden_size)
 
     def _outputs(
         self, hidden_RD: torch.Tensor, local_ids_RS: torch.Tensor, weights_RS: torch.Tensor | None
@@ -102,7 +119,7 @@ class Experts(WeightLayer):
 
         The host waits for the number of filled slots.
         """
-        hidden_RD, ids_RS, weights_RS = work.hidden_RD, work.local_physical_ids_RS, work.weights_RS
+        hidden_RD, ids_RS, weights_RS = work.hidden_RD, work.ids_RS, work.weights_RS
         filled_RS = ids_RS >= 0
         rows_A = filled_RS.nonzero()[:, 0]
         out_RSD = hidden_RD.new_zeros(*ids_RS.shape, self.hidden_size)

@@ -85,7 +85,7 @@ def test_sums_are_rounded_no_more_often_than_documented(api: str) -> None:
         batch, first = made[parallel.tp.rank], parallel.tp.rank * dispatcher.shape.slots_per_rank
         dispatcher.plan_step([len(other.hidden_TD) for other in made])
         sent = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
-        ids_RS = sent.local_physical_ids_RS
+        ids_RS = sent.ids_RS
         out_RSD = sent.hidden_RD.float().unsqueeze(1) * matrices[(ids_RS + first).clamp(min=0)].float()
         if sent.weights_RS is not None:
             out_RSD = (out_RSD * sent.weights_RS.float().masked_fill(ids_RS < 0, 0).unsqueeze(2)).sum(1)
@@ -157,7 +157,7 @@ def test_shapes_of_steps_that_can_be_captured_do_not_depend_on_routes(api: str, 
             dispatcher.plan_step([len(other.hidden_TD) for other in made])
             assert dispatcher.capture_obstacle([len(other.hidden_TD) for other in made]) is None
             sent = dispatcher.dispatch(batch.hidden_TD, batch.ids_TK, batch.weights_TK)
-            shapes |= {tuple(sent.hidden_RD.shape), tuple(sent.local_physical_ids_RS.shape)}
+            shapes |= {tuple(sent.hidden_RD.shape), tuple(sent.ids_RS.shape)}
             dispatcher.combine(experts_of_rank(sent, parallel.tp.rank * dispatcher.shape.slots_per_rank), sent.handle)
         return shapes
 
@@ -212,8 +212,8 @@ class OneExpertARow(NormalMode):
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
         assert work.weights_RS is not None
-        slot = (work.local_physical_ids_RS >= 0).int().argmax(1, keepdim=True)
-        ids, weights = work.local_physical_ids_RS.gather(1, slot), work.weights_RS.gather(1, slot)
+        slot = (work.ids_RS >= 0).int().argmax(1, keepdim=True)
+        ids, weights = work.ids_RS.gather(1, slot), work.weights_RS.gather(1, slot)
         return DispatchOutput(work.hidden_RD, ids, weights, work.handle, has_holes=True)
 
 
@@ -248,7 +248,7 @@ class TrustsTheExperts(LowLatencyMode):
 
 def places_of(work: DispatchOutput) -> torch.Tensor:
     """Return the indices of the real rows."""
-    return (work.local_physical_ids_RS >= 0).squeeze(1).nonzero().squeeze(1)
+    return (work.ids_RS >= 0).squeeze(1).nonzero().squeeze(1)
 
 
 class PacksWithoutPlaces(LowLatencyMode):
@@ -270,7 +270,7 @@ class SortsBySource(LowLatencyMode):
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
-        work.handle = work.handle, places_of(work), work.local_physical_ids_RS.flatten()
+        work.handle = work.handle, places_of(work), work.ids_RS.flatten()
         return work
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
@@ -297,7 +297,7 @@ class ComputesWhatCameFirst(FixedElasticMode):
 
     def dispatch(self, hidden_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> DispatchOutput:
         work = super().dispatch(hidden_TD, ids_TK, weights_TK)
-        work.local_physical_ids_RS[hidden_TD.shape[0] :] = -1
+        work.ids_RS[hidden_TD.shape[0] :] = -1
         return work
 
 

@@ -155,7 +155,7 @@ def test_local_dispatch_leaves_the_sum_to_the_experts() -> None:
     weights = torch.rand(12, 2, dtype=torch.float64)
     work = dispatcher.dispatch(hidden, ids, weights)
     assert work.weights_RS is not None
-    out = plain_ops().fused_experts(work.hidden_RD, work.local_physical_ids_RS, work.weights_RS, w13, w2, INNER)
+    out = plain_ops().fused_experts(work.hidden_RD, work.ids_RS, work.weights_RS, w13, w2, INNER)
     expected = (_plain(hidden, ids, w13, w2) * weights[..., None]).sum(1)
     torch.testing.assert_close(dispatcher.combine(out, work.handle), expected, atol=1e-13, rtol=1e-13)
 

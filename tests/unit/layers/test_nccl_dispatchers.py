@@ -38,7 +38,7 @@ def all_to_all(parallel: Parallel) -> Dispatcher:
 
 def experts(work: DispatchOutput, first: int) -> torch.Tensor:
     """Run the experts: expert e multiplies by e + 1."""
-    ids_RS = work.local_physical_ids_RS
+    ids_RS = work.ids_RS
     scale_RS = (ids_RS + first + 1).masked_fill(ids_RS < 0, 0).to(work.hidden_RD.dtype)
     out_RSD = work.hidden_RD.unsqueeze(1) * scale_RS.unsqueeze(2)
     if work.weights_RS is None:

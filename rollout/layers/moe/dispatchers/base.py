@@ -16,6 +16,25 @@ from typing import Any
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Rows that lie by local expert, each of which has the same number of places.
+
+    `counts_C` int32: how many of an expert's places hold a row, from the first on.  `expected`: a guess of the number
+    of rows in all, from which tiles are chosen.
+    """
+
+    counts_C: torch.Tensor
+    expected: int
+
+    def local_ids(self, num_rows: int) -> torch.Tensor:
+        """Return the expert of each of `num_rows` places, as a slot [R, 1] int64; -1 where there is no row."""
+        num_experts, device = self.counts_C.shape[0], self.counts_C.device
+        experts_C1 = torch.arange(num_experts, device=device).unsqueeze(1)
+        places_N = torch.arange(num_rows // num_experts, device=device)
+        return torch.where(places_N < self.counts_C.unsqueeze(1), experts_C1, -1).view(-1, 1)
+
+
 @dataclass(slots=True)
 class DispatchOutput:
     """Work for the experts of this rank.
@@ -24,13 +43,25 @@ class DispatchOutput:
     they return the outputs [R, S, D], which `combine` then weights and sums.
 
     With `has_holes`, slots may be empty, marked by the id -1.  Their output is zero, and their weight is not read.
+
+    With `packed`, rows have one slot and no ids: their place tells the expert.  Nothing reads the output of empty
+    places.
     """
 
     hidden_RD: torch.Tensor
-    local_physical_ids_RS: torch.Tensor  # int64, index into this rank's expert storage
+    local_physical_ids_RS: torch.Tensor | None  # int64, index into this rank's expert storage
     weights_RS: torch.Tensor | None
     handle: Any  # opaque: read by the dispatcher that made it
     has_holes: bool = False
+    packed: PackedRows | None = None
+
+    @property
+    def ids_RS(self) -> torch.Tensor:
+        """The local expert of each slot [R, S] int64, -1 for none."""
+        if self.packed is not None:
+            return self.packed.local_ids(self.hidden_RD.shape[0])
+        assert self.local_physical_ids_RS is not None
+        return self.local_physical_ids_RS
 
 
 class Dispatcher(ABC):

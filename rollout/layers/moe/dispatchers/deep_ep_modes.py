@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from rollout.layers.moe.dispatchers.base import DispatchOutput
+from rollout.layers.moe.dispatchers.base import DispatchOutput, PackedRows
 from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpShape
 
 
@@ -88,12 +88,10 @@ class LowLatencyMode(DeepEpMode):
             num_experts=self.shape.num_physical_experts,
             use_fp8=False,
         )
-        experts_C1 = torch.arange(packed_CND.shape[0], device=packed_CND.device).unsqueeze(1)
-        places_N = torch.arange(packed_CND.shape[1], device=packed_CND.device)
-        local_ids_CN = torch.where(places_N < counts_C.unsqueeze(1), experts_C1, -1)
-        return DispatchOutput(
-            packed_CND.flatten(0, 1), local_ids_CN.view(-1, 1), None, (handle, ids_TK, weights_TK), has_holes=True
-        )
+        # As many as this rank sends, if all ranks have as many tokens and spread them evenly.
+        packed = PackedRows(counts_C, expected=ids_TK.numel())
+        rows_RD = packed_CND.flatten(0, 1)
+        return DispatchOutput(rows_RD, None, None, (handle, ids_TK, weights_TK), has_holes=True, packed=packed)
 
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
         packed_handle, ids_TK, weights_TK = handle
