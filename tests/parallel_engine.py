@@ -154,6 +154,13 @@ def several_ranks(
     return run_ranks(layout, run, device_transport=device_transport)
 
 
+def run_script(
+    parallel: Parallel, folder: Path, script: Sequence[Step], moe_a2a_backend: str, attention: str = "torch_native"
+) -> Results:
+    """Return the results of one rank, as a function that a process can be given."""
+    return RankEngine(folder, parallel, moe_a2a_backend, attention=attention).run(script)
+
+
 def largest_difference(found: Sequence[Results], expected: Results) -> float:
     """Return the largest difference of hidden states and logits, over all ranks.
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 
-MAX_TP_SIZE = 8
-MAX_RANKS = 64  # of a server
+MAX_RANKS = 64  # of a server, with all its replicas
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,6 @@ class ParallelLayout:
         for name in ("tp_size", "dp_size", "ep_size"):
             if getattr(self, name) < 1:
                 raise StartupError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if self.tp_size > MAX_TP_SIZE:
-            raise StartupError(f"--tp-size must be at most {MAX_TP_SIZE}, got {self.tp_size}")
         if self.world_size > MAX_RANKS:
             raise StartupError(
                 f"--tp-size {self.tp_size} --dp-size {self.dp_size} need {self.world_size} ranks; a server has at most "

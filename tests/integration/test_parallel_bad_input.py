@@ -54,7 +54,7 @@ def located(*rows: list[int]) -> list[str]:
     ("words", "message"),
     [
         (["--tp-size", "0"], "--tp-size must be at least 1, got 0"),
-        (["--tp-size", "16"], "--tp-size must be at most 8, got 16"),
+        (["--tp-size", "65"], "--tp-size 65 --dp-size 1 need 65 ranks; a server has at most 64"),
         (["--dp-size", "0"], "--dp-size must be at least 1, got 0"),
         (["--ep-size", "2"], "--ep-size 2 does not divide --tp-size 1"),
         (["--tp-size", "2", "--ep-size", "4"], "--ep-size 4 does not divide --tp-size 2"),

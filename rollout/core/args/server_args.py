@@ -215,7 +215,7 @@ class ServerArgs:
         False, "keep released weights in a temporary file ($TMPDIR) and restore them on resume"
     )
 
-    tp_size: int = _arg(1, "ranks of one engine, 1 to 8; they share attention heads and experts")
+    tp_size: int = _arg(1, "ranks of one engine, 1 to 64; they share attention heads and experts")
     enable_dp_attention: bool = _arg(
         False, "split attention into --dp-size groups of ranks, each with its own requests"
     )

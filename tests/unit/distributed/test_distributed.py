@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +23,19 @@ def test_positions_of_the_drawing() -> None:
     assert [p.is_dp_leader for p in map(layout.position, range(4))] == [True, False, True, False]
 
 
+@pytest.mark.parametrize("tp_size", [16, 32, 64])
+@pytest.mark.parametrize("attn_dp", [1, 4, 16])
+@pytest.mark.parametrize("ep_size", [1, 4, 16])
+def test_every_rank_of_a_large_layout_has_a_place_of_its_own(tp_size: int, attn_dp: int, ep_size: int) -> None:
+    layout = ParallelLayout(tp_size=tp_size, dp_size=attn_dp, ep_size=ep_size, enable_dp_attention=True)
+    found = [layout.position(rank) for rank in range(layout.world_size)]
+    attention, experts = (product(range(n), range(tp_size // n)) for n in (attn_dp, ep_size))
+    assert [(p.attn_dp_rank, p.attn_tp_rank) for p in found] == list(attention)
+    assert [(p.ep_rank, p.moe_tp_rank) for p in found] == list(experts)
+    assert [p.world_rank for p in found if p.is_tp_leader] == [0]
+    assert sum(p.is_dp_leader for p in found) == attn_dp
+
+
 def test_replicas_without_dp_attention() -> None:
     layout = ParallelLayout(tp_size=2, dp_size=3)
     assert (layout.world_size, layout.num_replicas, layout.attn_tp_size) == (6, 3, 2)
@@ -32,7 +47,10 @@ def test_replicas_without_dp_attention() -> None:
 @pytest.mark.parametrize(
     ("sizes", "flag"),
     [
-        ({"tp_size": 9}, "--tp-size"),
+        ({"tp_size": 65}, "need 65 ranks; a server has at most 64"),
+        ({"tp_size": 16, "dp_size": 5}, "need 80 ranks; a server has at most 64"),
+        ({"tp_size": 16, "ep_size": 6}, "--ep-size 6"),
+        ({"tp_size": 16, "dp_size": 6, "enable_dp_attention": True}, "--dp-size 6"),
         ({"tp_size": 0}, "--tp-size"),
         ({"tp_size": 4, "ep_size": 3}, "--ep-size 3"),
         ({"tp_size": 4, "dp_size": 3, "enable_dp_attention": True}, "--dp-size 3"),
@@ -59,7 +77,7 @@ def _exercise(parallel: Parallel) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 16])
 def test_collectives_return_what_a_count_by_hand_gives(size: int) -> None:
     counts = share_sizes(5, size)
     total = torch.arange(5.0, dtype=torch.float64).view(5, 1) * sum(range(1, size + 1))

@@ -20,7 +20,8 @@ from rollout.layers.moe.router import TopKRouter
 from rollout.layers.shard import Shard
 from tests.kernels import native_ops
 from tests.model_zoo import tiny_checkpoint
-from tests.parallel_engine import MIXED, RankEngine, largest_difference, one_rank, several_ranks
+from tests.parallel_engine import MIXED, RankEngine, largest_difference, one_rank, run_script, several_ranks
+from tests.rank_processes import run_rank_processes
 from tests.ranks import run_ranks
 from tests.row_ops import row_ops
 
@@ -32,6 +33,11 @@ GRID: list[tuple[str, Sizes]] = [
     *[("none", sizes) for sizes in ((4, 1, 1), (4, 1, 2), (4, 1, 4))],
     *[("none", sizes) for sizes in ((4, 2, 1), (4, 2, 2), (4, 2, 4), (4, 4, 1), (4, 4, 4))],
     *[("all_to_all", sizes) for sizes in ((1, 1, 1), (2, 1, 2), (2, 2, 2), (4, 1, 4), (4, 2, 4), (4, 4, 4))],
+]
+# Of a model with 16 query and 4 key-value heads, 32 experts, 3 chosen.
+LARGE: list[tuple[str, Sizes]] = [
+    *[("none", sizes) for sizes in ((16, 1, 1), (16, 1, 4), (16, 4, 4), (16, 4, 16), (64, 16, 16))],
+    *[("all_to_all", sizes) for sizes in ((16, 1, 16), (16, 4, 16), (16, 16, 16), (32, 32, 32))],
 ]
 SHARES_NO_TOKENS: list[Sizes] = [(2, 2, 2), (4, 4, 4)]
 
@@ -62,6 +68,20 @@ def test_a_layout_changes_no_result(folders: dict[str, Path], kind: str, backend
     expected = one_rank(folders[kind], MIXED)
     found = several_ranks(folders[kind], layout_of(sizes), MIXED, moe_a2a_backend=backend)
     assert largest_difference(found, expected) < 1e-10
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    return tiny_checkpoint(folder, "moe_dense_first", 1, heads=16, kv_heads=4, experts=32)
+
+
+@pytest.mark.full(but=("none-sizes3", "all_to_all-sizes6"))
+@pytest.mark.parametrize(("backend", "sizes"), LARGE)
+def test_a_large_layout_changes_no_result(wide_folder: Path, backend: str, sizes: Sizes) -> None:
+    """Each rank is a process."""
+    found = run_rank_processes(layout_of(sizes), run_script, wide_folder, MIXED, backend)
+    assert largest_difference(found, one_rank(wide_folder, MIXED)) < 1e-10
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 1, 1), (4, 2, 1), (4, 4, 1)])
