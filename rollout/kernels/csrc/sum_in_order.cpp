@@ -1,4 +1,4 @@
-// Sums of the parts of several ranks, one part after the other: in float32, or in float64 for float64.
+// Sums of the parts of several ranks, one part after the other: in float32, or as they are for float64 and int64.
 //
 // Shapes: N parts.
 #include <ATen/ops/empty.h>
@@ -50,6 +50,8 @@ at::Tensor sum_in_order(const at::Tensor& parts) {
   };
   if (rows.scalar_type() == at::kDouble) {
     run(double(), sum_span_plain<double, double>);
+  } else if (rows.scalar_type() == at::kLong) {
+    run(int64_t(), sum_span_plain<int64_t, int64_t>);
   } else if (rows.scalar_type() == at::kHalf) {
     run(c10::Half(), sum_span_plain<c10::Half, float>);
   } else {

@@ -139,7 +139,7 @@ def test_activations_agree_with_float64(dtype: torch.dtype, inner: int) -> None:
     assert worst_error(gate.sigmoid_gate, "sigmoid_gate", hidden, _randn(3, 4, dtype=dtype)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int64], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 8, 64])
 def test_sums_over_ranks_have_the_bits_of_plain_torch(dtype: torch.dtype, ranks: int) -> None:
     """A sum in another order, or one that is rounded at each part, has other bits."""
@@ -149,7 +149,7 @@ def test_sums_over_ranks_have_the_bits_of_plain_torch(dtype: torch.dtype, ranks:
     if ranks > 2 and dtype == torch.float32:
         assert not torch.equal(sums.sum_in_order(parts.to(dtype)), plain.sum_in_order(parts.to(dtype).flip(0)))
     with pytest.raises(AssertionError):
-        sums.sum_in_order(torch.ones(ranks, 3, dtype=torch.int64))
+        sums.sum_in_order(torch.ones(ranks, 3, dtype=torch.int32))
 
 
 def test_operators_take_tensors_without_rows() -> None:
