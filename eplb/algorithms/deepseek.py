@@ -32,6 +32,20 @@ def deepseek(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
 def deepseek_hierarchical(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
     """Assign groups to nodes, then copy and pack inside each node.  Raises `LoadsError`, `LayoutError`."""
     loads_LE = checked_counts(counts_LE, layout).astype(np.float32)
+    by_node_LE, nodes = experts_by_node(loads_LE, layout), layout.num_nodes
+    layers, experts = loads_LE.shape
+    node_loads = np.take_along_axis(loads_LE, by_node_LE, axis=1).reshape(layers * nodes, experts // nodes)
+    local = _copy_and_pack(node_loads, layout.num_physical_experts // nodes, layout.num_ranks // nodes)
+    physical_to_logical = experts_of_nodes(local.reshape(layers, nodes, -1), by_node_LE)
+    reason = "keeps every expert group on one node, then packs inside each node"
+    return _plan("deepseek_hierarchical", reason, layout, physical_to_logical)
+
+
+def experts_by_node(loads_LE: np.ndarray, layout: ExpertLayout) -> np.ndarray:
+    """Return the experts [L, E] of each layer, node after node: whole groups, the heaviest on the lightest node.
+
+    Raises `LayoutError` where groups do not divide over the nodes.
+    """
     groups, nodes = layout.num_groups, layout.num_nodes
     if groups % nodes:
         raise LayoutError(f"{groups} expert groups cannot be divided evenly over {nodes} nodes: use `deepseek`")
@@ -39,13 +53,18 @@ def deepseek_hierarchical(counts_LE: np.ndarray, layout: ExpertLayout) -> Plan:
     group_loads = loads_LE.reshape(layers, groups, experts // groups).sum(axis=2, dtype=np.float32)
     position = _positions(*_pack(group_loads, nodes), groups // nodes)  # [L, groups], by node
     by_position = np.argsort(position, axis=1)
-    by_node = (by_position[:, :, None] * (experts // groups) + np.arange(experts // groups)).reshape(layers, experts)
-    node_loads = np.take_along_axis(loads_LE, by_node, axis=1).reshape(layers * nodes, experts // nodes)
-    local = _copy_and_pack(node_loads, layout.num_physical_experts // nodes, layout.num_ranks // nodes)
-    local = local.reshape(layers, nodes, -1) + np.arange(nodes)[:, None] * (experts // nodes)
-    physical_to_logical = np.take_along_axis(by_node, local.reshape(layers, -1), axis=1)
-    reason = "keeps every expert group on one node, then packs inside each node"
-    return _plan("deepseek_hierarchical", reason, layout, physical_to_logical)
+    in_order: np.ndarray = by_position[:, :, None] * (experts // groups) + np.arange(experts // groups)
+    return in_order.reshape(layers, experts)
+
+
+def experts_of_nodes(local: np.ndarray, by_node_LE: np.ndarray) -> np.ndarray:
+    """Return the expert of every slot [L, P].
+
+    `local` [L, N, P / N]: its number among the experts of its node in `by_node_LE` (`experts_by_node`).
+    """
+    layers, nodes, _ = local.shape
+    numbers = local + np.arange(nodes)[:, None] * (by_node_LE.shape[1] // nodes)
+    return np.take_along_axis(by_node_LE, numbers.reshape(layers, -1), axis=1)
 
 
 def _plan(algorithm: str, reason: str, layout: ExpertLayout, physical_to_logical_LP: np.ndarray) -> Plan:

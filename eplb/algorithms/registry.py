@@ -21,6 +21,7 @@ PLANNERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "deepseek": ("eplb.algorithms.deepseek", ()),
     "deepseek_hierarchical": ("eplb.algorithms.deepseek", ()),
     "balanced": ("eplb.algorithms.balanced", ()),
+    "balanced_by_node": ("eplb.algorithms.balanced_by_node", ()),
 }
 
 

@@ -57,11 +57,15 @@ def build_eplb(
     weight_update: Callable[[], str | None],
     wake: Callable[[], None],
 ) -> EplbControl | NoExpertsToMove:
-    """Build the balancer.  `layout` None: there is nothing to place; `weight_update`, `wake`: see `EplbControl`."""
+    """Build the balancer.  `layout` None: there is nothing to place; `weight_update`, `wake`: see `EplbControl`.
+
+    Raises `StartupError` where experts do not divide over the machines as the planner needs.
+    """
     config, parallel = model.config, scheduler.parallel
     if layout is None:
         what = "all experts are on one rank (--ep-size 1)" if config.is_moe else f"{config.architecture} has no experts"
         return NoExpertsToMove(f"{what}: there is nothing to rebalance")
+    _require_nodes(args, layout)
     slots, position, per_rank = ModelExpertSlots(model), parallel.position, parallel.layout.moe_tp_size
     policy = rebalance_policy(args)
     manager = RebalanceManager(policy, layout, history, sum(slots.part_bytes), lambda: scheduler.now)
@@ -108,16 +112,37 @@ def _location(args: ServerArgs, config: ModelConfig) -> ExpertLocationMetadata:
 
 
 def expert_layout(config: ModelConfig, placement: ExpertPlacement, num_nodes: int) -> ExpertLayout | None:
-    """Return how experts are spread over ranks; None if there is nothing to place."""
-    if not config.is_moe or placement.ep_size == 1:
+    """Return how experts are spread over ranks; None if there is nothing to place.
+
+    Nothing binds the experts of a router without groups to one another, so each is a group of its own.
+    """
+    if config.moe is None or placement.ep_size == 1:
         return None
     num_nodes = num_nodes if placement.ep_size % num_nodes == 0 else 1  # ranks that share experts share a machine
+    num_groups = config.moe.router.num_groups
     return ExpertLayout(
         num_logical_experts=placement.num_logical_experts,
         num_physical_experts=placement.num_physical_experts,
         num_ranks=placement.ep_size,
         num_nodes=num_nodes,
+        num_groups=num_groups if num_groups > 1 else placement.num_logical_experts,
     )
+
+
+def _require_nodes(args: ServerArgs, layout: ExpertLayout) -> None:
+    """Raise `StartupError` where the planner of every evaluation could not divide the experts over the machines."""
+    if args.eplb_algorithm not in ("deepseek_hierarchical", "balanced_by_node"):
+        return
+    if layout.num_nodes != args.nnodes:
+        raise StartupError(
+            f"--eplb-algorithm {args.eplb_algorithm}: --ep-size {layout.num_ranks} does not divide over "
+            f"--nnodes {args.nnodes}, so ranks of several machines share experts"
+        )
+    if layout.num_groups % layout.num_nodes:
+        raise StartupError(
+            f"--eplb-algorithm {args.eplb_algorithm}: the {layout.num_groups} expert groups do not divide over "
+            f"--nnodes {args.nnodes}"
+        )
 
 
 def fresh_plan(layout: ExpertLayout | None, placement: ExpertPlacement, counts_LE: np.ndarray) -> Plan:

@@ -439,6 +439,47 @@ def test_a_plan_with_an_expert_twice_on_a_rank_is_refused_before_anything_moves(
     check(engine, weights)
 
 
+MACHINES = {"nnodes": 2, "dist_init_addr": "127.0.0.1:1"}  # the ranks of a harness meet without it
+FOUR = {"tp_size": 4, "ep_size": 4, "ep_num_redundant_experts": 4, "enable_eplb": True} | MACHINES
+
+
+def nodes_of(rows: list[list[int]], num_nodes: int) -> list[list[set[int]]]:
+    """Return the nodes that hold each expert, by layer and expert."""
+    per_node = len(rows[0]) // num_nodes
+    return [
+        [{slot // per_node for slot, e in enumerate(row) if e == expert} for expert in range(EXPERTS)] for row in rows
+    ]
+
+
+def test_a_planner_by_nodes_keeps_an_expert_on_one_machine(
+    folder: Path, weights: Tensors, expected: list[Result]
+) -> None:
+    with ParallelHarness(folder, **FOUR, eplb_algorithm="balanced_by_node") as harness:
+        same(harness.generate(PROMPTS, EIGHT), expected)
+        assert max(len(nodes) for row in nodes_of(location(harness)[1], 2) for nodes in row) == 2
+        answer = rebalance(harness)
+        assert answer.success, answer.message
+        assert {len(nodes) for row in nodes_of(location(harness)[1], 2) for nodes in row} == {1}
+        check(harness, weights)
+        same(harness.generate(PROMPTS, EIGHT), expected)
+
+
+@pytest.mark.parametrize("algorithm", ["balanced_by_node", "deepseek_hierarchical"])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"ep_size": 2, "nnodes": 4}, "--ep-size 2 does not divide over --nnodes 4, so ranks of several machines"),
+        ({"tp_size": 3, "ep_size": 3, "nnodes": 3, "ep_num_redundant_experts": 1}, "8 expert groups do not divide"),
+    ],
+)
+def test_experts_that_do_not_divide_over_machines_are_refused_at_start(
+    tmp_path: Path, sizes: dict[str, int], message: str, algorithm: str
+) -> None:
+    folder = tiny_checkpoint(tmp_path / "m", "moe", heads=12, kv_heads=12, moe_intermediate_size=48)
+    with pytest.raises(StartupError, match=message):
+        ParallelHarness(folder, **FOUR | sizes, eplb_algorithm=algorithm)
+
+
 def test_where_there_is_nothing_to_balance(folder: Path, tmp_path: Path) -> None:
     dense = tiny_checkpoint(tmp_path / "dense", "dense")
     answer = Harness(dense, enable_return_routed_experts=False).control(EplbRebalanceReqInput)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.eplb_loads import drift, log_normal, synthetic, zipf
 from eplb.algorithms.auto import auto
 from eplb.algorithms.balanced import balanced
+from eplb.algorithms.balanced_by_node import balanced_by_node
 from eplb.algorithms.bounds import balancedness, cross_rank_copies, even_split_bound, rank_loads
 from eplb.algorithms.deepseek import deepseek
 from eplb.algorithms.min_move import min_move
@@ -278,6 +279,43 @@ def test_auto_places_afresh_only_the_layers_that_need_it() -> None:
     assert np.array_equal(plan.physical_to_logical_LP[1:], moved.physical_to_logical_LP[1:])
     assert plan.algorithm == "min_move" and "1 of 3 layers is placed afresh" in plan.reason
     assert kept == pytest.approx(balancedness(counts, fresh)[2])
+
+
+@settings(max_examples=examples(120, gate=10), deadline=None)
+@given(st.data())
+def test_balanced_by_node_keeps_groups_on_nodes_and_is_valid(data: st.DataObject) -> None:
+    nodes, per_node = data.draw(st.integers(1, 4), "nodes"), data.draw(st.integers(1, 4), "ranks of a node")
+    groups = nodes * data.draw(st.integers(1, 2), "groups of a node")
+    experts = groups * data.draw(st.integers(1, 4), "experts of a group")
+    least = -(-experts // (nodes * per_node))
+    slots = data.draw(st.integers(least, min(experts // nodes, least + 3)), "slots of a rank")
+    layout = ExpertLayout(
+        num_logical_experts=experts,
+        num_physical_experts=slots * nodes * per_node,
+        num_ranks=nodes * per_node,
+        num_nodes=nodes,
+        num_groups=groups,
+    )
+    counts = data.draw(counts_for(layout), "counts")
+    plan = balanced_by_node(counts, layout)
+    require_valid(plan, counts)
+    for row in plan.physical_to_logical_LP:
+        of_nodes = [{int(expert) * groups // experts for expert in node} for node in np.split(row, nodes)]
+        assert sum(map(len, of_nodes)) == groups, "a group is on two nodes"
+    if nodes == 1:
+        assert np.array_equal(
+            np.sort(plan.physical_to_logical_LP), np.sort(balanced(counts, layout).physical_to_logical_LP)
+        )
+
+
+def test_a_planner_by_nodes_refuses_what_nodes_cannot_hold() -> None:
+    sizes = {"num_logical_experts": 8, "num_ranks": 4, "num_nodes": 2}
+    with pytest.raises(LayoutError, match="3 expert groups cannot be divided evenly over 2 nodes"):
+        balanced_by_node(
+            np.ones((1, 9)), ExpertLayout(**sizes | {"num_logical_experts": 9}, num_physical_experts=12, num_groups=3)
+        )
+    with pytest.raises(LayoutError, match="each of 2 ranks needs at most one for each of 4 experts"):
+        balanced_by_node(np.ones((1, 8)), ExpertLayout(**sizes, num_physical_experts=20, num_groups=8))
 
 
 def test_a_planner_is_a_file_and_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
