@@ -34,6 +34,7 @@ class ServerProcess:
 
     def __init__(self, model_path: Path, **settings: Any) -> None:
         self.port = settings.pop("port", None) or free_port()
+        self.start_s = settings.pop("start_s", START_S)
         stderr = settings.pop("stderr", subprocess.PIPE)  # a file, for a server that may say much
         self.temp = tempfile.TemporaryDirectory(prefix="ls-")
         command = [sys.executable, "-m", "rollout.cli.main", "serve", "--model-path", str(model_path)]
@@ -60,7 +61,7 @@ class ServerProcess:
         self.close()
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self.start_s
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.stderr()
             try:

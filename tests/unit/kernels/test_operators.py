@@ -84,7 +84,7 @@ def test_compiled_operators_are_as_near_as_plain_torch(native: Ops, case: str, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64], ids=str)
 @pytest.mark.parametrize("shape", [(1, 5), (3, 0), (4, 9, 37), (16, 5000)], ids=str)
 def test_sums_over_ranks_have_the_bits_of_plain_torch(native: Ops, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """All dtypes that ranks sum: counts are integers, and some are beyond the integers of a float."""
+    """Ranks sum numbers of all these dtypes.  Counts are integers, and some are beyond the integers of a float."""
     parts = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2.0**40
     parts = (parts if dtype == torch.int64 else parts / 2.0**40).to(dtype)
     assert torch.equal(native.sum_in_order(parts), PLAIN.sum_in_order(parts))
