@@ -1,7 +1,8 @@
 """An engine of sixteen processes that are four machines of four ranks: results, experts, a refresh, a lost rank.
 
-It is one engine for all of it, as its start takes some 80 seconds of CPU time: 5 for each rank, and 2 for each launch.
-Deadlines are for two cores that other tests share.  The ranks have 2.6 GB of memory together.
+It is one engine for all of it, as its start takes some 90 seconds of CPU time: 5 for each rank, and 2 for each launch.
+The test takes 160 in all.  Deadlines are for two cores that other tests share.  The ranks have 2.6 GB of memory
+together.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def refresh(server: ServerProcess, tensors: dict[str, torch.Tensor], version: st
     return digest
 
 
+@pytest.mark.full
 def test_four_machines_of_four_ranks_are_one_engine(
     folder: Path, tmp_path: Path, machines: list[ServerProcess]
 ) -> None:

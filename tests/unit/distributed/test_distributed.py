@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from itertools import product
 
 import pytest
@@ -13,6 +16,7 @@ from rollout.core.errors import StartupError
 from rollout.distributed.communicator import RankLostError, share_sizes
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
+from tests.rank_processes import TIMEOUT_S, run_rank_processes
 from tests.ranks import run_ranks
 
 
@@ -143,3 +147,17 @@ def test_a_lost_rank_is_an_error_before_the_deadline() -> None:
         return "told"
 
     assert run_ranks(ParallelLayout(tp_size=2), work, timeout_s=2.0) == ["told", "left"]
+
+
+def _ends_at_rank_5(parallel: Parallel) -> bool:
+    if parallel.tp.rank == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return parallel.tp.all_agree(True)
+
+
+def test_fifteen_processes_learn_of_a_killed_one() -> None:
+    """A broken connection is an error at once: no rank waits for the deadline."""
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"rank 0: RankLostError: .* a rank is lost"):
+        run_rank_processes(ParallelLayout(tp_size=16), _ends_at_rank_5)
+    assert time.monotonic() - start < TIMEOUT_S
