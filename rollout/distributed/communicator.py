@@ -27,7 +27,7 @@ from rollout.distributed.transport import Transport
 from rollout.kernels.operators import OPERATORS
 
 _GATHERED_SUM_BYTES = 64 << 10  # up to this size, one round of whole tensors is quicker than two rounds of shares
-_SUM = OPERATORS["sum_in_order"].registered
+_SUM: Callable[[torch.Tensor], torch.Tensor] = OPERATORS["sum_in_order"].registered
 _SPIN_S = 0.002  # a wait for the device polls without a pause for this long
 _PAUSE_S = 0.0002
 
