@@ -6,9 +6,10 @@ A body of a dialect translates itself into a `GenerateReqInput`, the one request
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field
+from starlette.types import Scope
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.known_fields import (
@@ -22,6 +23,7 @@ from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
 RANK_HEADER = "x-data-parallel-rank"
+_ROUTING_HEADERS = {name.encode() for name in (*SESSION_HEADERS, RANK_HEADER)}
 ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _NOT_SAMPLING = {"include_stop_str_in_output", "prompt_logprobs"}
@@ -42,24 +44,50 @@ class AnyGeneration(Body):
     data_parallel_rank: int | None = None  # its old name
 
     def common_fields(self, headers: Mapping[str, str]) -> dict[str, Any]:
-        """Return fields of a `GenerateReqInput`.  Prefixes are shared only if `cache_salt` and `extra_key` agree.
+        """Return fields of a `GenerateReqInput`, as `common_fields` makes them.  Raises `BadRequest`."""
+        return common_fields(self, headers)
 
-        The session and the data-parallel rank are taken from `headers` where the body names none.  Raises `BadRequest`.
-        """
-        salt, key = self.cache_salt, self.extra_key
-        session_id, rank = self.session_id, self.routed_dp_rank
-        if session_id is None:
-            session_id = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
-        if rank is None:
-            rank = _rank_in(headers) if self.data_parallel_rank is None else self.data_parallel_rank
-        return {
-            "stream": self.stream,
-            "session_id": session_id,
-            "extra_key": key if salt is None else f"{salt}\x1f{key or ''}",
-            "max_kv_version_lag": self.max_kv_version_lag,
-            "ignored_fields": self.ignored_fields,
-            "routed_dp_rank": rank,
-        }
+
+class CommonFields(Protocol):
+    """The fields of `AnyGeneration`, read by any reader of bodies."""
+
+    stream: bool
+    session_id: str | None
+    extra_key: str | None
+    cache_salt: str | None
+    max_kv_version_lag: int | None
+    routed_dp_rank: int | None
+    data_parallel_rank: int | None
+
+    @property
+    def ignored_fields(self) -> list[str]: ...
+
+
+def routing_headers(scope: Scope) -> dict[str, str]:
+    """Return the headers of a request that `common_fields` reads, which few have; of several of a name the first."""
+    found = [(name, value) for name, value in scope["headers"] if name in _ROUTING_HEADERS]
+    return {name.decode(): value.decode("latin-1") for name, value in reversed(found)}
+
+
+def common_fields(body: CommonFields, headers: Mapping[str, str]) -> dict[str, Any]:
+    """Return fields of a `GenerateReqInput`.  Prefixes are shared only if `cache_salt` and `extra_key` agree.
+
+    The session and the data-parallel rank are taken from `headers` where the body names none.  Raises `BadRequest`.
+    """
+    salt, key = body.cache_salt, body.extra_key
+    session_id, rank = body.session_id, body.routed_dp_rank
+    if session_id is None:
+        session_id = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
+    if rank is None:
+        rank = _rank_in(headers) if body.data_parallel_rank is None else body.data_parallel_rank
+    return {
+        "stream": body.stream,
+        "session_id": session_id,
+        "extra_key": key if salt is None else f"{salt}\x1f{key or ''}",
+        "max_kv_version_lag": body.max_kv_version_lag,
+        "ignored_fields": body.ignored_fields,
+        "routed_dp_rank": rank,
+    }
 
 
 def _rank_in(headers: Mapping[str, str]) -> int | None:

@@ -17,7 +17,6 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -36,10 +35,15 @@ THREAD_BODY_BYTES = 64 * 1024
 """Bodies over this size are parsed off the event loop."""
 MAX_MESSAGE_CHARS = 4096
 CLIENT_CLOSED_REQUEST = 499
+WATCH_DISCONNECT = "lockstep.watch_disconnect"
+"""The extension of a scope that holds a `WatchDisconnect`."""
+WatchDisconnect = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes what is to be called when the client goes away, and returns what ends the watch."""
 IGNORED_HEADER = "x-ignored-fields"
 """The header of an answer that has no place for the unknown fields; a list in JSON."""
 
 Model = TypeVar("Model", bound=Body)
+Plain = TypeVar("Plain", bound=msgspec.Struct)
 Result = TypeVar("Result")
 
 
@@ -86,15 +90,21 @@ def error_response(error: BaseException) -> Response:
 # --- bodies ------------------------------------------------------------------------------------------------------
 
 
-def json_body(model: type[Model]) -> Callable[[Request], Awaitable[Model]]:
+def json_body(
+    model: type[Model], plain: msgspec.json.Decoder[Plain] | None = None
+) -> Callable[[Request], Awaitable[Model | Plain]]:
     """Return a FastAPI dependency that reads a body as `model`, whatever its content type.  No body counts as `{}`.
 
-    The dependency raises `BadRequest`, `UnsupportedFeature`, or `TooLarge` over 64 MiB or `MAX_BODY_OBJECTS`.
+    A short body that fits `plain` is read by that: it means the same, and is read faster.  The dependency raises
+    `BadRequest`, `UnsupportedFeature`, or `TooLarge` over 64 MiB or `MAX_BODY_OBJECTS`.
     """
 
-    async def read(request: Request) -> Model:
-        known = request.app.state.known_lists
+    async def read(request: Request) -> Model | Plain:
         data = await read_limited(request)
+        if plain is not None and len(data) <= THREAD_BODY_BYTES:
+            with contextlib.suppress(*INVALID):
+                return plain.decode(data)
+        known = request.app.state.known_lists
         return accepted(request, await parsed(request, data, lambda data: parse_body(model, data, known)))
 
     return read
@@ -176,16 +186,17 @@ async def read_limited(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared} bytes; the limit is {limit}")
     chunks: list[bytes] = []
-    size = 0
-    try:
-        async for chunk in request.stream():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > limit:
-                raise TooLarge(f"the body is over the limit of {limit} bytes")
-    except ClientDisconnect:
-        raise ClientGone("the client closed the connection") from None
-    return b"".join(chunks)
+    size, more = 0, True
+    while more:  # as `request.stream()` does it, in a third of the time
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client closed the connection")
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > limit:
+            raise TooLarge(f"the body is over the limit of {limit} bytes")
+        more = message.get("more_body", False)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 # --- unknown fields ----------------------------------------------------------------------------------------------
@@ -207,10 +218,11 @@ class NamingRoute(DirectRoute):
         handler = super().get_route_handler()
 
         async def naming(request: Request) -> Response:
-            known = self._query_names
-            note_unknown(
-                request, [UnknownField(f"?{name}", known) for name in request.query_params if name not in known]
-            )
+            if request.scope["query_string"]:
+                known = self._query_names
+                note_unknown(
+                    request, [UnknownField(f"?{name}", known) for name in request.query_params if name not in known]
+                )
             response = await handler(request)
             ignored = _noted(request)
             return named(response, ignored) if ignored else response
@@ -251,26 +263,56 @@ class ClientGone(LockstepError):
     status_code = CLIENT_CLOSED_REQUEST
 
 
-async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
+async def until_disconnect(scope: Scope, receive: Receive, work: Awaitable[Result]) -> Result:
     """Return the result of `work`.  If the client goes away first, cancel it and raise `ClientGone`."""
     task = asyncio.current_task()
     assert task is not None
-    watcher = asyncio.create_task(_cancel_when_gone(receive, task))
+    watch = _Watch(task)
+    watch.begin(scope, receive)
     try:
         return await work
     except asyncio.CancelledError:
         # Somebody else may cancel this task, too.
-        if watcher.done() and not watcher.cancelled() and task.uncancel() == 0:
+        if watch.is_gone and task.uncancel() == 0:
             raise ClientGone("the client closed the connection") from None
         raise
     finally:
-        watcher.cancel()
+        watch.end()
 
 
-async def _cancel_when_gone(receive: Receive, task: asyncio.Task[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    task.cancel()
+class _Watch:
+    """The watch for a client that goes away, which cancels `task`.  `is_gone` tells of it.
+
+    A server whose scope has `WATCH_DISCONNECT` calls when it happens.  Of others a second task has to wait for it.
+    """
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.is_gone = False
+        self._task = task
+        self._waiting: asyncio.Task[None] | None = None
+        self._stop: Callable[[], None] | None = None
+
+    def begin(self, scope: Scope, receive: Receive) -> None:
+        watch: WatchDisconnect | None = scope.get("extensions", {}).get(WATCH_DISCONNECT)
+        if watch is not None:
+            self._stop = watch(self._gone)
+        else:
+            self._waiting = asyncio.create_task(self._wait(receive))
+
+    def end(self) -> None:
+        if self._stop is not None:
+            self._stop()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _wait(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone()
+
+    def _gone(self) -> None:
+        self.is_gone = True
+        self._task.cancel()
 
 
 class SseResponse(StreamingResponse):
@@ -290,7 +332,7 @@ class SseResponse(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with contextlib.suppress(ClientGone, OSError):
-                await until_disconnect(receive, self.stream_response(send))
+                await until_disconnect(scope, receive, self.stream_response(send))
         finally:
             await self._framed.aclose()
             self._on_close()

@@ -19,10 +19,10 @@ from typing import Any
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rollout.core.errors import StartupError
 from rollout.server.checks import LISTEN_BACKLOG
+from rollout.server.plain_requests import PlainProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class BoundedServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-class _Protocol(H11Protocol):
+class _Protocol(PlainProtocol):
     """One connection."""
 
     def __init__(self, most: int, **settings: Any) -> None:

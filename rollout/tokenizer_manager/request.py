@@ -12,7 +12,7 @@ Every id in this table, and the ids that stand for a whole group (r, r_0, a), ca
 from __future__ import annotations
 
 import logging
-import uuid
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -221,7 +221,7 @@ def _prompts(request: GenerateReqInput) -> tuple[list[list[int]], bool]:
 
 def _prompt_rids(rid: str | list[str] | None, count: int, is_batch: bool) -> list[str]:
     if rid is None:
-        return [uuid.uuid4().hex for _ in range(count)]
+        return [secrets.token_hex(16) for _ in range(count)]
     if isinstance(rid, list):
         if not is_batch or len(rid) != count:
             raise BadRequest(f"rid has {len(rid)} entries for {count} prompts")

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive
 
 from rollout.core.messages.io_struct import (
     FlushCacheReqInput,
@@ -32,7 +31,7 @@ AbortBody = Annotated[protocol.AbortRequest, Depends(json_body(protocol.AbortReq
 
 
 async def pause(
-    manager: TokenizerManager, mode: PauseMode, receive: Receive | None = None
+    manager: TokenizerManager, mode: PauseMode, request: Request | None = None
 ) -> ControlReqOutput[PauseReply]:
     """Stop stepping.  `mode` decides what becomes of the running requests.
 
@@ -45,7 +44,7 @@ async def pause(
     timeout_s = PAUSE_WAIT_S + verb.endpoint.deadline_s(manager.server_args.weight_update_timeout)
     work = manager.control(verb, timeout_s=timeout_s, mode=mode, wait_s=PAUSE_WAIT_S, wait_id=wait_id)
     try:
-        answer = await (work if receive is None else until_disconnect(receive, work))
+        answer = await (work if request is None else until_disconnect(request.scope, request.receive, work))
         is_paused = answer.success
         return answer
     finally:
@@ -86,4 +85,4 @@ class ControlRoutes:
         return Response(status_code=200)
 
     async def pause_generation(self, request: Request, body: Any) -> Response:
-        return reply(await pause(self._manager, body.mode, request.receive), {"status": "ok"})
+        return reply(await pause(self._manager, body.mode, request), {"status": "ok"})

@@ -54,7 +54,7 @@ class OpenAIRoutes:
     async def completions(self, request: Request, body: CompletionBody) -> Response:
         """Complete one prompt or several, as text or token ids."""
         wanted = body.to_request(request.headers)
-        handle = await until_disconnect(request.receive, self._manager.submit(wanted))
+        handle = await until_disconnect(request.scope, request.receive, self._manager.submit(wanted))
         prompt_texts = await self._prompt_texts(body, handle)
 
         def choice_of(cursor: fmt.ChoiceCursor, index: int, native: Native) -> dict[str, Any]:
@@ -85,7 +85,9 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
         """Answer a chat under the model's template, or continue `input_ids`."""
-        handle, messages = await until_disconnect(request.receive, self._submit_chat(body, request.headers))
+        handle, messages = await until_disconnect(
+            request.scope, request.receive, self._submit_chat(body, request.headers)
+        )
 
         def choice_of(cursor: fmt.ChoiceCursor, index: int, native: Native) -> dict[str, Any]:
             return cursor.chat(body, messages[index], index, native)
@@ -124,7 +126,7 @@ class OpenAIRoutes:
         """Return the whole response, or its stream."""
         if body.stream:
             return SseResponse(self._events(handle, body, object_name, choice_of), on_close=handle.abort)
-        natives = await until_disconnect(request.receive, handle.results())
+        natives = await until_disconnect(request.scope, request.receive, handle.results())
         head = fmt.response_head(object_name, self._model_name(body), int(time.time()), natives[0])
 
         def content() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.messages.io_struct import (
@@ -77,7 +76,7 @@ class VllmControlRoutes:
         mode wait.
         """
         mode = "wait" if wait_for_inflight_requests else mode
-        answer: ControlReqOutput[Any] = await pause(self._manager, _PAUSES[mode], request.receive)
+        answer: ControlReqOutput[Any] = await pause(self._manager, _PAUSES[mode], request)
         if answer.success and clear_cache and mode != "keep":
             flushed = await self._manager.control(FlushCacheReqInput)
             answer = answer if flushed.success else flushed
@@ -115,12 +114,10 @@ class VllmControlRoutes:
         Level 1 keeps a copy of the weights.  With mode keep, requests give up their KV and compute it again.
         """
         if level == 0:
-            return reply(
-                await pause(self._manager, _PAUSES[mode], request.receive), {"status": "sleeping", "level": level}
-            )
+            return reply(await pause(self._manager, _PAUSES[mode], request), {"status": "sleeping", "level": level})
         wanted = list(_SLEEPS) if tags is None else tags
         self._require_sleep(level, wanted)
-        answer = await self._release(wanted, "retract" if mode == "keep" else _PAUSES[mode], request.receive)
+        answer = await self._release(wanted, "retract" if mode == "keep" else _PAUSES[mode], request)
         return reply(answer, {"status": "sleeping", "level": level})
 
     def _require_sleep(self, level: int, tags: list[SleepTag]) -> None:
@@ -138,12 +135,12 @@ class VllmControlRoutes:
         return reply(await self._release(list(_SLEEPS), "retract"))
 
     async def _release(
-        self, tags: list[SleepTag], mode: PauseMode, receive: Receive | None = None
+        self, tags: list[SleepTag], mode: PauseMode, request: Request | None = None
     ) -> ControlReqOutput[Any]:
         """Pause, then release what is in use of `tags`.  A refused release leaves no pause behind."""
         state = await state_of(self._manager)
         in_use: list[MemoryTag] = [tag for tag in tags if state.memory[tag] != "released"]
-        answer: ControlReqOutput[Any] = await pause(self._manager, mode, receive)
+        answer: ControlReqOutput[Any] = await pause(self._manager, mode, request)
         if not answer.success or not in_use:
             return answer
         answer = await self._manager.control(ReleaseMemoryOccupationReqInput, tags=in_use)

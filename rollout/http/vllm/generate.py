@@ -143,10 +143,10 @@ class VllmGenerateRoutes:
             return_routed_experts=wants_routes,
             routed_experts_format=routes_format,
         )
-        handle = await until_disconnect(request.receive, self._manager.submit(wanted))
+        handle = await until_disconnect(request.scope, request.receive, self._manager.submit(wanted))
         if body.stream:
             return SseResponse(_events(handle, body, head), on_close=handle.abort)
-        natives = await until_disconnect(request.receive, handle.results())
+        natives = await until_disconnect(request.scope, request.receive, handle.results())
 
         def content() -> dict[str, Any]:
             choices = [choice(body, index, native) for index, native in enumerate(natives)]

@@ -43,7 +43,7 @@ def test_the_result_of_work_that_waits_and_of_work_that_does_not() -> None:
 
     async def run() -> None:
         for work in (waits, returns):
-            assert await until_disconnect(client_stays, work()) in ("late", "at once")
+            assert await until_disconnect({}, client_stays, work()) in ("late", "at once")
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1, "what watched the client has ended"
 
@@ -54,7 +54,7 @@ def test_a_client_that_leaves_cancels_the_work() -> None:
     async def run() -> None:
         work = Work()
         with pytest.raises(ClientGone):
-            await until_disconnect(client_leaves, work())
+            await until_disconnect({}, client_leaves, work())
         assert work.was_cancelled
         await asyncio.sleep(0.02)  # the task is not cancelled any more
 
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_cancels_the_work() -> None:
 def test_a_handler_that_is_cancelled_is_not_told_that_its_client_left() -> None:
     async def run() -> None:
         work = Work()
-        handler = asyncio.create_task(until_disconnect(client_stays, work()))
+        handler = asyncio.create_task(until_disconnect({}, client_stays, work()))
         await asyncio.sleep(0.01)
         handler.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -81,6 +81,6 @@ def test_an_error_of_the_work_is_raised() -> None:
 
     async def run() -> None:
         with pytest.raises(ValueError, match="bad"):
-            await until_disconnect(client_stays, fails())
+            await until_disconnect({}, client_stays, fails())
 
     asyncio.run(run())

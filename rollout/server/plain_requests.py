@@ -1,0 +1,247 @@
+"""Requests of the usual form are read, and answered, without h11, which takes longer than all else that uvicorn does.
+
+The usual form: HTTP/1.1, a plain method, a path, headers that each stand on a line and need no further rule, and a body
+of a stated length.  h11 reads everything else, and refuses what is not valid: a request is of the usual form, or h11
+sees all of its bytes.
+
+    data_received -- the head of a request, between two requests -- usual form --> PlainCycle
+                     '---------------------------------------------- any other --> h11, until that request is over
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+import h11
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER, HIGH_WATER_LIMIT
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, RequestResponseCycle
+
+from rollout.http.io import WATCH_DISCONNECT
+
+MAX_HEAD_BYTES = 16 * 1024
+MAX_LENGTH_DIGITS = 15
+# The characters of a path, of a name and of a value are h11's, but for bytes over 126 in values.
+_REQUEST_LINE = re.compile(rb"(GET|POST|PUT|DELETE) (/[!-~]*) HTTP/1\.1")
+_NAME = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
+_OTHER_BYTE = re.compile(rb"[^\t\r\n -~]")
+_RULED = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
+"""Headers with a meaning that only h11 knows."""
+_NO_BODY = frozenset({204, 304})
+_HEAD_LINES = {status: b"HTTP/1.1 %d %b\r\n" % (status, phrase) for status, phrase in STATUS_PHRASES.items()}
+
+Headers = list[tuple[bytes, bytes]]
+
+
+def read_head(head: bytes) -> tuple[bytes, bytes, Headers, int] | None:
+    """Return method, target, headers with names in small letters, and the length of the body; None for other forms."""
+    first, *lines = head.split(b"\r\n")
+    request = _REQUEST_LINE.fullmatch(first)
+    is_plain = _OTHER_BYTE.search(head) is None and head.count(b"\r") == head.count(b"\n") == len(lines)
+    if request is None or not is_plain:
+        return None
+    headers: Headers = []
+    length, num_hosts = None, 0
+    for line in lines:
+        name, colon, value = line.partition(b":")
+        if not colon or _NAME.fullmatch(name) is None:
+            return None
+        name, value = name.lower(), value.strip(b" \t")
+        if name == b"host":
+            num_hosts += 1
+        elif name == b"content-length":
+            if length is not None or not value.isdigit() or len(value) > MAX_LENGTH_DIGITS:
+                return None
+            length = int(value)
+        elif name in _RULED or (name == b"connection" and value.lower() != b"keep-alive"):
+            return None
+        headers.append((name, value))
+    return (request[1], request[2], headers, length or 0) if num_hosts == 1 else None
+
+
+class PlainCycle(RequestResponseCycle):
+    """A request and its answer on a connection that h11 takes for idle.
+
+    Its scope has `WATCH_DISCONNECT`.
+    """
+
+    def __init__(self, protocol: H11Protocol, scope: Any) -> None:
+        super().__init__(
+            scope=scope,
+            conn=protocol.conn,
+            transport=protocol.transport,
+            flow=protocol.flow,
+            logger=protocol.logger,
+            access_logger=protocol.access_logger,
+            access_log=False,
+            default_headers=protocol.server_state.default_headers,
+            message_event=asyncio.Event(),
+            on_response=protocol.on_response_complete,
+        )
+        scope["extensions"] = {WATCH_DISCONNECT: self._watch}
+        self._on_disconnect: Callable[[], None] | None = None
+        self._head: bytes = b""  # waits for the body, so that both leave in one piece
+        self._missing: int | None = None  # bytes of the answer's body, where its length is stated
+        self._is_chunked = False
+        self._has_body = True
+
+    def _watch(self, on_disconnect: Callable[[], None]) -> Callable[[], None]:
+        """Call `on_disconnect` once if the client disconnects before the end of the watch, which is returned."""
+        self._on_disconnect = on_disconnect
+        if self.disconnected:
+            self.note_disconnect()
+        return self._end_watch
+
+    def _end_watch(self) -> None:
+        self._on_disconnect = None
+
+    def note_disconnect(self) -> None:
+        """Tell the watch."""
+        if self._on_disconnect is not None and not self.response_complete:
+            self._on_disconnect()
+
+    async def send(self, message: Any) -> None:
+        """Send a part of the answer.  Raises `h11.LocalProtocolError` where h11 would."""
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        expected = "http.response.body" if self.response_started else "http.response.start"
+        if self.response_complete or message["type"] != expected:
+            raise RuntimeError(f"expected no more, or {expected!r}, but got {message['type']!r}")
+        if not self.response_started:
+            self._start(message["status"], self.default_headers + list(message.get("headers", ())))
+        else:
+            self._send_part(message.get("body", b""), message.get("more_body", False))
+
+    def _start(self, status: int, headers: Headers) -> None:
+        self.response_started = True
+        self._has_body = status not in _NO_BODY
+        for name, value in headers:
+            if name == b"content-length":
+                self._missing = int(value)
+        self._is_chunked = self._has_body and self._missing is None
+        if CLOSE_HEADER in headers:
+            self.keep_alive = False
+        if self._is_chunked:
+            headers.append((b"Transfer-Encoding", b"chunked"))
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        if lines.count(b"\n") != len(headers) or lines.count(b"\r") != len(headers) or b"\0" in lines:
+            raise h11.LocalProtocolError("a header of the answer holds the end of a line")
+        self._head = b"%b%b\r\n" % (_HEAD_LINES[status], lines)
+        if self._is_chunked:  # the parts of its body may come much later
+            self.transport.write(self._head)
+            self._head = b""
+
+    def _send_part(self, body: bytes, more_body: bool) -> None:
+        if self._missing is not None and self._has_body:
+            self._missing -= len(body)
+            if self._missing < 0 or (self._missing > 0 and not more_body):
+                raise h11.LocalProtocolError("the answer's body has another length than its header states")
+        if not self._has_body:
+            data = self._head
+        elif self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            data += b"" if more_body else b"0\r\n\r\n"
+        else:
+            data = self._head + body if self._head else body
+        self._head = b""
+        if data:
+            self.transport.write(data)
+        if not more_body:
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                self.transport.close()
+            self.on_response()
+
+
+class PlainProtocol(H11Protocol):
+    """uvicorn's protocol, with the short way for requests of the usual form."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._missing = 0  # bytes of the body of a plain request that have yet to come
+        self._held = b""  # what came after a plain request that is not yet answered
+
+    def data_received(self, data: bytes) -> None:
+        cycle = self.cycle
+        is_between = not self._missing and (not isinstance(cycle, PlainCycle) or cycle.response_complete)
+        if is_between and self._begin(data):
+            return
+        if self._missing:
+            self._take_body(data)
+        elif isinstance(self.cycle, PlainCycle) and not self.cycle.response_complete:
+            self._held += data
+            self.flow.pause_reading()
+        else:
+            super().data_received(data)
+
+    def _begin(self, data: bytes) -> bool:
+        """Begin the request at the start of `data` if it is of the usual form; else return False, having done nothing.
+
+        `data` must come between two requests.
+        """
+        conn = self.conn
+        if self.access_log or conn.our_state is not h11.IDLE or conn.their_state is not h11.IDLE:
+            return False
+        end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
+        found = None if end < 0 or conn.trailing_data != (b"", False) else read_head(data[:end])
+        if found is None:
+            return False
+        self._unset_keepalive_if_required()
+        method, target, self.headers, self._missing = found
+        raw_path, _, query_string = target.partition(b"?")
+        path = raw_path.decode("ascii")
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": "1.1",
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,  # type: ignore[typeddict-item]
+            "method": method.decode("ascii"),
+            "root_path": self.root_path,
+            "path": self.root_path + (unquote(path) if "%" in path else path),
+            "raw_path": self.root_path.encode("ascii") + raw_path,
+            "query_string": query_string,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+        }
+        self.cycle = PlainCycle(self, self.scope)
+        self._take_body(data[end + 4 :])
+        task = self.loop.create_task(self.cycle.run_asgi(self.app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+        return True
+
+    def _take_body(self, data: bytes) -> None:
+        """Take the next bytes of the body, and hold the bytes behind it.  Drop a body whose request is answered."""
+        cycle, rest = self.cycle, data[self._missing :]
+        self._missing -= len(data) - len(rest)
+        if not cycle.response_complete:
+            cycle.body += data[: len(data) - len(rest)] if rest else data
+            if len(cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+        cycle.more_body = self._missing > 0
+        cycle.message_event.set()
+        if rest and cycle.response_complete:
+            self.data_received(rest)
+        elif rest:
+            self._held = rest
+            self.flow.pause_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._held and not self._missing and not self.transport.is_closing():
+            held, self._held = self._held, b""
+            self.data_received(held)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        cycle = self.cycle
+        super().connection_lost(error)
+        if isinstance(cycle, PlainCycle):
+            cycle.note_disconnect()

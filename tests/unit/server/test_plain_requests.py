@@ -1,0 +1,238 @@
+"""Requests of the usual form: read as h11 reads them, and answered with the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import pytest
+
+from rollout.http.io import ClientGone, until_disconnect
+from rollout.server import plain_requests
+from rollout.server.connections import BoundedServer
+from rollout.server.plain_requests import PlainCycle, read_head
+
+PIECES = [
+    b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"get", b" ", b"  ", b"/", b"/generate", b"/a?b=%20c", b"*", b"/\xff",
+    b"HTTP/1.1", b"HTTP/1.0", b"\r\n", b"\n", b"\r", b"host: x", b"Host:y", b"host: x\r\nhost: x", b"content-length: 2",
+    b"Content-Length:\t2 ", b"content-length: 2, 2", b"content-length: +2", b"content-length: -1", b"content-length: ",
+    b"transfer-encoding: chunked", b"connection: close", b"Connection: keep-alive", b"connection: Keep-Alive, te",
+    b"expect: 100-continue", b"upgrade: h2c", b"a:", b"a: b\x00", b"a: b c\td", b"a : b", b": b", b" folded",
+    b"\tfolded", b"a\x7f: b", b"x-session-id: s\xe9", b"authorization: Bearer k", b"a:b:c", b"a",
+]  # fmt: skip
+
+
+def some_head(rng: random.Random) -> bytes:
+    """Return a head that is often of the usual form, and often nearly so."""
+    lines = [b"%b %b HTTP/1.1" % (rng.choice(PIECES[:5]), rng.choice(PIECES[8:11])), b"host: x"]
+    lines += rng.sample(PIECES[18:], rng.randrange(4))
+    if rng.random() < 0.3:
+        lines.insert(rng.randrange(len(lines)), rng.choice(PIECES))
+    head = (b"\r\n" if rng.random() < 0.9 else b"\n").join(lines)
+    if rng.random() < 0.2:
+        cut = rng.randrange(len(head))
+        head = head[:cut] + rng.choice(PIECES) + head[cut:]
+    return head
+
+
+def read_by_h11(head: bytes) -> tuple[bytes, bytes, list[tuple[bytes, bytes]], int]:
+    """Return the same as `read_head`.  Raises `h11.RemoteProtocolError`."""
+    connection = h11.Connection(h11.SERVER)
+    connection.receive_data(head + b"\r\n\r\n")
+    request = connection.next_event()
+    if not isinstance(request, h11.Request):
+        raise h11.RemoteProtocolError("no request")
+    assert not connection.they_are_waiting_for_100_continue
+    length = 0
+    while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+        if event is h11.NEED_DATA:
+            assert length < 10, "the body has no end"
+            length += 1
+            connection.receive_data(b"x")
+    assert connection.their_state is h11.DONE and connection.our_state is h11.SEND_RESPONSE
+    return request.method, request.target, list(request.headers), length
+
+
+def disagreements(read: Callable[[bytes], Any]) -> int:
+    """Return how many of many heads `read` takes for another request than h11 does.  Some are of the usual form."""
+    rng, wrong, usual = random.Random(0), 0, 0
+    for _ in range(4000):
+        head = some_head(rng)
+        mine = read(head)
+        if mine is None:
+            continue
+        usual += 1
+        try:
+            wrong += mine != read_by_h11(head)
+        except h11.RemoteProtocolError:
+            wrong += 1
+    assert usual > 400
+    return wrong
+
+
+def test_what_is_read_here_is_read_by_h11_in_the_same_way() -> None:
+    assert disagreements(read_head) == 0
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("_NAME", re.compile(rb".+", re.DOTALL)),
+        ("_OTHER_BYTE", re.compile(rb"(?!)")),
+        ("_RULED", frozenset()),
+    ],
+)
+def test_the_comparison_finds_a_reader_without_a_rule(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_requests, name, value)
+    if name == "_RULED":  # h11 reads these, and does more than read them
+        with pytest.raises(AssertionError):
+            disagreements(read_head)
+    else:
+        assert disagreements(read_head) > 0
+
+
+# --- over sockets ------------------------------------------------------------------------------------------------
+
+LIST = b'{"a": 1}'
+POST = b"POST /p%20q?x=1 HTTP/1.1\r\nhost: x\r\ncontent-length: 8\r\n\r\n"
+LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the request: in one piece, in parts, without a body, or before the body has come."""
+    path, body = scope["path"], b""
+    if path != "/refused":
+        while (message := await receive()).get("more_body") or message.get("body"):
+            body += message["body"]
+            if not message["more_body"]:
+                break
+    text = f"{scope['method']} {path} {scope['query_string'].decode()} {dict(scope['headers'])} ".encode() + body
+    status = 204 if path == "/none" else 200
+    stated = [] if path in ("/parts", "/none") else [(b"content-length", b"%d" % len(text))]
+    await send({"type": "http.response.start", "status": status, "headers": [(b"x-a", b"b"), *stated]})
+    if path == "/parts":
+        for part in (text[:5], b"", text[5:]):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        text = b""
+    await send({"type": "http.response.body", "body": b"" if path == "/none" else text})
+
+
+async def talk(app: Any, parts: list[bytes]) -> bytes:
+    """Send the parts one after the other, and return what comes until the server closes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = BoundedServer(app, most=10, receive_timeout_s=5.0, log_config=None, access_log=False)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    for part in parts:
+        writer.write(part)
+        await asyncio.sleep(0.02)
+    answer = await asyncio.wait_for(reader.read(), 5.0)
+    writer.close()
+    server.should_exit = True
+    await serving
+    return re.sub(rb"date: [^\r]*", b"date: now", answer)
+
+
+def body_of(path: bytes, length: int) -> bytes:
+    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path, length)
+
+
+CASES = {
+    "in one piece": [POST + LIST, LAST],
+    "head and body": [POST, LIST, LAST],
+    "byte by byte": [POST + LIST, *(bytes([each]) for each in POST + LIST), POST + LIST, LAST],
+    "body in parts": [POST + LIST[:3], LIST[3:5], LIST[5:], LAST],
+    "one behind the other": [POST + LIST + POST + LIST + LAST],
+    "the next one in parts": [POST + LIST + POST[:20], POST[20:] + LIST + LAST],
+    "no body": [b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n", LAST],
+    "an answer in parts": [body_of(b"/parts", 8) + LIST, LAST],
+    "refused before its body": [body_of(b"/refused", 8), LIST + LAST],
+    "refused, and its body with the next": [body_of(b"/refused", 8) + LIST[:2], LIST[2:] + POST + LIST + LAST],
+    "a large body": [body_of(b"/", 300_000), b"x" * 150_000, b"y" * 150_000, LAST],
+    "a body in chunks between": [
+        POST + LIST,
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nz\r\n0\r\n\r\n",
+        POST + LIST,
+        LAST,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", CASES.values(), ids=CASES.keys())
+def test_the_answers_are_the_bytes_that_h11_writes(parts: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    cycles: list[Any] = []
+    made = PlainCycle.__init__
+    monkeypatch.setattr(PlainCycle, "__init__", lambda self, *given: (cycles.append(self), made(self, *given))[1])
+    mine = asyncio.run(talk(echo, parts))
+    assert cycles
+    monkeypatch.setattr(plain_requests, "read_head", lambda head: None)
+    num_plain = len(cycles)
+    assert asyncio.run(talk(echo, parts)) == mine
+    assert len(cycles) == num_plain and mine.startswith(b"HTTP/1.1 20")
+
+
+@pytest.mark.parametrize("parts", [[POST + LIST, b"nonsense\r\n\r\n"], [POST + LIST + b"nonsense\r\n\r\n"]])
+def test_what_is_no_request_is_refused_behind_one_that_is(parts: list[bytes]) -> None:
+    answer = asyncio.run(talk(echo, parts))
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"400"]
+
+
+def answers_wrongly(headers: list[tuple[bytes, bytes]], *bodies: bytes) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for body in bodies:
+            await send({"type": "http.response.body", "body": body, "more_body": body is not bodies[-1]})
+
+    return app
+
+
+@pytest.mark.parametrize(
+    "app",
+    [
+        answers_wrongly([(b"x", b"a\r\nb: c"), (b"content-length", b"0")], b""),
+        answers_wrongly([(b"content-length", b"3")], b"ab", b"cd"),
+        answers_wrongly([(b"content-length", b"3")], b"a", b"b"),
+        answers_wrongly([]),
+    ],
+    ids=["a line in a header", "too long", "too short", "no body"],
+)
+def test_an_answer_that_is_not_valid_ends_the_connection(app: Any) -> None:
+    answer = asyncio.run(talk(app, [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"]))
+    assert b"b: c" not in answer and b"cd" not in answer and not answer.endswith(b"ab\r\n")
+
+
+def test_a_client_that_leaves_cancels_the_work_without_a_task_that_waits_for_it() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            before = len(asyncio.all_tasks())
+            work = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(0.02, lambda: seen.append(len(asyncio.all_tasks()) - before))
+            await until_disconnect(scope, receive, work)
+        except ClientGone as error:
+            seen.append(error)
+
+    async def run() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = BoundedServer(app, most=10, receive_timeout_s=5.0, log_config=None, access_log=False)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(POST + LIST)
+        await asyncio.sleep(0.1)
+        writer.close()
+        deadline = asyncio.get_running_loop().time() + 5.0
+        while len(seen) < 2 and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        server.should_exit = True
+        await serving
+
+    asyncio.run(run())
+    assert seen[0] == 0 and isinstance(seen[1], ClientGone)
