@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -110,6 +111,16 @@ _TOKENS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
+class _OfRank(NamedTuple):
+    """The metrics of samples that have the labels of one data-parallel rank."""
+
+    requests: Counter
+    aborted: Counter
+    success: dict[str, Counter]
+    seconds: dict[str, Histogram]
+    tokens: dict[str, Histogram]
+
+
 class Metrics:
     """One server's metrics; `dp_size` data-parallel ranks."""
 
@@ -141,11 +152,17 @@ class Metrics:
                 + [(self._tokens[key], names) for key, (_, names) in _TOKENS.items()]
             )
         )
-        for labels in self._labels:  # a reader sees zeros before the first sample
-            for metric in (self._requests, self._aborted, *self._seconds.values(), *self._tokens.values()):
-                metric.labels(*labels)
-            for reason in ("stop", "length", "abort"):
-                self._success.labels(*labels, reason)
+        # Made now, so that a reader sees zeros before the first sample, and no sample has to look for them.
+        self._of_rank = [
+            _OfRank(
+                self._requests.labels(*labels),
+                self._aborted.labels(*labels),
+                {reason: self._success.labels(*labels, reason) for reason in ("stop", "length", "abort")},
+                {key: metric.labels(*labels) for key, metric in self._seconds.items()},
+                {key: metric.labels(*labels) for key, metric in self._tokens.items()},
+            )
+            for labels in self._labels
+        ]
         self._model_name = model_name
         self._weight_load = Histogram(
             "sglang:weight_load_duration_seconds",
@@ -164,18 +181,17 @@ class Metrics:
 
     def on_first_token(self, record: SampleRecord) -> None:
         assert record.first_token_at is not None
-        self._seconds["first_token"].labels(*self._labels[record.dp_rank]).observe(
-            record.first_token_at - record.created_at
-        )
+        self._of_rank[record.dp_rank].seconds["first_token"].observe(record.first_token_at - record.created_at)
 
     def on_finished(self, record: SampleRecord) -> None:
-        finished, labels = record.finished, self._labels[record.dp_rank]
+        finished, metrics = record.finished, self._of_rank[record.dp_rank]
         assert finished is not None and record.finished_at is not None
-        self._requests.labels(*labels).inc()
-        self._aborted.labels(*labels).inc(finished.reason.type == "abort")
-        self._success.labels(*labels, finished.reason.type).inc()
-        self._tokens["prompt"].labels(*labels).observe(len(record.prompt_ids))
-        self._tokens["generation"].labels(*labels).observe(len(record.output_ids))
+        metrics.requests.inc()
+        if finished.reason.type == "abort":
+            metrics.aborted.inc()
+        metrics.success[finished.reason.type].inc()
+        metrics.tokens["prompt"].observe(len(record.prompt_ids))
+        metrics.tokens["generation"].observe(len(record.output_ids))
         seconds = {"latency": record.finished_at - record.created_at}
         if record.first_token_at is not None:
             until_first = record.first_token_at - record.created_at
@@ -185,7 +201,7 @@ class Metrics:
             if len(record.output_ids) > 1:
                 seconds["per_token"] = seconds["decode"] / (len(record.output_ids) - 1)
         for key, value in seconds.items():
-            self._seconds[key].labels(*labels).observe(value)
+            metrics.seconds[key].observe(value)
         self._weights.on_finished(finished.weight_versions)
         self.sessions.on_finished(record)
 
