@@ -49,6 +49,11 @@ RESPONSES_S = 5
 LAST_WORDS_S = 1.0
 """Seconds that the last message of a scheduler process may take to arrive after its end."""
 KEEP_ALIVE_S = 75
+COLLECT_AFTER = 20_000
+"""New objects, less those that were freed, after which cycles are looked for: a hundred requests in flight.
+
+With Python's 700, a request caused a collection every time, which visited all that was in flight.
+"""
 
 
 def run_server(
@@ -147,6 +152,7 @@ class _Server:
                 raise StartupError(await _reason(manager, death, reader, "before it was ready"))
             start.result()
             gc.freeze()  # what exists now stays: no collection between two requests need visit it
+            gc.set_threshold(COLLECT_AFTER, 10, 10)
             say(f"ready at {base_url(self._args)}")
             self._registration.join()
             await _first_of(death, stop, http_task, reader)
