@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from rollout.core.errors import BadRequest, LockstepError
 from rollout.core.messages.experts import DumpExpertDistributionReqInput
@@ -47,10 +49,20 @@ from rollout.http.vllm.weight_routes import VllmWeightRoutes
 from rollout.tokenizer_manager.manager import TokenizerManager
 
 
+class Application(FastAPI):
+    """FastAPI's application with the gate in front, which does what FastAPI's own first middleware is for."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        stack: Any = super().build_middleware_stack()
+        while not isinstance(stack, Gate):
+            stack = stack.app
+        return stack
+
+
 def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistory) -> FastAPI:
     """Build the application.  `metrics` should also be one of the manager's observers, and `history.run()` a task."""
     args = manager.server_args
-    app = FastAPI(title="Lockstep", version=VERSION, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app = Application(title="Lockstep", version=VERSION, redirect_slashes=False, docs_url=None, redoc_url=None)
     pages = PageRoutes(shows_dashboard=args.enable_metrics)
     app.state.heavy_bodies = asyncio.Lock()
     app.state.known_lists = KnownLists()
