@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from capture.errors import CaptureError
 from capture.routed_experts import RoutedExperts
 from capture.sampling_mask import SamplingMask
 from capture.token_logprobs import TokenLogprobs
+from rollout.client.binary import MEDIA_TYPE, parse_binary
 from rollout.client.errors import ResponseFormatError, ServerError
 from rollout.client.sse import DONE, SseDecoder
 from rollout.client.types import (
@@ -75,9 +77,11 @@ def generate(
     body = generate_body(prompt, options)
 
     def parse(reply: Reply) -> GenerationOutput | list[GenerationOutput]:
-        return parse_answer(parse_json(check(reply).body), body, layout)
+        check(reply)
+        content = parse_binary(reply.body) if reply.media_type == MEDIA_TYPE else parse_json(reply.body)
+        return parse_answer(content, body, layout)
 
-    return _call(parse, body, options)
+    return dataclasses.replace(_call(parse, body, options), accept=f"{MEDIA_TYPE}, application/json")
 
 
 def stream(prompt: str | Sequence[str] | None, options: GenerateOptions) -> Call[None]:
@@ -279,15 +283,16 @@ def _logprob_arrays(meta: Mapping[str, Any], key: str) -> TokenLogprobs | None:
     if meta.get("logprobs_format") != "compact" or meta.get(key) is None:
         return None
     try:
-        return TokenLogprobs.decode_text(meta[key])
+        content = meta[key]
+        return TokenLogprobs.decode(content) if isinstance(content, bytes) else TokenLogprobs.decode_text(content)
     except CaptureError as error:
         raise ResponseFormatError(f"{key}: {error}") from None
 
 
 def _routed_experts(meta: Mapping[str, Any], layout: RouteLayout | None) -> RoutedExperts | None:
     text = meta.get("routed_experts")
-    if text is None:
-        return None
+    if text is None or isinstance(text, RoutedExperts):
+        return text
     try:
         if meta.get("routed_experts_format") == "compact":
             return decode_compact(base64.b64decode(text, validate=True))

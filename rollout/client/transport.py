@@ -64,7 +64,7 @@ class Connection:
 
         Raises `BadRequest` for a body that JSON cannot hold.
         """
-        headers = {}
+        headers = {} if call.accept is None else {"accept": call.accept}
         content = None
         if call.json is not None:
             headers["content-type"] = "application/json"
@@ -119,7 +119,8 @@ def read_reply(response: httpx.Response, body: bytes | bytearray) -> Reply:
     """Return a `Reply` out of an answer and its body."""
     seconds = response.headers.get("retry-after", "")
     retry_after_s = float(seconds) if seconds.isdecimal() else None
-    return Reply(response.status_code, bytes(body), retry_after_s, response.headers.get(START_ID_HEADER))
+    media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return Reply(response.status_code, bytes(body), retry_after_s, response.headers.get(START_ID_HEADER), media_type)
 
 
 def require_before(deadline: float) -> None:

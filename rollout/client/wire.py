@@ -33,13 +33,14 @@ class Reply:
     """An HTTP answer, whole.
 
     `retry_after_s`: in how many seconds the server wants to be asked again.  `start_id`: of the server's process, where
-    it is sent.
+    it is sent.  `media_type`: of the body, where it is known.
     """
 
     status: int
     body: bytes
     retry_after_s: float | None = None
     start_id: str | None = None
+    media_type: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Call(Generic[T]):
 
     `admin` calls carry the admin key where there is one.  `timeout` names a field of `Timeouts`; `timeout_s` overrides.
     `unanswered`: the result if no answer comes, instead of an error.  `retry`: the errors after which the call may be
-    made again, see `retries`; "refused" is 503 or no connection, "always" a broken connection too.
+    made again, see `retries`; "refused" is 503 or no connection, "always" a broken connection too.  `accept`: the media
+    types that `parse` reads, if others than JSON are among them.
     """
 
     method: Method
@@ -68,6 +70,7 @@ class Call(Generic[T]):
     timeout_s: float | None = None
     unanswered: T | None = None
     retry: Literal["never", "refused", "always"] = "never"
+    accept: str | None = None
 
     def __post_init__(self) -> None:
         if self.method == "GET":

@@ -23,7 +23,7 @@ from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
 RANK_HEADER = "x-data-parallel-rank"
-_ROUTING_HEADERS = {name.encode() for name in (*SESSION_HEADERS, RANK_HEADER)}
+_ROUTING_HEADERS = {name.encode() for name in (*SESSION_HEADERS, RANK_HEADER, "accept")}
 ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 _NOT_SAMPLING = {"include_stop_str_in_output", "prompt_logprobs"}
@@ -64,7 +64,7 @@ class CommonFields(Protocol):
 
 
 def routing_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers of a request that `common_fields` reads, which few have; of several of a name the first."""
+    """Return the headers of a request that `common_fields` reads, and `accept`; of several of a name the first."""
     found = [(name, value) for name, value in scope["headers"] if name in _ROUTING_HEADERS]
     return {name.decode(): value.decode("latin-1") for name, value in reversed(found)}
 

@@ -26,6 +26,7 @@ from rollout.http.decoding import HEAVY_BODY_BYTES, INVALID, decode
 from rollout.http.direct import DirectRoute, Handler
 from rollout.http.known_lists import KnownLists
 from rollout.http.protocol import Body, UnknownField, body_in, unknown_fields
+from rollout.tokenizer_manager.binary_response import MEDIA_TYPE, list_head
 from rollout.tokenizer_manager.response import encode_json
 
 logger = logging.getLogger(__name__)
@@ -51,15 +52,20 @@ def json_response(content: Any, status_code: int = 200) -> Response:
     return Response(encode_json(content), status_code, media_type="application/json")
 
 
-class JsonParts(Response):
-    """An answer whose JSON is in parts: a list of them, or a single one.  Each part is given up as it is sent."""
+class Parts(Response):
+    """An answer whose content is in parts: a list of them, or a single one.  Each part is given up as it is sent.
 
-    media_type = "application/json"
+    The parts are JSON, or msgpack where `is_binary`.
+    """
 
-    def __init__(self, parts: list[bytes], *, is_list: bool) -> None:
-        self._pieces = [piece for part in parts for piece in (b",", part)][1:]
-        if is_list:
-            self._pieces = [b"[", *self._pieces, b"]"]
+    def __init__(self, parts: list[bytes], *, is_list: bool, is_binary: bool = False) -> None:
+        if is_binary:
+            pieces = [list_head(len(parts)), *parts] if is_list else parts
+        else:
+            pieces = [piece for part in parts for piece in (b",", part)][1:]
+            pieces = [b"[", *pieces, b"]"] if is_list else pieces
+        self._pieces = pieces
+        self.media_type = MEDIA_TYPE if is_binary else "application/json"
         super().__init__()
         self.headers["content-length"] = str(sum(map(len, self._pieces)))
 

@@ -14,6 +14,7 @@ from rollout.core.errors import LockstepError
 from rollout.core.messages.req_output import FinishReason
 from rollout.text.detokenizer import IncrementalDetokenizer, final_text
 from rollout.text.tokenizer import Tokenizer
+from rollout.tokenizer_manager.binary_response import encode_binary
 from rollout.tokenizer_manager.response import (
     HEAVY,
     HEAVY_JSON,
@@ -124,10 +125,14 @@ class GenerateHandle:
         return await self._of_each(self._build)
 
     async def encoded(self) -> list[bytes]:
-        """Return the final responses as JSON, in reply order; make each, and give up its record, before the next."""
+        """Return the final responses in reply order; make each, and give up its record, before the next.
+
+        They are msgpack where the request has a binary form, else JSON.
+        """
+        encode = encode_binary if self._form.is_binary else encode_json
 
         def encoded(sample: Sample) -> bytes:
-            content = encode_json(self._build(sample))
+            content = encode(self._build(sample))
             sample.record.give_up()
             sample.entries = OutputEntries()
             return content

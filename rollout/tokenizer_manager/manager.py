@@ -224,6 +224,7 @@ class TokenizerManager:
                 limits.vocab_size,
                 frozenset() if tokenizer is None else tokenizer.vocabulary.ids_of(request.kept_special_tokens),
                 ignored,
+                request.is_binary,
             ),
             abort=self.abort,
         )

@@ -66,6 +66,7 @@ class GenerateReqInput:
     `ignored_fields`: the unknown fields that it came with; the answer names them.
     `is_reformed`: its answer becomes one of another dialect.
     `kept_special_tokens`: special tokens that the text holds even where `sampling_params` skip the others.
+    `is_binary`: its answer is msgpack with arrays, see `binary_response`.
     `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
     """
 
@@ -96,6 +97,7 @@ class GenerateReqInput:
     session_id: str | None = None
     ignored_fields: list[str] = field(default_factory=list)
     is_reformed: bool = False
+    is_binary: bool = False
     kept_special_tokens: tuple[str, ...] = ()
     default_new_tokens: int | None = None
 

@@ -19,9 +19,11 @@ import numpy as np
 from capture.codec import encode_compact, encode_compatible, encode_dict, encode_npy, encode_packed
 from capture.routed_experts import RoutedExperts, id_dtype, narrowest_dtype
 from capture.sampling_mask import SamplingMask
+from capture.token_logprobs import TokenLogprobs
 from rollout.core.errors import LockstepError
 from rollout.core.messages.req_output import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
 from rollout.core.specs.model_config import ModelConfig
+from rollout.tokenizer_manager.binary_response import add_logprob_arrays, id_array, route_array
 from rollout.tokenizer_manager.compact_logprobs import output_logprobs, prompt_logprobs, row_spans
 from rollout.tokenizer_manager.request import LogprobsFormat, MaskFormat, RoutesFormat
 from rollout.tokenizer_manager.sample import AlternativeArrays, MaskRecord, SampleRecord, message_arrays
@@ -88,6 +90,7 @@ class ResponseForm:
     vocab_size: int = 1 << 31  # of the compact form
     kept_ids: frozenset[int] = frozenset()
     ignored_fields: Sequence[str] = ()  # the unknown ones of the request
+    is_binary: bool = False  # msgpack with arrays, see `binary_response`
 
 
 @dataclass
@@ -125,9 +128,9 @@ def build_response(
     """
     response: dict[str, Any] = {} if text is None else {"text": text}
     # Copies: the record grows while an earlier response of a stream is still being sent.
-    response["output_ids"] = list(record.output_ids)
+    response["output_ids"] = id_array(record.output_ids) if form.is_binary else list(record.output_ids)
     if form.has_prompt_ids:
-        response["prompt_token_ids"] = record.prompt_ids
+        response["prompt_token_ids"] = id_array(record.prompt_ids) if form.is_binary else record.prompt_ids
     response["meta_info"] = build_meta_info(record, form, entries)
     return response
 
@@ -161,7 +164,10 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
         meta["session_id"] = record.session_id
     if record.source.return_logprob:
         if form.logprobs_format == "compact":
-            _add_compact_logprobs(meta, record, form.vocab_size)
+            _add_compact_logprobs(meta, record, form)
+        elif form.is_binary and form.token_text is None:
+            add_logprob_arrays(meta, record)
+            _add_input_versions(meta, record)
         else:
             entries.extend(record, form.token_text)
             _add_output_logprobs(meta, record, entries)
@@ -236,12 +242,18 @@ def _add_input_logprobs(meta: dict[str, Any], record: SampleRecord, text_of: Tok
         meta["input_token_ids_logprobs"] = [None, *_chosen_entries(arrays, chosen_ids, text_of)]
 
 
-def _add_compact_logprobs(meta: dict[str, Any], record: SampleRecord, vocab_size: int) -> None:
+def _add_input_versions(meta: dict[str, Any], record: SampleRecord) -> None:
+    prompt = None if record.finished is None else record.finished.prompt_logprobs
+    meta["input_logprob_weight_versions"] = [] if prompt is None else _span_dicts(prompt.versions)
+
+
+def _add_compact_logprobs(meta: dict[str, Any], record: SampleRecord, form: ResponseForm) -> None:
     prompt = record.finished.prompt_logprobs if record.finished is not None else None
+    encode = TokenLogprobs.encode if form.is_binary else TokenLogprobs.encode_text
     meta["logprobs_format"] = "compact"
-    meta["output_logprobs"] = output_logprobs(record, vocab_size).encode_text()
+    meta["output_logprobs"] = encode(output_logprobs(record, form.vocab_size))
     meta["output_token_logprobs_length"] = len(record.output_logprobs)
-    meta["input_logprobs"] = None if prompt is None else prompt_logprobs(record, prompt, vocab_size).encode_text()
+    meta["input_logprobs"] = None if prompt is None else encode(prompt_logprobs(record, prompt, form.vocab_size))
     meta["input_logprob_weight_versions"] = [] if prompt is None else _span_dicts(row_spans(prompt.versions))
 
 
@@ -288,9 +300,15 @@ def sampling_mask_of(mask: MaskRecord) -> SamplingMask:
 
 
 def _add_routes(meta: dict[str, Any], payload: RoutedExpertsPayload, form: ResponseForm) -> None:
-    meta["routed_experts"] = _ROUTE_ENCODERS[form.routes_format](routed_experts_of(payload, form.route_shape))
-    if form.routes_format != "compatible":
-        meta["routed_experts_format"] = form.routes_format
+    shape, routed = form.route_shape, routed_experts_of(payload, form.route_shape)
+    if form.is_binary:
+        facts = {"num_experts": shape.num_experts, "moe_layer_ids": shape.moe_layer_ids}
+        facts |= {"num_hidden_layers": shape.num_hidden_layers, "weight_versions": _span_dicts(payload.versions)}
+        meta["routed_experts"] = route_array(payload, len(shape.moe_layer_ids), shape.top_k) | facts
+    else:
+        meta["routed_experts"] = _ROUTE_ENCODERS[form.routes_format](routed)
+        if form.routes_format != "compatible":
+            meta["routed_experts_format"] = form.routes_format
     meta["routed_experts_start_len"] = payload.start
 
 

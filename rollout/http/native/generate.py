@@ -21,8 +21,9 @@ from rollout.core.known_fields import (
 from rollout.core.messages.message import Int64
 from rollout.core.sampling_params import SamplingLogprobsMode
 from rollout.http.generation import AnyGeneration, common_fields, routing_headers
-from rollout.http.io import JsonParts, NamingRoute, SseResponse, body_schema, json_body, until_disconnect
+from rollout.http.io import NamingRoute, Parts, SseResponse, body_schema, json_body, until_disconnect
 from rollout.http.protocol import TokenIds, refuse_unsupported
+from rollout.tokenizer_manager.binary_response import MEDIA_TYPE
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, GenerateReqInput, LogprobsFormat, RoutesFormat
@@ -152,16 +153,21 @@ class GenerateRoutes:
         return router
 
     async def generate(self, request: Request, body: GenerateBody) -> Response:
-        """Generate, or score with `max_new_tokens` 0.  One prompt and n = 1 reply with an object, else with a list."""
-        wanted = body.to_request(routing_headers(request.scope))
+        """Generate, or score with `max_new_tokens` 0.  One prompt and n = 1 reply with an object, else with a list.
+
+        `Accept: application/x-msgpack` asks for msgpack with arrays.  A stream and an error are JSON.
+        """
+        headers = routing_headers(request.scope)
+        wanted = body.to_request(headers)
         if body.stream:
             handle = await until_disconnect(request.scope, request.receive, self._manager.submit(wanted))
             return SseResponse(_events(handle), on_close=handle.abort)
+        wanted.is_binary = MEDIA_TYPE in headers.get("accept", "")
         parts, is_list = await until_disconnect(request.scope, request.receive, self._answer(wanted))
-        return JsonParts(parts, is_list=is_list)
+        return Parts(parts, is_list=is_list, is_binary=wanted.is_binary)
 
     async def _answer(self, wanted: GenerateReqInput) -> tuple[list[bytes], bool]:
-        """Return the JSON of each sample once all have ended, and whether they are a list."""
+        """Return the content of each sample once all have ended, and whether they are a list."""
         handle = await self._manager.submit(wanted)
         return await handle.encoded(), handle.replies_with_list
 
