@@ -18,6 +18,7 @@ from benchmarks import (
     eplb_planners,
     families,
     fingerprint,
+    front,
     grpo,
     http_lists,
     memory,
@@ -43,6 +44,7 @@ PARTS = (
     "grpo",
     "capture",
     "scoring",
+    "front",
     "sessions",
     "scaling",
     "memory",
@@ -122,6 +124,8 @@ def main() -> None:
         rows += stored_costs.run(args.rounds, console, against=args.against)
     if "formats" in args.only:
         rows += weight_formats.mismatch(console)
+    if "front" in args.only:
+        rows += front.run(front.SECONDS, console)
     if "fingerprint" in args.only:
         rows += fingerprint.run(FINGERPRINT_BYTES, args.rounds, console)
     if "spans" in args.only:

@@ -1,0 +1,222 @@
+"""Measures the front without a model: HTTP, tokenizing, records, text and answers, by the CPU time of its process.
+
+A real server runs in front of an engine without a model (`front_engine`); a client that costs little (`front_client`)
+keeps requests in flight.  The three processes share this machine's cores.  So the table has the rate on the clock, and
+the rate of one front process with a core of its own: one over its CPU time for a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.front_client import COUNTING, Counted, Load
+from benchmarks.memory import wait_ready
+from benchmarks.shapes import SHAPES, checkpoint
+from rollout.server.child_process import ChildProcess
+from weight_sync.process_group import free_port
+
+IN_FLIGHT = (1, 16, 256, 1024, 4096)
+PROMPT_TOKENS = 64
+NEW_TOKENS = 40
+SECONDS = 6.0
+HEALTH_EVERY_S = 0.02
+WORKER = "benchmarks.front_engine"
+HERE = Path(__file__).resolve().parents[1]
+SAMPLING = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
+RECORDS = {"return_logprob": True, "return_routed_experts": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A kind of request: the fields of its body, headers, what each whole answer holds, and what ends a stream."""
+
+    name: str
+    fields: dict[str, Any]
+    mark: str = f'"completion_tokens":{NEW_TOKENS},'
+    headers: str = ""
+    end: str | None = None
+    is_text: bool = False
+
+
+MODES = (
+    Mode("ids", {}),
+    Mode("text", {}, is_text=True),
+    Mode("records", RECORDS),
+    Mode("records, compact", RECORDS | {"logprobs_format": "compact", "routed_experts_format": "compact"}),
+    Mode("records, msgpack", RECORDS, "completion_tokens(", "accept: application/x-msgpack\r\n"),  # "(" is 40
+    Mode("stream", {"stream": True}, end="[DONE]\n\n\r\n0\r\n\r\n"),
+)
+
+
+def run(
+    seconds: float, console: Console, *, in_flight: tuple[int, ...] = IN_FLIGHT, modes: tuple[Mode, ...] = MODES
+) -> list[dict]:
+    """Measure each mode with each number of requests in flight, print one table, and return its rows."""
+    rows = []
+    with _serving() as server:
+        for mode in modes:
+            for count in in_flight:
+                rows.append(server.measure(mode, count, seconds))
+    _print(rows, console)
+    return rows
+
+
+class _Server:
+    """A server at `port`: process `pid` is the front, `engine_pid` the engine."""
+
+    def __init__(self, port: int, pid: int) -> None:
+        self._port, self._pid = port, pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (self._engine_pid,) = [int(each) for each in children if WORKER in Path(f"/proc/{each}/cmdline").read_text()]
+
+    def measure(self, mode: Mode, in_flight: int, seconds: float) -> dict[str, Any]:
+        """Return one row: rates, CPU time and latencies."""
+        load = Load(
+            port=self._port,
+            in_flight=in_flight,
+            seconds=seconds,
+            request=_request(mode),
+            mark=mode.mark,
+            end=mode.end,
+            pids=[self._pid, self._engine_pid],
+        )
+        command = [sys.executable, "-m", "benchmarks.front_client", msgspec.json.encode(load).decode()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE) as client:
+            assert client.stdout is not None
+            if client.stdout.readline().strip() != COUNTING:
+                raise RuntimeError(f"{mode.name}, {in_flight} in flight: the client failed")
+            with _health_probe(self._port) as health:
+                last = client.stdout.readline()
+        found = Counted(**json.loads(last))
+        if not found.answers:
+            raise RuntimeError(f"{mode.name}, {in_flight} in flight: no answer came in {seconds:.0f} s")
+        us = found.cpu_s[0] * 1e6 / found.answers
+        return {
+            "part": "front",
+            "mode": mode.name,
+            "in_flight": in_flight,
+            "requests_s": found.answers / found.seconds,
+            "tokens_s": found.answers * NEW_TOKENS / found.seconds,
+            "front_us_request": us,
+            "front_us_token": us / NEW_TOKENS,
+            "engine_us_request": found.cpu_s[1] * 1e6 / found.answers,
+            "client_us_request": found.own_cpu_s * 1e6 / found.answers,
+            "capacity_requests_s": 1e6 / us,
+            "capacity_tokens_s": NEW_TOKENS * 1e6 / us,
+            "bytes": found.num_bytes / found.answers,
+            "latency_ms": found.latency_p50 * 1e3,
+            "latency_p99_ms": found.latency_p99 * 1e3,
+            "health_ms": _percentile(health, 0.5) * 1e3,
+            "health_p99_ms": _percentile(health, 0.99) * 1e3,
+        }
+
+
+@contextmanager
+def _serving() -> Iterator[_Server]:
+    with tempfile.TemporaryDirectory(prefix="lockstep-front-") as scratch:
+        port = free_port()
+        words = ["--model-path", str(checkpoint("S")), "--port", str(port), "--log-level", "warning"]
+        words += ["--enable-return-routed-experts"]
+        command = ["env", f"PYTHONPATH={HERE}", sys.executable, "-m", WORKER, "serve", *words]
+        with (
+            ChildProcess("server", command, Path(scratch) / "server.log") as process,
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False) as http,
+        ):
+            wait_ready(process, http)
+            yield _Server(port, process.pid)
+
+
+@contextmanager
+def _health_probe(port: int) -> Iterator[list[float]]:
+    """Yield a list of the seconds that calls of /health take, one after the other."""
+    taken: list[float] = []
+    is_over = threading.Event()
+
+    def probe() -> None:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            while not is_over.wait(HEALTH_EVERY_S):
+                began = time.perf_counter()
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+                answer = connection.recv(65536)
+                if not answer.startswith(b"HTTP/1.1 200 "):
+                    raise RuntimeError(f"/health: {answer[:300]!r}")
+                taken.append(time.perf_counter() - began)
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    try:
+        yield taken
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _request(mode: Mode) -> str:
+    rng = random.Random(1)
+    ids = [rng.randrange(256, SHAPES["S"].vocab_size) for _ in range(PROMPT_TOKENS)]
+    prompt = {"text": "The model counts from one to four here. " * 4} if mode.is_text else {"input_ids": ids}
+    body = json.dumps(prompt | {"sampling_params": SAMPLING} | mode.fields)
+    return (
+        f"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n{mode.headers}"
+        f"content-length: {len(body)}\r\n\r\n{body}"
+    )
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(len(values) * share)] if values else float("nan")
+
+
+def _print(rows: list[dict], console: Console) -> None:
+    table = Table(
+        title=f"The front without a model: {PROMPT_TOKENS} prompt tokens, {NEW_TOKENS} new ones, a step of the engine "
+        f"each ms, {os.cpu_count()} cores for front, engine and client"
+    )
+    columns = ("mode", "in flight", "requests/s", "tokens/s", "front us/request", "us/token", "one core: requests/s")
+    for column in (*columns, "tokens/s", "client us", "bytes", "p50 ms", "p99 ms", "/health p50 ms", "p99 ms"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["mode"],
+            f"{row['in_flight']:,}",
+            f"{row['requests_s']:,.0f}",
+            f"{row['tokens_s']:,.0f}",
+            f"{row['front_us_request']:.0f}",
+            f"{row['front_us_token']:.1f}",
+            f"{row['capacity_requests_s']:,.0f}",
+            f"{row['capacity_tokens_s']:,.0f}",
+            f"{row['client_us_request']:.0f}",
+            f"{row['bytes']:,.0f}",
+            *(f"{row[key]:.1f}" for key in ("latency_ms", "latency_p99_ms", "health_ms", "health_p99_ms")),
+        )
+    console.print(table)
+    capacity = statistics.median(row["capacity_requests_s"] for row in rows)
+    console.print(f"one core: one over the CPU time of the front process; the median is {capacity:,.0f} requests/s.")
+
+
+def main() -> None:
+    """Measure one mode by itself: `python -m benchmarks.front MODE IN_FLIGHT SECONDS`."""
+    chosen = tuple(mode for mode in MODES if mode.name == sys.argv[1])
+    run(float(sys.argv[3]), Console(width=220), in_flight=(int(sys.argv[2]),), modes=chosen)
+
+
+if __name__ == "__main__":
+    main()
