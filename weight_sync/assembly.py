@@ -20,7 +20,7 @@ from weight_sync.boxes import Box, box_text, first_gap, index_of, overlapping, w
 from weight_sync.errors import CoverageError, DtypeMismatchError, WeightRequestError, listed
 from weight_sync.fp8_blocks import QUANTISED, SCALE_SUFFIX, dequantise
 from weight_sync.fp8_wire import Kind, kind_of, require_pairs, value_dtype, weight_name
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta, dtype_name
+from weight_sync.tensor_meta import LogicalWeights, Pair, TensorMeta, dtype_name
 
 
 @dataclass
@@ -90,13 +90,6 @@ class Assembly:
 
 
 # --- halves of FP8 pairs ----------------------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    """A quantised weight as it came: float8_e4m3fn, and scales of its blocks."""
-
-    weight: torch.Tensor
-    scale: torch.Tensor
 
 
 class WireTensor(NamedTuple):
@@ -196,6 +189,6 @@ class PairedTensors:
         dtype = value_dtype(self._weights, meta)
         assert dtype is not None, "it was found to be a weight before"
         try:
-            return WireTensor(name, dequantise(*pair, dtype), pair)
+            return WireTensor(name, dequantise(pair.weight, pair.scale, dtype), pair)
         except WeightRequestError as error:
             raise type(error)(f"{name}{SCALE_SUFFIX}: {error}") from None

@@ -8,24 +8,56 @@ from types import MappingProxyType
 
 import torch
 
-from weight_sync.fp8_blocks import requantised
-from weight_sync.int8_blocks import held_values
+from weight_sync import fp8_blocks, int4_groups, int8_blocks
+from weight_sync.tensor_meta import Pair
+
+
+@dataclass(frozen=True)
+class PairFormat:
+    """The two ways between values and pairs.
+
+    `quantise` raises `ContentError` for a value that is not finite.  `values` gives a pair's values in a dtype.
+    """
+
+    quantise: Callable[[torch.Tensor], Pair]
+    values: Callable[[Pair, torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class HeldFormat:
     """`values` gives what is held of a tensor, in its dtype.  `of_pairs`: also of one that came quantised otherwise.
 
-    `flag`: what asks for it, for refusals.
+    `flag`: what asks for it, for refusals.  `block`: the rows and columns that are quantised together.  `pairs`: given
+    where pairs are held, which values do not determine; an FP8 pair is then held as it came, unless `of_pairs`.
     """
 
     values: Callable[[torch.Tensor], torch.Tensor]
     of_pairs: bool
     flag: str
+    block: tuple[int, int]
+    pairs: PairFormat | None = None
 
 
-FP8_BLOCKS = HeldFormat(requantised, of_pairs=False, flag="--quantize-weight-updates")
-INT8_BLOCKS = HeldFormat(held_values, of_pairs=True, flag="--cpu-weight-format w8")
+def _of_pairs(pairs: PairFormat, of_pairs: bool, flag: str, block: tuple[int, int]) -> HeldFormat:
+    return HeldFormat(lambda values: pairs.values(pairs.quantise(values), values.dtype), of_pairs, flag, block, pairs)
+
+
+def _int4(name: str, group: int) -> HeldFormat:
+    pairs = PairFormat(lambda values: int4_groups.quantise(values, group), int4_groups.dequantise)
+    return _of_pairs(pairs, True, f"--cpu-weight-format {name}", (1, group))
+
+
+_FP8_BLOCK = (fp8_blocks.BLOCK, fp8_blocks.BLOCK)
+_FP8_PAIRS = PairFormat(
+    lambda values: Pair(*fp8_blocks.quantise(values)),
+    lambda pair, dtype: fp8_blocks.dequantise(pair.weight, pair.scale, dtype),
+)
+FP8_BLOCKS = HeldFormat(fp8_blocks.requantised, False, "--quantize-weight-updates", _FP8_BLOCK)
+"""The values of FP8 blocks, in the model's dtype."""
+INT8_BLOCKS = HeldFormat(int8_blocks.held_values, True, "--cpu-weight-format w8", (1, int8_blocks.BLOCK))
+FP8_PAIRS = _of_pairs(_FP8_PAIRS, False, "--cpu-weight-format fp8", _FP8_BLOCK)
+INT4_GROUPS = _int4("int4", 32)
+INT4_GROUPS_128 = _int4("int4-128", 128)
 HeldFormats = Mapping[str, HeldFormat]
 """By the names of logical tensors; the others are held as they were sent."""
 AS_SENT: HeldFormats = MappingProxyType({})

@@ -15,21 +15,21 @@ A tensor that came under one name may come again under another if its content is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from weight_sync.assembly import Assembly, Pair, PairedTensors
+from weight_sync.assembly import Assembly, PairedTensors
 from weight_sync.content import Content, Contents, TensorTable, by_name
 from weight_sync.content_check import check_content, is_finite, matching
 from weight_sync.errors import ContentError, CoverageError, listed
 from weight_sync.fingerprint import fingerprint
-from weight_sync.fp8_blocks import SCALE_SUFFIX, scales_of
+from weight_sync.fp8_blocks import BLOCK, SCALE_SUFFIX, scales_of
 from weight_sync.fp8_wire import value_metas
-from weight_sync.held_format import AS_SENT, HeldFormats
+from weight_sync.held_format import AS_SENT, HeldFormat, HeldFormats
 from weight_sync.ledger import Numbers, WeightLedger
 from weight_sync.manifest import Stated
 from weight_sync.plan import BucketPlan
@@ -37,17 +37,22 @@ from weight_sync.rank_cover import RankCover, RankShares
 from weight_sync.rank_parts import Exchange
 from weight_sync.splitting import Announced, is_exact_cast, split_wire
 from weight_sync.staging import WeightSink
-from weight_sync.tensor_meta import LogicalWeights, Part, Piece, TensorMeta, dtype_name
+from weight_sync.tensor_meta import LogicalWeights, Pair, Part, Piece, TensorMeta, dtype_name
 
 _NONE = np.zeros(0, dtype=np.int64)
+_SCALES_BELOW = 2.0**120
 
 
 class Arrival(NamedTuple):
-    """A logical tensor, which is a piece of the wire tensor `wire_name`."""
+    """A logical tensor, which is a piece of the wire tensor `wire_name`.
+
+    `content`: its values.  `pair`: what is held of it, where its values do not determine that.
+    """
 
     wire_name: str
     piece: Piece
     content: torch.Tensor
+    pair: Pair | None = None
 
     @property
     def name(self) -> str:
@@ -121,7 +126,7 @@ class Intake:
         for arrival in arrivals if pairs else ():
             if arrival.wire_name in pairs:
                 found[arrival.name] = self._of_pair(arrival, pairs[arrival.wire_name])
-        arrivals = self._converted(arrivals, found)
+        arrivals = self._converted(arrivals, found, pairs)
         for name, content in found.items():
             self.contents.put(self._table.number_of[name], content)
         return arrivals
@@ -215,9 +220,8 @@ class Intake:
         meta = self._weights.metas()[arrival.name]
         if not is_finite(arrival.content):
             raise ContentError(f"values that are not finite in {arrival.name}")
-        piece = arrival.piece
-        of_scale = replace(piece, index=scales_of(piece.index, pair.weight.shape))
-        halves = {meta.name: piece.of(pair.weight), f"{meta.name}{SCALE_SUFFIX}": of_scale.of(pair.scale)}
+        mine = _piece_of(arrival.piece, pair)
+        halves = {meta.name: mine.weight, f"{meta.name}{SCALE_SUFFIX}": mine.scale}
         sent = tuple(
             (TensorMeta(name, half.dtype, tuple(half.shape)), fingerprint(half)) for name, half in halves.items()
         )
@@ -225,33 +229,66 @@ class Intake:
         matching(by_name([content]), self._stated)
         return content
 
-    def _converted(self, arrivals: list[Arrival], found: dict[str, Content]) -> list[Arrival]:
+    def _converted(
+        self, arrivals: list[Arrival], found: dict[str, Content], pairs: Mapping[str, Pair]
+    ) -> list[Arrival]:
         """Return the arrivals as they are held, where that is not as they came; so noted in `found`."""
-        values: dict[int, torch.Tensor] = {}
-        for index, arrival in enumerate(arrivals):
-            content = self._held(arrival, found[arrival.name])
-            if content is not arrival.content:
-                values[index] = content
-        if not values:
-            return arrivals
-        held = check_content([(arrivals[index].name, content) for index, content in values.items()], {})
-        found |= {name: Content(found[name].sent, value) for name, value in held.items()}
-        return [
-            arrival._replace(content=values[index]) if index in values else arrival
-            for index, arrival in enumerate(arrivals)
-        ]
+        held = [self._held(arrival, pairs.get(arrival.wire_name)) for arrival in arrivals]
+        changed = [new for new, old in zip(held, arrivals, strict=True) if new.content is not old.content]
+        if changed:
+            checked = check_content([(arrival.name, arrival.content) for arrival in changed], {})
+            found |= {name: Content(found[name].sent, value) for name, value in checked.items()}
+        return held
 
-    def _held(self, arrival: Arrival, content: Content) -> torch.Tensor:
-        """Return the values that are held of an arrival: cast, then quantised."""
+    def _held(self, arrival: Arrival, pair: Pair | None) -> Arrival:
+        """Return an arrival as it is held: cast, then quantised.  `pair`: of the wire tensor, where it came as one."""
         values, dtype = arrival.content, self._weights.metas()[arrival.name].dtype
         if values.dtype != dtype:
             is_exact = is_exact_cast(values.dtype, dtype)
             values = values.to(dtype)
             if not is_exact and not is_finite(values):
                 raise ContentError(f"{arrival.name} has values outside the range of {dtype_name(dtype)}")
+            arrival = arrival._replace(content=values)
         held = self._quantised.get(arrival.name)
-        is_pair = len(content.sent) > 1
-        return values if held is None or (is_pair and not held.of_pairs) else held.values(values)
+        if held is None:
+            return arrival
+        if pair is not None and not held.of_pairs:
+            return with_pair(arrival, pair, held)
+        if held.pairs is None:
+            return arrival._replace(content=held.values(values))
+        made = held.pairs.quantise(values)
+        return arrival._replace(content=held.pairs.values(made, dtype), pair=made)
+
+
+# --- FP8 pairs that are held as they came -----------------------------------------------------------------------------
+
+
+def with_pair(arrival: Arrival, pair: Pair | None, held: HeldFormat | None) -> Arrival:
+    """Return an arrival with its piece of an FP8 pair, where that is held as it came; else the arrival.
+
+    Raises `ContentError` for blocks that the piece cuts, and for scales that the kernels do not take.
+    """
+    if pair is None or held is None or held.pairs is None or held.of_pairs:
+        return arrival
+    piece = arrival.piece
+    spans = (*piece.index, *[slice(None)] * (pair.weight.dim() - len(piece.index)))[-2:]
+    for span, size in zip(spans, pair.weight.shape[-2:], strict=True):
+        rows = range(size)[span] if isinstance(span, slice) else range(0)
+        if not (size <= BLOCK or (rows.step == 1 and rows.start % BLOCK == 0)):
+            raise ContentError(
+                f"{arrival.name} begins inside a block of {arrival.wire_name}: {held.flag} holds whole blocks. "
+                "Send each expert's matrices by themselves."
+            )
+    found = _piece_of(piece, pair)
+    if bool((found.scale.float() >= _SCALES_BELOW).any()):
+        raise ContentError(f"{arrival.name} has a scale of 2**120 or more, which {held.flag} does not hold")
+    return arrival._replace(pair=found)
+
+
+def _piece_of(piece: Piece, pair: Pair) -> Pair:
+    """Return the piece of both halves; of scales one for every block that the piece touches."""
+    of_scale = replace(piece, index=scales_of(piece.index, pair.weight.shape))
+    return Pair(piece.of(pair.weight), of_scale.of(pair.scale), pair.block)
 
 
 # --- into a sink ------------------------------------------------------------------------------------------------------
@@ -308,7 +345,7 @@ def store(arrivals: Iterable[Arrival], sink: WeightSink, ledger: WeightLedger) -
     for arrival in arrivals:
         wire_name, name, content = arrival.wire_name, arrival.name, arrival.content
         if ledger.record(wire_name, name):
-            sink.write(name, content)
+            sink.write(name, content if arrival.pair is None else arrival.pair)
         elif not all(_same_bits(part, content) for part in sink.read(name)):  # other ranks check their parts
             raise ContentError(f"{name} came again as {wire_name} with other content")
 

@@ -68,6 +68,14 @@ class Move(NamedTuple):
         return self._replace(first_row=self.first_row + rows, first_column=self.first_column + columns)
 
 
+def packed_move(
+    kind: MoveKind, packed: torch.Tensor, rows: int, columns: int, first: int = 0, step: int = 1, offset: int = 0
+) -> Move:
+    """Return the move of a whole matrix into packed rows from `first` on of one that begins where `packed` does."""
+    begin = int(packed.storage_offset()) * packed.itemsize
+    return Move(kind, packed, begin, 0, rows, 0, columns, first, step, offset)
+
+
 def matrix_of(shape: Sequence[int], lead: int = 1) -> tuple[int, int]:
     """Return rows and columns of a tensor that is read as a matrix."""
     return math.prod(shape[:lead]), math.prod(shape[lead:])

@@ -223,7 +223,7 @@ class ShadowStaging:
                 if address_of(place.storage) in keys:
                     target = self._place_in_shadow(place)
                     is_folded = self._folds_early(place.storage)
-                    rest = torch.zeros_like(target.read()) if is_folded else place.read()
+                    rest = torch.zeros_like(target.read()) if is_folded else place.saved()
                     self._queue.put(functools.partial(target.restore, rest))
 
     def _missing(self) -> Collection[str]:

@@ -31,12 +31,12 @@ from weight_sync.block_sums import kernels_of
 from weight_sync.held_memory import Areas
 from weight_sync.plan import BucketPlan, Homes
 from weight_sync.take_spans import Found, on_host
-from weight_sync.tensor_meta import LogicalWeights, Part, parts_of
+from weight_sync.tensor_meta import LogicalWeights, Pair, Part, parts_of
 
 StagingMode = Literal["host", "device", "journal", "in_place"]
 HOLDING_MODES = ("journal", "in_place")
 """`write` changes the model, so that no step may run from the first write to the end."""
-Content = torch.Tensor | Part
+Content = torch.Tensor | Pair | Part
 """A whole logical tensor, or what this rank holds of it."""
 Accept = Callable[[np.ndarray, np.ndarray], None]
 """Takes what was found in the planned tensors of a bucket, as sent and as held: F of each, uint64 [T, 2], and whether

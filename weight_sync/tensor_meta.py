@@ -200,6 +200,30 @@ class Run(NamedTuple):
     in_whole: tuple[slice, ...]
 
 
+class Pair(NamedTuple):
+    """Quantised elements [..., R, C], and a scale for each `block` of rows and columns, which their values do not show.
+
+    Blocks at the lower and right edge are cut.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    block: tuple[int, int] = (128, 128)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the logical tensor."""
+        return tuple(self.weight.shape)
+
+    def of(self, region: Region) -> Pair:
+        """Return this part of the matrix.  Whole blocks make up the region, or reach beyond the edge of the matrix."""
+        size, (start, length) = self.block[region.dim], (region.start, region.length)
+        assert not region.sections and start % size == 0, region
+        assert length % size == 0 or start + length == self.shape[region.dim], region
+        of_scale = self.scale.narrow(region.dim, start // size, -(-length // size))
+        return Pair(self.weight.narrow(region.dim, start, length), of_scale, self.block)
+
+
 class Part(NamedTuple):
     """The part of a logical tensor that a place holds, or will hold: `content` is its `region`, or all of it."""
 
@@ -228,14 +252,20 @@ class Place(Protocol):
     def rebind(self, storage: torch.Tensor) -> Place:
         """Return the same place in another tensor, of the dtype, sizes and strides of `storage`."""
 
-    def write(self, source: torch.Tensor) -> None:
-        """Take the content of `source`, the whole logical tensor, cast to the storage's dtype."""
+    def write(self, source: torch.Tensor | Pair) -> None:
+        """Take the content of `source`, the whole logical tensor, cast to the storage's dtype.
+
+        A pair comes only where pairs are held (`HeldFormat.pairs`), and is taken bit for bit.
+        """
 
     def read(self) -> torch.Tensor:
-        """Return the content here, bit for bit; a view where the layout allows, and never to be written to."""
+        """Return the values here, bit for bit; a view where the layout allows, and never to be written to."""
 
-    def restore(self, content: torch.Tensor) -> None:
-        """Take what `read` gave, here or at another place of the same tensor."""
+    def saved(self) -> torch.Tensor | Pair:
+        """Return all that is held here: what `read` gives, or a pair where its values do not determine it."""
+
+    def restore(self, content: torch.Tensor | Pair) -> None:
+        """Take what `saved` gave, here or at another place of the same tensor."""
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         """Return the moves that do what `write` does with a tensor of `shape`; None where only `write` can.
@@ -263,7 +293,7 @@ class LogicalWeights(Protocol):
         Takes milliseconds, whatever the number of names.
         """
 
-    def write(self, name: str, source: torch.Tensor) -> None:
+    def write(self, name: str, source: torch.Tensor | Pair) -> None:
         """Copy logical tensor `name` to every place where it lives under the current placement.
 
         Storage addresses do not change.  `source` has the meta's shape; its dtype is cast to the parameter's.
@@ -278,8 +308,8 @@ class LogicalWeights(Protocol):
     def places_key(self) -> Hashable:
         """Return a key of where tensors live: while it is the same, `places` returns the same places."""
 
-    def restore(self, name: str, content: torch.Tensor) -> None:
-        """Copy to every place of this rank what `read` of one of them gave."""
+    def restore(self, name: str, content: torch.Tensor | Pair) -> None:
+        """Copy to every place of this rank what `saved` of one of them gave."""
 
     def recompute_derived(self) -> None:
         """Bring tensors that are computed from weights (none in most models) up to date."""

@@ -96,10 +96,9 @@ def build_scheduler(
     config = served_model_config(args)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
-    if args.cpu_weight_format == "w8" and not config.is_moe:
-        raise StartupError(f"--cpu-weight-format w8 is for experts, and {config.architecture} has none")
-    if args.quantize_weight_updates and args.cpu_weight_format == "w8":
-        raise StartupError("--quantize-weight-updates and --cpu-weight-format w8 quantise the same weights: give one")
+    held = args.cpu_weight_format
+    if held != "plain" and not config.is_moe:
+        raise StartupError(f"--cpu-weight-format {held} is for experts, and {config.architecture} has none")
     if args.quantize_weight_updates and config.stored_format != "fp8":
         raise StartupError(
             "--quantize-weight-updates quantises as an FP8 checkpoint is; this config.json has no quantization_config"

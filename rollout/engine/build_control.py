@@ -130,9 +130,10 @@ def build_control(
 
 
 def _held_formats(args: ServerArgs, model: DecoderForCausalLM) -> HeldFormats:
+    held = model.weights.held_formats()
     if args.quantize_weight_updates:
-        return dict.fromkeys(quantised_names(args.model_path, model.weights), FP8_BLOCKS)
-    return model.weights.held_formats()
+        return dict.fromkeys(quantised_names(args.model_path, model.weights), FP8_BLOCKS) | dict(held)
+    return held
 
 
 def _target(adoption: PlacementAdoption, saver: MemorySaver | None, coverage: Coverage) -> LogicalWeights:

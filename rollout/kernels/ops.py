@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rollout.core.errors import StartupError
+from rollout.kernels.held_places import HELD_FORMS
 from rollout.kernels.operators import OPERATORS
-from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, Place, ViewPlace, W8Place
-from weight_sync.held_format import INT8_BLOCKS, HeldFormat
+from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, Place, ViewPlace
+from weight_sync.held_format import HeldFormat
 
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
@@ -110,25 +111,27 @@ class Packed(RowMajor):
         return AbsorbedPlace(weight, sizes)
 
 
-class PackedW8(Packed):
-    """Packed matrices, the ones of experts in 8 bits (`csrc/packed_w8.h`); for bfloat16."""
+class PackedHeld(Packed):
+    """Packed matrices, the ones of experts in a form of `HELD_FORMS`; for bfloat16."""
 
-    name = "packed-w8"
-    experts_held: HeldFormat | None = INT8_BLOCKS
+    def __init__(self, form: str) -> None:
+        self.name = f"packed-{form}"
+        self._form = HELD_FORMS[form]
+        self.experts_held = self._form.held
 
     def empty_experts(
         self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert dtype == torch.bfloat16, dtype
-        both, empty_packed = 2 * _ROW_BLOCK * -(-inner // _ROW_BLOCK), torch.ops.lockstep.empty_packed_w8
-        return empty_packed([experts], both, hidden), empty_packed([experts], hidden, inner)
+        both, empty = 2 * _ROW_BLOCK * -(-inner // _ROW_BLOCK), self._form.empty
+        return empty([experts], both, hidden), empty([experts], hidden, inner)
 
     def expert_place(
         self, w13: torch.Tensor, w2: torch.Tensor, part: ExpertPart, physical_id: int, inner: int, hidden: int
     ) -> Place:
         if part == "down_proj":
-            return W8Place(w2[physical_id], hidden, inner)
-        return W8Place(w13[physical_id], inner, hidden, step=2, offset=int(part == "up_proj"))
+            return self._form.place(w2[physical_id], hidden, inner, 1, 0)
+        return self._form.place(w13[physical_id], inner, hidden, 2, int(part == "up_proj"))
 
 
 class Ops:
@@ -215,15 +218,17 @@ def select_ops(
 ) -> Ops:
     """Return the kernels where they exist for this dtype and device, else plain torch.
 
-    `kernels_available`: this device's kernels are loaded.  `weight_format`: "plain", or "w8" for experts in 8 bits.
-    Raises `StartupError` for "w8" without compiled operators for bfloat16.
+    `kernels_available`: this device's kernels are loaded.  `weight_format`: "plain", or one of `HELD_FORMS` for
+    experts.  Raises `StartupError` for one of these without compiled operators for bfloat16.
     """
     kind = torch.device(device).type
     compiled = kernels_available and dtype in COMPILED_DTYPES and kind == "cpu"
-    if weight_format == "w8":
+    if weight_format != "plain":
         if not compiled or dtype != torch.bfloat16:
-            raise StartupError("--cpu-weight-format w8 needs the compiled CPU operators and --dtype bfloat16")
-        return compiled_ops(PackedW8())
+            raise StartupError(
+                f"--cpu-weight-format {weight_format} needs the compiled CPU operators and --dtype bfloat16"
+            )
+        return compiled_ops(PackedHeld(weight_format))
     if compiled:
         return compiled_ops()
     if kernels_available and dtype in GPU_DTYPES and kind == "cuda":

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weight_sync.errors import ContentError
-from weight_sync.int8_blocks import BLOCK
-from weight_sync.moves import Move, MoveKind, lead_of, matrix_of, two_strides
-from weight_sync.tensor_meta import Place, Region
+from weight_sync.moves import Move, MoveKind, lead_of, matrix_of, packed_move, two_strides
+from weight_sync.tensor_meta import Pair, Place, Region
 
 __all__ = [
     "AbsorbedPlace",
@@ -20,7 +18,6 @@ __all__ = [
     "ReorderedPlace",
     "ShardPlace",
     "ViewPlace",
-    "W8Place",
 ]
 
 _MAX_RUNS = 64
@@ -46,13 +43,17 @@ class ViewPlace:
     def rebind(self, storage: torch.Tensor) -> ViewPlace:
         return ViewPlace(storage)
 
-    def write(self, source: torch.Tensor) -> None:
+    def write(self, source: torch.Tensor | Pair) -> None:
+        assert isinstance(source, torch.Tensor), "pairs are not held here"
         self._view.copy_(source)
 
     def read(self) -> torch.Tensor:
         return self._view
 
-    def restore(self, content: torch.Tensor) -> None:
+    def saved(self) -> torch.Tensor:
+        return self.read()
+
+    def restore(self, content: torch.Tensor | Pair) -> None:
         self.write(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
@@ -91,7 +92,8 @@ class PackedPlace:
     def rebind(self, storage: torch.Tensor) -> PackedPlace:
         return PackedPlace(storage, self._rows, self._in_features, *self._layout)
 
-    def write(self, source: torch.Tensor) -> None:
+    def write(self, source: torch.Tensor | Pair) -> None:
+        assert isinstance(source, torch.Tensor), "pairs are not held here"
         assert source.shape == (len(self._rows), self._in_features), source.shape
         source = source.to(device=self._packed.device, dtype=self._packed.dtype)
         torch.ops.lockstep.pack_rows(self._packed, source, self._rows.start, *self._layout)
@@ -100,60 +102,16 @@ class PackedPlace:
         unpack: Callable[..., torch.Tensor] = torch.ops.lockstep.unpack_rows
         return unpack(self._packed, self._in_features, self._rows.start, len(self._rows), *self._layout)
 
-    def restore(self, content: torch.Tensor) -> None:
+    def saved(self) -> torch.Tensor:
+        return self.read()
+
+    def restore(self, content: torch.Tensor | Pair) -> None:
         self.write(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         rows, columns = len(self._rows), self._in_features
         assert tuple(shape) == (rows, columns) and lead in (None, 1), shape
-        return [_packed_move(MoveKind.PACKED, self._packed, rows, columns, self._rows.start, *self._layout)]
-
-
-class W8Place:
-    """Rows of a bfloat16 matrix packed in 8 bits (`kernels/csrc/packed_w8.h`), quantised as they are written.
-
-    Its content is the quantised values (`weight_sync.int8_blocks`), which may be written again without a change.
-    `step` and `offset` are the same as in `PackedPlace`.
-    """
-
-    region: Region | None = None
-
-    def __init__(self, packed: torch.Tensor, rows: int, in_features: int, step: int = 1, offset: int = 0) -> None:
-        self._packed = packed
-        self._rows = rows
-        self._in_features = in_features
-        self._layout = (step, offset)
-
-    @property
-    def storage(self) -> torch.Tensor:
-        return self._packed
-
-    @property
-    def num_bytes(self) -> int:
-        return self._rows * (self._in_features + -(-self._in_features // BLOCK))
-
-    def rebind(self, storage: torch.Tensor) -> W8Place:
-        return W8Place(storage, self._rows, self._in_features, *self._layout)
-
-    def write(self, source: torch.Tensor) -> None:
-        """Quantise and pack the source.  Raises `ContentError` for a value that is not finite."""
-        assert source.shape == (self._rows, self._in_features), source.shape
-        values = source.to(device=self._packed.device, dtype=torch.bfloat16)
-        if not bool(values.isfinite().all()):
-            raise ContentError("values that are not finite cannot be quantised")
-        torch.ops.lockstep.pack_rows_w8(self._packed, values, 0, *self._layout)
-
-    def read(self) -> torch.Tensor:
-        unpack: Callable[..., torch.Tensor] = torch.ops.lockstep.unpack_rows_w8
-        return unpack(self._packed, self._in_features, 0, self._rows, *self._layout)
-
-    def restore(self, content: torch.Tensor) -> None:
-        self.write(content)
-
-    def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
-        rows, columns = self._rows, self._in_features
-        assert tuple(shape) == (rows, columns) and lead in (None, 1), shape
-        return [_packed_move(MoveKind.PACKED_W8, self._packed, rows, columns, 0, *self._layout)]
+        return [packed_move(MoveKind.PACKED, self._packed, rows, columns, self._rows.start, *self._layout)]
 
 
 @dataclass(frozen=True)
@@ -199,7 +157,8 @@ class AbsorbedPlace:
     def rebind(self, storage: torch.Tensor) -> AbsorbedPlace:
         return AbsorbedPlace(storage, self._sizes)
 
-    def write(self, source: torch.Tensor) -> None:
+    def write(self, source: torch.Tensor | Pair) -> None:
+        assert isinstance(source, torch.Tensor), "pairs are not held here"
         source = source.to(device=self._packed_HN.device, dtype=self._packed_HN.dtype)
         for rows, (keys, values) in zip(source.chunk(self._packed_HN.shape[0]), self._halves(), strict=True):
             key_rows, value_rows = rows.split((self._sizes.nope, self._sizes.value))
@@ -213,14 +172,17 @@ class AbsorbedPlace:
             found.append(torch.ops.lockstep.unpack_rows(values, sizes.rank, 0, sizes.value, 1, 0))
         return torch.cat(found)
 
-    def restore(self, content: torch.Tensor) -> None:
+    def saved(self) -> torch.Tensor:
+        return self.read()
+
+    def restore(self, content: torch.Tensor | Pair) -> None:
         self.write(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         sizes, found, row = self._sizes, [], 0
         for keys, values in self._halves():
-            of_keys = _packed_move(MoveKind.PACKED_TRANSPOSED, keys, sizes.nope, sizes.rank)
-            of_values = _packed_move(MoveKind.PACKED, values, sizes.value, sizes.rank)
+            of_keys = packed_move(MoveKind.PACKED_TRANSPOSED, keys, sizes.nope, sizes.rank)
+            of_values = packed_move(MoveKind.PACKED, values, sizes.value, sizes.rank)
             found += [of_keys.shifted(row, 0), of_values.shifted(row + sizes.nope, 0)]
             row += sizes.nope + sizes.value
         assert tuple(shape) == (row, sizes.rank) and lead in (None, 1), shape
@@ -254,14 +216,19 @@ class ReorderedPlace:
     def rebind(self, storage: torch.Tensor) -> ReorderedPlace:
         return ReorderedPlace(self._inner.rebind(storage), self._order)
 
-    def write(self, source: torch.Tensor) -> None:
+    def write(self, source: torch.Tensor | Pair) -> None:
+        assert isinstance(source, torch.Tensor), "pairs are not held here"
         self._inner.write(source.index_select(0, self._order.to(source.device)))
 
     def read(self) -> torch.Tensor:
         content = self._inner.read()
         return content.index_select(0, self._order.argsort().to(content.device))
 
-    def restore(self, content: torch.Tensor) -> None:
+    def saved(self) -> torch.Tensor:
+        return self.read()
+
+    def restore(self, content: torch.Tensor | Pair) -> None:
+        assert isinstance(content, torch.Tensor), "pairs are not held here"
         self._inner.restore(content.index_select(0, self._order.to(content.device)))
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
@@ -301,13 +268,16 @@ class ShardPlace:
         region = self.region
         return ShardPlace(self._inner.rebind(storage), region.dim, region.start, region.length, region.sections)
 
-    def write(self, source: torch.Tensor) -> None:
-        self._inner.write(self.region.of(source))
+    def write(self, source: torch.Tensor | Pair) -> None:
+        self._inner.write(source.of(self.region) if isinstance(source, Pair) else self.region.of(source))
 
     def read(self) -> torch.Tensor:
         return self._inner.read()
 
-    def restore(self, content: torch.Tensor) -> None:
+    def saved(self) -> torch.Tensor | Pair:
+        return self._inner.saved()
+
+    def restore(self, content: torch.Tensor | Pair) -> None:
         self._inner.restore(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
@@ -332,14 +302,6 @@ class ShardPlace:
                     return None
                 found.append(cut.shifted(by, 0) if in_rows else cut.shifted(0, by))
         return [move for move in found if move.num_elements > 0]
-
-
-def _packed_move(
-    kind: MoveKind, packed: torch.Tensor, rows: int, columns: int, first: int = 0, step: int = 1, offset: int = 0
-) -> Move:
-    """Return the move of a whole matrix into packed rows from `first` on of one that begins where `packed` does."""
-    begin = int(packed.storage_offset()) * packed.itemsize
-    return Move(kind, packed, begin, 0, rows, 0, columns, first, step, offset)
 
 
 def _runs_of(order: torch.Tensor) -> list[tuple[int, range]]:

@@ -26,7 +26,7 @@ from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.content_check import is_finite
 from weight_sync.errors import ContentError, WeightSyncError
 from weight_sync.fp8_wire import kind_of, whole_metas
-from weight_sync.intake import load_weights
+from weight_sync.intake import split_tensors, store, with_pair
 from weight_sync.ledger import WeightLedger
 from weight_sync.mxfp4 import Mxfp4Experts, value_metas
 from weight_sync.safetensors_file import SafetensorsFile
@@ -65,12 +65,15 @@ def load_model(
         _check(model.weights, metas, config.stored_format)
         ledger, sink, done = WeightLedger(model.weights.metas()), DirectSink(model.weights), 0
         experts, pairs = Mxfp4Experts(model.weights), PairedTensors(model.weights)
+        formats = model.weights.held_formats()
         for shard in shards:
             for name, tensor in read_tensors(shard):
                 for each in pairs.take(experts.take(name, tensor)):
                     if each.pair is not None and not is_finite(each.content):
                         raise ContentError(f"values that are not finite in {each.name}")
-                    load_weights(model.weights, [(each.name, each.content)], sink, ledger, cast=True)
+                    arrivals = split_tensors(model.weights, [(each.name, each.content)], ledger, cast=True)
+                    held = (with_pair(arrival, each.pair, formats.get(arrival.name)) for arrival in arrivals)
+                    store(held, sink, ledger)
                 done += tensor.nbytes
                 if progress is not None:
                     progress(done, total)

@@ -17,7 +17,7 @@ from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError, shown
 from weight_sync.held_format import HeldFormats
 from weight_sync.mxfp4 import is_mxfp4
-from weight_sync.tensor_meta import Piece, Place, TensorMeta
+from weight_sync.tensor_meta import Pair, Piece, Place, TensorMeta
 from weight_sync.unknown_names import NearestName, is_derived
 
 
@@ -84,7 +84,7 @@ class WeightIndex:
         """Return the formats of the tensors that this model quantises as they are written."""
         return {name: entry.held for name, entry in self._entries.items() if entry.held is not None}
 
-    def write(self, name: str, source: torch.Tensor) -> None:
+    def write(self, name: str, source: torch.Tensor | Pair) -> None:
         """Copy `source` to every place of the logical tensor, cast to its dtype.
 
         Raises `UnknownTensorError` unless `name` is canonical, `ShapeMismatchError`.
@@ -114,7 +114,7 @@ class WeightIndex:
         other._is_proposed = True
         return other
 
-    def restore(self, name: str, content: torch.Tensor) -> None:
+    def restore(self, name: str, content: torch.Tensor | Pair) -> None:
         """Copy `content`, which one place of this rank held, to every place.  Raises `UnknownTensorError`."""
         for place in self.places(name):
             place.restore(content)

@@ -16,6 +16,7 @@ from rollout.core.args.hub import model_name
 from rollout.core.args.kv_events_config import KVEventsConfig, parse_kv_events
 from rollout.core.errors import StartupError
 
+WEIGHT_FORMATS = ("plain", "w8", "fp8", "int4", "int4-128")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -80,7 +81,9 @@ class ServerArgs:
     disable_native_kernels: bool = _arg(False, "run on plain torch even if compiled or Triton kernels exist")
     cpu_isa: str = _arg("auto", "instruction set of the CPU operators; auto: $LOCKSTEP_CPU_ISA, or the best that works")
     cpu_weight_format: str = _arg(
-        "plain", "format of experts on a CPU; w8: 8-bit weights with a power-of-two scale for 32 elements"
+        "plain",
+        "format of experts on a CPU; w8: 8 bits, a power-of-two scale for 32 elements; fp8: blocks of 128 x 128 as "
+        "published; int4, int4-128: 4 bits, a scale for 32 or 128 elements",
     )
     attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
     disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a decode step instead of a CUDA graph")
@@ -326,7 +329,12 @@ class ServerArgs:
         _require(self.max_total_tokens is None or self.max_total_tokens >= 2, "--max-total-tokens must be at least 2")
         _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
         _require(0.0 < self.memory_fraction <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
-        _require(self.cpu_weight_format in ("plain", "w8"), "--cpu-weight-format must be plain or w8")
+        _require(self.cpu_weight_format in WEIGHT_FORMATS, f"--cpu-weight-format must be {' or '.join(WEIGHT_FORMATS)}")
+        _require(
+            not self.quantize_weight_updates or self.cpu_weight_format in ("plain", "fp8"),
+            f"--quantize-weight-updates and --cpu-weight-format {self.cpu_weight_format} quantise the same weights: "
+            "give one",
+        )
         _require(self.cuda_graph_max_bs is None or self.cuda_graph_max_bs >= 1, "--cuda-graph-max-bs must be positive")
         _require(self.base_gpu_id >= 0, "--base-gpu-id must not be negative")
         _require(

@@ -23,7 +23,7 @@
 #include <torch/library.h>
 
 #include "matmul.h"
-#include "packed_w8.h"
+#include "packed_held.h"
 
 namespace lockstep {
 namespace {
@@ -103,7 +103,7 @@ struct Extras {
   }
 };
 
-// `kPlain`: SwiGLU without biases; `extras` is not read.  `Panels`: of the weights, in T or in 8 bits.
+// `kPlain`: SwiGLU without biases; `extras` is not read.  `Panels`: of the weights, in T or in fewer bits.
 template <class T, bool kPlain, class Panels>
 struct Experts {
   const T* hidden;
@@ -245,6 +245,19 @@ struct Experts {
   }
 };
 
+// The dtype of packed weights says how they are held.
+bool is_held_dtype(at::ScalarType dtype) {
+  return dtype == at::kChar || dtype == at::kFloat8_e4m3fn || dtype == at::kByte;
+}
+
+// Calls `run` with a null pointer to the step of the format.
+template <class Run>
+void with_step(at::ScalarType dtype, Run&& run) {
+  if (dtype == at::kChar) return run(static_cast<W8Step*>(nullptr));
+  if (dtype == at::kFloat8_e4m3fn) return run(static_cast<Fp8Step*>(nullptr));
+  run(static_cast<Int4Step*>(nullptr));
+}
+
 void check_extras(const at::Tensor& hidden, int64_t num_experts, int64_t inner_size,
                   const std::optional<at::Tensor>& w13_bias, const std::optional<at::Tensor>& w2_bias) {
   const auto check = [&](const std::optional<at::Tensor>& bias, int64_t size) {
@@ -263,14 +276,20 @@ void check_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::o
   TORCH_CHECK(ids.size(0) == hidden.size(0) && ids.scalar_type() == at::kLong, "ids must be [T, K] int64");
   TORCH_CHECK(w13.is_contiguous() && w2.is_contiguous(), "expert weights must be contiguous");
   TORCH_CHECK(!weights || weights->sizes() == ids.sizes(), "weights must be [T, K]");
-  const bool is_w8 = w13.scalar_type() == at::kChar;
-  check_same_dtype(hidden, {is_w8 ? hidden : w13, is_w8 ? hidden : w2, weights ? *weights : hidden});
-  TORCH_CHECK(!is_w8 || (w2.scalar_type() == at::kChar && hidden.scalar_type() == at::kBFloat16),
-              "weights in 8 bits go with bfloat16 rows");
+  const bool is_held = is_held_dtype(w13.scalar_type());
+  check_same_dtype(hidden, {is_held ? hidden : w13, is_held ? hidden : w2, weights ? *weights : hidden});
+  TORCH_CHECK(!is_held || (w2.scalar_type() == w13.scalar_type() && hidden.scalar_type() == at::kBFloat16),
+              "weights in 8 or 4 bits go with bfloat16 rows");
   with_dtype(hidden, [&](auto zero) {
     using T = decltype(zero);
     const int64_t hidden_size = hidden.size(1), inner_panels = (inner_size + kLanes - 1) / kLanes;
-    const auto numel = [&](int64_t depth) { return is_w8 ? w8_panel_bytes(depth) : panel_numel<T>(depth); };
+    const auto numel = [&](int64_t depth) {
+      int64_t found = panel_numel<T>(depth);
+      if (is_held) with_step(w13.scalar_type(), [&](auto* step) {
+        found = held_panel_bytes<std::remove_pointer_t<decltype(step)>>(depth);
+      });
+      return found;
+    };
     TORCH_CHECK(w13.size(0) == w2.size(0) && w13.numel() == w13.size(0) * inner_panels * numel(hidden_size) &&
                     w2.numel() == w2.size(0) * panels_of(hidden_size) * numel(inner_size),
                 "w13 must be the packed gate and up rows [P, 2I, D] and w2 the packed [P, D, I]");
@@ -326,8 +345,12 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
         extras.any() ? run(std::false_type(), w13_panels, w2_panels) : run(std::true_type(), w13_panels, w2_panels);
       };
       if constexpr (std::is_same_v<T, bf16>) {
-        if (w13.scalar_type() == at::kChar) {
-          run_on(W8Panels{w13.const_data_ptr<int8_t>()}, W8Panels{w2.const_data_ptr<int8_t>()});
+        if (is_held_dtype(w13.scalar_type())) {
+          with_step(w13.scalar_type(), [&](auto* step) {
+            using Panels = HeldPanels<std::remove_pointer_t<decltype(step)>>;
+            run_on(Panels{static_cast<const int8_t*>(w13.const_data_ptr())},
+                   Panels{static_cast<const int8_t*>(w2.const_data_ptr())});
+          });
           continue;
         }
       }

@@ -1,5 +1,5 @@
 // The register tile of packed.h, once for every number of tokens, and that of matrix tiles.
-#include "packed_w8.h"
+#include "packed_held.h"
 
 #include <vector>
 
@@ -166,16 +166,17 @@ struct PlainSource {
   }
 };
 
-struct W8Source {
+template <class Step>
+struct HeldSource {
   using Element = bf16;
-  static constexpr int64_t kRun = kW8Step / kGroup<bf16>;
+  static constexpr int64_t kRun = kHeldStep / kGroup<bf16>;
   static_assert(kRun == kTileRows && kBlockGroups % kRun == 0);
-  const W8Panel& panel;
-  explicit W8Source(const W8Panel& from) : panel(from) {}
-  alignas(64) bf16 values[kW8StepNumel];
+  const HeldPanel<Step>& panel;
+  explicit HeldSource(const HeldPanel<Step>& from) : panel(from) {}
+  alignas(64) bf16 values[kHeldStep * kPanelRows];
 
   struct Run {
-    W8Step step;
+    Step step;
 
     EvenOdd weights(int64_t g, int v) const { return step.pairs(g, v); }
 
@@ -191,12 +192,12 @@ struct W8Source {
 
   Run run(int64_t g) const { return {panel.step(g / kRun)}; }
   void prefetch_block(int64_t g, int64_t part, int64_t parts) const {
-    const int8_t* first = panel.steps + g / kRun * kW8StepBytes;
-    prefetch_lines(first, first + kBlockGroups / kRun * kW8StepBytes, part, parts);
+    const int8_t* first = panel.steps + g / kRun * Step::kBytes;
+    prefetch_lines(first, first + kBlockGroups / kRun * Step::kBytes, part, parts);
   }
 
   const bf16* tile(int64_t g) {
-    panel.step(g / kRun).store(values);
+    store_values(panel.step(g / kRun), values);
     return values;
   }
 };
@@ -361,9 +362,10 @@ void multiply_panel(const TokenTile* tiles, int64_t count, const uint32_t* packe
   multiply_from(tiles, count, packed, source, depth, sums);
 }
 
-void multiply_panel(const TokenTile* tiles, int64_t count, const uint32_t* packed, const W8Panel& panel, int64_t depth,
-                    F32x16 (*sums)[kPanelVectors]) {
-  W8Source source(panel);
+template <class Step>
+void multiply_panel(const TokenTile* tiles, int64_t count, const uint32_t* packed, const HeldPanel<Step>& panel,
+                    int64_t depth, F32x16 (*sums)[kPanelVectors]) {
+  HeldSource<Step> source(panel);
   if (kTiled<bf16> && count > 1) {
     thread_local std::vector<bf16> values;
     const int64_t groups = groups_of<bf16>(depth);
@@ -406,5 +408,11 @@ bool tiles_agree() {
 
 template void multiply_panel(const TokenTile*, int64_t, const uint32_t*, const bf16*, int64_t, F32x16 (*)[kPanelVectors]);
 template void multiply_panel(const TokenTile*, int64_t, const uint32_t*, const float*, int64_t, F32x16 (*)[kPanelVectors]);
+template void multiply_panel(const TokenTile*, int64_t, const uint32_t*, const HeldPanel<W8Step>&, int64_t,
+                             F32x16 (*)[kPanelVectors]);
+template void multiply_panel(const TokenTile*, int64_t, const uint32_t*, const HeldPanel<Fp8Step>&, int64_t,
+                             F32x16 (*)[kPanelVectors]);
+template void multiply_panel(const TokenTile*, int64_t, const uint32_t*, const HeldPanel<Int4Step>&, int64_t,
+                             F32x16 (*)[kPanelVectors]);
 
 }  // namespace lockstep

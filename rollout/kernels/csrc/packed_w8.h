@@ -88,6 +88,7 @@ struct W8Row {
 
 // One step of a panel: its integers, and the powers of its 32 rows.
 struct W8Step {
+  static constexpr int64_t kBytes = kW8StepBytes;
   const int8_t* integers;
   F32x16 powers[kPanelVectors];
 
@@ -112,39 +113,6 @@ struct W8Step {
     constexpr int64_t kAhead = 48 * 2 * kPanelRows;
     __builtin_prefetch(integers + 2 * g * kPanelRows + kAhead, 0, kStreamLocality);
   }
-
-  // All values, as packed.h has them: [16 groups][32 rows][2].
-  void store(bf16* out) const {
-    for (int64_t g = 0; g < kW8Step / 2; ++g, out += 2 * kPanelRows) {
-      prefetch(g);
-      for (int v = 0; v < kPanelVectors; ++v) store_pairs(out + v * 2 * kLanes, pairs(g, v));
-    }
-  }
 };
-
-struct W8Panel {
-  const int8_t* steps;
-
-  W8Step step(int64_t s) const { return W8Step(steps + s * kW8StepBytes); }
-};
-
-struct W8Panels {
-  const int8_t* first;
-
-  // Panel `i` of matrices of `depth` columns.
-  W8Panel panel(int64_t i, int64_t depth) const { return {first + i * w8_panel_bytes(depth)}; }
-};
-
-// As bf16 or float32 panels lie.
-template <class T>
-struct PlainPanels {
-  const T* first;
-
-  const T* panel(int64_t i, int64_t depth) const { return first + i * panel_numel<T>(depth); }
-};
-
-// `multiply_panel` of packed.h.
-void multiply_panel(const TokenTile* tiles, int64_t count, const uint32_t* packed, const W8Panel& panel, int64_t depth,
-                    F32x16 (*sums)[kPanelVectors]);
 
 }  // namespace lockstep

@@ -25,7 +25,6 @@ from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.fused_experts import fused_pieces
 from weight_sync.held_format import HeldFormat
-from weight_sync.int8_blocks import BLOCK
 
 SlotsOf = Callable[[int, int], list[int]]  # the slots of a logical expert in a layer
 
@@ -58,8 +57,9 @@ class Experts(WeightLayer):
         stored = placement.num_local_experts
         sizes = (stored, self.inner.length, hidden_size)
         self._dtype, self._held = build.dtype, build.ops.storage.experts_held
-        if self._held is not None and not self.inner.is_whole and self.inner.length % BLOCK:
-            raise StartupError(f"{self._held.flag}: {what} over the ranks must be multiples of {BLOCK}")
+        if self._held is not None and not self.inner.is_whole and self.inner.length % max(self._held.block):
+            block = max(self._held.block)
+            raise StartupError(f"{self._held.flag}: {what} over the ranks must be multiples of {block}")
         self.w13, self.w2 = build.ops.storage.empty_experts(*sizes, build.dtype, build.device)
         self._fused = spec.fused
         self.has_bias = spec.bias

@@ -41,6 +41,8 @@ MOVES_WHAT_IT_IS_GIVEN = {
             "block_sums",
         ),
         *("empty_packed_w8", "pack_rows_w8", "unpack_rows_w8"),
+        *("empty_packed_fp8", "pack_rows_fp8", "unpack_rows_fp8"),
+        *("empty_packed_int4", "pack_rows_int4", "unpack_rows_int4"),
     )
 }
 

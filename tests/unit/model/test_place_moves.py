@@ -12,14 +12,14 @@ from rollout.distributed.communicator import Communicator
 from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.distributed.transport import Transport
-from rollout.kernels.ops import Ops, PackedW8, compiled_ops, plain_ops
+from rollout.kernels.held_places import W8Place
+from rollout.kernels.ops import Ops, PackedHeld, compiled_ops, plain_ops
 from rollout.kernels.places import (
     PackedPlace,
     Place,
     ReorderedPlace,
     ShardPlace,
     ViewPlace,
-    W8Place,
 )
 from rollout.model.decoder import DecoderForCausalLM
 from tests.family_zoo import FAMILIES, SEEING, family_config
@@ -44,7 +44,7 @@ STORAGES = {
     "row-major": (plain_ops, torch.float32),
     "packed": (compiled_ops, torch.float32),
     "packed bfloat16": (compiled_ops, torch.bfloat16),
-    "w8": (lambda: compiled_ops(PackedW8()), torch.bfloat16),
+    "w8": (lambda: compiled_ops(PackedHeld("w8")), torch.bfloat16),
 }
 BLOCKS_ARE_CUT = {("2", "w8"), ("2, DP", "w8")}  # the engine refuses to split blocks of 32 over ranks
 CASES = [pair for pair in itertools.product(LAYOUTS, STORAGES) if pair not in BLOCKS_ARE_CUT]

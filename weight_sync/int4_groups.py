@@ -1,0 +1,55 @@
+"""Weights in 4 bits: integers, and a scale for each group of neighbouring elements of a row, as compressed-tensors has
+them (symmetric, `pack-quantized`).
+
+    value = float32(integer) * float32(scale), in float32, then rounded to the dtype that is asked for
+    -8 <= integer <= 7; scales are bfloat16
+
+To quantise: scale = largest magnitude of the group / 7.5, rounded to bfloat16; integer = value / scale in float32,
+rounded to the nearest, ties to even, and cut to -8 .. 7.  A group whose scale would be zero has scale 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from weight_sync.errors import ContentError
+from weight_sync.tensor_meta import Pair
+
+LEAST, LARGEST = -8, 7
+_BAND = 1 << 20  # elements worked on at a time: a few float32 temporaries of 4 MiB
+
+
+def quantise(values: torch.Tensor, group: int) -> Pair:
+    """Return int8 [R, C] with integers of 4 bits and bfloat16 [R, C / group], rounded up, of values of that shape.
+
+    Raises `ContentError` for a value that is not finite.
+    """
+    rows, columns = values.shape
+    weight = torch.empty(rows, columns, dtype=torch.int8, device=values.device)
+    scale = torch.empty(rows, -(-columns // group), dtype=torch.bfloat16, device=values.device)
+    for band in _bands(rows, columns):
+        x_RgG = pad(values[band].float(), (0, -columns % group)).unflatten(1, (-1, group))
+        largest_Rg = x_RgG.abs().amax(2)
+        if not bool(largest_Rg.isfinite().all()):
+            raise ContentError("values that are not finite cannot be quantised")
+        found_Rg = (largest_Rg / 7.5).to(torch.bfloat16)
+        scale[band] = found_Rg = torch.where(found_Rg > 0, found_Rg, 1.0).to(torch.bfloat16)
+        integers_RgG = (x_RgG / found_Rg.float().unsqueeze(2)).round_().clamp_(LEAST, LARGEST)
+        weight[band] = integers_RgG.flatten(1)[:, :columns].to(torch.int8)
+    return Pair(weight, scale, (1, group))
+
+
+def dequantise(pair: Pair, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values [R, C] of a pair, in `dtype`."""
+    rows, columns = pair.weight.shape
+    values = torch.empty(rows, columns, dtype=dtype, device=pair.weight.device)
+    for band in _bands(rows, columns):
+        scale_RC = pair.scale[band].float().repeat_interleave(pair.block[1], 1)[:, :columns]
+        values[band] = (pair.weight[band].float() * scale_RC).to(dtype)
+    return values
+
+
+def _bands(rows: int, columns: int) -> list[slice]:
+    step = max(1, _BAND // max(1, columns))
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
