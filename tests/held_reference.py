@@ -45,3 +45,10 @@ def int4_values(integers: torch.Tensor, scales: torch.Tensor, group: int, dtype:
     """Return the values of integers and scales: the exact product, which float32 holds, rounded once."""
     of_columns = [column // group for column in range(integers.shape[1])]
     return (integers.double() * scales.double()[:, of_columns]).to(torch.float32).to(dtype)
+
+
+def packed(integers: torch.Tensor) -> torch.Tensor:
+    """Pack integers of a matrix as compressed-tensors does: eight to an int32, the first lowest, each plus 8."""
+    words = (integers.numpy().astype(np.int64) + 8).reshape(integers.shape[0], -1, 8)
+    sums = (words << (4 * np.arange(8))).sum(-1)
+    return torch.from_numpy(sums.astype(np.uint32).view(np.int32))

@@ -14,11 +14,12 @@ from weight_sync.tensor_meta import Pair
 
 @dataclass(frozen=True)
 class PairFormat:
-    """The two ways between values and pairs.
+    """The two ways between values and pairs, whose elements have dtype `element`.
 
     `quantise` raises `ContentError` for a value that is not finite.  `values` gives a pair's values in a dtype.
     """
 
+    element: torch.dtype
     quantise: Callable[[torch.Tensor], Pair]
     values: Callable[[Pair, torch.dtype], torch.Tensor]
 
@@ -28,7 +29,7 @@ class HeldFormat:
     """`values` gives what is held of a tensor, in its dtype.  `of_pairs`: also of one that came quantised otherwise.
 
     `flag`: what asks for it, for refusals.  `block`: the rows and columns that are quantised together.  `pairs`: given
-    where pairs are held, which values do not determine; an FP8 pair is then held as it came, unless `of_pairs`.
+    where pairs are held, which values do not determine.
     """
 
     values: Callable[[torch.Tensor], torch.Tensor]
@@ -37,25 +38,33 @@ class HeldFormat:
     block: tuple[int, int]
     pairs: PairFormat | None = None
 
+    def keeps(self, pair: Pair | None) -> bool:
+        """Return whether a pair is held as it came."""
+        return pair is not None and self.pairs is not None and pair.weight.dtype == self.pairs.element
 
-def _of_pairs(pairs: PairFormat, of_pairs: bool, flag: str, block: tuple[int, int]) -> HeldFormat:
-    return HeldFormat(lambda values: pairs.values(pairs.quantise(values), values.dtype), of_pairs, flag, block, pairs)
+
+def _of_pairs(pairs: PairFormat, name: str, block: tuple[int, int]) -> HeldFormat:
+    def values(sent: torch.Tensor) -> torch.Tensor:
+        return pairs.values(pairs.quantise(sent), sent.dtype)
+
+    return HeldFormat(values, True, f"--cpu-weight-format {name}", block, pairs)
 
 
 def _int4(name: str, group: int) -> HeldFormat:
-    pairs = PairFormat(lambda values: int4_groups.quantise(values, group), int4_groups.dequantise)
-    return _of_pairs(pairs, True, f"--cpu-weight-format {name}", (1, group))
+    pairs = PairFormat(torch.int8, lambda values: int4_groups.quantise(values, group), int4_groups.dequantise)
+    return _of_pairs(pairs, name, (1, group))
 
 
 _FP8_BLOCK = (fp8_blocks.BLOCK, fp8_blocks.BLOCK)
 _FP8_PAIRS = PairFormat(
+    fp8_blocks.QUANTISED,
     lambda values: Pair(*fp8_blocks.quantise(values)),
     lambda pair, dtype: fp8_blocks.dequantise(pair.weight, pair.scale, dtype),
 )
 FP8_BLOCKS = HeldFormat(fp8_blocks.requantised, False, "--quantize-weight-updates", _FP8_BLOCK)
 """The values of FP8 blocks, in the model's dtype."""
 INT8_BLOCKS = HeldFormat(int8_blocks.held_values, True, "--cpu-weight-format w8", (1, int8_blocks.BLOCK))
-FP8_PAIRS = _of_pairs(_FP8_PAIRS, False, "--cpu-weight-format fp8", _FP8_BLOCK)
+FP8_PAIRS = _of_pairs(_FP8_PAIRS, "fp8", _FP8_BLOCK)
 INT4_GROUPS = _int4("int4", 32)
 INT4_GROUPS_128 = _int4("int4-128", 128)
 HeldFormats = Mapping[str, HeldFormat]

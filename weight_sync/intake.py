@@ -252,25 +252,33 @@ class Intake:
         held = self._quantised.get(arrival.name)
         if held is None:
             return arrival
-        if pair is not None and not held.of_pairs:
+        if held.keeps(pair):
             return with_pair(arrival, pair, held)
+        if pair is not None and not held.of_pairs:
+            return arrival
         if held.pairs is None:
             return arrival._replace(content=held.values(values))
         made = held.pairs.quantise(values)
         return arrival._replace(content=held.pairs.values(made, dtype), pair=made)
 
 
-# --- FP8 pairs that are held as they came -----------------------------------------------------------------------------
+# --- pairs that are held as they came ---------------------------------------------------------------------------------
 
 
 def with_pair(arrival: Arrival, pair: Pair | None, held: HeldFormat | None) -> Arrival:
-    """Return an arrival with its piece of an FP8 pair, where that is held as it came; else the arrival.
+    """Return an arrival with its piece of a pair, where that is held as it came; else the arrival.
 
     Raises `ContentError` for blocks that the piece cuts, and for scales that the kernels do not take.
     """
-    if pair is None or held is None or held.pairs is None or held.of_pairs:
+    if pair is None or held is None or not held.keeps(pair):
         return arrival
+    if pair.block[1] % held.block[1]:
+        raise ContentError(
+            f"{arrival.name} has groups of {pair.block[1]}, but {held.flag} holds groups of {held.block[1]}"
+        )
     piece = arrival.piece
+    if piece.index == () and not piece.transposed:
+        return arrival._replace(pair=_with_scales_that_fit(pair, arrival.name, held))
     spans = (*piece.index, *[slice(None)] * (pair.weight.dim() - len(piece.index)))[-2:]
     for span, size in zip(spans, pair.weight.shape[-2:], strict=True):
         rows = range(size)[span] if isinstance(span, slice) else range(0)
@@ -279,14 +287,17 @@ def with_pair(arrival: Arrival, pair: Pair | None, held: HeldFormat | None) -> A
                 f"{arrival.name} begins inside a block of {arrival.wire_name}: {held.flag} holds whole blocks. "
                 "Send each expert's matrices by themselves."
             )
-    found = _piece_of(piece, pair)
-    if bool((found.scale.float() >= _SCALES_BELOW).any()):
-        raise ContentError(f"{arrival.name} has a scale of 2**120 or more, which {held.flag} does not hold")
-    return arrival._replace(pair=found)
+    return arrival._replace(pair=_with_scales_that_fit(_piece_of(piece, pair), arrival.name, held))
+
+
+def _with_scales_that_fit(pair: Pair, name: str, held: HeldFormat) -> Pair:
+    if bool((pair.scale.float() >= _SCALES_BELOW).any()):
+        raise ContentError(f"{name} has a scale of 2**120 or more, which {held.flag} does not hold")
+    return pair
 
 
 def _piece_of(piece: Piece, pair: Pair) -> Pair:
-    """Return the piece of both halves; of scales one for every block that the piece touches."""
+    """Return the piece of both halves of an FP8 pair; of scales one for every block that the piece touches."""
     of_scale = replace(piece, index=scales_of(piece.index, pair.weight.shape))
     return Pair(piece.of(pair.weight), of_scale.of(pair.scale), pair.block)
 

@@ -20,13 +20,16 @@ from rollout.distributed.parallel import Parallel
 from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.model.decoder import DecoderForCausalLM
-from weight_sync.assembly import PairedTensors
+from rollout.model.weight_loading import WeightIndex
+from weight_sync import int4_wire
+from weight_sync.assembly import PairedTensors, WireTensor
 from weight_sync.bucket import runs_of
 from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.content_check import is_finite
 from weight_sync.errors import ContentError, WeightSyncError
 from weight_sync.fp8_wire import kind_of, whole_metas
-from weight_sync.intake import split_tensors, store, with_pair
+from weight_sync.int4_wire import Int4Weights
+from weight_sync.intake import Arrival, split_tensors, store, with_pair
 from weight_sync.ledger import WeightLedger
 from weight_sync.mxfp4 import Mxfp4Experts, value_metas
 from weight_sync.safetensors_file import SafetensorsFile
@@ -53,8 +56,9 @@ def load_model(
     """Build the model of `config` and fill every weight of this rank from `model_path`, cast to `dtype`.
 
     `parallel` is this rank's view, of an engine of one rank by default; `placement` is of the same rank.  Names, shapes
-    and coverage are checked before any tensor is read.  FP8 and MXFP4 weights become their values.  `memory`: entered
-    while the tensors of the weights are made.  Raises `StartupError` in one line.
+    and coverage are checked before any tensor is read.  FP8, INT4 and MXFP4 weights become their values, but for those
+    that `ops` hold as they come.  `memory`: entered while the tensors of the weights are made.  Raises `StartupError`
+    in one line.
     """
     with memory or nullcontext():
         model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
@@ -64,16 +68,11 @@ def load_model(
     try:
         _check(model.weights, metas, config.stored_format)
         ledger, sink, done = WeightLedger(model.weights.metas()), DirectSink(model.weights), 0
-        experts, pairs = Mxfp4Experts(model.weights), PairedTensors(model.weights)
-        formats = model.weights.held_formats()
+        reader = _Reader(model.weights)
         for shard in shards:
             for name, tensor in read_tensors(shard):
-                for each in pairs.take(experts.take(name, tensor)):
-                    if each.pair is not None and not is_finite(each.content):
-                        raise ContentError(f"values that are not finite in {each.name}")
-                    arrivals = split_tensors(model.weights, [(each.name, each.content)], ledger, cast=True)
-                    held = (with_pair(arrival, each.pair, formats.get(arrival.name)) for arrival in arrivals)
-                    store(held, sink, ledger)
+                for each in reader.take(name, tensor):
+                    store(reader.arrivals(each, ledger), sink, ledger)
                 done += tensor.nbytes
                 if progress is not None:
                     progress(done, total)
@@ -82,6 +81,30 @@ def load_model(
         raise StartupError(f"{model_path} does not fit its config.json: {error}") from None
     model.weights.recompute_derived()
     return model
+
+
+class _Reader:
+    """A converter of what a checkpoint stores, in any order, to what the model holds."""
+
+    def __init__(self, weights: WeightIndex) -> None:
+        self._weights, self._formats = weights, weights.held_formats()
+        self._int4, self._mxfp4, self._fp8 = Int4Weights(weights), Mxfp4Experts(weights), PairedTensors(weights)
+
+    def take(self, name: str, tensor: torch.Tensor) -> Iterator[WireTensor]:
+        """Yield the tensors that are whole now.  Raises `ContentError` for quantised values that are not finite."""
+        for whole, values, pair in self._int4.take(name, tensor):
+            found = [WireTensor(whole, values, pair)]
+            if pair is None:
+                found = self._fp8.take(self._mxfp4.take(whole, values))
+            for each in found:
+                if each.pair is not None and not is_finite(each.content):
+                    raise ContentError(f"values that are not finite in {each.name}")
+                yield each
+
+    def arrivals(self, tensor: WireTensor, ledger: WeightLedger) -> list[Arrival]:
+        """Return the logical tensors in a tensor, as they are held.  Raises as `split_tensors` and `with_pair`."""
+        found = split_tensors(self._weights, [(tensor.name, tensor.content)], ledger, cast=True)
+        return [with_pair(arrival, tensor.pair, self._formats.get(arrival.name)) for arrival in found]
 
 
 def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: StoredFormat) -> None:
@@ -94,7 +117,11 @@ def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: 
         raise ContentError(
             f"{quantised[0]} is float8_e4m3fn, but there is no quantization_config with the size of its blocks"
         )
-    values, announced = whole_metas(weights, value_metas(metas)), WeightLedger(weights.metas())
+    packed = next((meta.name for meta in metas if int4_wire.part_of(meta)), None)
+    if packed is not None and stored_format != "int4":
+        raise ContentError(f"{packed} is in INT4, but the quantization_config does not say so")
+    plain = value_metas(int4_wire.value_metas(metas)) if packed else value_metas(metas)
+    values, announced = whole_metas(weights, plain), WeightLedger(weights.metas())
     for meta, pieces in zip(values, split_wire(weights, values, cast=True), strict=True):
         for piece in pieces:
             announced.record(meta.name, piece.name)

@@ -1,6 +1,6 @@
 """In which format a checkpoint stores its weights, by `quantization_config` of its `config.json`.
 
-Whatever the format, weights are served in the model's dtype.
+Whatever the format, weights are served in the model's dtype, unless the engine holds experts in fewer bits.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from rollout.core.errors import StartupError
 
-StoredFormat = Literal["plain", "fp8", "mxfp4"]
+StoredFormat = Literal["plain", "fp8", "mxfp4", "int4"]
 """fp8: tensors that are float8_e4m3fn have a float32 scale for each block of 128 x 128, as DeepSeek-V3 is published.
-mxfp4: experts are in MXFP4, as GPT-OSS is published.  All other tensors are plain, as their dtypes and names show."""
+mxfp4: experts are in MXFP4, as GPT-OSS is published.  int4: matrices in 4 bits with a scale for 32 or 128 elements, as
+Kimi-K2-Thinking is published by compressed-tensors.  All other tensors are plain, as their dtypes and names show."""
 
 # format -> key -> the values that are served; keys that are not here are refused, whatever their value.
 _FORMATS: dict[StoredFormat, dict[str, tuple[Any, ...]]] = {
@@ -27,7 +28,28 @@ _FORMATS: dict[StoredFormat, dict[str, tuple[Any, ...]]] = {
         "modules_to_convert": ([], None),
     },
     "mxfp4": {"quant_method": ("mxfp4",), "dequantize": (False, True, None)},
+    "int4": {
+        "quant_method": ("compressed-tensors",),
+        "format": ("pack-quantized",),
+        "quantization_status": ("compressed",),
+        "kv_cache_scheme": (None,),
+        "sparsity_config": ({}, None),
+        "transform_config": ({}, None),
+    },
 }
+# Of the weights of each group of `config_groups`.
+_INT4_WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "symmetric": (True,),
+    "strategy": ("group",),
+    "group_size": (32, 128),
+    "actorder": (None, False),
+    "block_structure": (None,),
+    "dynamic": (False,),
+}
+_INT4_FREE = ("config_groups", "ignore", "version", "global_compression_ratio")
+_OF_QUANTISING = ("observer", "observer_kwargs")
 _REQUIRED = {"quant_method", "weight_block_size"}
 _LISTS_OF_PLAIN = ("modules_to_not_convert", "ignored_layers")
 
@@ -42,13 +64,41 @@ def stored_format_of(raw: Mapping[str, Any]) -> StoredFormat:
         return "plain"
     if not isinstance(stated, Mapping):
         raise StartupError(f"config.json: quantization_config must be an object, got {str(stated)[:60]!r}")
-    stored_format: StoredFormat = "mxfp4" if stated.get("quant_method") == "mxfp4" else "fp8"
-    served = _FORMATS[stored_format]
-    for key in [*served, *(key for key in stated if key not in (*served, *_LISTS_OF_PLAIN))]:
-        if (key in stated or key in _REQUIRED) and stated.get(key) not in served.get(key, ()):
-            value = f"{key} {str(stated[key])[:60]!r}" if key in stated else f"no {key}"
-            raise StartupError(
-                f"config.json: quantization_config with {value} is not supported. This version reads FP8 like "
-                "DeepSeek-V3's (e4m3, blocks of [128, 128], dynamic activations) and MXFP4 like GPT-OSS's."
-            )
+    by_method: dict[Any, StoredFormat] = {"mxfp4": "mxfp4", "compressed-tensors": "int4"}
+    method = stated.get("quant_method")
+    stored_format = by_method.get(method, "fp8") if isinstance(method, str) else "fp8"
+    if stored_format == "int4":
+        _require(stated, _FORMATS["int4"], {"quant_method", "format"}, _INT4_FREE)
+        _require_int4_groups(stated.get("config_groups"))
+    else:
+        required = _REQUIRED if stored_format == "fp8" else {"quant_method"}
+        _require(stated, _FORMATS[stored_format], required, _LISTS_OF_PLAIN)
     return stored_format
+
+
+def _require_int4_groups(groups: Any) -> None:
+    if not isinstance(groups, Mapping) or not groups:
+        raise _refusal("no config_groups")
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise _refusal("a group without weights")
+        _require(weights, _INT4_WEIGHTS, {"num_bits", "type", "strategy", "group_size"}, _OF_QUANTISING)
+        activations = {"input_activations": (None,), "output_activations": (None,), "format": ("pack-quantized", None)}
+        _require(group, activations, set(), ("weights", "targets"))
+
+
+def _require(
+    stated: Mapping[str, Any], served: Mapping[str, tuple[Any, ...]], required: set[str], free: tuple[str, ...]
+) -> None:
+    for key in [*served, *(key for key in stated if key not in (*served, *free))]:
+        if (key in stated or key in required) and stated.get(key) not in served.get(key, ()):
+            raise _refusal(f"{key} {str(stated[key])[:60]!r}" if key in stated else f"no {key}")
+
+
+def _refusal(value: str) -> StartupError:
+    return StartupError(
+        f"config.json: quantization_config with {value} is not supported. This version reads FP8 like DeepSeek-V3's "
+        "(e4m3, blocks of [128, 128], dynamic activations) and MXFP4 like GPT-OSS's. It reads INT4 like "
+        "Kimi-K2-Thinking's (pack-quantized, symmetric, groups of 32 or 128)."
+    )
