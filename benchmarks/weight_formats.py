@@ -1,8 +1,8 @@
-"""Experts in 8 bits next to bfloat16: tokens a second, memory, a refresh, and how far the model is from what was sent.
+"""Experts in 8 and 4 bits next to bfloat16: tokens a second, memory, and how far the model is from what was sent.
 
-Engines of both formats take turns; medians over rounds.  Products in 8 bits have the bits of bfloat16 with the values
-that are held, so the mismatch comes from these values alone.  It is measured by transformers in float32, with the
-demo's model and samples of the plain engine: once with the weights as sent, and once with the weights as held.
+Engines of all formats take turns; medians over rounds.  Products have the bits of bfloat16 with the values that are
+held, so the mismatch comes from these values alone.  It is measured by transformers in float32, with the demo's model
+and samples of the plain engine: once with the weights as sent, and once with the weights as held in each format.
 
 Shapes: N samples, S positions, V vocabulary.
 """
@@ -25,16 +25,17 @@ from benchmarks.shapes import SHAPES, cached_checkpoint, checkpoint
 from benchmarks.throughput import PROMPT_TOKENS, by_engine
 from capture.replay import record_routes
 from examples.make_checkpoint.spec import CheckpointSpec
+from rollout.kernels.held_places import HELD_FORMS
 from rollout.server.engine import Engine
-from weight_sync.int8_blocks import held_values
+from weight_sync.held_format import HeldFormat
 
-FORMATS = ("plain", "w8")
+FORMATS = ("plain", *HELD_FORMS)
 PREFILL_TOKENS = 1024
 MISMATCH_SAMPLES, MISMATCH_TOKENS = 32, 64
 
 
 def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: Console) -> list[dict]:
-    """Measure both formats in turns, print one table, and return its rows."""
+    """Measure all formats in turns, print one table, and return its rows."""
     spec, folder = SHAPES[shape], checkpoint(shape)
     read_rate = measure_machine().read_bytes_per_s
     engines = {
@@ -76,7 +77,7 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
 
 
 def mismatch(console: Console) -> list[dict]:
-    """Compare the demo's model with its weights as sent and as held; print and return the mismatch."""
+    """Compare the demo's model with its weights as sent and as held; print and return a row of each format."""
     folder = cached_checkpoint("demo", CheckpointSpec(shards=4))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     generator = random.Random(0)
@@ -87,38 +88,59 @@ def mismatch(console: Console) -> list[dict]:
     engine.close()
     outputs = [answer["output_ids"] for answer in answers]
     ids_NS = torch.tensor([[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)])
-    found = []
-    for is_held in (False, True):
-        if is_held:
-            _hold(model)
-        with record_routes(model) as recorded, torch.no_grad():
-            logits_NSV = model(input_ids=ids_NS, use_cache=False).logits[:, 31:-1]
-        found.append((logits_NSV.log_softmax(-1), recorded.ids().sort(-1).values))
-    (plain_NSV, plain_routes), (held_NSV, held_routes) = found
-    targets = ids_NS[:, 32:, None]
-    row = {
-        "part": "formats",
-        "tokens": targets.numel(),
+    plain = _answers(model, ids_NS)
+    sent = {name: tensor.clone() for name, tensor in model.named_parameters() if _is_held(name, tensor)}
+    rows = []
+    for name, form in HELD_FORMS.items():
+        _hold(model, sent, form.held)
+        rows.append(
+            {"part": "formats", "format": name} | _compared(plain, _answers(model, ids_NS), ids_NS[:, 32:, None])
+        )
+        _say(rows[-1], console)
+    return rows
+
+
+Answers = tuple[torch.Tensor, torch.Tensor]  # log-probabilities [N, S, V], sorted routes
+
+
+def _answers(model: torch.nn.Module, ids_NS: torch.Tensor) -> Answers:
+    with record_routes(model) as recorded, torch.no_grad():
+        logits_NSV = model(input_ids=ids_NS, use_cache=False).logits[:, 31:-1]
+    return logits_NSV.log_softmax(-1), recorded.ids().sort(-1).values
+
+
+def _compared(plain: Answers, held: Answers, targets_NS1: torch.Tensor) -> dict:
+    (plain_NSV, plain_routes), (held_NSV, held_routes) = plain, held
+    return {
+        "tokens": targets_NS1.numel(),
         "kl": (plain_NSV.exp() * (plain_NSV - held_NSV)).sum(-1).mean().item(),
         "top1": (plain_NSV.argmax(-1) == held_NSV.argmax(-1)).float().mean().item(),
-        "logprob": (plain_NSV.gather(-1, targets) - held_NSV.gather(-1, targets)).abs().mean().item(),
+        "logprob": (plain_NSV.gather(-1, targets_NS1) - held_NSV.gather(-1, targets_NS1)).abs().mean().item(),
         "flips": (plain_routes != held_routes).any(-1).float().mean().item(),
     }
+
+
+def _say(row: dict, console: Console) -> None:
     console.print(
-        f"demo model, {row['tokens']} tokens, experts in 8 bits against as sent: KL {row['kl']:.2g}, top-1 agreement "
-        f"{row['top1']:.2%}, mean change of a token's log-probability {row['logprob']:.2g}, rows of routes that change "
-        f"{row['flips']:.2%}",
+        f"demo model, {row['tokens']} tokens, experts in {row['format']} against as sent: KL {row['kl']:.2g}, top-1 "
+        f"agreement {row['top1']:.2%}, mean change of a token's log-probability {row['logprob']:.2g}, rows of routes "
+        f"that change {row['flips']:.2%}",
         highlight=False,
     )
-    return [row]
+
+
+def _is_held(name: str, tensor: torch.Tensor) -> bool:
+    return ".experts." in name and tensor.ndim >= 2
 
 
 @torch.no_grad()
-def _hold(model: torch.nn.Module) -> None:
-    """Replace the matrices of experts by the values that an engine in 8 bits holds of them."""
+def _hold(model: torch.nn.Module, sent: dict[str, torch.Tensor], held: HeldFormat) -> None:
+    """Replace the matrices of experts by the values that an engine holds of them in a format."""
     for name, tensor in model.named_parameters():
-        if ".experts." in name and tensor.ndim >= 2:
-            tensor.copy_(held_values(tensor.bfloat16()))
+        if name in sent:
+            matrices = sent[name].bfloat16()
+            values = [held.values(matrix) for matrix in matrices.reshape(-1, *matrices.shape[-2:])]
+            tensor.copy_(torch.stack(values).view_as(tensor))
 
 
 def _print(rows: list[dict], batches: list[int], console: Console) -> None:
