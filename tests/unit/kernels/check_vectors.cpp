@@ -276,6 +276,62 @@ void check_numbers_of_w8() {
   }
 }
 
+// By definition: a sign, four bits of exponent with bias 7, three of fraction.
+float number_of_fp8(int code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                                   : std::ldexp(8.0f + static_cast<float>(fraction), exponent - 10);
+  return (code & 0x80) != 0 ? -size : size;
+}
+
+// A step of fp8 and one of int4 that begin with these elements; all rows have the scale 1.1.
+void check_steps_of(const uint8_t* in, const float* fp8, const float* low, const float* high) {
+  alignas(64) int8_t bytes[Fp8Step::kBytes] = {};
+  const float scales[kPanelVectors] = {1.1f, 1.1f};
+  std::memcpy(bytes, in, kLanes);
+  std::memcpy(bytes + kFp8StepNumel, scales, sizeof scales);
+  float found[2][kLanes];
+  store(found[0], Fp8Step(bytes).pairs(0, 0).even);
+  for (int i = 0; i < kLanes; ++i) {
+    expect(found[0][i] == static_cast<float>(static_cast<bf16>(fp8[i] * 1.1f)), "a value of fp8", in[i]);
+  }
+  alignas(64) int8_t halves[Int4Step::kBytes] = {};
+  std::memcpy(halves, in, kLanes);
+  bf16 each[kPanelRows];
+  std::fill(each, each + kPanelRows, static_cast<bf16>(1.1f));
+  std::memcpy(halves + kInt4StepNumel, each, sizeof each);
+  const EvenOdd pairs = Int4Step(halves).pairs(0, 0);
+  store(found[0], pairs.even);
+  store(found[1], pairs.odd);
+  const float scale = static_cast<float>(static_cast<bf16>(1.1f));
+  for (int i = 0; i < kLanes; ++i) {
+    expect(found[0][i] == static_cast<float>(static_cast<bf16>(low[i] * scale)), "an even value of int4", in[i]);
+    expect(found[1][i] == static_cast<float>(static_cast<bf16>(high[i] * scale)), "an odd value of int4", in[i]);
+  }
+}
+
+void check_numbers_of_held() {
+  for (int first = 0; first < 256; first += kLanes) {
+    uint8_t in[kLanes];
+    float fp8[kLanes], low[kLanes], high[kLanes], found[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      in[i] = static_cast<uint8_t>(first + i);
+      fp8[i] = number_of_fp8(first + i);
+      low[i] = static_cast<float>((in[i] & 15) - ((in[i] & 8) != 0 ? 16 : 0));
+      high[i] = static_cast<float>((in[i] >> 4) - ((in[i] & 0x80) != 0 ? 16 : 0));
+    }
+    store(found, load_fp8_over_256(in));
+    for (int i = 0; i < kLanes; ++i) {
+      expect(found[i] * 256.0f == fp8[i] && std::signbit(found[i]) == std::signbit(fp8[i]), "a number of fp8", in[i]);
+    }
+    store(found, load_low_int4(in));
+    for (int i = 0; i < kLanes; ++i) expect(found[i] == low[i], "a low half", in[i]);
+    store(found, load_high_int4(in));
+    for (int i = 0; i < kLanes; ++i) expect(found[i] == high[i], "a high half", in[i]);
+    check_steps_of(in, fp8, low, high);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -293,6 +349,7 @@ int main() {
   check_rounding();
   check_sums();
   check_numbers_of_w8();
+  check_numbers_of_held();
   std::printf("%s: %d failures\n", kIsa, failures);
   return failures == 0 ? 0 : 1;
 }
