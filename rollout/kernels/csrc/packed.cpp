@@ -262,8 +262,14 @@ void copy_groups(const Source& source, int64_t begin, int64_t end, T* out) {
   }
 }
 
-// So many tiles are worth a copy of a block of weights in the form that products take.
+// So many tiles are worth a copy of a block of weights in the form that products take.  Values with scales of their own
+// cost more than their products.
+template <class Source>
 inline constexpr int64_t kTilesForCopy = 4;
+template <>
+inline constexpr int64_t kTilesForCopy<HeldSource<Fp8Step>> = 2;
+template <>
+inline constexpr int64_t kTilesForCopy<HeldSource<Int4Step>> = 2;
 
 // By vectors.  Tiles pass over a block of K one after the other, so that it stays in the first level of the cache.
 template <class Source>
@@ -283,7 +289,7 @@ void multiply_vectors(const TokenTile* tiles, int64_t count, const uint32_t* pac
       add_block_of(tiles[i].rows, tokens, from, first, last, sums + row);
     };
     if constexpr (!std::is_same_v<Source, PlainSource<Kept>>) {
-      if (count >= kTilesForCopy) {
+      if (count >= kTilesForCopy<Source>) {
         alignas(64) Kept block[kBlockGroups * kPanelRows * kGroup<Element>];
         copy_groups(source, begin, end, block);
         for (int64_t i = 0; i < count; ++i) {
