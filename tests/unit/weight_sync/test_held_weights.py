@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 from rollout.core.messages.experts import EplbRebalanceReqInput
+from rollout.core.messages.weights import UpdateWeightsFromDiskReqInput
 from rollout.kernels.held_places import HELD_FORMS
 from rollout.kernels.ops import Ops, PackedHeld, compiled_ops, select_ops
 from tests import kernels
@@ -326,6 +327,21 @@ def test_layouts_hold_the_bits_of_bfloat16_with_these_values(
     values = held_folder(wide, tmp_path / "held", form)
     for path, format_of in ((values, {"dtype": "bfloat16"}), (wide, settings_of(form))):
         with ParallelHarness(path, **layout, **format_of) as harness:
+            found.append(samples(harness))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("sent_as", ["bfloat16", "fp8"])
+def test_a_refresh_of_ranks_leaves_what_a_start_does(wide: Path, tmp_path: Path, form: str, sent_as: str) -> None:
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 256}
+    newer = tiny_checkpoint(tmp_path / "newer", "moe_dense_first", seed=5, dtype="bfloat16", **sizes)
+    path = fp8_checkpoint(tmp_path / "fp8", newer) if sent_as == "fp8" else newer
+    found = []
+    for start, sends in ((wide, True), (path, False)):
+        with ParallelHarness(start, tp_size=2, **settings_of(form)) as harness:
+            if sends:
+                answer = harness.control(UpdateWeightsFromDiskReqInput, model_path=str(path), weight_version="v2")
+                assert answer.success, answer
             found.append(samples(harness))
     assert found[0] == found[1]
 
