@@ -53,7 +53,10 @@ class Layout:
 
 @dataclass
 class AttentionSteps:
-    """`layers` over one pool on `device`; the right results are computed on the CPU."""
+    """`layers` over one pool on `device`; the right results are computed on the CPU.
+
+    Keys and values are numbers of `stored`, the dtype of the pool, by default `dtype`.
+    """
 
     layers: Sequence[LayerCase]
     dtype: torch.dtype
@@ -61,30 +64,39 @@ class AttentionSteps:
     max_context: int = 96
     seed: int = 0
     device: str = "cpu"
+    stored: torch.dtype | None = None
     pool: KVPool = field(init=False)
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(self.seed)
         self._num_slots = self.max_requests * self.max_context + 1  # nothing is ever kept in the last one
         self.pool = KVPool(
-            self._num_slots, [case.kind for case in self.layers], self.dtype, self.device, self._num_slots
+            self._num_slots,
+            [case.kind for case in self.layers],
+            self.dtype,
+            self.device,
+            self._num_slots,
+            self.stored,
         )
         shape = (self.max_requests, self.max_context)
         self.req_to_token = torch.randperm(self._num_slots - 1, generator=self._generator).view(shape)
         self._window_slots = torch.randperm(self._num_slots - 1, generator=self._generator).view(shape)
         self.window_table = torch.full(shape, self._num_slots - 1)
         self.queries = [self._random(*shape, case.num_heads, case.kind.key_size) for case in self.layers]
-        self.keys = [self._random(*shape, case.kind.num_heads, case.kind.key_size) for case in self.layers]
+        self.keys = [self._kept(*shape, case.kind.num_heads, case.kind.key_size) for case in self.layers]
         self.values = [
             keys[..., : case.kind.value_size]
             if case.kind.values_in_keys
-            else self._random(*shape, case.kind.num_heads, case.kind.value_size)
+            else self._kept(*shape, case.kind.num_heads, case.kind.value_size)
             for case, keys in zip(self.layers, self.keys)
         ]
         self.sinks = [2 * self._random(case.num_heads) if case.has_sinks else None for case in self.layers]
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self.dtype)
+
+    def _kept(self, *shape: int) -> torch.Tensor:
+        return self._random(*shape).to(self.stored or self.dtype).to(self.dtype)
 
     def batch(self, layout: Layout) -> ForwardBatch:
         """Write all KV that the step may read into the pool, its own tokens' included; return the step as a batch."""
@@ -161,4 +173,4 @@ class AttentionSteps:
                 if case.window is not None:
                     self.window_table[request, seen] = table[request, seen]
                 for pool, content in zip(pools, (self.keys[layer], self.values[layer])):
-                    pool[table[request, seen].to(self.device)] = content[request, seen].to(self.device)
+                    pool[table[request, seen].to(self.device)] = content[request, seen].to(self.device, pool.dtype)

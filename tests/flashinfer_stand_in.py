@@ -128,9 +128,8 @@ class Planned:
                 raise ValueError(f"{name} must be contiguous int32, got {tensor.dtype}")
         q_dtype = getattr(torch, q_data_type) if isinstance(q_data_type, str) else q_data_type
         kv_dtype = q_dtype if kv_data_type is None else kv_data_type
-        for dtype in (q_dtype, kv_dtype):
-            if dtype not in self.stream.dtypes:
-                raise ValueError(f"no kernel for {dtype}")
+        if q_dtype not in self.stream.dtypes or kv_dtype not in (q_dtype, torch.float8_e4m3fn):
+            raise ValueError(f"no kernel for queries in {q_dtype} and keys in {kv_dtype}")
         return q_dtype, kv_dtype
 
     def _keep_plan(self, qo_indptr: torch.Tensor, kv_lens: torch.Tensor, pinned: torch.Tensor, **facts: Any) -> None:

@@ -72,10 +72,15 @@ def differences(got: Facts, want: Facts) -> list[str]:
 
 
 class Server:
-    """One engine on the compiled operators; `settings` are fields of `ServerArgs`."""
+    """One engine on the compiled operators; `settings` are fields of `ServerArgs`.
+
+    `dtype` may also name the dtype of keys and values: "bfloat16, KV in fp8_e4m3".
+    """
 
     def __init__(self, folder: Path, dtype: str, **settings: Any) -> None:
         is_moe = load_model_config(folder).is_moe
+        dtype, _, stored = dtype.partition(", KV in ")
+        settings |= {"kv_cache_dtype": stored or "auto"}
         self.harness = Harness(folder, dtype=dtype, **{"enable_return_routed_experts": is_moe} | ROOMY | settings)
         self.has_routes = is_moe
         state = self.harness.control(GetStateReqInput).data

@@ -1,1 +1,1 @@
-"""The attention backends.  It imports `rollout.core` and `rollout.memory`."""
+"""The attention backends.  It imports `rollout.core`, `rollout.memory` and `rollout.kernels`."""

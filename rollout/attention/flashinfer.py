@@ -44,7 +44,7 @@ class _Shared:
 
     def __init__(self, kv: KVPool, library: Any, new_event: Callable[[], Any]) -> None:
         self.library, self.new_event = library, new_event
-        self.device, self.dtype = kv.k[0].device, kv.k[0].dtype
+        self.device, self.dtypes = kv.k[0].device, (kv.dtype, kv.stored)
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self.kinds: dict[LayerKind, None] = {}
         self._indices: dict[int | None, torch.Tensor] = {}
@@ -124,7 +124,7 @@ class FlashInferBackend(AttentionBackend):
         assert self._sequences is not None, "plan comes before attend"
         if kind not in self._kinds:
             shared, made_of = self._shared, Latents if kind.is_latent else GroupedHeads
-            self._kinds[kind] = made_of(shared.library, kind, shared.dtype, shared.workspace, self._fixed(kind))
+            self._kinds[kind] = made_of(shared.library, kind, shared.dtypes, shared.workspace, self._fixed(kind))
         self._kinds[kind].plan(*self._sequences.parts(kind.window))
 
     def _fixed(self, kind: LayerKind) -> FixedBuffers | None:
@@ -173,8 +173,8 @@ def _unsupported(kv: KVPool) -> str | None:
             return f"it runs on CUDA, not on {k.device.type}"
         if not k.numel():
             continue  # a layer that keeps nothing of a token
-        if k.dtype not in DTYPES:
-            return f"it takes bfloat16 and float16, not {k.dtype}"
+        if kv.dtype not in DTYPES:
+            return f"it takes bfloat16 and float16, not {kv.dtype}"
         if not _is_latent(k, v):
             if k.shape[2] not in HEAD_SIZES:
                 return f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, not of {k.shape[2]}"

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from rollout.attention.flashinfer_sequences import CsrPart
 from rollout.core.errors import StartupError
 
+Dtypes = tuple[torch.dtype, torch.dtype]
 # The sum of a softmax comes as its logarithm to the base of 2.
 _LN_2 = math.log(2)
 # Limits of a plan of latent attention (flashinfer/mla/_fa_common.py): a tile has at most _TILE_ROWS tokens times heads.
@@ -53,16 +54,19 @@ class FixedBuffers(NamedTuple):
 
 
 class KindOfLayer(ABC):
-    """Plans and runs the layers of one kind.  `dtype` is the dtype of queries, keys and values.
+    """Plans and runs the layers of one kind.  `dtypes` are those of queries and results, and of keys and values.
+
+    Keys and values in float8_e4m3fn have a scale of 1, the default of FlashInfer's `k_scale` and `v_scale`.
 
     `workspace` uint8 is zero before its first use, and may be shared by all kinds.  With `fixed` buffers there are only
     decoding requests, always the same number, and `run` can be captured.
     """
 
     def __init__(
-        self, library: Any, kind: LayerKind, dtype: torch.dtype, workspace: torch.Tensor, fixed: FixedBuffers | None
+        self, library: Any, kind: LayerKind, dtypes: Dtypes, workspace: torch.Tensor, fixed: FixedBuffers | None
     ) -> None:
-        self.kind, self.dtype, self.fixed = kind, dtype, fixed
+        self.kind, self.fixed = kind, fixed
+        self.dtype, self.kv_dtype = dtypes
         self._num_extend_tokens = 0
         self._has_decodes = False
 
@@ -113,9 +117,9 @@ class GroupedHeads(KindOfLayer):
     """
 
     def __init__(
-        self, library: Any, kind: LayerKind, dtype: torch.dtype, workspace: torch.Tensor, fixed: FixedBuffers | None
+        self, library: Any, kind: LayerKind, dtypes: Dtypes, workspace: torch.Tensor, fixed: FixedBuffers | None
     ) -> None:
-        super().__init__(library, kind, dtype, workspace, fixed)
+        super().__init__(library, kind, dtypes, workspace, fixed)
         self._extend = self._decode = None
         if fixed is None:
             self._extend = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
@@ -151,7 +155,7 @@ class GroupedHeads(KindOfLayer):
             sm_scale=kind.scale,
             window_left=-1 if kind.window is None else kind.window - 1,
             q_data_type=self.dtype,
-            kv_data_type=self.dtype,
+            kv_data_type=self.kv_dtype,
         )
 
     def _plan_decodes(self, part: CsrPart) -> None:
@@ -168,7 +172,7 @@ class GroupedHeads(KindOfLayer):
             1,
             sm_scale=kind.scale,
             q_data_type=self.dtype,
-            kv_data_type=self.dtype,
+            kv_data_type=self.kv_dtype,
         )
 
     def _run_extends(
@@ -199,9 +203,9 @@ class Latents(KindOfLayer):
     """Latent attention in the absorbed form: queries [T, H, R + rd], and one latent of R + rd elements in each slot."""
 
     def __init__(
-        self, library: Any, kind: LayerKind, dtype: torch.dtype, workspace: torch.Tensor, fixed: FixedBuffers | None
+        self, library: Any, kind: LayerKind, dtypes: Dtypes, workspace: torch.Tensor, fixed: FixedBuffers | None
     ) -> None:
-        super().__init__(library, kind, dtype, workspace, fixed)
+        super().__init__(library, kind, dtypes, workspace, fixed)
         assert kind.window is None, "no model has latent attention with a window"
         self._metadata = library.mla.MLAPlanMetadata
         wrapper = library.BatchMLAPagedAttentionWrapper
@@ -244,7 +248,7 @@ class Latents(KindOfLayer):
             causal=causal,
             sm_scale=kind.scale,
             q_data_type=self.dtype,
-            kv_data_type=self.dtype,
+            kv_data_type=self.kv_dtype,
         )
 
     def _run_extends(

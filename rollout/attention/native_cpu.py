@@ -14,7 +14,7 @@ from rollout.attention.base import AttentionBackend, PagedOperands
 from rollout.core.forward_batch import ForwardBatch
 from rollout.memory.kv_pool import KVPool
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of queries; keys and values are the same, or FP8
 HEAD_SIZE_MULTIPLE = 8
 MAX_KEY_SIZE, MAX_VALUE_SIZE = 576, 512
 
@@ -39,8 +39,8 @@ class NativeCpuBackend(AttentionBackend):
             return "the operator is not compiled"
         for pool, most in (*((k, MAX_KEY_SIZE) for k in kv.k), *((v, MAX_VALUE_SIZE) for v in kv.v)):
             size = pool.shape[2]
-            if pool.dtype not in DTYPES or pool.device.type != "cpu" or size % HEAD_SIZE_MULTIPLE or size > most:
-                return f"the operator takes no {pool.dtype} of head size {size} on {pool.device.type}"
+            if kv.dtype not in DTYPES or pool.device.type != "cpu" or size % HEAD_SIZE_MULTIPLE or size > most:
+                return f"the operator takes no {kv.dtype} of head size {size} on {pool.device.type}"
         return None
 
     def for_graph(self, batch_size: int) -> AttentionBackend:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.host_copy import to_device
+from rollout.kernels.operators.qk_norm_rope_store import pool_rows
 from rollout.memory.kv_pool import KVPool
 
 # Below this many gathered KV rows one padded call is cheaper than several exact ones.
@@ -53,7 +54,7 @@ class _DecodeBucket:
 
 
 class TorchNativeBackend(AttentionBackend):
-    """Attention in plain torch.  `kv` holds keys and values in the dtype of the model."""
+    """Attention in plain torch.  Keys and values in FP8 are widened when they are gathered."""
 
     def __init__(self, kv: KVPool) -> None:
         super().__init__(kv)
@@ -67,7 +68,7 @@ class TorchNativeBackend(AttentionBackend):
 
     def plan(self, batch: ForwardBatch) -> None:
         self._extend = _plan_extend(batch)
-        self._decode = _plan_decode(batch, self.kv.k[0].dtype)
+        self._decode = _plan_decode(batch, self.kv.dtype)
         self._tables = batch.req_to_token, batch.window_table
 
     def attend(
@@ -182,10 +183,10 @@ def _decode_bucket(
     return _DecodeBucket(rows, len(lengths), requests_B, lengths_B, slots, mask[:, None, None])
 
 
-def _gather(pool: torch.Tensor, slots: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Gather the rows at `slots` of a pool [S, Hkv, hd] as [num_sequences, Hkv, L, hd]."""
+def _gather(pool: torch.Tensor, slots: torch.Tensor, num_sequences: int, dtype: torch.dtype) -> torch.Tensor:
+    """Gather the rows at `slots` of a pool [S, Hkv, hd] as [num_sequences, Hkv, L, hd] of `dtype`."""
     # To select rows of one flat matrix is several times faster on the CPU than to index the three-dimensional pool.
-    rows = pool.view(pool.shape[0], -1).index_select(0, slots)
+    rows = pool_rows(pool.view(pool.shape[0], -1), slots).to(dtype)
     return rows.view(num_sequences, -1, *pool.shape[1:]).transpose(1, 2)
 
 
@@ -194,8 +195,8 @@ def _decode(
 ) -> torch.Tensor:
     """Attend with one query of each request, q [B, H, hd].  Returns [B, H * vd]."""
     num_requests, num_kv_heads = bucket.num_sequences, k_pool.shape[1]
-    k = _gather(k_pool, bucket.kv_slots, num_requests)
-    v = _gather(v_pool, bucket.kv_slots, num_requests)
+    k = _gather(k_pool, bucket.kv_slots, num_requests, q.dtype)
+    v = _gather(v_pool, bucket.kv_slots, num_requests, q.dtype)
     q = q.view(num_requests, num_kv_heads, -1, q.shape[-1])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask, scale=scale).reshape(num_requests, -1)
 
@@ -206,7 +207,7 @@ def _extend(
     """Attend with the queries of a group, q [X * Q, H, hd].  Returns [X * Q, H * vd]."""
     count, num_heads, head_dim = group.num_sequences, q.shape[1], q.shape[2]
     queries = q.view(count, -1, num_heads, head_dim).transpose(1, 2)
-    k, v = _gather(k_pool, group.kv_slots, count), _gather(v_pool, group.kv_slots, count)
+    k, v = (_gather(pool, group.kv_slots, count, q.dtype) for pool in (k_pool, v_pool))
     if group.mask_QL is None:
         out = F.scaled_dot_product_attention(queries, k, v, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(q.shape[0], -1)
@@ -243,7 +244,7 @@ def _explicit(
     lengths_X1 = part.lengths_X[:, None]
     positions_XL = (lengths_X1 - length).clamp(min=0) + torch.arange(length, device=q.device)
     slots = table[part.requests_X[:, None], positions_XL.minimum(lengths_X1 - 1)].flatten()
-    k, v = _gather(k_pool, slots, count), _gather(v_pool, slots, count)
+    k, v = (_gather(pool, slots, count, q.dtype) for pool in (k_pool, v_pool))
     k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
     scores_XHQL = queries @ k.transpose(2, 3) * (q.shape[2] ** -0.5 if scale is None else scale)
     ends_XQ1 = (lengths_X1 - torch.arange(num_queries - 1, -1, -1, device=q.device))[..., None]

@@ -42,7 +42,7 @@ from rollout.memory.available import Kept, available_memory_bytes, kv_pool_token
 from rollout.memory.cache_manager import CacheManager, SequenceMemory
 from rollout.memory.device_pages import select_pages
 from rollout.memory.kv_events import KVEvents
-from rollout.memory.kv_pool import KVPool, kv_bytes_per_token
+from rollout.memory.kv_pool import KVPool, kv_bytes_per_token, stored_dtype
 from rollout.memory.state_pool import SnapshotRows, StatePool, num_state_rows, state_bytes_per_row
 from rollout.memory.state_rows import StateRows
 from rollout.memory.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
@@ -119,6 +119,7 @@ def build_scheduler(
     model_bytes = _bytes_of(model)
     state = ModelState(model, placement, args.weight_version)
     sampler = select_sampler(dtype, device, kernels.available)
+    kv_dtype = stored_dtype(args.kv_cache_dtype, dtype, model.kv_layers)
     largest = partial(
         activation_bytes,
         state,
@@ -126,13 +127,14 @@ def build_scheduler(
         device=device,
         parallel=parallel,
         attention=args.attention_backend,
+        kv_dtype=kv_dtype,
         kernels_available=kernels.available,
         wants_routes=args.captures_routes,
     )
-    limits = _limits(args, config, model, dtype, model_bytes, parallel, device, largest)
+    limits = _limits(args, config, model, kv_dtype, model_bytes, parallel, device, largest)
     window_slots = None if limits.window is None else limits.window.num_slots
     with nullcontext() if pages is None else pages.pool("kv_cache"):
-        kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots)
+        kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots, kv_dtype)
         rows = limits.num_state_rows
         state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
     route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
@@ -143,7 +145,7 @@ def build_scheduler(
     inbox: Channel = channel if is_alone else SharedChannel(channel, parallel, lambda: state.epoch.mark)
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel, ops.rest)
     layout = expert_layout(config, placement, args.nnodes)
-    static_state = _static_state(args, limits, model_bytes, sum(tensor.nbytes for tensor in kv_pool.tensors), dtype)
+    static_state = _static_state(args, limits, model_bytes, kv_pool)
     sizes = " and ".join(sorted({str(layer.key_size) for layer in model.kv_layers if layer is not None}))
     static_state |= {"cpu_isa": kernels.isa, "plain_torch_reason": plain_reason} | batch_invariance(
         {
@@ -281,7 +283,7 @@ def _limits(
     args: ServerArgs,
     config: ModelConfig,
     model: DecoderForCausalLM,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     model_bytes: int,
     parallel: Parallel,
     device: torch.device,
@@ -318,15 +320,15 @@ def _limits(
     )
     usable = int(available * args.memory_fraction) - kept.total
     state_bytes = 0
-    num_rows, row_bytes = 0, state_bytes_per_row(model.state_layers, dtype)
+    num_rows, row_bytes = 0, state_bytes_per_row(model.state_layers, model.dtype)
     if row_bytes:
         num_rows = num_state_rows(args.max_state_rows, args.max_running_requests, row_bytes, usable)
         state_bytes += num_rows * row_bytes
-    token_bytes = kv_bytes_per_token(model.kv_layers, dtype)
+    token_bytes = kv_bytes_per_token(model.kv_layers, kv_dtype)
     if window is not None:
         if row_bytes:
             raise StartupError("a model with both recurrent layers and window layers is not supported")
-        window_bytes = kv_bytes_per_token([x for x in model.kv_layers if isinstance(x, WindowKV)], dtype)
+        window_bytes = kv_bytes_per_token([x for x in model.kv_layers if isinstance(x, WindowKV)], kv_dtype)
         check_window_bytes(window.num_slots * window_bytes, usable)
         state_bytes += window.num_slots * window_bytes
         token_bytes -= window_bytes
@@ -372,17 +374,15 @@ def _tokenizer(args: ServerArgs) -> Tokenizer | None:
     return None if args.skip_tokenizer_init or not has_tokenizer(folder) else read_tokenizer(folder).backend
 
 
-def _static_state(
-    args: ServerArgs, limits: Limits, model_bytes: int, kv_bytes: int, dtype: torch.dtype
-) -> dict[str, Any]:
+def _static_state(args: ServerArgs, limits: Limits, model_bytes: int, kv_pool: KVPool) -> dict[str, Any]:
     return {
         "max_running_requests": args.max_running_requests,
         "context_length": limits.context_length,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(kv_pool.dtype).removeprefix("torch."),
         "device": args.device,
         "overlap_schedule": args.overlaps,
         "model_bytes": model_bytes,
-        "kv_bytes": kv_bytes,
+        "kv_bytes": sum(tensor.nbytes for tensor in kv_pool.tensors),
         "num_threads": torch.get_num_threads(),
     }
 

@@ -44,11 +44,13 @@ def activation_bytes(
     parallel: Parallel,
     *,
     attention: str,
+    kv_dtype: torch.dtype | None = None,
     kernels_available: bool,
     wants_routes: bool,
 ) -> int:
     """Return the peak memory of the largest step on a CUDA device, in addition to weights and KV.
 
+    `kv_dtype` is the dtype in which KV is held, by default the model's.
     Attention's own memory is included.  All ranks call this together.  On other devices the result is 0, as their
     memory is the system's.
     """
@@ -65,6 +67,7 @@ def activation_bytes(
         device,
         parallel,
         attention=attention,
+        kv_dtype=kv_dtype,
         kernels_available=kernels_available,
         wants_routes=wants_routes,
     )
@@ -82,12 +85,13 @@ def run_largest_step(
     parallel: Parallel,
     *,
     attention: str,
+    kv_dtype: torch.dtype | None = None,
     kernels_available: bool,
     wants_routes: bool,
 ) -> int:
     """Run the largest step.  Returns the bytes of the pools that were made for it."""
     model = state.model
-    kv_pool = KVPool(size.num_tokens, model.kv_layers, model.dtype, device)
+    kv_pool = KVPool(size.num_tokens, model.kv_layers, model.dtype, device, stored=kv_dtype)
     batch = _largest_batch(size, device, parallel)
     state_pool = None
     if any(model.state_layers):

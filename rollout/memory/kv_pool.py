@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rollout.core.errors import InvariantError
+from rollout.core.errors import InvariantError, StartupError
 from rollout.core.host_copy import to_device
-from rollout.core.specs.layer_specs import KVKind, WindowKV
+from rollout.core.specs.layer_specs import KVKind, LatentKV, WindowKV
 
 
 class KVPool:
@@ -24,6 +24,8 @@ class KVPool:
     Values may be a part of the keys, in the same memory.  A layer that keeps no KV has empty tensors.  With
     `num_window_slots`, layers with a window have that many slots of their own instead.  The last slot, `padding_slot`
     or `window_padding_slot`, belongs to no request: padding rows of a captured step write there.
+
+    `dtype` is the dtype of queries and of results.  Keys and values are held in `stored`, by default the same.
     """
 
     def __init__(
@@ -33,10 +35,13 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_window_slots: int | None = None,
+        stored: torch.dtype | None = None,
     ) -> None:
+        self.dtype, self.stored = dtype, stored or dtype
         self.padding_slot = num_slots
         self.window_padding_slot = apart = num_slots if num_window_slots is None else num_window_slots
-        both = [_empty(x, 1 + (apart if isinstance(x, WindowKV) else num_slots), dtype, device) for x in layers]
+        counts = [1 + (apart if isinstance(x, WindowKV) else num_slots) for x in layers]
+        both = [_empty(x, count, self.stored, device) for x, count in zip(layers, counts, strict=True)]
         self.k, self.v = [keys for keys, _ in both], [values for _, values in both]
         self._epoch = np.empty(num_slots, dtype=np.int32)
 
@@ -68,8 +73,27 @@ def _empty(
     return keys, torch.empty((num_slots, layer.num_heads, layer.value_size), dtype=dtype, device=device)
 
 
+def stored_dtype(setting: str, dtype: torch.dtype, layers: Sequence[KVKind | None]) -> torch.dtype:
+    """Return the dtype in which the KV of a model of `dtype` is held, by the setting `--kv-cache-dtype`.
+
+    Raises `StartupError` for another dtype than the model's that is not FP8, and for FP8 with latents.
+    """
+    if setting == "auto":
+        return dtype
+    if setting == "fp8_e4m3":
+        if any(isinstance(layer, LatentKV) for layer in layers):
+            raise StartupError(
+                "--kv-cache-dtype fp8_e4m3: the layers of this model keep latents, of which all heads' keys and "
+                "values are made; they are held in the model's dtype only"
+            )
+        return torch.float8_e4m3fn
+    if getattr(torch, setting) != dtype:
+        raise StartupError(f"--kv-cache-dtype {setting}: KV has the model's dtype, {str(dtype)[6:]}, or is fp8_e4m3")
+    return dtype
+
+
 def kv_bytes_per_token(layers: Sequence[KVKind | None], dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of one token over all `layers`."""
+    """Return the bytes of keys and values of one token over all `layers`, held in `dtype`."""
     return sum(layer.elements_per_token for layer in layers if layer is not None) * dtype.itemsize
 
 

@@ -90,7 +90,6 @@ _MANY_NUMBERS = ("cuda_graph_bs", "cudagraph_capture_sizes", "numa_node")
 HARMLESS_VALUES = {
     "load_format": {"auto", "safetensors"},
     "disaggregation_mode": {"null"},
-    "kv_cache_dtype": {"auto"},
     "sampling_defaults": {"openai"},
     "generation_config": {"vllm"},
     "override_generation_config": {"{}"},
@@ -116,8 +115,7 @@ REFUSED = {
     "quantization": _QUANTISATION,
     "torchao_config": _QUANTISATION,
     "quantization_param_path": _QUANTISATION,
-    "kv_cache_dtype": "KV has the dtype of the weights; another one would change log-probabilities",
-    "calculate_kv_scales": "KV has the dtype of the weights; another one would change log-probabilities",
+    "calculate_kv_scales": "KV of --kv-cache-dtype fp8_e4m3 has a scale of 1",
     "logprobs_mode": "log-probabilities belong to the distribution that tokens are sampled from",
     "generation_config": _DEFAULTS,
     "override_generation_config": _DEFAULTS,

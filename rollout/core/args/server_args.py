@@ -64,6 +64,11 @@ class ServerArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = _arg(
         "auto", "dtype of weights and KV; auto: the checkpoint's"
     )
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8_e4m3"] = _arg(
+        "auto",
+        "dtype of keys and values in the cache; auto: that of --dtype. fp8_e4m3 takes half the memory of bfloat16: "
+        "each number is rounded to 8 bits at a scale of 1. Not for latent attention",
+    )
     latent_norm_eps: float | None = _arg(
         None,
         "epsilon of the norms of latent attention (q_a_layernorm, kv_a_layernorm); it must equal the trainer's. "

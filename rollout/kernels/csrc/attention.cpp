@@ -65,6 +65,7 @@ struct Arguments {
   float scale;
   int64_t window;
 
+  bool is_fp8() const { return k_pool.scalar_type() == at::kFloat8_e4m3fn; }
   HeadSizes sizes() const { return {static_cast<int>(q.size(2)), static_cast<int>(v_pool.size(2))}; }
   int tile_rows() const { return sizes().key > kLargeHead ? kLargeHeadRows : kTileRows; }
   int kv_heads() const { return static_cast<int>(k_pool.size(1)); }
@@ -198,8 +199,8 @@ class Step {
         q.const_data_ptr<Scalar>() + first_query * q.stride(0) + work.kv_head * group * q.stride(1),
         q.stride(0),
         q.stride(1),
-        k.const_data_ptr<Scalar>() + work.kv_head * k.stride(1),
-        v.const_data_ptr<Scalar>() + work.kv_head * v.stride(1),
+        first_of_head<Scalar>(k, work.kv_head),
+        first_of_head<Scalar>(v, work.kv_head),
         k.stride(0),
         v.stride(0),
         k.stride(1),
@@ -211,8 +212,18 @@ class Step {
         group,
         work.heads,
         arguments_.window,
-        arguments_.sinks ? arguments_.sinks->const_data_ptr<Scalar>() + work.kv_head * group : nullptr};
-    return {tile, Workspace(thread_memory(Workspace::floats(rows, sizes)), rows, sizes), sizes, arguments_.scale};
+        arguments_.sinks ? arguments_.sinks->const_data_ptr<Scalar>() + work.kv_head * group : nullptr,
+        first_of_head<Fp8>(k, work.kv_head),
+        first_of_head<Fp8>(v, work.kv_head)};
+    float* memory = thread_memory(Workspace::floats(rows, sizes, arguments_.is_fp8()));
+    return {tile, Workspace(memory, rows, sizes), sizes, arguments_.scale};
+  }
+
+  // Of slot 0; null for a pool of another dtype.
+  template <class Stored>
+  static const Stored* first_of_head(const at::Tensor& pool, int kv_head) {
+    if (pool.scalar_type() != c10::CppTypeToScalarType<Stored>::value) return nullptr;
+    return pool.const_data_ptr<Stored>() + kv_head * pool.stride(1);
   }
 
   void write(const TileAttention<Units<Scalar>>& tile, const Work& work, const RunningSoftmax& state) const {
@@ -276,7 +287,8 @@ void check(const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& v_po
                     "there is one sink a query head");
   TORCH_CHECK_TYPE(!sinks || sinks->scalar_type() == q.scalar_type(), "q and the sinks differ in dtype");
   TORCH_CHECK_VALUE(kv_heads > 0 && q.size(1) % kv_heads == 0, q.size(1), " query heads over ", kv_heads, " KV heads");
-  TORCH_CHECK_TYPE(q.scalar_type() == k_pool.scalar_type() && q.scalar_type() == v_pool.scalar_type(),
+  TORCH_CHECK_TYPE(k_pool.scalar_type() == v_pool.scalar_type() &&
+                       (q.scalar_type() == k_pool.scalar_type() || k_pool.scalar_type() == at::kFloat8_e4m3fn),
                    "q and the pools differ in dtype");
   for (const at::Tensor* x : {&q, &k_pool, &v_pool}) {
     TORCH_CHECK_VALUE(x->stride(2) == 1, "a head's elements are not next to each other");
@@ -309,8 +321,8 @@ Sequences read_sequences(const at::Tensor& q, const at::Tensor& req_to_token, co
   return sequences;
 }
 
-// q [T, H, hd], k_pool [S, Hkv, hd] and v_pool [S, Hkv, vd] of q's dtype (float32, bfloat16, float16), which may share
-// memory, req_to_token [R, C], rows, query_lens and kv_lens [N], all int64 -> [T, H, vd].
+// q [T, H, hd] (float32, bfloat16, float16), k_pool [S, Hkv, hd] and v_pool [S, Hkv, vd] of q's dtype or float8_e4m3fn,
+// which may share memory, req_to_token [R, C], rows, query_lens and kv_lens [N], all int64 -> [T, H, vd].
 //
 // q holds the queries of one sequence after the other.  Those of sequence n are at its last query_lens[n] positions;
 // its keys and values, their own included, lie in the slots req_to_token[rows[n], 0 : kv_lens[n]].  Query head h reads

@@ -8,6 +8,9 @@
 //   * what is left out, blocks and segments before its window, would add nothing: not a bit of the sums changes;
 //   * a sink is added to the denominator at the end.
 // So it does not matter which rows share a tile, how a sequence was cut into chunks, or which thread came by.
+//
+// Keys and values in FP8 are widened a block and head at a time, which is exact.  The arithmetic is that of the queries'
+// dtype: results are those of pools that hold the widened numbers.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +20,7 @@
 #include <c10/util/Exception.h>
 
 #include "attention_panel.h"
+#include "fp8.h"
 
 namespace lockstep::attention {
 
@@ -38,6 +42,7 @@ struct Tile {
   int positions, group, heads;  // rows: key/value head by head, of each position by position
   int64_t window = std::numeric_limits<int64_t>::max() / 2;  // keys that a row sees at most, its own last
   const Scalar* sinks = nullptr;                         // of the query heads, where there are any
+  const Fp8 *keys_8 = nullptr, *values_8 = nullptr;      // in place of `keys` and `values`, where the pools are FP8
 
   int head_rows() const { return positions * group; }
   int rows() const { return heads * head_rows(); }
@@ -54,12 +59,13 @@ struct Tile {
 
 // What one thread needs besides the tile.
 struct Workspace {
-  float *queries, *block;
+  float *queries, *block, *widened;
   RunningSoftmax total, segment;
 
-  static int64_t floats(int rows, HeadSizes sizes) {
+  // `widens`: keys and values are FP8.
+  static int64_t floats(int rows, HeadSizes sizes, bool widens = false) {
     // A matrix tile reads sixteen queries where there are fewer.
-    return (rows + kPanelRows - 1) * sizes.key_columns() + block_floats(sizes) +
+    return (rows + kPanelRows - 1) * sizes.key_columns() + (widens ? 2 : 1) * block_floats(sizes) +
            2 * RunningSoftmax::floats(rows, sizes.value_columns());
   }
 
@@ -70,6 +76,7 @@ struct Workspace {
     float* rest = queries + (rows + kPanelRows - 1) * sizes.key_columns();
     total = RunningSoftmax::in(rest, rows, columns);
     segment = RunningSoftmax::in(rest + RunningSoftmax::floats(rows, columns), rows, columns);
+    widened = rest + 2 * RunningSoftmax::floats(rows, columns);
   }
 };
 
@@ -107,17 +114,8 @@ class TileAttention {
     for (int head = 0; head < tile_.heads; ++head) {
       state.reset(head * tile_.head_rows() + tile_.first_row(begin), (head + 1) * tile_.head_rows(), columns_);
     }
-    // Of this block and the next, which is asked for in time.
-    Places<Scalar> places[2];
-    find(first_block, end, places[0]);
-    for (int64_t block = first_block, i = 0; block < end; block += kBlock, ++i) {
-      const Places<Scalar>&now = places[i % 2], &next = places[(i + 1) % 2];
-      find(block + kBlock, end, places[(i + 1) % 2]);
-      for (int head = 0; head < tile_.heads; ++head) {
-        const bool last = head + 1 == tile_.heads;
-        attend_block(block, head, of_head(now, head), last ? of_head(next, 0) : of_head(now, head + 1), state);
-      }
-    }
+    tile_.keys_8 == nullptr ? attend_blocks(tile_.keys, tile_.values, first_block, end, state)
+                            : attend_blocks(tile_.keys_8, tile_.values_8, first_block, end, state);
   }
 
   void attend_all(const RunningSoftmax& state) const {
@@ -208,14 +206,53 @@ class TileAttention {
     }
   }
 
-  void find(int64_t begin, int64_t end, Places<Scalar>& places) const {
+  template <class Stored>
+  void attend_blocks(const Stored* keys, const Stored* values, int64_t begin, int64_t end,
+                     const RunningSoftmax& state) const {
+    // Of this block and the next, which is asked for in time.
+    Places<Stored> places[2];
+    find(keys, values, begin, end, places[0]);
+    for (int64_t block = begin, i = 0; block < end; block += kBlock, ++i) {
+      const Places<Stored>&now = places[i % 2], &next = places[(i + 1) % 2];
+      find(keys, values, block + kBlock, end, places[(i + 1) % 2]);
+      for (int head = 0; head < tile_.heads; ++head) {
+        const bool last = head + 1 == tile_.heads;
+        const HeadPlaces<Stored> at = of_head(now, head), after = last ? of_head(next, 0) : of_head(now, head + 1);
+        if constexpr (std::is_same_v<Stored, Scalar>) {
+          attend_block(block, head, at, after, state);
+        } else {
+          Places<Scalar> widened, nothing;
+          widen_places(at, after, widened);
+          attend_block(block, head, {&widened, 0, 0}, {&nothing, 0, 0}, state);
+        }
+      }
+    }
+  }
+
+  // Copies one head of a block into the workspace as Scalar, and asks for what comes after it.
+  void widen_places(const HeadPlaces<Fp8>& at, const HeadPlaces<Fp8>& after, Places<Scalar>& out) const {
+    Scalar* target = reinterpret_cast<Scalar*>(space_.widened);
+    out.count = at.places->count;
+    for (int i = 0; i < round_up(out.count, kStepKeys<Scalar>); ++i) {
+      if (i % kTileKeys == 0) after.prefetch(i, sizes_);
+      out.keys[i] = i < out.count ? target : out.keys[i - 1];
+      out.values[i] = i < out.count ? target + sizes_.key : out.values[i - 1];
+      if (i >= out.count) continue;
+      widen(at.places->keys[i] + at.key_offset, target, sizes_.key);
+      widen(at.places->values[i] + at.value_offset, target + sizes_.key, sizes_.value);
+      target += sizes_.key + sizes_.value;
+    }
+  }
+
+  template <class Stored>
+  void find(const Stored* keys, const Stored* values, int64_t begin, int64_t end, Places<Stored>& places) const {
     places.count = static_cast<int>(std::clamp<int64_t>(end - begin, 0, kBlock));
     for (int i = 0; i < places.count; ++i) {
       // What no row sees may be anything by now: another key takes its place.
       const int64_t slot = tile_.slots[std::max(begin + i, tile_.first_key())];
       TORCH_CHECK_INDEX(slot >= 0 && slot < tile_.num_slots, "KV slot ", slot, " is not one of ", tile_.num_slots);
-      places.keys[i] = tile_.keys + slot * tile_.key_stride;
-      places.values[i] = tile_.values + slot * tile_.value_stride;
+      places.keys[i] = keys + slot * tile_.key_stride;
+      places.values[i] = values + slot * tile_.value_stride;
     }
     for (int i = places.count; i % kStepKeys<Scalar> != 0; ++i) {
       places.keys[i] = places.keys[i - 1];
@@ -223,7 +260,8 @@ class TileAttention {
     }
   }
 
-  HeadPlaces<Scalar> of_head(const Places<Scalar>& places, int head) const {
+  template <class Stored>
+  HeadPlaces<Stored> of_head(const Places<Stored>& places, int head) const {
     return {&places, head * tile_.key_head_stride, head * tile_.value_head_stride};
   }
 

@@ -1,6 +1,7 @@
 // The path of queries, keys and values from projection to KV pool.
 //
-// Rounding as in plain torch: norms as in norm.h; both products of the rotation and their sum rounded one by one.
+// Rounding as in plain torch: norms as in norm.h; both products of the rotation and their sum rounded one by one.  Pools
+// in FP8 take the rounded keys and values, rounded once more.
 //
 // Shapes: T tokens, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated, S slots of the KV pool.
 #include <vector>
@@ -9,6 +10,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "fp8.h"
 #include "norm.h"
 #include "parallel.h"
 
@@ -20,7 +22,9 @@ constexpr int64_t kTokenSpan = 8;
 template <class T>
 struct HeadPath {
   const T *qkv, *weight, *angles;  // weight may be null; angles [T, 2, rd]: cos, and sin with its sign folded in
-  T *q, *k_pool, *v_pool;
+  T* q;
+  T *k_pool, *v_pool;      // null where the pools are FP8
+  Fp8 *k_pool_8, *v_pool_8;  // null elsewhere
   const int64_t* slots;
   int64_t row_stride, num_heads, num_kv_heads, head_dim, rotary_dim;
   NormRule rule;
@@ -52,17 +56,28 @@ struct HeadPath {
     }
   }
 
-  void token(int64_t t, float* normed) const {
+  // `normed` and `key` have room for a head.
+  void token(int64_t t, float* normed, T* key) const {
     const T* row = qkv + t * row_stride;
     const T *c = angles + 2 * t * rotary_dim, *s = c + rotary_dim;
-    const int64_t pool_offset = slots[t] * num_kv_heads * head_dim;
+    const T* value = row + (num_heads + num_kv_heads) * head_dim;
+    const int64_t pool_offset = slots[t] * num_kv_heads * head_dim, values = num_kv_heads * head_dim;
     for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
-      T* place = h < num_heads ? q + (t * num_heads + h) * head_dim : k_pool + pool_offset + (h - num_heads) * head_dim;
+      const int64_t key_offset = pool_offset + (h - num_heads) * head_dim;
+      const bool narrows = h >= num_heads && k_pool == nullptr;
+      T* place = narrows ? key : h < num_heads ? q + (t * num_heads + h) * head_dim : k_pool + key_offset;
       norm_and_rotate(row + h * head_dim, weight == nullptr ? nullptr : weight + h * head_dim, c, s, place, normed);
+      if (narrows) narrow(key, k_pool_8 + key_offset, head_dim);
     }
-    std::memcpy(v_pool + pool_offset, row + (num_heads + num_kv_heads) * head_dim, num_kv_heads * head_dim * sizeof(T));
+    if (v_pool == nullptr) return narrow(value, v_pool_8 + pool_offset, values);
+    std::memcpy(v_pool + pool_offset, value, values * sizeof(T));
   }
 };
+
+template <class T>
+T* data_if(at::Tensor& pool) {
+  return pool.scalar_type() == c10::CppTypeToScalarType<T>::value ? pool.mutable_data_ptr<T>() : nullptr;
+}
 
 at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Tensor>& weight, const at::Tensor& angles,
                               at::Tensor& k_pool, at::Tensor& v_pool, const at::Tensor& slots, double eps,
@@ -83,7 +98,8 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Ten
   TORCH_CHECK(k_pool.is_contiguous() && v_pool.is_contiguous() && qkv.stride(1) == 1 && angles.is_contiguous() &&
                   slots.is_contiguous(),
               "all arguments must be contiguous, but for what lies between rows of the projections");
-  check_same_dtype(qkv, {weight ? *weight : qkv, angles, k_pool, v_pool});
+  check_same_dtype(qkv, {weight ? *weight : qkv, angles});
+  check_same_dtype(k_pool.scalar_type() == at::kFloat8_e4m3fn ? k_pool : qkv, {k_pool, v_pool});
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < num_tokens; ++t) {
     TORCH_CHECK(slot[t] >= 0 && slot[t] < k_pool.size(0), "slot ", slot[t], " is outside the pool");
@@ -96,8 +112,10 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Ten
         .weight = weight ? weight->const_data_ptr<T>() : nullptr,
         .angles = angles.const_data_ptr<T>(),
         .q = q.mutable_data_ptr<T>(),
-        .k_pool = k_pool.mutable_data_ptr<T>(),
-        .v_pool = v_pool.mutable_data_ptr<T>(),
+        .k_pool = data_if<T>(k_pool),
+        .v_pool = data_if<T>(v_pool),
+        .k_pool_8 = data_if<Fp8>(k_pool),
+        .v_pool_8 = data_if<Fp8>(v_pool),
         .slots = slot,
         .row_stride = qkv.stride(0),
         .num_heads = num_heads,
@@ -108,7 +126,8 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Ten
     };
     for_spans(num_tokens, kTokenSpan, num_tokens * row_size / 2, [&](int64_t first, int64_t last) {
       std::vector<float> normed(head_dim);
-      for (int64_t t = first; t < last; ++t) path.token(t, normed.data());
+      std::vector<T> key(head_dim);
+      for (int64_t t = first; t < last; ++t) path.token(t, normed.data(), key.data());
     });
   });
   return q;

@@ -2,7 +2,8 @@
 
 One Triton program takes some heads of one token: it norms queries and keys by head, rotates their first elements, and
 stores keys and values in the token's slot.  It rounds as plain torch does: the norm as in `add_rms_norm`, both products
-of the rotation and their sum one by one.  A token's bits depend on that token alone.
+of the rotation and their sum one by one.  Pools in FP8 take the rounded keys and values, rounded once more, with
+numbers beyond 448 as 448.  A token's bits depend on that token alone.
 
 Shapes: T tokens, H query heads, Hkv key/value heads, hd head size, rd rotated elements of it, S slots of the KV pool.
 """
@@ -74,9 +75,17 @@ def qk_norm_rope_store_kernel(
     tl.store(out + (token * H + head) * HD + at, x, mask=query_or_key & (head < H))
     slot = tl.load(slots + token)
     key_place = k_pool + slot * k_slot_stride + (head - H) * k_head_stride + at
-    tl.store(key_place, x, mask=query_or_key & (head >= H))
+    tl.store(key_place, as_stored(x, k_pool), mask=query_or_key & (head >= H))
     value_place = v_pool + slot * v_slot_stride + (head - turned) * v_head_stride + at
-    tl.store(value_place, value.to(dtype), mask=inside & (head >= turned))
+    tl.store(value_place, as_stored(value.to(dtype), v_pool), mask=inside & (head >= turned))
+
+
+@triton.jit
+def as_stored(x, pool):
+    """Return x as the pool holds it."""
+    if pool.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(pool.dtype.element_ty)
 
 
 def qk_norm_rope_store(

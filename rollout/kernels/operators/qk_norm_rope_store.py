@@ -1,6 +1,8 @@
 """`qk_norm_rope_store`: queries and keys of qkv [T, (H + 2 Hkv) hd] normed by head where there is a weight
 [H + Hkv, hd], and rotated by angles [T, 2, rd]; keys and values stored in their slots [T] of the pools [S, Hkv, hd].
 
+Pools may be float8_e4m3fn: numbers beyond 448 become 448, and NaN stays NaN.
+
 Returns the queries [T, H, hd].  Gradients reach the stored rows, not the earlier content of the pools.
 """
 
@@ -34,9 +36,28 @@ def qk_norm_rope_store(
     if weight is not None:
         query_key = rms_norm(query_key, weight, eps, weight_offset)
     query, key = rotate(query_key, angles).split([num_heads, num_kv_heads], dim=1)
-    k_pool.index_copy_(0, slots, key)
-    v_pool.index_copy_(0, slots, value)
+    store_rows(k_pool, slots, key)
+    store_rows(v_pool, slots, value)
     return query.contiguous()
+
+
+FP8_MAX = 448.0
+"""The largest number of float8_e4m3fn, which has no infinity."""
+
+
+def store_rows(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows [T, ...] of any float dtype at `slots` [T] of a pool of the same dtype, or of float8_e4m3fn."""
+    if pool.dtype == torch.float8_e4m3fn:
+        # Releases of torch differ in what they make of too large numbers, and `index_copy_` takes no FP8.
+        pool, rows = pool.view(torch.uint8), rows.clamp(-FP8_MAX, FP8_MAX).to(pool.dtype).view(torch.uint8)
+    pool.index_copy_(0, slots, rows)
+
+
+def pool_rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the rows at `slots` [n] of a pool, in its dtype."""
+    if pool.dtype == torch.float8_e4m3fn:
+        return pool.view(torch.uint8).index_select(0, slots).view(pool.dtype)
+    return pool.index_select(0, slots)
 
 
 def rotate(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,18 @@ def test_every_backend_agrees_with_float64(model: str, dtype: torch.dtype, backe
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_keys_and_values_in_fp8(dtype: torch.dtype, backend: str) -> None:
+    """The results are those of keys and values that have been widened."""
+    for model in ("grouped heads", "one group, scaled", "windows and sinks"):
+        steps = AttentionSteps(MODELS[model], dtype, stored=torch.float8_e4m3fn)
+        assert steps.pool.k[0].dtype == torch.float8_e4m3fn
+        made = BACKENDS[backend](steps.pool)
+        for layout in LAYOUTS.values():
+            steps.check(made, layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_every_backend_agrees_with_float64_in_any_layout(backend: str, data: st.DataObject) -> None:

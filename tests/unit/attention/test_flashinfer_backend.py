@@ -217,7 +217,7 @@ def _pool(kind: KVKind | None, dtype: torch.dtype = torch.bfloat16, device: str 
         where = torch.device(device)
         return SimpleNamespace(device=where, dtype=dtype, shape=x.shape, numel=x.numel, data_ptr=x.data_ptr)
 
-    return SimpleNamespace(k=[elsewhere(x) for x in pool.k], v=[elsewhere(x) for x in pool.v])
+    return SimpleNamespace(dtype=dtype, k=[elsewhere(x) for x in pool.k], v=[elsewhere(x) for x in pool.v])
 
 
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:

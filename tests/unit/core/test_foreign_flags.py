@@ -103,7 +103,7 @@ def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "flag", "reason"),
     [
-        ("--kv-cache-dtype fp8", "--kv-cache-dtype", "KV has the dtype of the weights"),
+        ("--calculate-kv-scales", "--calculate-kv-scales", "has a scale of 1"),
         ("--generation-config auto", "--generation-config", "send sampling parameters with each request"),
         ("--enable-lora", "--enable-lora", "merge them into the checkpoint"),
         ("--quantization=fp8", "--quantization", "weights are not quantised at the start"),
@@ -202,7 +202,7 @@ def test_a_call_in_python_has_the_same_table() -> None:
         args_of_call({"model": "m", "enable_lora": False})
     for name, value, message in [
         ("enable_lora", True, "enable_lora: adapters"),
-        ("kv_cache_dtype", "fp8", "KV has the dtype of the weights"),
+        ("calculate_kv_scales", True, "has a scale of 1"),
         ("prot", 1, r"prot: unknown setting; did you mean port\?"),
     ]:
         with pytest.raises(StartupError, match=message):

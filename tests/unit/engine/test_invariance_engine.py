@@ -32,6 +32,7 @@ from tests.model_zoo import tiny_spec
 from tests.tiers import examples
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+WITH_FP8_KV = pytest.mark.parametrize("dtype", ["bfloat16, KV in fp8_e4m3", "float32, KV in fp8_e4m3"])
 CHUNKS = [1, 2, 3, 7, 64, -1]
 BLOCK = 128  # positions that attention takes together
 VOCABULARY = 320
@@ -148,7 +149,7 @@ schedules = st.builds(
 )
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bfloat16, KV in fp8_e4m3"])
 def test_any_model_in_any_schedule(dtype: str) -> None:
     seen = {"retractions": 0, "cached": 0, "several routes": 0}
 
@@ -334,6 +335,30 @@ def test_seeds_give_the_same_samples_in_every_batch(folder: Path, dtype: str) ->
     assert len({tuple(facts.token_ids) for facts in want}) >= len(batch) - 1
 
 
+@WITH_FP8_KV
+def test_keys_and_values_in_fp8(folder: Path, dtype: str) -> None:
+    """A number in the pool does not depend on the batch that wrote it, so that all promises hold."""
+    batch = asks(6, seed=4)
+    assert any_differs(alone(folder, dtype, batch), alone(folder, dtype.partition(",")[0], batch))
+    test_a_request_among_256_others_gets_the_same_bits(folder, dtype)
+    for chunk in CHUNKS:
+        test_a_prompt_in_chunks_of_any_size_gets_the_same_bits(folder, dtype, chunk)
+    test_a_prompt_with_a_cached_prefix_gets_the_same_bits(folder, dtype)
+    test_before_and_after_retraction(folder, dtype)
+    test_seeds_give_the_same_samples_in_every_batch(folder, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16, KV in fp8_e4m3"])
+def test_windows_and_states_beside_keys_in_fp8(tmp_path: Path, dtype: str) -> None:
+    for name in ("qwen3_next", "gpt_oss, long window"):
+        folder = family_checkpoint(tmp_path / name, name, 3)
+        batch = asks(6, seed=4)
+        want = alone(folder, dtype, batch)
+        server = Server(folder, dtype, chunked_prefill_size=7)
+        assert_same(server.together(batch, gaps=[0, 2, 5]), want)
+        assert_same(server.together(batch), want)
+
+
 # --- engines that break the promise ----------------------------------------------------------------------------------
 
 
@@ -426,7 +451,7 @@ def test_operators_that_depend_on_the_batch_are_noticed(folder: Path, dtype: str
 
 
 @pytest.mark.mutant
-@DTYPES
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bfloat16, KV in fp8_e4m3"])
 def test_attention_that_depends_on_the_chunk_is_noticed(folder: Path, dtype: str) -> None:
     batch = asks(6, seed=4)
 
