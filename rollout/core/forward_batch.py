@@ -30,6 +30,7 @@ class StepKind(enum.IntEnum):
 class StateOperands(NamedTuple):
     """The recurrent states of a step's N sequences, in the order of the batch, all int64.
 
+    A batch has them on the host, where they may be live arrays; operators get them on the model's device.
     `query_lens` [N]: tokens in this step.  `rows` [N]: the row of the state pool for the state after them.  `sources`
     [N]: the row of the state before them, -1 for none.  `snapshots` [M, 3]: sequence, number of its tokens in this
     step, and the row to which the state after them is copied.

@@ -74,8 +74,6 @@ def obstacle(model: DecoderForCausalLM, attention: AttentionBackend, ops: Ops) -
         return "layers run on plain torch, which waits for the device"
     if model.parallel.layout.ep_size > 1 and not ops.takes_empty_slots:
         return "the operator of the experts takes no empty slots, and waits for the number of filled ones"
-    if any(layer is not None for layer in model.state_layers):
-        return "the model has recurrent layers"
     if attention.for_graph(1) is None:
         return f"{type(attention).__name__} cannot be captured; see --attention-backend"
     return None
@@ -129,8 +127,8 @@ def _graphs(
     new_pool: Callable[[], GraphPool],
 ) -> GraphRunner:
     capturer = runner.new_capturer()
-    buffers = GraphBuffers(sizes[-1], *_like(runner, cache, capturer))
-    return GraphRunner(runner.state, runner.attention, sampler, capturer, buffers, sizes, new_pool)
+    buffers = GraphBuffers(sizes[-1], *_like(runner, cache, capturer), has_states=runner.state_pool is not None)
+    return GraphRunner(runner.state, runner.attention, sampler, capturer, buffers, sizes, new_pool, runner.state_pool)
 
 
 def _pieces(

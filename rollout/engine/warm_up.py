@@ -97,7 +97,7 @@ def run_largest_step(
     if any(model.state_layers):
         num_sequences = len(batch.extend_lens)
         state_pool = StatePool(num_sequences, model.state_layers, model.dtype, device)
-        batch.states = _states(batch, device)
+        batch.states = _states(batch)
     backend = create_attention_backend(attention, kv_pool, kernels_available)
     runner = ModelRunner(state, kv_pool, backend, None, None, state_pool)
     if wants_routes:
@@ -133,12 +133,12 @@ def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> 
     return batch
 
 
-def _states(batch: ForwardBatch, device: torch.device) -> StateOperands:
-    """Return the state operands of a step whose sequences all start without a state."""
+def _states(batch: ForwardBatch) -> StateOperands:
+    """Return the state operands, on the host, of a step whose sequences all start without a state."""
     count = len(batch.extend_lens)
     return StateOperands(
-        query_lens=torch.tensor(batch.extend_lens, dtype=torch.int64, device=device),
-        rows=torch.arange(count, device=device),
-        sources=torch.full((count,), -1, dtype=torch.int64, device=device),
-        snapshots=torch.empty((0, 3), dtype=torch.int64, device=device),
+        query_lens=torch.tensor(batch.extend_lens, dtype=torch.int64),
+        rows=torch.arange(count),
+        sources=torch.full((count,), -1, dtype=torch.int64),
+        snapshots=torch.empty((0, 3), dtype=torch.int64),
     )

@@ -17,7 +17,7 @@ from capture.capturer import RoutedExpertsCapturer
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch
 from rollout.distributed.communicator import share_sizes
-from rollout.layers.context import ForwardContext, SliceRoutes
+from rollout.layers.context import ForwardContext, SliceRoutes, States
 from rollout.model.model_state import ModelState, ServingEpoch
 from rollout.model.weight_loading import weight_tensors
 
@@ -75,6 +75,7 @@ def forward_into(
     attention: AttentionBackend,
     hidden_TD: torch.Tensor,
     routes_TLK: torch.Tensor | None,
+    states: States | None = None,
 ) -> None:
     """Run the model on `batch`, write its hidden states and, unless that is None, the logical ids of all its tokens."""
     model = state.model
@@ -87,7 +88,7 @@ def forward_into(
             count = share_sizes(batch.num_tokens, ranks.size)[ranks.rank]
             recorded = routes_TLK.new_empty(count, *routes_TLK.shape[1:])
         capturer.begin_step_in(recorded)
-    hidden_TD.copy_(model(batch, ForwardContext(batch, attention, hooks, slices)))
+    hidden_TD.copy_(model(batch, ForwardContext(batch, attention, hooks, slices, states)))
     if routes_TLK is None:
         return
     if slices is None:

@@ -4,7 +4,7 @@
             the step's     padding            padding: a larger captured step would read it
 
 A padding row is a sequence of one token in the padding row of the slot table.  It writes KV to the padding slot, and
-attends to nothing else.  Nothing reads its results.
+attends to nothing else.  It begins without a recurrent state, and keeps none.  Nothing reads its results.
 
 Shapes: B rows of the largest captured step, n of a step, L MoE layers, K top-k, D hidden.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.core.forward_batch import DecodeRows, ForwardBatch, WindowOperands
+from rollout.core.forward_batch import DecodeRows, ForwardBatch, StateOperands, WindowOperands
 from rollout.core.host_copy import to_device
 from rollout.memory.kv_pool import KVPool, ReqToTokenPool
 from rollout.sampling.batch_info import PlainRows
@@ -35,7 +35,7 @@ class GraphBuffers:
     """Buffers for steps of at most `most` requests that decode.
 
     `window_table` is the slot table of layers with a window, if there is one.  `hidden_like` [D] and `routes_like`
-    [L, K] have the sizes, types and device of the outputs.
+    [L, K] have the sizes, types and device of the outputs.  `has_states`: the model has recurrent layers.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class GraphBuffers:
         window_table: torch.Tensor | None,
         hidden_like: torch.Tensor,
         routes_like: torch.Tensor,
+        has_states: bool = False,
     ) -> None:
         device = hidden_like.device
         padding = {
@@ -55,11 +56,16 @@ class GraphBuffers:
             "window_slots": kv_pool.window_padding_slot,
             "rows": pool.padding_row,
             "seq_lens": 1,
+            "state_rows": -1,
         }
         self._padding = torch.tensor(list(padding.values()), dtype=torch.int64, device=device)[:, None]
         self._inputs = self._padding.repeat(1, most)  # [inputs, B]
         inputs = self._inputs.unbind()
-        self._input_ids, self._positions, self._slots, self._window_slots, self._rows, self._lens = inputs
+        self._input_ids, self._positions, self._slots, self._window_slots, self._rows, self._lens = inputs[:6]
+        self._state_rows = inputs[6]
+        self._has_states = has_states
+        self._snapshots = torch.full((most, 3), -1, dtype=torch.int64, device=device)
+        self._ones = torch.ones(most, dtype=torch.int64, device=device)
         self._padding_on_host = torch.tensor([[pool.padding_row], [1]], dtype=torch.int64)
         self._on_host = self._padding_on_host.repeat(1, most)
         self._num_real = 0  # rows from here on are padding
@@ -79,6 +85,10 @@ class GraphBuffers:
         window = None
         if self._window_table is not None:
             window = WindowOperands(self._window_slots[:size], self._window_table)
+        states = None
+        if self._has_states:
+            rows = self._state_rows[:size]
+            states = StateOperands(self._ones[:size], rows, rows, self._snapshots[:size])
         return ForwardBatch(
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
@@ -90,6 +100,7 @@ class GraphBuffers:
             decode=DecodeRows(self._rows[:size], self._lens[:size], self._on_host[0, :size], self._on_host[1, :size]),
             logits_rows=torch.arange(size, device=self._rows.device),
             window=window,
+            states=states,
         )
 
     def plain_rows(self, size: int) -> tuple[PlainRows, torch.Tensor]:
@@ -106,14 +117,24 @@ class GraphBuffers:
         if batch.window is not None:
             held.append(self._window_slots)
             given.append(batch.window.slots)
+        if batch.states is not None:
+            held.append(self._state_rows)  # a request's state lies in its row
+            given.append(rows.req_pool_indices)
+            self._fill_snapshots(batch.states.snapshots)
         if count:
             torch._foreach_copy_([buffer[:count] for buffer in held], given)  # one launch
         self._on_host[0, :count].copy_(batch.decode.req_pool_indices_host)
         self._on_host[1, :count].copy_(batch.decode.seq_lens_host)
         self._pad(count)
 
+    def _fill_snapshots(self, snapshots: torch.Tensor) -> None:
+        count = snapshots.shape[0]
+        self._snapshots[:count].copy_(to_device(snapshots, self._snapshots.device))
+        self._snapshots[count:] = -1
+
     def clear(self) -> None:
         """Make all rows padding."""
+        self._snapshots[:] = -1
         self._pad(0)
 
     def _pad(self, first: int) -> None:

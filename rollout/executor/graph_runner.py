@@ -32,6 +32,8 @@ from rollout.core.forward_batch import ForwardBatch, StepKind
 from rollout.core.sampling_params import SamplingParams
 from rollout.executor.captures import Conditions, GraphPool, Replay, forward_into
 from rollout.executor.graph_buffers import GraphBuffers
+from rollout.layers.context import States
+from rollout.memory.state_pool import StatePool
 from rollout.model.model_state import ModelState
 from rollout.sampling.base import SampledTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
@@ -74,6 +76,7 @@ class GraphRunner:
         buffers: GraphBuffers,
         sizes: Sequence[int],
         new_pool: Callable[[], GraphPool],
+        state_pool: StatePool | None = None,
     ) -> None:
         self._state = state
         self._attention = attention
@@ -82,6 +85,7 @@ class GraphRunner:
         self._buffers = buffers
         self.sizes = list(sizes)
         self._new_pool = new_pool
+        self._state_pool = state_pool  # None: the model has no recurrent layers
         self._pool = new_pool()
         self._captured: dict[int, _Captured] = {}
         self._conditions = Conditions(state)
@@ -98,8 +102,8 @@ class GraphRunner:
     def forward(self, batch: ForwardBatch, with_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Replay the step and return copies of its hidden states [n, D] and, `with_routes`, its logical ids [n, L, K].
 
-        Returns None for steps that are never captured: with prompts, forced routes or recurrent states, or with more
-        requests than the largest size.  The ranks of an engine all replay the step or all get None.
+        Returns None for steps that are never captured: with prompts or forced routes, or with more requests than the
+        largest size.  The ranks of an engine all replay the step or all get None.
         """
         plan = self.plan(batch, with_routes)
         if plan is None:
@@ -146,7 +150,7 @@ class GraphRunner:
             counts, decodes = [batch.num_tokens], not batch.extend_lens and batch.forced_routes is None
         else:
             decodes = batch.kind_everywhere is StepKind.DECODE
-        if not decodes or batch.states is not None or not 0 < max(counts) <= self.sizes[-1]:
+        if not decodes or not 0 < max(counts) <= self.sizes[-1]:
             return None
         return self.sizes[bisect_left(self.sizes, max(counts))]
 
@@ -201,11 +205,12 @@ class GraphRunner:
         if model.parallel.attn_dp.size > 1:
             batch.global_num_tokens = [size] * model.parallel.attn_dp.size
         attention.plan(batch)
+        states = None if self._state_pool is None or batch.states is None else States(self._state_pool, batch.states)
         rows, positions = buffers.plain_rows(size)
         routes = outputs.routes[:size] if with_routes else None
 
         def forward() -> None:
-            forward_into(self._state, self._capturer, batch, attention, outputs.hidden[:size], routes)
+            forward_into(self._state, self._capturer, batch, attention, outputs.hidden[:size], routes, states)
 
         def sample() -> None:
             logits = model.compute_logits(outputs.hidden[:size])

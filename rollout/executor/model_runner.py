@@ -16,7 +16,8 @@ import torch
 from capture.capturer import RoutedExpertsCapturer
 from capture.slot_store import RouteSlotStore
 from rollout.attention.base import AttentionBackend
-from rollout.core.forward_batch import ForwardBatch
+from rollout.core.forward_batch import ForwardBatch, StateOperands
+from rollout.core.host_copy import to_device
 from rollout.distributed.communicator import share_sizes
 from rollout.executor.graph_runner import GraphRunner
 from rollout.executor.piece_runner import PieceRunner
@@ -113,7 +114,8 @@ class ModelRunner:
         self.attention.plan(batch)
         states = None
         if self.state_pool is not None and batch.states is not None:
-            states = States(self.state_pool, batch.states)
+            device = self.kv_pool.k[0].device
+            states = States(self.state_pool, StateOperands(*(to_device(table, device) for table in batch.states)))
         context = ForwardContext(batch, self.attention, hooks, slices, states)
         if self.recorded is None:
             hidden_TD = model(batch, context)

@@ -44,16 +44,14 @@ class Gradient:
 class Operator:
     """An operator: `schema` in torch's language, and `plain`, the function that defines its results.
 
-    `gradient`: None for an operator of integers.  `graph_safe`: it reads no tensor's value on the host, and sizes of
-    its results follow from sizes of its arguments, so that a CUDA graph holds it.  `rule`: the class of a named tuple.
-    The argument `rule` of every form is such a tuple, and the schema has its fields in that place.
+    `gradient`: None for an operator of integers.  `rule`: the class of a named tuple.  The argument `rule` of every
+    form is such a tuple, and the schema has its fields in that place.
     """
 
     name: str
     schema: str
     plain: Callable[..., Any]
     gradient: Gradient | None
-    graph_safe: bool
     rule: Callable[..., Any] | None
 
     @cached_property
@@ -88,7 +86,6 @@ def operator(
     schema: str,
     gradient: Gradient | None,
     *,
-    graph_safe: bool = True,
     rule: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Register the decorated function under its name as the plain form of an operator of this schema.
@@ -97,7 +94,7 @@ def operator(
     """
 
     def register(plain: Callable[..., Any]) -> Operator:
-        made = Operator(plain.__name__, schema, plain, gradient, graph_safe, rule)
+        made = Operator(plain.__name__, schema, plain, gradient, rule)
         _LIBRARY.define(made.name + schema)
         made.implement(plain, "CompositeExplicitAutograd")
         return made

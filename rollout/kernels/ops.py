@@ -138,10 +138,10 @@ class Ops:
     """The operators of `rollout.kernels.operators`, which has their arguments, as attributes; and their storage.
 
     `batch_invariant`: a row of every result has the same bits in every batch and with any number of threads.
-    `graph_safe`: no operator but `gated_delta` waits for the device, or allocates by numbers there, so that a step can
-    be captured.  `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero
-    and whose weight is not used.  `packed_experts`: the function of `gpu/packed_experts.py`, if there is one.  `rest`
-    lets threads that look for the next operator sleep: call it where no operator follows soon.
+    `graph_safe`: no operator waits for the device, or allocates by numbers there, so that a step can be captured.
+    `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero and whose weight
+    is not used.  `packed_experts`: the function of `gpu/packed_experts.py`, if there is one.  `rest` lets threads that
+    look for the next operator sleep: call it where no operator follows soon.
     """
 
     def __init__(

@@ -193,6 +193,7 @@ class DeltaRule {
       finish(sequence.first + done, count, h, buffers);
       done += count;
       for (; copy != sequence.copies.end() && copy->done == done; ++copy) {
+        if (copy->row < 0) continue;  // nothing is kept
         store_state(copy->row, h, buffers);
         if (h == 0) store_inputs(sequence, done, copy->row);
       }

@@ -33,7 +33,8 @@ std::vector<Sequence> sequences_of(int64_t num_tokens, int64_t num_rows, const a
   }
   TORCH_CHECK(first == num_tokens, "the sequences have ", first, " tokens, the step has ", num_tokens);
   const auto copy = [&](int64_t n, int64_t done, int64_t row) {
-    TORCH_CHECK(0 <= n && n < count && 0 < done && done <= found[n].length && 0 <= row && row < num_rows,
+    if (n < 0) return;  // a snapshot of no sequence
+    TORCH_CHECK(n < count && 0 < done && done <= found[n].length && row < num_rows,
                 "no such copy of a state: sequence ", n, ", after ", done, " tokens, to row ", row);
     found[n].copies.push_back({done, row});
   };

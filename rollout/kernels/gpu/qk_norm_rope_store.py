@@ -139,20 +139,25 @@ def qk_norm_rope_store(
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
-    """Return cases for heads of 128 with and without a norm, and of 256 with an offset."""
+    """Return cases for heads of 128 with and without a norm, of 256 with an offset, and with pools in FP8."""
     signature = dict.fromkeys(("qkv", "weight", "angles", "k_pool", "v_pool"), "*bf16")
     signature |= {"slots": "*i64", "out": "*bf16"}
     strides = ("qkv_stride", "k_slot_stride", "k_head_stride", "v_slot_stride", "v_head_stride")
     signature |= dict.fromkeys(strides, "i32") | dict.fromkeys(("eps", "weight_offset"), "fp32")
     return [
         (
-            f"qk_norm_rope_store hd={size}{' norm' if norms else ''}{' offset' if offset else ''}",
+            f"qk_norm_rope_store hd={size}{' norm' if norms else ''}{' offset' if offset else ''}{pools}",
             qk_norm_rope_store_kernel,
-            signature,
+            signature | (dict.fromkeys(("k_pool", "v_pool"), "*fp8e4nv") if pools else {}),
             dict[str, object](H=32, HKV=4, HD=size, RD=rotated, NORMS=norms, HAS_OFFSET=offset)
             | {"HEADS": _HEADS, "BLOCK_D": size},
             1,
             3,
         )
-        for size, rotated, norms, offset in ((128, 128, True, False), (128, 128, False, False), (256, 64, True, True))
+        for size, rotated, norms, offset, pools in (
+            (128, 128, True, False, ""),
+            (128, 128, False, False, ""),
+            (256, 64, True, True, ""),
+            (128, 128, True, False, " fp8"),
+        )
     ]

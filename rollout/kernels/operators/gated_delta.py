@@ -4,7 +4,8 @@ It takes projections [T, C + H dv + 2 H] of mixed queries, keys and values, outp
 read from the states, normed and gated [T, H dv].  The convolution has a weight [w, C]; its inputs before a token are in
 the pool [R, w - 1, C], states in the pool [R, H, dk, dv].  Sequence n has query_lens[n] tokens.  It begins from the row
 sources[n], or from zeros where this number is negative, and ends in rows[n].  `snapshots` [M, 3] are (n, tokens of the
-step, row): copies on the way.  No sequence writes a row that another sequence of the step begins from.
+step, row): copies on the way.  No sequence writes a row that another sequence of the step begins from.  Nothing is kept
+in a negative row, and a snapshot of a negative sequence is none: so padding rows of a captured step change no state.
 
 It rounds as transformers `models/qwen3_next` does: the convolution, its silu, the sigmoid of beta and the values read
 from the state before their norm to the model's dtype; everything between is float32, or float64 for float64.  Sequences
@@ -39,7 +40,6 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys [T, H, 
         weights=("conv_weight", "a_log", "dt_bias", "norm_weight"),
         pools=("conv_pool", "state_pool"),
     ),
-    graph_safe=False,
 )
 def gated_delta(
     projected: torch.Tensor,
@@ -64,6 +64,7 @@ def gated_delta(
     lengths, ends = query_lens.tolist(), rows.tolist()
     copies = [(n, done, to) for n, done, to in snapshots.tolist()]
     copies += [(n, length, ends[n]) for n, length in enumerate(lengths)]
+    copies = [copy for copy in copies if copy[0] >= 0 and copy[2] >= 0]
     inputs, states = (_before(pool, sources.tolist()) for pool in (conv_pool, state_pool))
     inputs = [torch.cat(parts) for parts in zip(inputs, mixed_TC.split(lengths), strict=True)]
     convolved_TC = torch.cat([_convolved(inputs_tC, conv_weight, work) for inputs_tC in inputs])

@@ -268,7 +268,6 @@ def test_released_memory_comes_back_under_the_recordings(folders: list[Path], gr
     [
         ("qwen3_moe", {"disable_native_kernels": True}, "plain torch"),
         ("qwen3_moe", {"attention_backend": "torch_native"}, "TorchNativeBackend cannot be captured"),
-        ("qwen3_next", {}, "recurrent layers"),
     ],
 )
 def test_what_cannot_be_captured_says_why(
