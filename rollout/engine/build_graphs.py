@@ -51,7 +51,8 @@ def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, samp
     sizes, token_counts = sizes[:agreed], _token_counts(args, model)
     if why_no_larger is not None:
         say(f"steps of more than {sizes[-1]} requests are not captured: {why_no_larger}", "WARNING")
-    say(f"capturing steps of {_ranges(sizes)} requests, and pieces of steps of {_ranges(token_counts)} tokens")
+    pieces = f", and pieces of steps of {_ranges(token_counts)} tokens" if token_counts else ""
+    say(f"capturing steps of {_ranges(sizes)} requests{pieces}")
     before, began = available_memory_bytes(device), time.monotonic()
     try:
         if token_counts:
@@ -90,7 +91,12 @@ def captured_sizes(args: ServerArgs, model: DecoderForCausalLM) -> tuple[list[in
 
 
 def _token_counts(args: ServerArgs, model: DecoderForCausalLM) -> list[int]:
-    """Return the numbers of tokens for which pieces of steps are captured, ascending; the same on all ranks."""
+    """Return the numbers of tokens for which pieces of steps are captured, ascending; the same on all ranks.
+
+    Models with recurrent layers have none: a state goes from token to token, through the padding of a step.
+    """
+    if any(layer is not None for layer in model.state_layers):
+        return []
     most = args.piecewise_cuda_graph_max_tokens
     if args.step_prompt_tokens > 0:
         most = min(most, args.step_prompt_tokens + args.max_running_requests)
