@@ -68,7 +68,8 @@ def can_be_drawn(scaled: np.ndarray, kept: set[int], noise: float) -> set[int]:
 def complaints(logits_NV: torch.Tensor, rows: Sequence[SamplingRow], tokens: SampledTokens) -> list[str]:
     """Return what is wrong with `tokens`, sampled from these logits; empty if nothing is."""
     found: list[str] = []
-    chosen_at = kept_at = 0
+    chosen_at, begins = 0, tokens.kept_begins().tolist()
+    kept_ids, kept_logprobs = tokens.kept_ids.flatten(), tokens.kept_logprobs.flatten()
     for i, row in enumerate(rows):
         params, scaled = row.params, scaled_logits(logits_NV[i], row)
         logprobs = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
@@ -96,17 +97,14 @@ def complaints(logits_NV: torch.Tensor, rows: Sequence[SamplingRow], tokens: Sam
             found.append(f"row {i}: log-probabilities of chosen tokens")
         chosen_at += len(chosen)
         count = int(tokens.kept_counts[i])
-        ids = tokens.kept_ids[kept_at : kept_at + count].tolist()
+        mask = slice(begins[i], begins[i] + count)
+        ids = kept_ids[mask].tolist()
         if row.wants_mask:
             found += [
-                f"row {i}: {complaint}"
-                for complaint in mask_complaints(
-                    scaled, row, token, ids, tokens.kept_logprobs[kept_at : kept_at + count]
-                )
+                f"row {i}: {complaint}" for complaint in mask_complaints(scaled, row, token, ids, kept_logprobs[mask])
             ]
         elif count:
             found.append(f"row {i}: a mask that was not asked for")
-        kept_at += count
     return found
 
 

@@ -118,7 +118,7 @@ def build_scheduler(
     )
     model_bytes = _bytes_of(model)
     state = ModelState(model, placement, args.weight_version)
-    sampler = select_sampler(dtype, device, kernels.available)
+    sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype, model.kv_layers)
     largest = partial(
         activation_bytes,

@@ -108,15 +108,17 @@ def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
     """Estimate the device memory that `capture_all` will take, as the KV pool is sized before.  Not measured so far.
 
     The intermediate results of the largest step, with several copies of its logits in float32, are held once for all
-    sizes.  A rank's experts may get the tokens of all attention-DP ranks.  The driver holds each kernel of each
-    recording, about 25 a layer, in some 2 KiB.  Steps in pieces hold the same once more, for tokens without logits.
+    sizes.  So are its sampling masks, with log-probabilities.  A rank's experts may get the tokens of all attention-DP
+    ranks.  The driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.  Steps in pieces hold the
+    same once more, for tokens without logits.
     """
     if args.disable_cuda_graph or graph_pools(torch.device(args.device)) is None:
         return 0
     config, sizes, token_counts = model.config, _sizes(args), _token_counts(args, model)
     kernels = (25 * len(config.layers) + 50) * (len(sizes) + len(token_counts))
     groups, most = model.parallel.layout.attn_dp_size, max(token_counts, default=0)
-    requests = 4 * sizes[-1] * (4 * config.vocab_size + 64 * config.hidden_size * groups)
+    masks = 2 * min(args.sampling_mask_max_tokens, config.vocab_size)
+    requests = 4 * sizes[-1] * (4 * config.vocab_size + 64 * config.hidden_size * groups + masks)
     tokens = 16 * most * config.hidden_size * max(config.num_experts_per_tok, 4) * groups
     return requests + tokens + kernels * 2048
 
@@ -133,7 +135,12 @@ def _graphs(
     new_pool: Callable[[], GraphPool],
 ) -> GraphRunner:
     capturer = runner.new_capturer()
-    buffers = GraphBuffers(sizes[-1], *_like(runner, cache, capturer), has_states=runner.state_pool is not None)
+    buffers = GraphBuffers(
+        sizes[-1],
+        *_like(runner, cache, capturer),
+        has_states=runner.state_pool is not None,
+        mask_width=min(sampler.mask_limit, runner.state.model.config.vocab_size),
+    )
     return GraphRunner(runner.state, runner.attention, sampler, capturer, buffers, sizes, new_pool, runner.state_pool)
 
 

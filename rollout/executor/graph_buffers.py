@@ -6,7 +6,7 @@
 A padding row is a sequence of one token in the padding row of the slot table.  It writes KV to the padding slot, and
 attends to nothing else.  It begins without a recurrent state, and keeps none.  Nothing reads its results.
 
-Shapes: B rows of the largest captured step, n of a step, L MoE layers, K top-k, D hidden.
+Shapes: B rows of the largest captured step, n of a step, L MoE layers, K top-k, D hidden, W most ids of a mask.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import torch
 from rollout.core.forward_batch import DecodeRows, ForwardBatch, StateOperands, WindowOperands
 from rollout.core.host_copy import to_device
 from rollout.memory.kv_pool import KVPool, ReqToTokenPool
-from rollout.sampling.batch_info import PlainRows
+from rollout.sampling.base import PlainRows, PlainTokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutputs:
-    """`hidden` [B, D]; `routes` [B, L, K], logical ids; `token_ids` int64 and `logprobs` float32 [B]."""
+    """`hidden` [B, D]; `routes` [B, L, K], logical ids; `tokens` of B rows, with masks [B, W]."""
 
     hidden: torch.Tensor
     routes: torch.Tensor
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
+    tokens: PlainTokens
 
 
 class GraphBuffers:
@@ -36,6 +35,7 @@ class GraphBuffers:
 
     `window_table` is the slot table of layers with a window, if there is one.  `hidden_like` [D] and `routes_like`
     [L, K] have the sizes, types and device of the outputs.  `has_states`: the model has recurrent layers.
+    `mask_width` is W.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class GraphBuffers:
         hidden_like: torch.Tensor,
         routes_like: torch.Tensor,
         has_states: bool = False,
+        mask_width: int = 0,
     ) -> None:
         device = hidden_like.device
         padding = {
@@ -70,14 +71,12 @@ class GraphBuffers:
         self._on_host = self._padding_on_host.repeat(1, most)
         self._num_real = 0  # rows from here on are padding
         self._table, self._window_table = pool.table, window_table
-        zeros = torch.zeros(most, dtype=torch.int64, device=device)
-        self._plain = PlainRows(zeros.clone(), torch.ones(most, device=device), zeros == 0)
-        self._sample_positions = zeros.clone()
+        self._plain = PlainRows.unused(most, device)
+        self._sample_positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.outputs = StepOutputs(
             hidden=torch.zeros((most, *hidden_like.shape), dtype=hidden_like.dtype, device=device),
             routes=torch.zeros((most, *routes_like.shape), dtype=routes_like.dtype, device=device),
-            token_ids=zeros.clone(),
-            logprobs=torch.zeros(most, dtype=torch.float32, device=device),
+            tokens=PlainTokens.empty(most, mask_width, device),
         )
 
     def batch(self, size: int) -> ForwardBatch:
@@ -105,8 +104,7 @@ class GraphBuffers:
 
     def plain_rows(self, size: int) -> tuple[PlainRows, torch.Tensor]:
         """Return the sampling inputs of the first `size` rows: settings, and the position of each sampled token."""
-        seeds, temperatures, greedy = self._plain
-        return PlainRows(seeds[:size], temperatures[:size], greedy[:size]), self._sample_positions[:size]
+        return PlainRows(*(part[:size] for part in self._plain)), self._sample_positions[:size]
 
     def fill(self, batch: ForwardBatch) -> None:
         """Fill the first rows with `batch`, a step that only decodes, and make the other rows padding."""
@@ -144,9 +142,15 @@ class GraphBuffers:
         self._num_real = first
 
     def fill_plain(self, rows: PlainRows) -> None:
-        """Enter the sampling settings of the first rows.  Tokens that the other rows draw are not read."""
+        """Enter the sampling settings of the first rows.  Tokens that the other rows draw are not read.
+
+        The other rows want no mask, as the kernels would take time for it.
+        """
         for held, given in zip(self._plain, rows, strict=True):
             held[: len(given)].copy_(given)
+        count = len(rows.greedy)
+        self._plain.greedy[count:] = True
+        self._plain.wants_mask[count:] = False
 
     def fill_positions(self, positions_N: torch.Tensor) -> None:
         """Enter the positions of the sampled tokens: `positions_N` int64 on the host, which may change afterwards."""

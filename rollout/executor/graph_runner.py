@@ -8,8 +8,8 @@ A replay reads the buffers and the attention's workspaces as the plan of its ste
 read indices of another step, or freed ones.  So each replay takes the `StepPlan` of its step, which allows it once.
 
 Each size has two recordings.  One is the forward, which writes the routers' choices into a buffer.  The other is output
-head and sampling, with the log-probabilities.  A step whose rows ask for more than a token and its log-probability
-replays only the first.
+head and sampling, with log-probabilities and masks.  A step with rows that are not plain (`PlainRows`) replays only the
+first.
 
 The ranks of an engine exchange tensors within a recording, of sizes that padding fixes.  They replay together: each
 takes the size for the rank with the most tokens, also if it has none itself, and plays padding.
@@ -35,7 +35,7 @@ from rollout.executor.graph_buffers import GraphBuffers
 from rollout.layers.context import States
 from rollout.memory.state_pool import StatePool
 from rollout.model.model_state import ModelState
-from rollout.sampling.base import SampledTokens, Sampler
+from rollout.sampling.base import PlainTokens, SampledTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
 
@@ -125,9 +125,10 @@ class GraphRunner:
             return None
         self._buffers.fill_positions(positions_N)
         play(plan)
-        outputs = self._buffers.outputs
-        logprobs = _owned(outputs.logprobs, plan.count).masked_fill_(~info.wants_logprob, torch.nan)
-        return SampledTokens.plain(_owned(outputs.token_ids, plan.count), logprobs)
+        tokens = self._buffers.outputs.tokens
+        kept = tokens[2:] if info.masked_rows else (part[:0] for part in tokens[2:])
+        owned = PlainTokens(*(_owned(part, plan.count) for part in (*tokens[:2], *kept)))
+        return SampledTokens.plain(owned, info)
 
     def plan(self, batch: ForwardBatch, with_routes: bool) -> StepPlan | None:
         """Fill the buffers with the step and plan its attention; None if `forward` returns None for it."""
@@ -214,9 +215,7 @@ class GraphRunner:
 
         def sample() -> None:
             logits = model.compute_logits(outputs.hidden[:size])
-            token_ids, logprobs = self._sampler.sample_plain(logits, rows, positions)
-            outputs.token_ids[:size].copy_(token_ids)
-            outputs.logprobs[:size].copy_(logprobs)
+            self._sampler.sample_plain(logits, rows, positions, outputs.tokens.first(size))
 
         play_forward = self._guarded(self._pool.capture(forward), size, "forward", [])
         play_sample = self._guarded(self._pool.capture(sample), size, "sample", ["forward"]) if self._samples else None

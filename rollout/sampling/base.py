@@ -20,12 +20,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from rollout.sampling.batch_info import PlainRows, SamplingBatchInfo
 
-__all__ = ["PlainRows", "SampledTokens", "Sampler", "ScoredTokens"]
+__all__ = ["PlainRows", "PlainTokens", "SampledTokens", "Sampler", "ScoredTokens"]
+
+
+class PlainTokens(NamedTuple):
+    """Room for the tokens of plain rows, and for W ids of each mask.
+
+    `token_ids` [N] int64, `logprobs` [N] float32, `kept_counts` [N] int64, `kept_ids` [N, W] int32 and `kept_logprobs`
+    [N, W] float32: see `SampledTokens`.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    kept_counts: torch.Tensor
+    kept_ids: torch.Tensor
+    kept_logprobs: torch.Tensor
+
+    @classmethod
+    def empty(cls, count: int, mask_width: int, device: torch.device | str) -> PlainTokens:
+        """Return room for `count` rows."""
+        integers = torch.zeros((2, count), dtype=torch.int64, device=device)
+        logprobs = torch.zeros(count, dtype=torch.float32, device=device)
+        kept_ids = torch.empty((count, mask_width), dtype=torch.int32, device=device)
+        return cls(integers[0], logprobs, integers[1], kept_ids, torch.empty_like(kept_ids, dtype=torch.float32))
+
+    def first(self, count: int) -> PlainTokens:
+        """Return the room of the first `count` rows."""
+        return PlainTokens(*(part[:count] for part in self))
 
 
 @dataclass(slots=True)
@@ -35,7 +62,8 @@ class SampledTokens:
     `token_ids` [N] int64; `logprobs` [N], NaN for rows that do not want it; `top_ids` [N, n] int64 and `top_logprobs`
     [N, n], best first, -1 and NaN in the places that a row did not ask for; `chosen_logprobs` [C], the chosen ids of
     all rows one after the other.  `kept_counts` [N] int64, 0 for rows that want no mask; `kept_ids` [M] int32 and
-    `kept_logprobs` [M], of tokens among the kept ones of their row, one row after the other.
+    `kept_logprobs` [M], of tokens among the kept ones of their row, one row after the other.  A sampler that does not
+    wait for the counts gives both as [N, W], with each row's first: of more than W ids only W are there.
     """
 
     token_ids: torch.Tensor
@@ -48,19 +76,26 @@ class SampledTokens:
     kept_logprobs: torch.Tensor
 
     @classmethod
-    def plain(cls, token_ids_N: torch.Tensor, logprobs_N: torch.Tensor) -> SampledTokens:
-        """Return the tokens of rows that ask for nothing else."""
+    def plain(cls, tokens: PlainTokens, info: SamplingBatchInfo) -> SampledTokens:
+        """Return the tokens of plain rows, with the results that the rows of `info` ask for."""
+        token_ids_N, logprobs_N, *masks = tokens
         none = logprobs_N.new_empty(0)
+        if not info.masked_rows:
+            masks = [torch.zeros(len(token_ids_N), dtype=torch.int64), torch.empty(0, dtype=torch.int32), none]
         return cls(
             token_ids_N,
-            logprobs_N,
-            top_ids=token_ids_N.new_empty((len(token_ids_N), 0)),
-            top_logprobs=logprobs_N.new_empty((len(token_ids_N), 0)),
-            chosen_logprobs=none,
-            kept_counts=torch.zeros(len(token_ids_N), dtype=torch.int64),
-            kept_ids=torch.empty(0, dtype=torch.int32),
-            kept_logprobs=none,
+            logprobs_N.masked_fill(~info.wants_logprob, torch.nan),
+            token_ids_N.new_empty((len(token_ids_N), 0)),
+            logprobs_N.new_empty((len(token_ids_N), 0)),
+            none,
+            *masks,
         )
+
+    def kept_begins(self) -> torch.Tensor:
+        """Return where the ids of each row begin among all `kept_ids`, flat: [N] int64."""
+        if self.kept_ids.dim() == 2:
+            return torch.arange(self.kept_ids.shape[0]) * self.kept_ids.shape[1]
+        return self.kept_counts.cumsum(0) - self.kept_counts
 
 
 @dataclass(slots=True)
@@ -79,6 +114,8 @@ class Sampler(ABC):
     # Whether a row's token and log-probabilities are the same bits in every batch.
     batch_invariant = False
 
+    mask_limit = 0  # the most ids that `sample_plain` writes of a mask
+
     @abstractmethod
     def sample(self, logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> SampledTokens:
         """Sample one token a row.  `logits_NV` may be changed in place.
@@ -91,11 +128,12 @@ class Sampler(ABC):
         return None
 
     def sample_plain(
-        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `token_ids` and `logprobs` of every row, as `sample` does, from tensors of one device.
+        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor, out: PlainTokens
+    ) -> None:
+        """Write tokens, log-probabilities and masks of all rows into `out`; all tensors are on one device.
 
-        The host reads nothing, so that a CUDA graph can hold the call.  The logits stay as they are.
+        Every row has a log-probability.  Masks have room for `mask_limit` ids, or for the vocabulary if that is
+        smaller.  The host reads nothing, so that a CUDA graph can hold the call.  The logits stay as they are.
         """
         raise NotImplementedError(f"{type(self).__name__} has no plain rows")
 

@@ -115,15 +115,27 @@ def _table_of(settings: Sequence[bytes]) -> np.ndarray:
 
 
 class PlainRows(NamedTuple):
-    """The settings of rows without filters, edits, masks, top and chosen log-probabilities, on the logits' device.
+    """The settings of rows without edits, top and chosen log-probabilities, on the logits' device: each [N].
 
-    `seeds` int64 [N] have the bits of unsigned numbers, `temperatures` float32 [N] are 1 for greedy rows, `greedy` is
-    bool [N].
+    `seeds` int64 have the bits of unsigned numbers, `temperatures` float32 are 1 for greedy rows, `greedy` is bool.
+    `top_k` int64 is V, `top_p` float64 is 1 and `min_p` float32 is 0 where there is no filter.  `min_p` is rounded up,
+    as weights in float32 are compared with it.  `wants_mask` is bool.
     """
 
     seeds: torch.Tensor
     temperatures: torch.Tensor
     greedy: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    wants_mask: torch.Tensor
+
+    @classmethod
+    def unused(cls, count: int, device: torch.device | str) -> PlainRows:
+        """Return greedy rows without filters and masks."""
+        zeros = torch.zeros(count, dtype=torch.int64, device=device)
+        ones = torch.ones(count, dtype=torch.float64, device=device)
+        return cls(zeros, ones.float(), zeros == 0, zeros + 1, ones, zeros.float(), zeros > 0)
 
 
 class SamplingBatchInfo:
@@ -264,10 +276,26 @@ class SamplingBatchInfo:
     @cached_property
     def plain_rows(self) -> PlainRows | None:
         """The rows as `PlainRows` where all of them are plain, else None."""
-        if self.rows_with_lists or self.masked_rows or self.top_n or self._has_filters.any():
+        if self.rows_with_lists or self.top_n:
             return None
-        seeds = to_device(torch.from_numpy(self.settings["seed"].copy().view(np.int64)), self.device)
-        return PlainRows(seeds, self.temperatures, self.greedy)
+        table = self.settings
+        least = table["min_p"].astype(np.float32)
+        least = np.where(least < table["min_p"], np.nextafter(least, np.float32(np.inf)), least)
+        top_k = np.where(table["top_k"] > 0, np.minimum(table["top_k"], self.vocab_size), self.vocab_size)
+        return PlainRows(
+            to_device(torch.from_numpy(table["seed"].copy().view(np.int64)), self.device),
+            self.temperatures,
+            self.greedy,
+            to_device(torch.from_numpy(top_k), self.device),
+            self._column("top_p", torch.float64),
+            to_device(torch.from_numpy(least), self.device),
+            self._column("wants_mask", torch.bool),
+        )
+
+    @property
+    def has_filters(self) -> bool:
+        """True where a random row has top-k, top-p or min-p."""
+        return bool(self._has_filters.any())
 
     @cached_property
     def temperatures(self) -> torch.Tensor:

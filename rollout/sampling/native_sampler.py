@@ -43,11 +43,17 @@ class NativeSampler(Sampler):
         return ScoredTokens(*self._score_rows(logits_NV, target_ids_N, temperature, chosen, width))
 
 
-def select_sampler(dtype: torch.dtype, device: torch.device | str, kernels_available: bool) -> Sampler:
-    """Select the sampler with the device's kernels, or plain torch where they are missing or do not take this dtype."""
+def select_sampler(
+    dtype: torch.dtype, device: torch.device | str, kernels_available: bool, mask_limit: int = 1 << 31
+) -> Sampler:
+    """Select the sampler with the device's kernels, or plain torch where they are missing or do not take this dtype.
+
+    `mask_limit`: the most ids that the caller reads of a mask, for which some samplers need room beforehand.
+    """
     if kernels_available and dtype in DTYPES and torch.device(device).type == "cpu":
         return NativeSampler()
     if kernels_available and dtype in GPU_DTYPES and torch.device(device).type == "cuda":
-        sampler: Sampler = import_module("rollout.sampling.gpu_sampler").GpuSampler()  # which loads triton
+        module = import_module("rollout.sampling.gpu_sampler")  # which loads triton
+        sampler: Sampler = module.GpuSampler(mask_limit)
         return sampler
     return TorchSampler()

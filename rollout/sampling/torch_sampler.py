@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout.core.host_copy import to_device
-from rollout.sampling.base import PlainRows, SampledTokens, Sampler, ScoredTokens
+from rollout.sampling.base import PlainRows, PlainTokens, SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
 _ALMOST_ONE = 1.0 - 2.0**-53
@@ -47,19 +47,20 @@ class TorchSampler(Sampler):
         )
 
     def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
-        rows = info.plain_rows
+        """Return the rows where none has filters or wants its mask: both wait for the device."""
+        rows = None if info.has_filters or info.masked_rows else info.plain_rows
         return None if rows is None else PlainRows(*(part.to(device) for part in rows))
 
     def sample_plain(
-        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor, out: PlainTokens
+    ) -> None:
         logits_NV = _widened(logits_NV)
         logits_NV = logits_NV / rows.temperatures[:, None].to(logits_NV.dtype)
         logprobs = RowLogprobs(logits_NV)
         drawn = _invert_cdf(torch.softmax(logits_NV, dim=-1), uniform_of_bits(rows.seeds, positions_N))
         settled_N = rows.greedy | ~logprobs.is_distribution
-        token_ids = torch.where(settled_N, logits_NV.argmax(-1), drawn)
-        return token_ids, logprobs.of(token_ids[:, None]).squeeze(1)
+        out.token_ids.copy_(torch.where(settled_N, logits_NV.argmax(-1), drawn))
+        out.logprobs.copy_(logprobs.of(out.token_ids[:, None]).squeeze(1))
 
     def score(
         self, logits_NV: torch.Tensor, target_ids_N: torch.Tensor, temperature: float, chosen_ids: list[int], top_n: int

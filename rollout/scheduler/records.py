@@ -125,8 +125,9 @@ class SampledRows:
         Returns the requests that end as their mask is over the limit, and the rows whose token is dropped.
         """
         counts_N = tokens.kept_counts.tolist()
-        ends_N = np.cumsum(counts_N).tolist()
-        ids_M, logprobs_M = tokens.kept_ids.cpu().numpy(), tokens.kept_logprobs.float().cpu().numpy()
+        begins_N = tokens.kept_begins().tolist()
+        ids_M = tokens.kept_ids.flatten().cpu().numpy()
+        logprobs_M = tokens.kept_logprobs.flatten().float().cpu().numpy()
         sampled_N = tokens.token_ids.tolist()
         refused, dropped = [], list(ended)
         for row in self._mask_rows:
@@ -138,7 +139,7 @@ class SampledRows:
                 refused.append(req)
                 dropped.append(row)
                 continue
-            kept = slice(ends_N[row] - count, ends_N[row])
+            kept = slice(begins_N[row], begins_N[row] + count)
             ids, logprobs = ids_M[kept].copy(), logprobs_M[kept]  # the record outlives the step's other samples
             req.output.kept_ids.append(ids)
             req.output.num_mask_ids += count

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rollout.core.sampling_params import SamplingParams
-from rollout.sampling.base import SampledTokens, Sampler
+from rollout.sampling.base import PlainTokens, SampledTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.native_sampler import select_sampler
 from tests.gpu.needs import not_run
@@ -30,7 +30,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def sampler(dtype: torch.dtype, device: torch.device, on_cuda: bool, facts: dict[str, Any]) -> Sampler:
-    found = select_sampler(dtype, device, kernels_available=on_cuda)
+    found = select_sampler(dtype, device, kernels_available=on_cuda, mask_limit=VOCAB)
     facts["sampler"] = type(found).__name__
     return found
 
@@ -109,17 +109,41 @@ def test_a_sample_does_not_depend_on_its_place_in_the_batch(
 
 
 def test_what_graphs_capture_samples_the_same(sampler: Sampler, dtype: torch.dtype, device: torch.device) -> None:
-    rows = [row(seed=2**63 + i, output=(5,) * (i % 3), temperature=0.7) for i in range(31)] + [row(temperature=0.0)]
+    rows = [row(seed=2**63 + i, output=(5,) * (i % 3), temperature=0.7) for i in range(16)] + [row(temperature=0.0)]
+    if sampler.mask_limit:
+        rows += [row(seed=i, top_p=0.9, wants_mask=i % 2 == 0) for i in range(8)]
+        rows += [row(seed=i, top_k=9, min_p=0.01, wants_mask=True) for i in range(8)]
     logits = random_logits(len(rows), dtype, seed=4)
     info = SamplingBatchInfo(rows, VOCAB, device)
     plain = sampler.plain_rows(info, device)
     if plain is None:
         not_run(f"{type(sampler).__name__} has no half for graphs")
     positions = torch.tensor([len(one.output_ids) for one in rows], device=device)
-    token_ids, logprobs = sampler.sample_plain(logits.clone().to(device), plain, positions)
+    out = PlainTokens.empty(len(rows), VOCAB, device)
+    sampler.sample_plain(logits.clone().to(device), plain, positions, out)
     want = draw(sampler, logits, rows, device)
-    assert torch.equal(token_ids.cpu(), want.token_ids)
-    assert torch.equal(logprobs.cpu().to(want.logprobs.dtype), want.logprobs)
+    assert torch.equal(out.token_ids.cpu(), want.token_ids)
+    assert torch.equal(out.logprobs.cpu().to(want.logprobs.dtype), want.logprobs)
+    assert torch.equal(out.kept_counts.cpu(), want.kept_counts)
+    kept = torch.arange(VOCAB) < want.kept_counts[:, None]
+    if kept.any():
+        assert torch.equal(out.kept_ids.cpu()[kept], want.kept_ids[kept])
+
+
+def test_filters_and_masks_of_plain_rows_are_right(sampler: Sampler, dtype: torch.dtype, device: torch.device) -> None:
+    """Rows of all filters, most of them with many kept tokens; the float64 judge allows for rounding at a border."""
+    settings: list[dict[str, Any]] = [
+        {"top_p": 0.95},
+        {"top_p": 0.95, "top_k": 20},
+        {"top_k": 1500, "temperature": 1.5},
+        {"min_p": 0.001},
+        {"top_p": 0.5, "top_k": 300, "min_p": 0.01},
+        {},
+    ]
+    rows = [row(seed=i, output=(1,) * (i % 4), wants_mask=i % 3 > 0, **settings[i % 6]) for i in range(24)]
+    logits = torch.stack([torch.randperm(VOCAB) for _ in rows]).to(dtype).float() / 300  # few are equal
+    logits = logits.to(dtype) if dtype == torch.float32 else distinct_logits(len(rows), dtype)
+    assert complaints(logits.float(), rows, draw(sampler, logits, rows, device)) == []
 
 
 def test_the_judge_sees_another_row_s_noise(sampler: Sampler, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,14 +1,15 @@
-"""Sampling of one token from each row of logits, with its log-probability, as two Triton kernels.
+"""Sampling of one token from each row of logits, with its log-probability and its mask, as two Triton kernels.
 
     chunk_kernel   row x chunk of the vocabulary: largest logit, where it is, total weight, first NaN
-    draw_kernel    row: the chunk in which the noise lies, then the token in it
+    draw_kernel    row: where top-k, top-p and min-p end (`sample_filter`), and the weight that they leave by chunk; the
+                   chunk in which the noise lies, then the token in it; the mask of a row that wants it
 
 `rollout.sampling.base` defines the results.  Chunks have one size and all sums one order, so every number depends on
 the row alone.  Weights are e^(x - largest of the chunk) in float32 and are summed in float64, in vocabulary order.  So
 every device samples the token of the inverted cumulative distribution, unless the noise lies within rounding (1e-7 of
-the whole) of a boundary.
+the whole) of a boundary.  The host reads nothing: rows with and without filters and masks take the same launches.
 
-Shapes: N rows, V vocabulary, C chunks.
+Shapes: N rows, V vocabulary, C chunks, W most ids of a mask.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.sample_filter import id_of_last, is_kept, key_of, limits, raw_chunk
+
 _CHUNK = 2048
 _WARPS = 8
+_SHIFTS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits of float32 that the dtype does not have
 
 
 @triton.jit
@@ -40,14 +44,6 @@ def uniform(seed, position):
 
 
 @triton.jit
-def scaled_chunk(logits, temperature, chunk, V: tl.constexpr, CHUNK: tl.constexpr):
-    """Load a chunk: return its token ids, and its logits over the temperature, -inf past the end."""
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + token, mask=token < V, other=float("-inf")).to(tl.float32)
-    return token, tl.div_rn(x, temperature)
-
-
-@triton.jit
 def chunk_weights(x, largest):
     """Compute e^(x - largest) in float64; zeros where all logits are -inf."""
     return tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest)).to(tl.float64)
@@ -62,11 +58,14 @@ def chunk_kernel(
     best,
     totals,
     first_nan,
+    peaks,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token, x = scaled_chunk(logits + row * row_stride, tl.load(temperatures + row), chunk, V, CHUNK)
+    token, raw = raw_chunk(logits + row * row_stride, chunk, V, CHUNK)
+    x = tl.div_rn(raw, tl.load(temperatures + row))
     numbers = tl.where(x == x, x, float("-inf"))
     most = tl.max(numbers, 0)
     place = row * tl.cdiv(V, CHUNK) + chunk
@@ -74,6 +73,7 @@ def chunk_kernel(
     tl.store(best + place, tl.min(tl.where(numbers == most, token, V), 0))
     tl.store(totals + place, tl.sum(chunk_weights(numbers, most), 0))
     tl.store(first_nan + place, tl.min(tl.where(x == x, V, token), 0))
+    tl.store(peaks + place, key_of(tl.max(tl.where(raw == raw, raw, float("-inf")), 0), SHIFT))
 
 
 @triton.jit
@@ -87,6 +87,72 @@ def first_beyond(cumulative, weights, target, at, SIZE: tl.constexpr):
 
 
 @triton.jit
+def kept_totals(
+    line,
+    largest,
+    peaks,
+    temperature,
+    most,
+    last,
+    ties,
+    min_p,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Return the weight that the filters leave in each chunk, in units of its largest, and the last id with `last`."""
+    at = tl.arange(0, CHUNKS)
+    totals = tl.zeros((CHUNKS,), tl.float64)
+    last_id, seen = tl.full((), V, tl.int32), tl.full((), 0, tl.int32)
+    for chunk in range(tl.cdiv(V, CHUNK)):
+        if tl.load(peaks + chunk) >= last:
+            token, raw = raw_chunk(line, chunk, V, CHUNK)
+            last_id, seen = id_of_last(token, raw, last, ties, seen, last_id, V, SHIFT)
+            kept = is_kept(token, raw, temperature, most, last, last_id, min_p, SHIFT)
+            weights = chunk_weights(tl.div_rn(raw, temperature), tl.load(largest + chunk))
+            totals = tl.where(at == chunk, tl.sum(tl.where(kept, weights, 0.0), 0), totals)
+    return totals, last_id
+
+
+@triton.jit
+def write_mask(
+    ids,
+    logprobs,
+    line,
+    largest,
+    peaks,
+    temperature,
+    most,
+    last,
+    last_id,
+    min_p,
+    total,
+    W: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Write the first W kept ids with a weight, in vocabulary order, and their log-probabilities among the kept ones.
+
+    Returns how many are kept.
+    """
+    count = tl.full((), 0, tl.int32)
+    for chunk in range(tl.cdiv(V, CHUNK)):
+        if tl.load(peaks + chunk) >= last:
+            token, raw = raw_chunk(line, chunk, V, CHUNK)
+            x, chunk_largest = tl.div_rn(raw, temperature), tl.load(largest + chunk)
+            weights = chunk_weights(x, chunk_largest) * chunk_weights(chunk_largest, most)
+            kept = is_kept(token, raw, temperature, most, last, last_id, min_p, SHIFT) & (weights > 0.0)
+            place = count + tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.store(ids + place, token, mask=kept & (place < W))
+            logprob = x.to(tl.float64) - most.to(tl.float64) - tl.log(total)
+            tl.store(logprobs + place, logprob.to(tl.float32), mask=kept & (place < W))
+            count += tl.sum(kept.to(tl.int32), 0)
+    return count
+
+
+@triton.jit
 def draw_kernel(
     logits,
     row_stride,
@@ -94,47 +160,100 @@ def draw_kernel(
     positions,
     temperatures,
     greedy,
+    top_k,
+    top_p,
+    min_p,
+    wants_mask,
     largest,
     best,
     totals,
     first_nan,
+    peaks,
     token_ids,
     logprobs,
+    kept_counts,
+    kept_ids,
+    kept_logprobs,
+    W: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     there = chunk < tl.cdiv(V, CHUNK)
-    place = row * tl.cdiv(V, CHUNK) + chunk
+    first_place = row * tl.cdiv(V, CHUNK)
+    place = first_place + chunk
     maxima = tl.load(largest + place, mask=there, other=float("-inf"))
     most = tl.max(maxima, 0)
     nan_token = tl.min(tl.load(first_nan + place, mask=there, other=V), 0)
     best_token = tl.min(tl.where(maxima == most, tl.load(best + place, mask=there, other=V), V), 0)
     is_distribution = (nan_token == V) & (most > float("-inf")) & (most < float("inf"))
+    is_drawn = is_distribution & (tl.load(greedy + row) == 0)
+    line = logits + row * row_stride
+    temperature = tl.load(temperatures + row)
 
     # Weights are in units of the row's largest weight.
     scales = chunk_weights(maxima, most)
     weights = tl.load(totals + place, mask=there, other=0.0) * scales
     total = tl.sum(weights, 0)
+    kept_total, least = total, tl.load(min_p + row)
+    last, last_id = tl.full((), -(2**31), tl.int32), tl.full((), V, tl.int32)
+    top, mass = tl.load(top_k + row).to(tl.int32), tl.load(top_p + row)
+    if is_drawn & ((top < V) | (mass < 1.0) | (least > 0.0)):
+        own_peaks, peak = peaks + first_place, tl.load(line + best_token).to(tl.float32)
+        last, ties = limits(line, own_peaks, temperature, most, peak, total, top, mass, V, CHUNK, SHIFT)
+        kept, last_id = kept_totals(
+            line, largest + first_place, own_peaks, temperature, most, last, ties, least, V, CHUNK, CHUNKS, SHIFT
+        )
+        weights = kept * scales
+        kept_total = tl.sum(weights, 0)
+
     noise = uniform(tl.load(seeds + row), tl.load(positions + row))
-    target = tl.minimum(noise * total, (1.0 - 1.1102230246251565e-16) * total)
+    target = tl.minimum(noise * kept_total, (1.0 - 1.1102230246251565e-16) * kept_total)
     drawn_chunk = first_beyond(tl.cumsum(weights, 0), weights, target, chunk, CHUNKS)
     before = tl.sum(tl.where(chunk < drawn_chunk, weights, 0.0), 0)
-    temperature = tl.load(temperatures + row)
-    line = logits + row * row_stride
-    _, x = scaled_chunk(line, temperature, drawn_chunk, V, CHUNK)
+    token, raw = raw_chunk(line, drawn_chunk, V, CHUNK)
     mine = tl.sum(tl.where(chunk == drawn_chunk, scales, 0.0), 0)
-    inner = chunk_weights(x, tl.max(tl.where(chunk == drawn_chunk, maxima, float("-inf")), 0)) * mine
+    chunk_largest = tl.max(tl.where(chunk == drawn_chunk, maxima, float("-inf")), 0)
+    inner = chunk_weights(tl.div_rn(raw, temperature), chunk_largest) * mine
+    inner = tl.where(is_kept(token, raw, temperature, most, last, last_id, least, SHIFT), inner, 0.0)
     drawn = drawn_chunk * CHUNK + first_beyond(before + tl.cumsum(inner, 0), inner, target, tl.arange(0, CHUNK), CHUNK)
 
     settled = tl.where(nan_token < V, nan_token, best_token)
-    sampled = tl.where(is_distribution & (tl.load(greedy + row) == 0), drawn, settled)
+    sampled = tl.where(is_drawn, drawn, settled)
     own = tl.div_rn(tl.load(line + sampled).to(tl.float32), temperature)
     logprob = own.to(tl.float64) - most.to(tl.float64) - tl.log(total)
     tl.store(token_ids + row, sampled.to(tl.int64))
     tl.store(logprobs + row, tl.where(is_distribution, logprob.to(tl.float32), float("nan")))
+
+    count = tl.full((), 0, tl.int32)
+    if tl.load(wants_mask + row) != 0:
+        own_ids, own_logprobs = kept_ids + row * W, kept_logprobs + row * W
+        if is_drawn:
+            count = write_mask(
+                own_ids,
+                own_logprobs,
+                line,
+                largest + first_place,
+                peaks + first_place,
+                temperature,
+                most,
+                last,
+                last_id,
+                least,
+                kept_total,
+                W,
+                V,
+                CHUNK,
+                SHIFT,
+            )
+        else:
+            tl.store(own_ids, sampled)
+            tl.store(own_logprobs, tl.where(is_distribution, 0.0, float("nan")))
+            count = tl.full((), 1, tl.int32)
+    tl.store(kept_counts + row, count.to(tl.int64))
 
 
 def sample_rows(
@@ -142,27 +261,35 @@ def sample_rows(
     seeds_N: torch.Tensor,
     temperatures_N: torch.Tensor,
     greedy_N: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+    wants_mask_N: torch.Tensor,
     positions_N: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample one token of each row, and return token ids [N] int64 and log-probabilities [N] float32.
+    out: tuple[torch.Tensor, ...],
+) -> None:
+    """Sample one token of each row into `out`: token ids [N] int64, log-probabilities [N] float32, and masks.
 
-    `seeds_N` are bits of unsigned numbers in int64, temperatures float32 (1 for greedy rows), `greedy_N` bool.
+    `seeds_N` are bits of unsigned numbers in int64, temperatures float32 (1 for greedy rows), `greedy_N` and
+    `wants_mask_N` bool.  `top_k_N` int64 is V where there is no limit; `top_p_N` float64, `min_p_N` float32.
+
+    Masks are counts [N] int64, ids [N, W] int32 in vocabulary order and their log-probabilities [N, W] float32 among
+    the kept tokens.  A count is 0 where no mask is wanted.  Of a mask with more than W ids the first W are written.
     """
     (num_rows, vocab), device = logits_NV.shape, logits_NV.device
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=device)
-    assert logits_NV.stride(1) == 1
+    token_ids_N, logprobs_N, kept_counts_N, kept_ids_NW, kept_logprobs_NW = out
+    assert logits_NV.stride(1) == 1 and kept_ids_NW.is_contiguous() and kept_logprobs_NW.is_contiguous()
     if num_rows == 0:
-        return token_ids, logprobs
+        return
     num_chunks = triton.cdiv(vocab, _CHUNK)
 
     def of_chunks(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((num_rows, num_chunks), dtype=dtype, device=device)
 
-    facts = [of_chunks(dtype) for dtype in (torch.float32, torch.int32, torch.float64, torch.int32)]
-    rows = (logits_NV, logits_NV.stride(0))
+    facts = [of_chunks(dtype) for dtype in (torch.float32, torch.int32, torch.float64, torch.int32, torch.int32)]
+    rows, constants = (logits_NV, logits_NV.stride(0)), {"V": vocab, "CHUNK": _CHUNK, "SHIFT": _SHIFTS[logits_NV.dtype]}
     chunk_kernel[(num_rows, num_chunks)](
-        *rows, temperatures_N, *facts, V=vocab, CHUNK=_CHUNK, num_warps=_WARPS, enable_fp_fusion=False
+        *rows, temperatures_N, *facts, **constants, num_warps=_WARPS, enable_fp_fusion=False
     )
     draw_kernel[(num_rows,)](
         *rows,
@@ -170,28 +297,37 @@ def sample_rows(
         positions_N,
         temperatures_N,
         greedy_N.view(torch.int8),
+        top_k_N,
+        top_p_N,
+        min_p_N,
+        wants_mask_N.view(torch.int8),
         *facts,
-        token_ids,
-        logprobs,
-        V=vocab,
-        CHUNK=_CHUNK,
+        token_ids_N,
+        logprobs_N,
+        kept_counts_N,
+        kept_ids_NW,
+        kept_logprobs_NW,
+        W=kept_ids_NW.shape[1],
+        **constants,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=_WARPS,
         enable_fp_fusion=False,
     )
-    return token_ids, logprobs
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
     """Return cases for the vocabulary of Qwen3, with bfloat16 and float32 logits."""
-    facts = {"largest": "*fp32", "best": "*i32", "totals": "*fp64", "first_nan": "*i32"}
-    size: dict[str, object] = {"V": 151_936, "CHUNK": _CHUNK}
+    facts = {"largest": "*fp32", "best": "*i32", "totals": "*fp64", "first_nan": "*i32", "peaks": "*i32"}
+    settings = {"greedy": "*i8", "top_k": "*i64", "top_p": "*fp64", "min_p": "*fp32", "wants_mask": "*i8"}
+    out = {"token_ids": "*i64", "logprobs": "*fp32", "kept_counts": "*i64"}
+    out |= {"kept_ids": "*i32", "kept_logprobs": "*fp32"}
     cases = []
-    for dtype in ("bf16", "fp32"):
+    for dtype, of in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        size: dict[str, object] = {"V": 151_936, "CHUNK": _CHUNK, "SHIFT": _SHIFTS[of]}
         rows = {"logits": f"*{dtype}", "row_stride": "i32", "temperatures": "*fp32"} | facts
-        draw = rows | {"seeds": "*i64", "positions": "*i64", "greedy": "*i8", "token_ids": "*i64", "logprobs": "*fp32"}
+        draw = rows | {"seeds": "*i64", "positions": "*i64"} | settings | out
         cases += [
             (f"sample, chunks {dtype}", chunk_kernel, rows, size, _WARPS, 3),
-            (f"sample, draw {dtype}", draw_kernel, draw, size | {"CHUNKS": 128}, _WARPS, 3),
+            (f"sample, draw {dtype}", draw_kernel, draw, size | {"CHUNKS": 128, "W": 4096}, _WARPS, 3),
         ]
     return cases

@@ -69,9 +69,11 @@ def asks() -> Iterator[tuple[list[int], dict[str, Any], dict[str, Any]]]:
         params: dict[str, Any] = {"max_new_tokens": 5 + 7 * index % 19}
         if index % 2:
             params |= {"temperature": 0.7 + 0.1 * index, "sampling_seed": index}
-        if index == 9:
-            params |= {"top_k": 5}
-        yield prompt_of(index, 2 + 3 * index % 8), params, {"top_logprobs_num": 2} if index == 4 else {}
+        params |= {5: {"top_p": 0.6}, 7: {"min_p": 0.1, "top_p": 0.9}, 9: {"top_k": 5}}.get(index, {})
+        fields: dict[str, Any] = {"top_logprobs_num": 2} if index == 4 else {}
+        if index in (7, 9):
+            fields = {"return_sampling_mask": True}
+        yield prompt_of(index, 2 + 3 * index % 8), params, fields
 
 
 def play(harness: Harness, prefix: str = "") -> list[tuple]:
@@ -82,7 +84,7 @@ def play(harness: Harness, prefix: str = "") -> list[tuple]:
     harness.run()
     harness.check_idle()
     results = [harness.results[rid] for rid in rids]
-    return [(x.token_ids, x.logprobs, x.top, x.routes.tolist(), x.versions) for x in results]
+    return [(x.token_ids, x.logprobs, x.top, x.routes.tolist(), x.versions, x.mask) for x in results]
 
 
 def runner_of(harness: Harness) -> GraphRunner:
@@ -106,6 +108,18 @@ def test_replays_give_what_steps_in_python_give(folders: list[Path], graphs: Any
     assert play(harness) == expected
     assert StandInGraphPool.num_replays > 30
     assert StandInGraphPool.num_captures == captured
+
+
+def test_rows_with_filters_and_masks_are_sampled_in_the_graph(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
+    harness, sampled = Harness(folders[0], **SMALL), []
+    sample = GraphRunner.sample
+    graphs.setattr(GraphRunner, "sample", lambda *given: sampled.append(sample(*given)) or sampled[-1])
+    params = {"max_new_tokens": 6, "temperature": 1.0, "min_p": 1e-4}
+    rid = harness.submit(prompt_of(1, 5), params=params, return_sampling_mask=True)
+    harness.submit(prompt_of(2, 5), params={"max_new_tokens": 4})
+    harness.run()
+    counts = harness.results[rid].mask.counts
+    assert len(counts) == 6 and max(counts) > 1 and len(sampled) >= 4 and None not in sampled
 
 
 def test_a_replay_records_this_steps_routes(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
@@ -306,7 +320,7 @@ def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], graphs: pytest.Mo
         steps[4].sample(newest)
     assert StandInGraphPool.num_replays == replays + 3
     assert play(harness, "again") == [
-        (*one[:4], two[4]) for one, two in zip(expected, play(harness, "more"), strict=True)
+        (*one[:4], *two[4:]) for one, two in zip(expected, play(harness, "more"), strict=True)
     ]
 
 

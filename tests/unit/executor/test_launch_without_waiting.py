@@ -23,7 +23,7 @@ from rollout.executor import input_builder
 from rollout.memory import kv_pool
 from rollout.memory.cache_manager import CacheManager
 from rollout.sampling import torch_sampler
-from rollout.sampling.base import SampledTokens
+from rollout.sampling.base import PlainTokens, SampledTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.sampling.torch_sampler import TorchSampler
 from tests.device_engine import device_engine, stand_in_device
@@ -110,7 +110,9 @@ class PlainRowsSampler(TorchSampler):
         device = logits_NV.device
         rows = self.plain_rows(info, device)
         assert rows is not None
-        return SampledTokens.plain(*self.sample_plain(logits_NV, rows, host_copy.to_device(positions_N, device)))
+        out = PlainTokens.empty(len(logits_NV), 0, device)
+        self.sample_plain(logits_NV, rows, host_copy.to_device(positions_N, device), out)
+        return SampledTokens.plain(out, info)
 
 
 def test_plain_rows_come_without_waiting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout.kernels.gpu import register
 from rollout.kernels.operators import OPERATORS
 from rollout.kernels.ops import RowMajor, plain_ops, select_ops
-from rollout.sampling.batch_info import PlainRows
+from rollout.sampling.base import PlainRows, PlainTokens
 from rollout.sampling.torch_sampler import TorchSampler
 from tests import interpreted
 from tests.interpreted import kernels
@@ -311,9 +311,14 @@ def test_plain_operators_that_a_graph_holds() -> None:
     cases = [case for case in float32_cases() if case[0] in held]
     assert {name for name, _ in cases} == held
     assert not {name: why for name, arguments in cases if (why := waits(OPERATORS[name].plain, arguments))}
-    rows = PlainRows(torch.arange(5), torch.full((5,), 0.7), torch.arange(5) > 2)
-    assert not waits(lambda *tensors: TorchSampler().sample_plain(tensors[0], PlainRows(*tensors[1:4]), tensors[4]),
-                     (_randn(5, 30), *rows, torch.arange(5)))  # fmt: skip
+    rows = PlainRows.unused(5, "cpu")._replace(temperatures=torch.full((5,), 0.7), greedy=torch.arange(5) > 2)
+    out = PlainTokens.empty(5, 0, "cpu")
+
+    def sampled(logits: torch.Tensor, positions: torch.Tensor, *tensors: torch.Tensor) -> None:
+        rows, out = PlainRows(*tensors[:7]), PlainTokens(*tensors[7:])
+        TorchSampler().sample_plain(logits, rows, positions, out)
+
+    assert not waits(sampled, (_randn(5, 30), torch.arange(5), *rows, *out))
 
 
 def test_operators_that_a_graph_does_not_hold_are_seen_to_wait() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from rollout.core.sampling_params import SamplingParams
 from rollout.kernels.build import load_kernels
-from rollout.sampling.base import PlainRows, Sampler
+from rollout.sampling.base import PlainRows, PlainTokens, Sampler
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.native_sampler import NativeSampler, select_sampler
 from rollout.sampling.torch_sampler import TorchSampler, uniform, uniform_of_bits
@@ -33,7 +33,7 @@ VOCABULARIES = (1, 50, 2048, 5000)  # a chunk has 2048
 
 def gpu_sampler() -> Sampler:
     """Return the sampler, whose module loads triton and is therefore imported after `tests.interpreted`."""
-    return select_sampler(torch.float32, "cuda", kernels_available=True)
+    return select_sampler(torch.float32, "cuda", kernels_available=True, mask_limit=4096)
 
 
 def row(seed: int = 0, temperature: float = 1.0, position: int = 0, **params: Any) -> SamplingRow:
@@ -61,15 +61,17 @@ def sampled(sampler: Sampler, logits: torch.Tensor, rows: list[SamplingRow]) -> 
 
 def plainly(sampler: Sampler, logits: torch.Tensor, rows: list[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
     info = SamplingBatchInfo(rows, logits.shape[1])
-    plain = sampler.plain_rows(info, "cpu")
+    plain, out = sampler.plain_rows(info, "cpu"), PlainTokens.empty(len(rows), 0, "cpu")
     assert plain is not None
-    return sampler.sample_plain(logits, plain, positions_of(rows))
+    sampler.sample_plain(logits, plain, positions_of(rows), out)
+    return out.token_ids, out.logprobs
 
 
 def by_kernels(module: Any, logits: torch.Tensor, rows: list[SamplingRow]) -> tuple[torch.Tensor, torch.Tensor]:
-    plain = SamplingBatchInfo(rows, logits.shape[1]).plain_rows
+    plain, out = SamplingBatchInfo(rows, logits.shape[1]).plain_rows, PlainTokens.empty(len(rows), 0, "cpu")
     assert plain is not None
-    return module.sample_rows(logits, *plain, positions_of(rows))
+    module.sample_rows(logits, *plain, positions_of(rows), out)
+    return out.token_ids, out.logprobs
 
 
 def disagreement(module: Any, logits: torch.Tensor, rows: list[SamplingRow]) -> str:
@@ -183,15 +185,11 @@ def test_other_rows_go_to_plain_torch() -> None:
     logits = _randn(3, 60)
     info: Any
     for change in (
-        {"params": SamplingParams(top_k=3)},
-        {"params": SamplingParams(top_p=0.5)},
-        {"params": SamplingParams(min_p=0.1)},
         {"params": SamplingParams(logit_bias={3: 1.0})},
         {"params": SamplingParams(frequency_penalty=1.0)},
         {"params": SamplingParams(min_new_tokens=2)},
         {"chosen_ids": (3,)},
         {"top_logprobs": 2},
-        {"wants_mask": True},
     ):
         rows = [row(1), row(2, 0.5), dataclasses.replace(row(3), **change)]
         info = SamplingBatchInfo(rows, 60)
@@ -220,7 +218,8 @@ def test_a_sampler_without_plain_rows_says_so() -> None:
     native = NativeSampler()
     assert native.plain_rows(SamplingBatchInfo([row()], 5), "cpu") is None
     with pytest.raises(NotImplementedError, match="NativeSampler"):
-        native.sample_plain(torch.zeros(1, 5), PlainRows(*torch.zeros(3, 1)), torch.zeros(1))
+        empty = PlainRows.unused(1, "cpu"), torch.zeros(1), PlainTokens.empty(1, 0, "cpu")
+        native.sample_plain(torch.zeros(1, 5), *empty)
 
 
 @pytest.mark.mutant
@@ -230,11 +229,10 @@ def test_a_sampler_without_plain_rows_says_so() -> None:
         ("0xBF58476D1CE4E5B9", "0xBF58476D1CE4E5BB"),
         ("(position + 1)", "(position + 2)"),
         ("tl.min(tl.where(numbers == most, token, V), 0)", "tl.max(tl.where(numbers == most, token, -1), 0)"),
-        ("mask=token < V, other=float(\"-inf\"))", "mask=token < V, other=0.0)"),
         ("before + tl.cumsum(inner, 0)", "tl.cumsum(inner, 0)"),
         ("chunk < drawn_chunk, weights", "chunk <= drawn_chunk, weights"),
         ("tl.load(totals + place, mask=there, other=0.0) * scales", "tl.load(totals + place, mask=there, other=0.0)"),
-        (" - tl.log(total)", " - tl.log(total) * 1.00001"),
+        (" - tl.log(total)\n    tl.store(token_ids", " - tl.log(total) * 1.00001\n    tl.store(token_ids"),
         ("is_distribution & (tl.load(greedy + row) == 0)", "is_distribution"),
         ("tl.where(nan_token < V, nan_token, best_token)", "best_token"),
     ],
