@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.compile_cases import CompileCase
 from rollout.kernels.gpu import experts_kernels as kernels
-from rollout.kernels.gpu.experts_plan import EXPERT_TILES, Tiles, plan_chunk
+from rollout.kernels.gpu.experts_plan import EXPERT_TILES, Tiles, few_assignments, plan_chunk
 from rollout.kernels.gpu.fused_experts import PLAIN_WARPS, SUM_WIDTH, plan_constants, product_constants
 
 _EXPERTS, _TOP_K, _HIDDEN, _INNER = 128, 8, 2048, 768
@@ -28,8 +28,10 @@ def compile_cases() -> Iterator[CompileCase]:
         for tokens in sorted({tiles.tokens for table in EXPERT_TILES.values() for _, tiles in table}):
             yield _plan_case(tokens, chunk)
     for dtype, weight_dtype in _PRODUCTS:
-        for _, tiles in EXPERT_TILES[weight_dtype.itemsize]:
-            for clamped in (False, True):
+        tables = [tiles for _, tiles in EXPERT_TILES[weight_dtype.itemsize]]
+        for clamped in (False, True):
+            yield from _product_cases(dtype, weight_dtype, tables[0], clamped, few_assignments(_TOP_K))
+            for tiles in tables:
                 yield from _product_cases(dtype, weight_dtype, tiles, clamped)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield _sum_case(dtype)
@@ -43,15 +45,18 @@ def _plan_case(tokens: int, chunk: int) -> CompileCase:
     return CompileCase(name, kernels.plan_kernel, signature, constants, PLAIN_WARPS, _DEFAULT_STAGES)
 
 
-def _product_cases(dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool) -> Iterator[CompileCase]:
-    """Yield the cases of both matrix products with these tiles.  Experts that clamp have biases."""
+def _product_cases(
+    dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool, few: int = 0
+) -> Iterator[CompileCase]:
+    """Yield the cases of both matrix products with these tiles.  Experts that clamp have biases.  `few`: no plan."""
     own, scaled = f"*{_TYPES[dtype]}", weight_dtype.itemsize == 1
     weight = f"*{_TYPES[weight_dtype]}"
     beside = {"scale_ptr": "*fp32" if scaled else None, "bias_ptr": own if clamped else None}
-    plan = {"order_ptr": "*i32", "blocks_ptr": "*i32"}
-    shared: dict[str, object] = {"D": _HIDDEN, "I": _INNER, "HAS_BIAS": clamped}
+    plan = {"order_ptr": "*i64" if few else "*i32", "blocks_ptr": None if few else "*i32", "num_assignments": "i32"}
+    shared: dict[str, object] = {"D": _HIDDEN, "I": _INNER, "P": _EXPERTS, "FEW": few, "HAS_BIAS": clamped}
     shared |= product_constants(tiles, weight_dtype, scaled)
     name = f"{_TYPES[weight_dtype]}, {tiles.rows} x {tiles.tokens}{', clamped' if clamped else ''}"
+    name += ", few" if few else ""
     gate_up_types = {"hidden_ptr": own, "w13_ptr": weight, **beside, "inner_ptr": own, **plan}
     yield _case(
         f"experts gate and up, {name}",

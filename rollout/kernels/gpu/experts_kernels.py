@@ -7,6 +7,9 @@
 A block has at most BLOCK_M assignments of one expert.  The table has as many blocks as the worst routing needs.  Blocks
 that are left over have no places, and their programs return at once.  So the host reads nothing back.
 
+For a few assignments nothing is planned.  Every assignment has a block, whose programs find its places by comparing all
+ids.  A place is then the assignment itself.  A block that begins with another assignment has no places.
+
 A program multiplies a tile of ROWS weight rows by the block's columns, weights on the left:
 
     [ROWS, BLOCK_K] of weights  x  [BLOCK_K, BLOCK_M] of activations, BLOCK_K after BLOCK_K
@@ -82,6 +85,25 @@ def _experts(ids_ptr, assignments, num_assignments, P: tl.constexpr):
 
 
 @triton.jit
+def _block_of_few(ids_ptr, block, num_assignments, P: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Find the block that begins with the assignment `block`, of at most FEW: expert, number of places, assignments.
+
+    Behind the last of the assignments [BLOCK_M] it is repeated.
+    """
+    at = tl.arange(0, FEW)
+    experts = _experts(ids_ptr, at, num_assignments, P)
+    expert = tl.sum(tl.where(at == block, experts, 0), 0)
+    mine = experts == expert
+    number = tl.cumsum(mine.to(tl.int32), 0) - 1
+    first = tl.sum(tl.where(at == block, number, 0), 0)
+    num_places = tl.minimum(tl.sum(mine.to(tl.int32), 0) - first, BLOCK_M)
+    num_places = tl.where((expert < P) & (first % BLOCK_M == 0), num_places, 0)
+    wanted = first + tl.minimum(tl.arange(0, BLOCK_M), num_places - 1)
+    is_wanted = mine[None, :] & (number[None, :] == wanted[:, None])
+    return expert, num_places, tl.sum(tl.where(is_wanted, at[None, :], 0), 1)
+
+
+@triton.jit(do_not_specialize=["num_assignments"])
 def gate_up_kernel(
     hidden_ptr,
     w13_ptr,
@@ -90,11 +112,14 @@ def gate_up_kernel(
     inner_ptr,
     order_ptr,
     blocks_ptr,
+    num_assignments,
     limit,
     alpha,
     D: tl.constexpr,
     I: tl.constexpr,
     K: tl.constexpr,
+    P: tl.constexpr,
+    FEW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -104,22 +129,30 @@ def gate_up_kernel(
 ):
     """Compute the activation of each assignment: inner [A, I] by place in `order`, of hidden [T, D] and w13 [P, 2I, D].
 
+    FEW: 0, or a power of two that is not below A.  Then `order_ptr` points to the ids, and there is no table of blocks.
     SCALED: w13 is float8_e4m3fn, with scales [P, 2 ceil(I / 128), ceil(D / 128)], gate's before up's.
     """
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     WIDTH: tl.constexpr = ROWS // 2  # inner features of a tile
     TILES: tl.constexpr = (I + WIDTH - 1) // WIDTH
     block = tl.program_id(0) // TILES
-    num_places = tl.load(blocks_ptr + 3 * block + 2)
+    column = tl.arange(0, BLOCK_M)
+    if FEW > 0:
+        expert, num_places, places = _block_of_few(order_ptr, block, num_assignments, P, FEW, BLOCK_M)
+    else:
+        num_places = tl.load(blocks_ptr + 3 * block + 2)
     if num_places == 0:
         return
-    expert = tl.load(blocks_ptr + 3 * block).to(tl.int64)
-    first = tl.load(blocks_ptr + 3 * block + 1)
+    # Beyond the edges the last column and the last row are computed once more, and not stored.
+    if FEW > 0:
+        assignments = places
+    else:
+        expert = tl.load(blocks_ptr + 3 * block)
+        places = tl.load(blocks_ptr + 3 * block + 1) + tl.minimum(column, num_places - 1)
+        assignments = tl.load(order_ptr + places)
+    expert = expert.to(tl.int64)
     begin = tl.program_id(0) % TILES * WIDTH
 
-    # Beyond the edges the last column and the last row are computed once more, and not stored.
-    column = tl.arange(0, BLOCK_M)
-    assignments = tl.load(order_ptr + first + tl.minimum(column, num_places - 1))
     row = tl.arange(0, ROWS)
     half = row // _INTERLEAVE % 2
     feature = begin + row // (2 * _INTERLEAVE) * _INTERLEAVE + row % _INTERLEAVE
@@ -148,12 +181,11 @@ def gate_up_kernel(
         gate = _rounded(gate + tl.load(bias_ptrs).to(tl.float32)[:, None], dtype)
         up = _rounded(up + tl.load(bias_ptrs + I).to(tl.float32)[:, None], dtype)
     inner = _activation(gate, up, limit, alpha, CLAMPED, dtype)
-    places = (first + column).to(tl.int64)
     stored = (feature < I)[:, None] & (column < num_places)[None, :]
-    tl.store(inner_ptr + places[None, :] * I + feature[:, None], inner.to(dtype), mask=stored)
+    tl.store(inner_ptr + places.to(tl.int64)[None, :] * I + feature[:, None], inner.to(dtype), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_assignments"])
 def down_kernel(
     inner_ptr,
     w2_ptr,
@@ -162,8 +194,11 @@ def down_kernel(
     out_ptr,
     order_ptr,
     blocks_ptr,
+    num_assignments,
     D: tl.constexpr,
     I: tl.constexpr,
+    P: tl.constexpr,
+    FEW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -177,14 +212,20 @@ def down_kernel(
     dtype: tl.constexpr = inner_ptr.dtype.element_ty
     TILES: tl.constexpr = (D + ROWS - 1) // ROWS
     block = tl.program_id(0) // TILES
-    num_places = tl.load(blocks_ptr + 3 * block + 2)
+    column = tl.arange(0, BLOCK_M)
+    if FEW > 0:
+        expert, num_places, places = _block_of_few(order_ptr, block, num_assignments, P, FEW, BLOCK_M)
+    else:
+        num_places = tl.load(blocks_ptr + 3 * block + 2)
     if num_places == 0:
         return
-    expert = tl.load(blocks_ptr + 3 * block).to(tl.int64)
-    first = tl.load(blocks_ptr + 3 * block + 1)
-
-    column = tl.arange(0, BLOCK_M)
-    places = first + tl.minimum(column, num_places - 1)
+    if FEW > 0:
+        assignments = places
+    else:
+        expert = tl.load(blocks_ptr + 3 * block)
+        places = tl.load(blocks_ptr + 3 * block + 1) + tl.minimum(column, num_places - 1)
+        assignments = tl.load(order_ptr + places)
+    expert = expert.to(tl.int64)
     feature = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(feature, D - 1)
     sums = _sums(
@@ -203,9 +244,8 @@ def down_kernel(
     out = _rounded(sums, dtype)
     if HAS_BIAS:
         out += tl.load(bias_ptr + expert * D + row).to(tl.float32)[:, None]
-    assignments = tl.load(order_ptr + places).to(tl.int64)
     stored = (feature < D)[:, None] & (column < num_places)[None, :]
-    tl.store(out_ptr + assignments[None, :] * D + feature[:, None], out.to(dtype), mask=stored)
+    tl.store(out_ptr + assignments.to(tl.int64)[None, :] * D + feature[:, None], out.to(dtype), mask=stored)
 
 
 @triton.jit

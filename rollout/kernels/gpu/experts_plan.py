@@ -57,6 +57,7 @@ EXPERT_TILES: dict[int, tuple[tuple[float, Tiles], ...]] = {
 
 _LINE_BYTES = 128  # bytes of a weight row in one step: a line of the cache, and whole blocks of scales
 _FEW = 1024  # assignments that the plan reads at once
+_UNPLANNED = 64  # the most assignments that each program of the products compares with one another
 
 
 def choose_implementation(num_assignments: int, num_experts: int) -> Implementation:
@@ -77,6 +78,11 @@ def depth_step(weight_dtype: torch.dtype) -> int:
 def max_blocks(num_assignments: int, num_experts: int, tokens: int) -> int:
     """Return how many blocks the worst routing needs.  A block has at most `tokens` assignments of one expert."""
     return num_assignments // tokens + min(num_experts, num_assignments)
+
+
+def few_assignments(num_assignments: int) -> int:
+    """Return how many ids a program of the products compares where nothing is planned, or 0 for more assignments."""
+    return _UNPLANNED if num_assignments <= _UNPLANNED else 0
 
 
 def plan_chunk(num_assignments: int) -> int:

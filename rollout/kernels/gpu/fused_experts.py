@@ -1,6 +1,6 @@
 """`fused_experts` for CUDA, and the same of FP8 weights: four launches, or two grouped products of torch.
 
-    plan          assignments sorted by expert, cut into blocks     of a size that the worst routing needs
+    plan          assignments sorted by expert, cut into blocks     of a size that the worst routing needs; not for few
     gate and up   blocks x tiles of inner features                  the activation in the same kernel
     down          blocks x tiles of hidden features                 written to the assignment's own place
     sum           tokens x features                                 in slot order, without atomics
@@ -29,6 +29,7 @@ from rollout.kernels.gpu.experts_plan import (
     choose_implementation,
     choose_tiles,
     depth_step,
+    few_assignments,
     max_blocks,
     plan_chunk,
 )
@@ -112,10 +113,19 @@ class _Matrices:
 
 
 class _Blocks(NamedTuple):
-    """Assignments by expert; see the picture in `experts_kernels`."""
+    """Assignments by expert; see the picture in `experts_kernels`.
 
-    order_A: torch.Tensor  # int32
-    table_N3: torch.Tensor  # int32
+    Without a plan `order_A` are the ids, and `few` is how many of them a program compares; else it is 0.
+    """
+
+    order_A: torch.Tensor  # int32, or int64
+    table_N3: torch.Tensor | None  # int32
+    num_blocks: int
+    few: int
+
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        return self.order_A, self.table_N3, self.order_A.shape[0]
 
 
 def _of_matrices(
@@ -142,6 +152,9 @@ def _of_matrices(
 
 def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> _Blocks:
     count = ids.numel()
+    few = few_assignments(count)
+    if few:
+        return _Blocks(ids.view(-1), None, count, few)
     num_blocks = max_blocks(count, experts, tiles.tokens)
     order_A = torch.empty(count, dtype=torch.int32, device=ids.device)
     table_N3 = torch.empty(num_blocks, 3, dtype=torch.int32, device=ids.device)
@@ -149,7 +162,7 @@ def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> _Blocks:
     kernels.plan_kernel[(experts,)](
         ids, order_A, table_N3, count, num_blocks, **constants, num_warps=PLAIN_WARPS, enable_fp_fusion=False
     )
-    return _Blocks(order_A, table_N3)
+    return _Blocks(order_A, table_N3, num_blocks, 0)
 
 
 def _gate_up(
@@ -161,21 +174,23 @@ def _gate_up(
     limit: float | None,
     alpha: float,
 ) -> torch.Tensor:
-    _, hidden_size, inner_size = held.sizes
+    experts, hidden_size, inner_size = held.sizes
     inner_AI = hidden.new_empty(blocks.order_A.shape[0], inner_size)
-    grid = (blocks.table_N3.shape[0] * triton.cdiv(inner_size, tiles.rows // 2),)
+    grid = (blocks.num_blocks * triton.cdiv(inner_size, tiles.rows // 2),)
     kernels.gate_up_kernel[grid](
         hidden,
         held.w13,
         held.w13_scale,
         held.w13_bias,
         inner_AI,
-        *blocks,
+        *blocks.operands,
         0.0 if limit is None else float(limit),
         float(alpha),
         D=hidden_size,
         I=inner_size,
         K=top_k,
+        P=experts,
+        FEW=blocks.few,
         HAS_BIAS=held.w13_bias is not None,
         CLAMPED=limit is not None,
         **product_constants(tiles, held.w13.dtype, held.w13_scale is not None),
@@ -187,17 +202,19 @@ def _gate_up(
 
 
 def _down(inner_AI: torch.Tensor, held: _Matrices, blocks: _Blocks, tiles: Tiles, out_TKD: torch.Tensor) -> None:
-    _, hidden_size, inner_size = held.sizes
-    grid = (blocks.table_N3.shape[0] * triton.cdiv(hidden_size, tiles.rows),)
+    experts, hidden_size, inner_size = held.sizes
+    grid = (blocks.num_blocks * triton.cdiv(hidden_size, tiles.rows),)
     kernels.down_kernel[grid](
         inner_AI,
         held.w2,
         held.w2_scale,
         held.w2_bias,
         out_TKD,
-        *blocks,
+        *blocks.operands,
         D=hidden_size,
         I=inner_size,
+        P=experts,
+        FEW=blocks.few,
         HAS_BIAS=held.w2_bias is not None,
         **product_constants(tiles, held.w2.dtype, held.w2_scale is not None),
         num_warps=tiles.num_warps,

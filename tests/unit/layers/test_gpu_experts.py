@@ -47,6 +47,11 @@ def run(case: Case) -> torch.Tensor:
     return experts.fused_experts(*case.arguments())  # type: ignore[arg-type]
 
 
+def plan_all(patch: pytest.MonkeyPatch) -> None:
+    """Have few assignments planned, too."""
+    patch.setattr(experts, "few_assignments", lambda _: 0)
+
+
 CASES = {
     "no tokens": lambda dtype: draw(0, dtype=dtype),
     "one token": lambda dtype: draw(1, dtype=dtype),
@@ -78,9 +83,13 @@ OTHERS = [name for name in CASES if name not in GATE]
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["float32", "float16"])
 @pytest.mark.parametrize("name", [*GATE, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
-def test_it_agrees_with_the_plain_formula(name: str, dtype: torch.dtype) -> None:
+def test_it_agrees_with_the_plain_formula(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most cases are small enough to need no plan; with one they have the same bits."""
     case = CASES[name](dtype)
-    assert case.error(run(case)) < TOLERANCE[dtype]
+    found = run(case)
+    assert case.error(found) < TOLERANCE[dtype]
+    plan_all(monkeypatch)
+    assert torch.equal(run(case), found)
 
 
 @pytest.mark.full
@@ -142,10 +151,11 @@ def test_the_plan_holds_every_assignment_once_in_its_expert_and_order(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "plan_chunk", lambda _: chunk)
+    plan_all(monkeypatch)
     ids = torch.randint(-1, 6, (21,), generator=torch.Generator().manual_seed(1))  # 5 is no expert
     ids[ids == 3] = 2
-    order_A, table_N3 = experts._plan(ids.view(7, 3), 5, Tiles(4, 64, 4, 3))
-    assert table_N3.shape[0] == max_blocks(21, 5, 4)
+    order_A, table_N3, num_blocks, few = experts._plan(ids.view(7, 3), 5, Tiles(4, 64, 4, 3))
+    assert table_N3 is not None and table_N3.shape[0] == num_blocks == max_blocks(21, 5, 4) and not few
     found: dict[int, list[int]] = {expert: [] for expert in range(5)}
     for expert, first, count in table_N3.tolist():
         assert count <= 4
@@ -198,10 +208,20 @@ WRONG: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def _verdict(monkeypatch: pytest.MonkeyPatch) -> bool:
+WRONG_OF_FEW: dict[str, tuple[tuple[str, str], ...]] = {
+    "a block takes all of its expert": (("tl.sum(mine.to(tl.int32), 0) - first, BLOCK_M)", "BLOCK_M, BLOCK_M)"),),
+    "blocks begin with the first of the expert": (("wanted = first + tl.minimum(", "wanted = tl.minimum("),),
+    "numbers begin at one": (("tl.cumsum(mine.to(tl.int32), 0) - 1", "tl.cumsum(mine.to(tl.int32), 0)"),),
+    "only the first block of an expert": (("(first % BLOCK_M == 0)", "(first == 0)"),),
+}
+
+
+def _verdict(monkeypatch: pytest.MonkeyPatch, *, planned: bool = True) -> bool:
     """Return whether the kernel is right.  Memory that is not written holds ones: values read there are wrong, and an
     index read there points to memory of the test."""
     monkeypatch.setattr(experts, "plan_chunk", lambda _: 16)
+    if planned:
+        plan_all(monkeypatch)
     monkeypatch.setattr(torch, "empty", torch.ones)
     names = ("biases and clamps", "empty slots", "all to one expert", "odd sizes", "unweighted, empty slots")
     cases = [CASES[name](FLOAT) for name in names]
@@ -216,8 +236,16 @@ def test_wrong_kernels_are_noticed(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.mutant
-def test_right_kernels_pass_what_notices_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _verdict(monkeypatch)
+@pytest.mark.parametrize("name", WRONG_OF_FEW)
+def test_wrong_kernels_without_a_plan_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "kernels", interpreted.mutated(experts_kernels, tmp_path, *WRONG_OF_FEW[name]))
+    assert not _verdict(monkeypatch, planned=False)
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("planned", [True, False])
+def test_right_kernels_pass_what_notices_wrong_ones(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _verdict(monkeypatch, planned=planned)
 
 
 # FP8.
@@ -320,6 +348,13 @@ def test_no_value_is_read_by_the_host(
     assert bool(launches) == (compute is experts.fused_experts)
 
 
+def test_few_assignments_take_no_plan(launches: list[str]) -> None:
+    for tokens, planned in ((1, []), (32, []), (33, ["plan_kernel"])):
+        launches.clear()
+        experts.fused_experts(*draw(tokens, dtype=torch.bfloat16).on("meta").arguments())
+        assert launches == [*planned, "gate_up_kernel", "down_kernel", "weighted_sum_kernel"]
+
+
 @pytest.mark.mutant
 def test_a_look_at_a_value_is_noticed() -> None:
     case = draw(40, dtype=torch.bfloat16).on("meta")
@@ -397,7 +432,8 @@ def test_one_matrix_instruction_serves_all_loads_in_the_memory_of_a_multiprocess
     subprocess.run(words, cwd=ROOT, env=interpreted.compiling_environment(), check=True, timeout=COMPILE_TIMEOUT_S)
     rows = json.loads(table.read_text())
     products = [row for row in rows if "gate and up" in row["name"] or "down" in row["name"]]
-    assert len(products) == 2 * 2 * (3 * 4 + 1)  # kernels, clamped or not, half precisions by tiles and float32
+    # Kernels, clamped or not: half precisions by tiles, float32, and few assignments of each of the four dtypes.
+    assert len(products) == 2 * 2 * (3 * 4 + 1 + 4)
     for row in products:
         assert (row["matrix_instruction"] == "wgmma") == ("fp32" not in row["name"]), row
     assert max(row["shared_bytes"] for row in rows) <= SHARED_BYTES
