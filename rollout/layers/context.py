@@ -17,8 +17,8 @@ from rollout.core.forward_batch import ForwardBatch, StateOperands
 from rollout.memory.state_pool import StatePool
 
 # Called by every MoE layer with its ordinal among the MoE layers and the logical expert ids [T, K], before they are
-# mapped to physical ones.  It must not change the ids.  It copies the ids that it keeps, with calls of torch operators
-# alone: a tape of the forward replays only these.
+# mapped to physical ones.  It must not change the ids.  It copies the ids that it keeps beyond the step, with calls of
+# torch operators alone: a tape of the forward replays only these.
 RouteHook = Callable[[int, torch.Tensor], None]
 
 

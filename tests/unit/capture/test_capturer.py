@@ -88,3 +88,27 @@ def test_a_step_that_failed_half_way_leaves_nothing_behind():
     for layer in range(LAYERS):
         capturer.record(layer, ids)
     assert torch.equal(capturer.finish_step()[:, 2], ids)
+
+
+def test_records_of_a_captured_step_are_copied_together_at_its_end():
+    """One copy for all layers, of other memory for each: what changes before the end would be recorded."""
+    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, 16)
+    rows = torch.full((4, LAYERS, TOP_K), 77, dtype=capturer.dtype)
+    ids = [choices(4, 16, layer) for layer in range(LAYERS)]
+    capturer.begin_step_in(rows)
+    for layer in (1, 2, 0):
+        capturer.record(layer, ids[layer])
+    assert (rows == 77).all()
+    assert capturer.finish_step() is rows and torch.equal(rows.long(), torch.stack(ids, dim=1))
+    capturer.begin_step(4)
+    for layer in range(LAYERS):
+        capturer.record(layer, ids[0])
+    assert torch.equal(capturer.finish_step()[:, 2].long(), ids[0]) and torch.equal(rows[:, 2].long(), ids[2])
+
+
+def test_a_layer_of_a_captured_step_that_does_not_record_is_caught():
+    capturer = RoutedExpertsCapturer(LAYERS, TOP_K, 16)
+    capturer.begin_step_in(torch.zeros(2, LAYERS, TOP_K, dtype=capturer.dtype))
+    capturer.record(0, choices(2, 16, 0))
+    with pytest.raises(AssertionError, match=r"\[1, 2\] did not record"):
+        capturer.finish_step()
