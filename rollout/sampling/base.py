@@ -45,8 +45,8 @@ class PlainTokens(NamedTuple):
     @classmethod
     def empty(cls, count: int, mask_width: int, device: torch.device | str) -> PlainTokens:
         """Return room for `count` rows."""
-        integers = torch.zeros((2, count), dtype=torch.int64, device=device)
-        logprobs = torch.zeros(count, dtype=torch.float32, device=device)
+        integers = torch.empty((2, count), dtype=torch.int64, device=device)
+        logprobs = torch.empty(count, dtype=torch.float32, device=device)
         kept_ids = torch.empty((count, mask_width), dtype=torch.int32, device=device)
         return cls(integers[0], logprobs, integers[1], kept_ids, torch.empty_like(kept_ids, dtype=torch.float32))
 
