@@ -92,7 +92,7 @@ def packed_experts(
         num_warps=experts.PLAIN_WARPS,
         enable_fp_fusion=False,
     )
-    blocks = experts._Blocks(order_A, table_N3)
+    blocks = experts._Blocks(order_A, table_N3, num_blocks, 0)
     inner_AI = experts._gate_up(hidden.flatten(0, 1), held, blocks, 1, tiles, limit, alpha)
     out_PND = torch.empty_like(hidden)
     experts._down(inner_AI, held, blocks, tiles, out_PND)
