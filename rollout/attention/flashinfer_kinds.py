@@ -54,7 +54,7 @@ class FixedBuffers(NamedTuple):
 
 
 class KindOfLayer(ABC):
-    """Plans and runs the layers of one kind.  `dtypes` are those of queries and results, and of keys and values.
+    """Plans and runs the layers of one kind.  `dtypes`: of queries and results, and of keys and values.
 
     Keys and values in float8_e4m3fn have a scale of 1, the default of FlashInfer's `k_scale` and `v_scale`.
 

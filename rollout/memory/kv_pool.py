@@ -83,8 +83,7 @@ def stored_dtype(setting: str, dtype: torch.dtype, layers: Sequence[KVKind | Non
     if setting == "fp8_e4m3":
         if any(isinstance(layer, LatentKV) for layer in layers):
             raise StartupError(
-                "--kv-cache-dtype fp8_e4m3: the layers of this model keep latents, of which all heads' keys and "
-                "values are made; they are held in the model's dtype only"
+                "--kv-cache-dtype fp8_e4m3: this model keeps latents, which are held in the model's dtype only"
             )
         return torch.float8_e4m3fn
     if getattr(torch, setting) != dtype:

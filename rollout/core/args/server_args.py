@@ -66,7 +66,7 @@ class ServerArgs:
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8_e4m3"] = _arg(
         "auto",
-        "dtype of keys and values in the cache; auto: that of --dtype. fp8_e4m3 takes half the memory of bfloat16: "
+        "dtype of keys and values in the cache; auto: as --dtype. fp8_e4m3 takes half the memory of bfloat16: "
         "each number is rounded to 8 bits at a scale of 1. Not for latent attention",
     )
     latent_norm_eps: float | None = _arg(

@@ -109,7 +109,7 @@ def keep_inputs_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Keep the last inputs.  No program reads a row that another one writes: its own, or one that is no source."""
+    """Keep the last inputs.  Programs write rows that no other program reads."""
     n, at = tl.program_id(0).to(tl.int64), tl.program_id(0)
     if OF_SNAPSHOTS:
         n = tl.load(snapshots + 3 * at)

@@ -73,7 +73,7 @@ def test_every_backend_agrees_with_float64(model: str, dtype: torch.dtype, backe
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_keys_and_values_in_fp8(dtype: torch.dtype, backend: str) -> None:
-    """The results are those of keys and values that have been widened."""
+    """Keys and values that were widened before would give the same results."""
     for model in ("grouped heads", "one group, scaled", "windows and sinks"):
         steps = AttentionSteps(MODELS[model], dtype, stored=torch.float8_e4m3fn)
         assert steps.pool.k[0].dtype == torch.float8_e4m3fn

@@ -66,7 +66,7 @@ def test_kernels_that_depend_on_the_chunk_are_noticed(tmp_path: Path, old: str, 
 
 
 def test_padding_rows_keep_nothing() -> None:
-    """As in a captured step: rows and snapshots that are not there are negative."""
+    """A captured step has negative numbers in place of rows and snapshots that are not there."""
     sequences = Sequences(SIZE, (1, 1, 1), torch.float32)
     pools = sequences.pools(5)
     for pool in pools:
