@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from capture.capturer import RoutedExpertsCapturer
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.forward_batch import ForwardBatch
 from rollout.core.messages.io_struct import BatchTokenOutput, TokenizedGenerateReqInput
@@ -235,7 +236,7 @@ class RankProcesses:
 
     def __init__(self, **settings: Any) -> None:
         self.args = ServerArgs(**settings)
-        self.args.validate()
+        check_settings(self.args)
         self.layout: ParallelLayout = layout_of(self.args)
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
         self._processes: list[subprocess.Popen] = []

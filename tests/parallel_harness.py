@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rollout.control.weight_control import WeightControl
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
@@ -48,7 +49,7 @@ class ParallelHarness(Harness):
             "num_threads": 1,
         }
         self.args = ServerArgs(model_path=str(model_path), **defaults | settings)
-        self.args.validate()
+        check_settings(self.args)
         layout, store = layout_of(self.args), dist.HashStore()
         self._replicas = layout.num_replicas
         assert self._replicas in (1, layout.world_size), "replicas are of one rank here"

@@ -22,6 +22,7 @@ import zmq
 
 from rollout.control.rank_consensus import RankConsensus
 from rollout.control.weight_queue import WeightQueue
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.messages.io_struct import (
     BatchTokenOutput,
@@ -73,7 +74,7 @@ class LiveRanks:
         self.reasons: list[str] = []
         settings = harness_settings() | LAYOUTS[layout] | {"num_threads": 1, "random_seed": 1}
         args = ServerArgs(model_path=str(zoo.checkpoints[0]), weight_version="v0", **settings)
-        args.validate()
+        check_settings(args)
         self._layout, self._num_answers = layout_of(args), args.dp_size
         self._folder = tempfile.TemporaryDirectory(prefix="ls-")
         self._context = zmq.Context()

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from eplb.algorithms.registry import PLANNERS
-from rollout.core.args.addresses import is_address, is_loopback, objection_to_base_url
+from rollout.core.args.addresses import is_loopback
 from rollout.core.args.hub import model_name
 from rollout.core.args.kv_events_config import KVEventsConfig, parse_kv_events
 from rollout.core.errors import StartupError
 
-WEIGHT_FORMATS = ("plain", "w8", "fp8", "int4", "int4-128")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -277,10 +276,9 @@ class ServerArgs:
             overrides: dict[str, Any] = json.loads(self.json_model_override_args or "{}")
         except ValueError as error:
             raise StartupError(f"--json-model-override-args is not JSON: {error}") from None
-        _require(
-            isinstance(overrides, dict),
-            f"--json-model-override-args must be a JSON object, got {str(self.json_model_override_args)[:60]!r}",
-        )
+        if not isinstance(overrides, dict):
+            given = str(self.json_model_override_args)[:60]
+            raise StartupError(f"--json-model-override-args must be a JSON object, got {given!r}")
         return overrides
 
     @property
@@ -297,119 +295,6 @@ class ServerArgs:
         """The names in /v1/models: `name`, and the path where no other name was given, as SGLang and vLLM have it."""
         return (self.name,) if self.served_model_name else tuple(dict.fromkeys((self.name, self.model_path)))
 
-    def validate(self) -> None:
-        """Raise `StartupError` for the first setting or combination that cannot work."""
-        _require(self.pp_size == 1, "--pp-size must be 1 in this version")
-        _require(self.nnodes >= 1, "--nnodes must be at least 1")
-        _require(0 <= self.node_rank < self.nnodes, f"--node-rank must be in 0..{self.nnodes - 1} (--nnodes)")
-        _require(
-            self.nnodes == 1 or is_address(self.dist_init_addr),
-            "--nnodes needs --dist-init-addr HOST:PORT, the same on every machine",
-        )
-        for flag, key in (("--api-key", self.api_key), ("--admin-api-key", self.admin_api_key)):
-            _require(key is None or bool(key), f"{flag} is empty: leave it out, or give a key")
-            _require(key is None or key == key.strip(), f"{flag} begins or ends with a space")
-        _require(1 <= self.port <= 65535, f"--port must be in 1..65535, got {self.port}")
-        _require(
-            "@" not in (self.register_url or ""),  # which is not repeated here
-            "--register-url must not contain a user or password: it appears in logs and in /server_info",
-        )
-        objection = None if self.register_url is None else objection_to_base_url(self.register_url)
-        _require(
-            objection is None,
-            f"--register-url must be http://HOST:PORT of a router, got {self.register_url!r}: {objection}",
-        )
-        _require(self.receive_timeout > 0, "--receive-timeout must be positive")
-        _require(
-            not (self.skip_tokenizer_init and (self.tool_call_parser or self.reasoning_parser)),
-            "--tool-call-parser and --reasoning-parser need text, but --skip-tokenizer-init produces none",
-        )
-        _require(self.latent_norm_eps is None or self.latent_norm_eps > 0, "--latent-norm-eps must be positive")
-        _ = self.model_overrides
-        _require(self.max_running_requests >= 1, "--max-running-requests must be at least 1")
-        _require(
-            self.step_prompt_tokens == -1 or self.step_prompt_tokens >= 1,
-            "--chunked-prefill-size must be at least 1, or -1 for no limit",
-        )
-        _require(self.max_total_tokens is None or self.max_total_tokens >= 2, "--max-total-tokens must be at least 2")
-        _require(self.context_length is None or self.context_length >= 2, "--context-length must be at least 2")
-        _require(0.0 < self.memory_fraction <= 0.95, "--mem-fraction-static must be in (0, 0.95]")
-        _require(self.cpu_weight_format in WEIGHT_FORMATS, f"--cpu-weight-format must be {' or '.join(WEIGHT_FORMATS)}")
-        _require(
-            not self.quantize_weight_updates or self.cpu_weight_format in ("plain", "fp8"),
-            f"--quantize-weight-updates and --cpu-weight-format {self.cpu_weight_format} quantise the same weights: "
-            "give one",
-        )
-        _require(self.cuda_graph_max_bs is None or self.cuda_graph_max_bs >= 1, "--cuda-graph-max-bs must be positive")
-        _require(self.base_gpu_id >= 0, "--base-gpu-id must not be negative")
-        _require(
-            not self.base_gpu_id or self.device in ("cuda", "auto"),
-            f"--base-gpu-id counts CUDA devices: it needs --device cuda or auto, got --device {self.device}",
-        )
-        _require(
-            self.deepep_mode == "auto" or self.moe_a2a_backend == "deepep",
-            f"--deepep-mode {self.deepep_mode} needs --moe-a2a-backend deepep",
-        )
-        _require(self.num_threads is None or self.num_threads >= 1, "--num-threads must be at least 1")
-        _require(self.state_snapshot_interval >= 1, "--state-snapshot-interval must be at least 1")
-        _require(0.0 <= self.session_pin_fraction <= 0.9, "--session-pin-fraction must be in 0..0.9")
-        _require(
-            not (self.session_pin_fraction and self.disable_radix_cache),
-            "--session-pin-fraction needs a prefix cache, which --disable-radix-cache turns off",
-        )
-        _require(self.session_pin_timeout > 0, "--session-pin-timeout must be positive")
-        _require(self.max_kv_version_lag >= -1, "--max-kv-version-lag must be -1 (no limit) or at least 0")
-        _require(
-            self.enable_memory_saver or not self.enable_weights_cpu_backup,
-            "--enable-weights-cpu-backup needs --enable-memory-saver",
-        )
-        _require(
-            self.kv_events is None or not self.disable_radix_cache,
-            "--kv-events-config publishes the prefix cache, which --disable-radix-cache turns off",
-        )
-        _require(self.ep_num_redundant_experts >= 0, "--ep-num-redundant-experts must not be negative")
-        _require(self.eplb_algorithm in PLANNERS, f"--eplb-algorithm must be one of {', '.join(PLANNERS)}")
-        _require(self.eplb_rebalance_num_iterations >= 1, "--eplb-rebalance-num-iterations must be at least 1")
-        _require(
-            0.0 <= self.eplb_min_rebalancing_utilization_threshold <= 1.0,
-            "--eplb-min-rebalancing-utilization-threshold must be in 0..1",
-        )
-        _require(
-            self.eplb_rebalance_layers_per_chunk is None or self.eplb_rebalance_layers_per_chunk >= 1,
-            "--eplb-rebalance-layers-per-chunk must be at least 1",
-        )
-        _require(
-            not self.enable_eplb or self.ep_size > 1,
-            "--enable-eplb balances experts over ranks: give --ep-size of at least 2",
-        )
-        _require(self.weight_update_timeout > 0, "--weight-update-timeout must be positive")
-        _require(
-            self.max_weight_call_bytes is None or self.max_weight_call_bytes > 0,
-            "--max-weight-call-bytes must be positive",
-        )
-        _require(0 < self.max_payload_bytes < 2**32, "--max-payload-bytes must be in 1..4294967295")
-        _require(self.pause_timeout is None or self.pause_timeout > 0, "--pause-timeout must be positive")
-        _require(
-            self.weight_journal_dir is None or self.weight_staging == "journal",
-            "--weight-journal-dir needs --weight-staging journal",
-        )
-        _require(self.drain_timeout >= 0, "--drain-timeout must not be negative")
-        _require(self.max_queued_requests >= 1, "--max-queued-requests must be at least 1")
-        _require(self.max_logprob_entries >= 0, "--max-logprob-entries must not be negative")
-        _require(self.max_request_mb >= 1, "--max-request-mb must be at least 1")
-        _require(self.sampling_mask_max_tokens >= 1, "--sampling-mask-max-tokens must be at least 1")
-        _require(bool(self.weight_version), "--weight-version must not be empty")
-        if not self.is_local and self.api_key is None and not self.allow_unauthenticated:
-            raise StartupError(
-                f"--host {self.host} is reachable from other machines: give --api-key, "
-                "or --allow-unauthenticated if every caller is trusted"
-            )
-
     def public_dict(self) -> dict[str, Any]:
         """Return all fields but the keys, for /server_info."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if not f.metadata.get("secret")}
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise StartupError(message)

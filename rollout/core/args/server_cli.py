@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollout.core.args.checks import check_settings
 from rollout.core.args.flag_groups import Flag, flag_groups, flags_of
 from rollout.core.args.foreign_flags import settings_of_call
 from rollout.core.args.parser import KINDS, Parser
@@ -106,7 +107,7 @@ def args_of_call(settings: Mapping[str, Any]) -> ServerArgs:
     for flag in flags_of(ServerArgs):
         _check_kind(flag, given.get(flag.setting))
     args = ServerArgs(**given)
-    args.validate()
+    check_settings(args)
     return args
 
 
@@ -126,7 +127,7 @@ def server_args_from_namespace(namespace: argparse.Namespace) -> ServerArgs:
     keys = [f.name for f in dataclasses.fields(ServerArgs) if f.metadata.get("secret") and settings[f.name]]
     secrets = {name: _secret(name, settings[name]) for name in keys}
     args = ServerArgs(**settings | secrets)
-    args.validate()
+    check_settings(args)
     return args
 
 

@@ -17,6 +17,7 @@ from benchmarks.parallel_collectives import Engine, step_needs, tally
 from benchmarks.parallel_ranks import GatherPerLayer, RankDriver, StepTaken, Work
 from benchmarks.parallel_steps import counted, decode_rate, differences, prefill_rate, shape_of
 from capture.capturer import RoutedExpertsCapturer
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.distributed.communicator import share_sizes
 from rollout.distributed.layout import ParallelLayout, layout_of
@@ -57,7 +58,7 @@ def settings_of(folder: Path, **settings: Any) -> ServerArgs:
         "chunked_prefill_size": 32,
     }
     args = ServerArgs(model_path=str(folder), **defaults | settings)
-    args.validate()
+    check_settings(args)
     return args
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import save
 from eplb.decision import Balance, Decision
 from eplb.transfer import ExpertTransfer
 from rollout.control.eplb_control import EplbControl, _Planned
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 from rollout.core.messages.experts import EplbRebalanceReqInput, GetExpertLocationReqInput
@@ -491,7 +492,7 @@ def test_where_there_is_nothing_to_balance(folder: Path, tmp_path: Path) -> None
         answer = rebalance(uncounted)
         assert answer.status_code == 400 and "start with --enable-eplb" in answer.message
     with pytest.raises(StartupError, match="give --ep-size of at least 2"):
-        ServerArgs(model_path=str(folder), enable_eplb=True).validate()
+        check_settings(ServerArgs(model_path=str(folder), enable_eplb=True))
     with pytest.raises(StartupError, match="has no experts: start without --enable-eplb"):
         ParallelHarness(dense, tp_size=2, ep_size=2, enable_eplb=True, enable_return_routed_experts=False)
 

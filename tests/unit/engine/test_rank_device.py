@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 from rollout.distributed.parallel import Parallel
@@ -126,4 +127,4 @@ def test_a_server_looks_for_its_device_before_anything_else(monkeypatch: pytest.
 )
 def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
-        settings(**fields).validate()
+        check_settings(settings(**fields))

@@ -22,6 +22,7 @@ from eplb.algorithms.registry import PLANNERS, make_plan
 from eplb.algorithms.split import LEVEL, LayerSplit
 from eplb.algorithms.types import ExpertLayout, Plan, checked_map, count_duplicates, replica_counts
 from eplb.errors import EplbRequestError, LayoutError, LoadsError, MapError
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.args.server_cli import add_cli_args
 from rollout.core.errors import StartupError
@@ -335,7 +336,7 @@ def test_a_planner_is_a_file_and_a_line(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(SystemExit):
         parser.parse_args(["--model-path", "m", "--eplb-algorithm", "best"])
     with pytest.raises(StartupError, match="--eplb-algorithm must be one of auto, "):
-        ServerArgs(model_path="m", eplb_algorithm="best").validate()
+        check_settings(ServerArgs(model_path="m", eplb_algorithm="best"))
 
 
 def test_wrong_inputs_are_one_clear_line() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from capture.codec import encode_npy
 from capture.routed_experts import RoutedExperts
 from rollout.control.weight_sources import SOURCES
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 from rollout.core.messages.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
@@ -362,7 +363,7 @@ def test_an_epsilon_that_nothing_uses_is_refused() -> None:
     with pytest.raises(StartupError, match="--latent-norm-eps: Glm4MoeForCausalLM has no latent attention"):
         with_latent_norm_eps(family_config("glm4_moe"), 1e-5)
     with pytest.raises(StartupError, match="--latent-norm-eps must be positive"):
-        ServerArgs(model_path="x", latent_norm_eps=0.0).validate()
+        check_settings(ServerArgs(model_path="x", latent_norm_eps=0.0))
     config = family_config("deepseek_v3")
     assert with_latent_norm_eps(config, None) == config
 

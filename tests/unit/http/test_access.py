@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.args.server_cli import serve_parser, server_args_from_namespace
 from rollout.core.args.sources import parse_words
@@ -22,7 +23,7 @@ ONE_TOKEN: dict[str, Any] = {"input_ids": [1], "sampling_params": {"max_new_toke
 @pytest.mark.parametrize("flag", ["api_key", "admin_api_key"])
 def test_engine_08_an_empty_key_is_an_error(flag: str, key: str) -> None:
     with pytest.raises(StartupError, match="--" + flag.replace("_", "-")):
-        ServerArgs(host="0.0.0.0", **{"api_key": "k", flag: key}).validate()
+        check_settings(ServerArgs(host="0.0.0.0", **{"api_key": "k", flag: key}))
 
 
 FOREIGN = [

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
+from rollout.core.args.checks import check_settings
 from rollout.core.args.kv_events_config import parse_kv_events
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
@@ -380,7 +381,9 @@ def test_a_subscriber_that_is_slow_or_gone_holds_nothing_up(rigs: Callable[..., 
 def test_a_config_that_cannot_work_is_refused_at_start(config: object, message: str) -> None:
     text = config if isinstance(config, str) else json.dumps(config)
     with pytest.raises(StartupError, match=message) as error:
-        ServerArgs(model_path="m", dp_size=2, enable_dp_attention=True, tp_size=2, kv_events_config=text).validate()
+        check_settings(
+            ServerArgs(model_path="m", dp_size=2, enable_dp_attention=True, tp_size=2, kv_events_config=text)
+        )
     assert str(error.value).startswith("--kv-events-config") and "\n" not in str(error.value)
 
 
@@ -396,9 +399,11 @@ def test_accepted_event_configs_give_their_settings() -> None:
     near = ServerArgs(kv_events_config='{"endpoint": "tcp://10.1.1.1:7000"}').kv_events
     assert near is not None and not near.is_bound, "it goes to a named peer"
     with pytest.raises(StartupError, match="--disable-radix-cache"):
-        ServerArgs(
-            model_path="m", disable_radix_cache=True, kv_events_config='{"endpoint": "tcp://127.0.0.1:7000"}'
-        ).validate()
+        check_settings(
+            ServerArgs(
+                model_path="m", disable_radix_cache=True, kv_events_config='{"endpoint": "tcp://127.0.0.1:7000"}'
+            )
+        )
 
 
 def test_a_port_that_is_taken_is_one_line_at_start(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 from rollout.server.router_registration import RouterRegistration, own_url
@@ -215,7 +216,7 @@ def test_where_the_router_finds_the_server() -> None:
 )
 def test_what_is_no_router_is_refused_at_start(url: str) -> None:
     with pytest.raises(StartupError, match="--register-url") as caught:
-        ServerArgs(model_path="m", register_url=url).validate()
+        check_settings(ServerArgs(model_path="m", register_url=url))
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -223,13 +224,13 @@ def test_what_is_no_router_is_refused_at_start(url: str) -> None:
     "url", ["http://router:3000", "https://r/prefix/", "http://[::1]:80", "http://10.0.0.1", "http://bücher.example:1"]
 )
 def test_what_may_be_a_router_is_taken(url: str) -> None:
-    ServerArgs(model_path="m", register_url=url).validate()
+    check_settings(ServerArgs(model_path="m", register_url=url))
 
 
 @pytest.mark.parametrize("url", ["http://user:secret@router:3000", "http://secret@router", "http://u:secret@r:x"])
 def test_credentials_in_the_url_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(StartupError, match="--register-url must not contain a user") as caught:
-        ServerArgs(model_path="m", register_url=url).validate()
+        check_settings(ServerArgs(model_path="m", register_url=url))
     assert "secret" not in str(caught.value)
 
 

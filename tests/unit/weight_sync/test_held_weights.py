@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 from rollout.core.messages.experts import EplbRebalanceReqInput
@@ -377,7 +378,7 @@ def test_a_scale_that_the_kernels_do_not_take_is_refused(native: Ops, folder: Pa
 def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path, form: str) -> None:
     given = settings_of(form)
     with pytest.raises(StartupError, match="must be plain or w8 or fp8 or int4 or int4-128"):
-        ServerArgs(model_path=str(folder), cpu_weight_format="w4").validate()
+        check_settings(ServerArgs(model_path=str(folder), cpu_weight_format="w4"))
     with pytest.raises(StartupError, match=f"{form} needs the compiled CPU operators and --dtype bfloat16"):
         Harness(folder, cpu_weight_format=form, dtype="float32")
     with pytest.raises(StartupError, match="needs the compiled CPU operators"):
