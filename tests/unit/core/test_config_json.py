@@ -275,7 +275,8 @@ def test_any_setting_left_out_or_given_twice_is_transformers_or_refused(data: st
             {"quantization_config": {}, "compression_config": {"quant_method": "x"}},
             "and compression_config",
         ),
-        ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "quant_method 'compressed-tensors'"),
+        ("llama", {"compression_config": {"quant_method": "gptq"}}, "quantization_config with quant_method 'gptq'"),
+        ("llama", {"compression_config": {"quant_method": "compressed-tensors"}}, "quantization_config with no format"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "layer type 'sliding_attention' is not supported"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 3"),
         (
