@@ -84,7 +84,8 @@ def _refresh(plans: KeptPlans, named: Named, areas: list[torch.Tensor]) -> dict[
     plan.contents.digest(fingerprints)
     times.append(time.process_time())
     for number, bucket in enumerate(plan.layout.buckets):
-        gatherer.gather(bucket, areas[number % 2][: bucket.num_bytes])
+        for _ in gatherer.gather(bucket, areas[number % 2][: bucket.num_bytes]):
+            pass  # a piece is packed when it is asked for
         _ = [lists.json for lists in vars(bucket.lists).values() if lists is not None]
     times.append(time.process_time())
     return {stage: end - start for stage, start, end in zip(STAGES, times, times[1:])}
