@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import msgspec
 import torch
@@ -66,10 +67,16 @@ def connect_peers(group: Communicator, device: torch.device) -> PeerMemory | Non
 
     Returns None on all ranks if one of them cannot open a room, and logs the reason.  Sums go over NCCL then.
     """
-    kernel = import_module("rollout.kernels.gpu.peer_sum")
-    room = torch.zeros(kernel.num_bytes(group.size), dtype=torch.uint8, device=device)
-    torch.cuda.synchronize(device)  # the zeros are there before another rank raises a flag
-    given = group.gather_bytes(msgspec.msgpack.encode(_handle_of(room)))
+    kernel: Any = None
+    room = torch.empty(0)
+    try:
+        kernel = import_module("rollout.kernels.gpu.peer_sum")
+        room = torch.zeros(kernel.num_bytes(group.size), dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)  # the zeros are there before another rank raises a flag
+        mine = _handle_of(room)
+    except (ImportError, RuntimeError) as error:  # no triton, no memory, or none that can be shared
+        mine = RoomHandle(error=_first_line(error))
+    given = group.gather_bytes(msgspec.msgpack.encode(mine))
     handles = [msgspec.msgpack.decode(data, type=RoomHandle) for data in given]
     opened, reason = [], next((one.error for one in handles if one.error), "")
     for rank, one in enumerate(handles):
@@ -78,7 +85,7 @@ def connect_peers(group: Communicator, device: torch.device) -> PeerMemory | Non
         try:
             opened.append(room if rank == group.rank else _open(one, device))
         except RuntimeError as error:
-            reason = str(error).strip().split("\n", 1)[0][:200]
+            reason = _first_line(error)
     if group.all_agree(not reason):
         return PeerMemory(opened, group.rank, kernel.fits, kernel.peer_sum)
     if reason:
@@ -87,11 +94,12 @@ def connect_peers(group: Communicator, device: torch.device) -> PeerMemory | Non
 
 
 def _handle_of(room: torch.Tensor) -> RoomHandle:
-    try:
-        _, handle, nbytes, offset, counter, counter_offset, event, sync = room.untyped_storage()._share_cuda_()
-    except RuntimeError as error:
-        return RoomHandle(error=str(error).strip().split("\n", 1)[0][:200])
+    _, handle, nbytes, offset, counter, counter_offset, event, sync = room.untyped_storage()._share_cuda_()
     return RoomHandle(handle, nbytes, offset, counter, counter_offset, event, sync)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
 
 
 def _open(one: RoomHandle, device: torch.device) -> torch.Tensor:

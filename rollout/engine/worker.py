@@ -141,8 +141,13 @@ def _join(args: ServerArgs, config: dict[str, Any]) -> tuple[Parallel, str, str 
 
 
 def _may_share_memory(args: ServerArgs, device: torch.device) -> bool:
-    """Return whether ranks may sum in memory of one another's devices, which all are on one machine then."""
-    return device.type == "cuda" and args.nnodes == 1 and not args.disable_custom_all_reduce
+    """Return whether ranks may sum in memory of one another's devices, which all are on one machine then.
+
+    The sum is a Triton kernel, which `--disable-native-kernels` rules out, too.
+    """
+    if args.disable_custom_all_reduce or args.disable_native_kernels:
+        return False
+    return device.type == "cuda" and args.nnodes == 1
 
 
 def _serve(args: ServerArgs, channel: ZmqChannel, parent_pid: int, parallel: Parallel) -> int:

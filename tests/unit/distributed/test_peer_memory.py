@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from rollout.distributed import communicator
+from rollout.core.args.server_args import ServerArgs
+from rollout.distributed import communicator, peer_memory
 from rollout.distributed.communicator import Communicator
-from rollout.distributed.peer_memory import PeerMemory
+from rollout.distributed.peer_memory import PeerMemory, RoomHandle, connect_peers
+from rollout.engine.worker import _may_share_memory
 from rollout.kernels.ops import plain_ops
 from tests.interpreted import kernels, mutated
 
@@ -143,3 +147,51 @@ def test_a_communicator_sums_small_tensors_of_the_device_by_its_peers(monkeypatc
     group.peers = PeerMemory(rooms, 0, kernel.fits, kernel.peer_sum)
     assert torch.equal(group.all_reduce(torch.ones(3)), torch.ones(3))
     assert group.counts["all_reduce"].calls == 1 and group.counts["all_reduce"].num_bytes == 12
+
+
+def no_triton(_: str) -> SimpleNamespace:
+    raise ModuleNotFoundError("No module named 'triton'")
+
+
+def no_memory(_: str) -> SimpleNamespace:
+    return SimpleNamespace(num_bytes=lambda ranks: 1 << 60)
+
+
+@pytest.mark.parametrize(("found", "reason"), [(no_triton, "No module named 'triton'"), (no_memory, "alloc")])
+def test_a_rank_without_a_room_tells_the_others_and_sums_by_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: Callable[[str], SimpleNamespace],
+    reason: str,
+) -> None:
+    told, votes = [], []
+
+    class Group(SimpleNamespace):
+        def gather_bytes(self, data: bytes) -> list[bytes]:
+            told.append(msgspec.msgpack.decode(data, type=RoomHandle))
+            return [data, msgspec.msgpack.encode(RoomHandle(handle=b"h", nbytes=8))]
+
+        def all_agree(self, mine: bool) -> bool:
+            votes.append(mine)
+            return mine
+
+    monkeypatch.setattr(peer_memory, "import_module", found)
+    assert connect_peers(Group(name="tp", rank=0, size=2), torch.device("cpu")) is None  # type: ignore[arg-type]
+    assert reason in told[0].error and votes == [False]
+    said = capsys.readouterr().err
+    assert "small sums go over NCCL" in said and reason in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ({}, True),
+        ({"disable_custom_all_reduce": True}, False),
+        ({"disable_native_kernels": True}, False),
+        ({"nnodes": 2}, False),
+    ],
+)
+def test_settings_decide_whether_ranks_share_memory(settings: dict[str, Any], shared: bool) -> None:
+    args = ServerArgs(model_path="m", tp_size=2, **settings)
+    assert _may_share_memory(args, torch.device("cuda", 0)) == shared
+    assert not _may_share_memory(args, torch.device("cpu"))
