@@ -89,19 +89,30 @@ class PlainCycle(RequestResponseCycle):
         self._has_body = True
 
     def _watch(self, on_disconnect: Callable[[], None]) -> Callable[[], None]:
-        """Call `on_disconnect` once if the client disconnects before the end of the watch, which is returned."""
+        """Call `on_disconnect` once if the client disconnects before the end of the watch, which is returned.
+
+        If it has disconnected already, the call comes in the next pass of the event loop, when the work waits.
+        """
         self._on_disconnect = on_disconnect
+        self.flow.resume_reading()  # after a long body nothing is read, not even the end of the connection
         if self.disconnected:
-            self.note_disconnect()
+            asyncio.get_running_loop().call_soon(self.note_disconnect)
         return self._end_watch
 
     def _end_watch(self) -> None:
         self._on_disconnect = None
 
     def note_disconnect(self) -> None:
-        """Tell the watch."""
-        if self._on_disconnect is not None and not self.response_complete:
-            self._on_disconnect()
+        """Tell the watch, and end it."""
+        on_disconnect, self._on_disconnect = self._on_disconnect, None
+        if on_disconnect is not None and not self.response_complete:
+            on_disconnect()
+
+    async def run_asgi(self, app: Any) -> None:
+        try:
+            await super().run_asgi(app)
+        finally:
+            self.scope["extensions"].clear()  # type: ignore[typeddict-item]  # it holds this cycle, which holds it
 
     async def send(self, message: Any) -> None:
         """Send a part of the answer.  Raises `h11.LocalProtocolError` where h11 would."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import random
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import h11
@@ -122,22 +124,36 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"" if path == "/none" else text})
 
 
-async def talk(app: Any, parts: list[bytes]) -> bytes:
-    """Send the parts one after the other, and return what comes until the server closes."""
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[tuple[str, int]]:
+    """Serve `app`, and yield the address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = BoundedServer(app, most=10, receive_timeout_s=5.0, log_config=None, access_log=False)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    limits: dict[str, Any] = {"most": 10, "receive_timeout_s": 5.0, "timeout_graceful_shutdown": 1}
+    server = BoundedServer(app, log_config=None, access_log=False, **limits)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         await asyncio.sleep(0.01)
-    reader, writer = await asyncio.open_connection(*listener.getsockname())
-    for part in parts:
-        writer.write(part)
-        await asyncio.sleep(0.02)
-    answer = await asyncio.wait_for(reader.read(), 5.0)
-    writer.close()
+    yield listener.getsockname()
     server.should_exit = True
-    await serving
+    await task
+
+
+async def talk(app: Any, parts: list[bytes]) -> bytes:
+    """Send the parts one after the other, and return what comes until the server closes."""
+    async with serving(app) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.02)
+        answer = await asyncio.wait_for(reader.read(), 5.0)
+        writer.close()
     return re.sub(rb"date: [^\r]*", b"date: now", answer)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + 5.0
+    while not condition() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.01)
 
 
 def body_of(path: bytes, length: int) -> bytes:
@@ -221,18 +237,85 @@ def test_a_client_that_leaves_cancels_the_work_without_a_task_that_waits_for_it(
             seen.append(error)
 
     async def run() -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = BoundedServer(app, most=10, receive_timeout_s=5.0, log_config=None, access_log=False)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        _, writer = await asyncio.open_connection(*listener.getsockname())
-        writer.write(POST + LIST)
-        await asyncio.sleep(0.1)
-        writer.close()
-        deadline = asyncio.get_running_loop().time() + 5.0
-        while len(seen) < 2 and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.01)
-        server.should_exit = True
-        await serving
+        async with serving(app) as address:
+            _, writer = await asyncio.open_connection(*address)
+            writer.write(POST + LIST)
+            await asyncio.sleep(0.1)
+            writer.close()
+            await until(lambda: len(seen) == 2)
 
     asyncio.run(run())
     assert seen[0] == 0 and isinstance(seen[1], ClientGone)
+
+
+def test_a_client_that_leaves_after_a_long_body_is_noticed() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        seen.append("body")
+        try:
+            await until_disconnect(scope, receive, asyncio.get_running_loop().create_future())
+        except ClientGone as error:
+            seen.append(error)
+
+    async def run() -> None:
+        async with serving(app) as address:
+            _, writer = await asyncio.open_connection(*address)
+            writer.write(body_of(b"/", 100_000))
+            await asyncio.sleep(0.05)  # the body comes in one piece, which is more than is read ahead
+            writer.write(b"x" * 100_000)
+            await until(lambda: seen == ["body"])
+            writer.close()
+            await until(lambda: len(seen) == 2)
+
+    asyncio.run(run())
+    assert isinstance(seen[-1], ClientGone)
+
+
+def test_a_client_that_left_before_the_work_ends_the_work_that_waits() -> None:
+    seen: list[Any] = []
+
+    async def at_once() -> int:
+        return 1
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while not seen:
+            await asyncio.sleep(0.01)
+        try:
+            seen.append(await until_disconnect(scope, receive, at_once()))
+            await until_disconnect(scope, receive, asyncio.get_running_loop().create_future())
+        except BaseException as error:
+            seen.append(error)
+
+    async def run() -> None:
+        async with serving(app) as address:
+            _, writer = await asyncio.open_connection(*address)
+            writer.write(POST + LIST)
+            await asyncio.sleep(0.05)
+            writer.close()
+            await asyncio.sleep(0.05)
+            seen.append("left")
+            await until(lambda: len(seen) == 3)
+
+    asyncio.run(run())
+    assert seen[:2] == ["left", 1] and isinstance(seen[2], ClientGone)
+
+
+def test_an_answered_request_leaves_no_cycle_of_objects() -> None:
+    async def run() -> int:
+        async with serving(echo) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            gc.collect()
+            gc.disable()
+            for _ in range(5):
+                writer.write(POST + LIST)
+                await reader.readuntil(LIST)
+            await asyncio.sleep(0.02)
+            return sum(type(each) is PlainCycle for each in gc.get_objects())
+
+    try:
+        assert asyncio.run(run()) <= 1  # the connection keeps its last one
+    finally:
+        gc.enable()
