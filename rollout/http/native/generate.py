@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -133,6 +134,7 @@ def _asks_for_top_p_ids(params: dict[str, Any]) -> bool:
     return asks
 
 
+_WEIGHT = re.compile(r"[01](\.[0-9]{0,3})?")
 _SPECIAL_PARAMS = UNSUPPORTED_SAMPLING_FIELDS | VLLM_SAMPLING_FIELDS.keys()
 GenerateBody = Annotated[
     GenerateRequest | PlainGenerate, Depends(json_body(GenerateRequest, msgspec.json.Decoder(PlainGenerate)))
@@ -155,14 +157,15 @@ class GenerateRoutes:
     async def generate(self, request: Request, body: GenerateBody) -> Response:
         """Generate, or score with `max_new_tokens` 0.  One prompt and n = 1 reply with an object, else with a list.
 
-        `Accept: application/x-msgpack` asks for msgpack with arrays.  A stream and an error are JSON.
+        `Accept: application/x-msgpack` asks for msgpack with arrays, unless JSON weighs more there.
+        A stream and an error are JSON.
         """
         headers = routing_headers(request.scope)
         wanted = body.to_request(headers)
         if body.stream:
             handle = await until_disconnect(request.scope, request.receive, self._manager.submit(wanted))
             return SseResponse(_events(handle), on_close=handle.abort)
-        wanted.is_binary = MEDIA_TYPE in headers.get("accept", "")
+        wanted.is_binary = accepts_binary(headers.get("accept", ""))
         parts, is_list = await until_disconnect(request.scope, request.receive, self._answer(wanted))
         return Parts(parts, is_list=is_list, is_binary=wanted.is_binary)
 
@@ -170,6 +173,19 @@ class GenerateRoutes:
         """Return the content of each sample once all have ended, and whether they are a list."""
         handle = await self._manager.submit(wanted)
         return await handle.encoded(), handle.replies_with_list
+
+
+def accepts_binary(accept: str) -> bool:
+    """Return whether the value of an `Accept` header names msgpack, and does not weigh it below JSON.
+
+    A weight must be a number; any other counts as 0.
+    """
+    weights: dict[str, float] = {}
+    for each in accept.lower().split(","):
+        kind, *parameters = (part.strip() for part in each.split(";"))
+        text = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+        weights[kind] = float(text) if _WEIGHT.fullmatch(text) else 0.0
+    return weights.get(MEDIA_TYPE, 0.0) > 0.0 and weights[MEDIA_TYPE] >= weights.get("application/json", 0.0)
 
 
 async def _events(handle: GenerateHandle) -> AsyncGenerator[bytes, None]:

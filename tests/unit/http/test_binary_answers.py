@@ -17,6 +17,7 @@ from rollout.client.binary import MEDIA_TYPE, parse_binary
 from rollout.client.errors import ResponseFormatError
 from rollout.client.generation import generate_body, parse_answer
 from rollout.client.types import GenerationOutput
+from rollout.http.native.generate import accepts_binary
 from tests.http_harness import Live, live_server
 from tests.tiny_tokenizer import write_model_folder
 
@@ -78,6 +79,20 @@ def test_both_answers_have_the_same_values(live: Live, options: dict[str, Any]) 
     plain = parse_answer(json.loads(ask(live, body, "application/json")), body, None)
     binary = parse_answer(parse_binary(ask(live, body, f"application/json;q=0.5, {MEDIA_TYPE}")), body, None)
     assert outputs(binary) == outputs(plain)
+
+
+@pytest.mark.parametrize(
+    "accept, wanted",
+    [
+        ("", False), ("*/*", False), ("application/json", False), (MEDIA_TYPE, True), (MEDIA_TYPE.upper(), True),
+        (f"{MEDIA_TYPE}, application/json", True), (f"application/json;q=0.5,{MEDIA_TYPE} ; q=0.5", True),
+        (f"application/json, {MEDIA_TYPE};q=0.9", False), (f"{MEDIA_TYPE};q=0", False),
+        (f"{MEDIA_TYPE};q=0.000, */*", False), (f"{MEDIA_TYPE};q=nan", False), (f"{MEDIA_TYPE}-other", False),
+        (f"{MEDIA_TYPE};v=1;q=0.2, text/html", True),
+    ],
+)  # fmt: skip
+def test_msgpack_is_for_requests_that_accept_it_no_less_than_json(accept: str, wanted: bool) -> None:
+    assert accepts_binary(accept) is wanted
 
 
 def test_the_values_are_exact(live: Live) -> None:
