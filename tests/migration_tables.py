@@ -9,7 +9,15 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, REFUSED, SHORT, WITHOUT_EFFECT
+from rollout.core.args.foreign_flags import (
+    ALIASES,
+    HARMLESS_VALUES,
+    OPPOSITES,
+    REFUSED,
+    SHORT,
+    VALUES_OF_SWITCHES,
+    WITHOUT_EFFECT,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"sglang": ROOT / "docs" / "migration" / "sglang.md", "vllm": ROOT / "docs" / "migration" / "vllm.md"}
@@ -52,6 +60,9 @@ def _renamed(project: str) -> Iterator[str]:
     for name, setting in OPPOSITES.items():
         if name in NAMES[project]:
             yield f"| {_flag(name)} | the opposite of {_flag(setting)} | |"
+    for name, (setting, value) in VALUES_OF_SWITCHES.items():
+        if name in NAMES[project]:
+            yield f"| {_flag(name)} | `--{_dashed(setting)} {value}` | |"
     yield ""
 
 

@@ -82,6 +82,7 @@ def _check_requests(args: ServerArgs) -> None:
         "--chunked-prefill-size must be at least 1, or -1 for no limit",
     )
     _require(args.cuda_graph_max_bs is None or args.cuda_graph_max_bs >= 1, "--cuda-graph-max-bs must be positive")
+    _require(args.piecewise_cuda_graph_max_tokens >= 0, "--piecewise-cuda-graph-max-tokens must not be negative")
     _require(args.num_threads is None or args.num_threads >= 1, "--num-threads must be at least 1")
     _require(args.pause_timeout is None or args.pause_timeout > 0, "--pause-timeout must be positive")
     _require(args.drain_timeout >= 0, "--drain-timeout must not be negative")

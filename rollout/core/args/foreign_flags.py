@@ -42,6 +42,9 @@ SHORT = {"-tp": "--tp-size", "-dp": "--dp-size", "-pp": "--pp-size"}
 OPPOSITES = {"enable_prefix_caching": "disable_radix_cache"}
 """Names that turn on what a setting turns off.  Every `disable_x` also has `enable_x`."""
 
+VALUES_OF_SWITCHES = {"disable_piecewise_cuda_graph": ("piecewise_cuda_graph_max_tokens", 0)}
+"""Names that give a setting one value: the setting, and the value."""
+
 EXPERT_PARALLEL = "enable_expert_parallel"
 """vLLM's flag that spreads whole experts over all ranks: `ep_size` is `tp_size`."""
 
@@ -49,7 +52,7 @@ EXPERT_PARALLEL = "enable_expert_parallel"
 SWITCHES = frozenset(
     {
         # SGLang
-        *("disable_cuda_graph_padding", "enable_torch_compile", "disable_piecewise_cuda_graph"),
+        *("disable_cuda_graph_padding", "enable_torch_compile"),
         *("enable_p2p_check", "enable_symm_mem", "skip_server_warmup", "enable_nccl_nvls"),
         *("disable_shared_experts_fusion", "disable_chunked_prefix_cache", "enable_mixed_chunk"),
         *("enable_deterministic_inference", "enable_draft_weights_cpu_backup"),
@@ -196,6 +199,9 @@ def own_words(argv: Sequence[str], outranked: Sequence[str] = ()) -> OwnWords:
             bare += values
         elif base == EXPERT_PARALLEL:
             spreads_experts = base == name
+        elif name in VALUES_OF_SWITCHES:
+            setting, value = VALUES_OF_SWITCHES[name]
+            found.words += [f"--{setting.replace('_', '-')}", str(value)]
         elif base in _KNOWN or name in _KNOWN:
             found.words += _joined(written, _own_values(base, values))
         elif _is_harmless(name, values):
@@ -218,14 +224,15 @@ def own_words(argv: Sequence[str], outranked: Sequence[str] = ()) -> OwnWords:
 def _is_harmless(name: str, values: Sequence[str]) -> bool:
     """Return whether a flag of vLLM or SGLang changes no answer here; a refused one may be turned off."""
     base = name.removeprefix("no_")
-    is_off = base != name and base in REFUSED
+    is_off = base != name and (base in REFUSED or base in VALUES_OF_SWITCHES)
     return is_off or base in WITHOUT_EFFECT or (bool(values) and values[0] in HARMLESS_VALUES.get(name, ()))
 
 
 def names_of_settings() -> Mapping[str, str]:
     """Return the setting of each name that this server has for it: of `tp`, `tp_size`."""
     own = _OWN_NAMES | OPPOSITES | {name: name.replace("enable_", "disable_", 1) for name in _ENABLING}
-    return {name: own.get(name, name) for name in sorted(_KNOWN - _NO_SETTINGS)}
+    own |= {name: setting for name, (setting, _) in VALUES_OF_SWITCHES.items()}
+    return {name: own.get(name, name) for name in sorted((_KNOWN | VALUES_OF_SWITCHES.keys()) - _NO_SETTINGS)}
 
 
 def takes_no_value(name: str) -> bool:
@@ -235,7 +242,11 @@ def takes_no_value(name: str) -> bool:
 
 def is_known(name: str) -> bool:
     """Return whether this server has the flag, or a table here names it."""
-    return name in _KNOWN or name == EXPERT_PARALLEL or name in WITHOUT_EFFECT or name in REFUSED
+    return name in _KNOWN or name in VALUES_OF_SWITCHES or name == EXPERT_PARALLEL or _is_foreign(name)
+
+
+def _is_foreign(name: str) -> bool:
+    return name in WITHOUT_EFFECT or name in REFUSED
 
 
 def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +260,7 @@ def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         setting = names.get(name)
         is_opposite = name in OPPOSITES or name in _ENABLING
-        if name == EXPERT_PARALLEL or (is_opposite and value is None):
+        if name == EXPERT_PARALLEL or (is_opposite and value is None) or (name in VALUES_OF_SWITCHES and not value):
             continue
         if setting is None:
             _check_foreign(name, value)
@@ -264,6 +275,10 @@ def settings_of_call(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_value(setting: str, name: str, value: Any) -> Any:
+    if name in VALUES_OF_SWITCHES:
+        if value is not True:
+            raise StartupError(f"{name} is {value}: it must be true or false")
+        return VALUES_OF_SWITCHES[name][1]
     if isinstance(value, dict):
         return json.dumps(value)
     if not isinstance(value, str):
@@ -305,7 +320,7 @@ def _num_values(name: str) -> int:
     is_off = name.startswith("no_") and name.removeprefix("no_") in REFUSED
     if takes_no_value(name) or is_off or name in ("h", "help"):
         return 0
-    if name in _MANY_NUMBERS or not (name in _KNOWN or name in WITHOUT_EFFECT or name in REFUSED):
+    if name in _MANY_NUMBERS or not (name in _KNOWN or _is_foreign(name)):
         return sys.maxsize
     return 1
 
@@ -357,5 +372,6 @@ _ON_OFF = frozenset(
     | {EXPERT_PARALLEL}
     | OPPOSITES.keys()
     | _ENABLING
+    | VALUES_OF_SWITCHES.keys()
 )
 """Names that take no value."""

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from rollout.cli.main import COMMANDS
 from rollout.core.args.config_file import _READERS
-from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, REFUSED, SHORT, WITHOUT_EFFECT
+from rollout.core.args.foreign_flags import (
+    ALIASES,
+    HARMLESS_VALUES,
+    OPPOSITES,
+    REFUSED,
+    SHORT,
+    VALUES_OF_SWITCHES,
+    WITHOUT_EFFECT,
+)
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "command_line.md").read_text(encoding="utf-8")
 
@@ -35,6 +43,7 @@ def test_the_page_has_every_other_spelling() -> None:
     expected |= {
         flag(other): f"`{flag(setting.replace('disable_', 'enable_'))}`" for other, setting in OPPOSITES.items()
     }
+    expected |= {flag(other): f"`{flag(setting)} {value}`" for other, (setting, value) in VALUES_OF_SWITCHES.items()}
     assert found == expected | {"--enable-expert-parallel": "`--ep-size` of all ranks"}
 
 

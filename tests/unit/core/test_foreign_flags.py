@@ -6,7 +6,15 @@ import argparse
 
 import pytest
 
-from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, REFUSED, WITHOUT_EFFECT, own_words
+from rollout.core.args.foreign_flags import (
+    ALIASES,
+    HARMLESS_VALUES,
+    OPPOSITES,
+    REFUSED,
+    VALUES_OF_SWITCHES,
+    WITHOUT_EFFECT,
+    own_words,
+)
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.args.server_cli import add_cli_args, args_of_call, server_args_from_namespace
 from rollout.core.errors import StartupError
@@ -71,6 +79,31 @@ def test_expert_parallel_of_vllm_is_over_all_ranks(line: str, sizes: tuple[int, 
 def test_what_is_disabled_can_be_enabled_without_a_double_negative_n15(flag: str, disabled: bool) -> None:
     """N15: `--no-disable-radix-cache` was the only way."""
     assert settings(f"--model-path m {flag}").disable_radix_cache is disabled
+
+
+@pytest.mark.parametrize(
+    ("line", "tokens"),
+    [
+        ("", 2048),
+        ("--disable-piecewise-cuda-graph", 0),
+        ("--no-disable-piecewise-cuda-graph", 2048),
+        ("--piecewise-cuda-graph-max-tokens 512 --disable-piecewise-cuda-graph", 0),
+    ],
+)
+def test_a_flag_of_sglang_captures_no_pieces(line: str, tokens: int) -> None:
+    assert settings(f"--model-path m {line}").piecewise_cuda_graph_max_tokens == tokens
+
+
+def test_a_flag_of_sglang_captures_no_pieces_in_a_call() -> None:
+    name = "disable_piecewise_cuda_graph"
+    for value, tokens in ((True, 0), (False, 2048), (None, 2048)):
+        assert args_of_call({"model": "m", name: value}).piecewise_cuda_graph_max_tokens == tokens
+    with pytest.raises(StartupError, match="are the same setting: give only one"):
+        args_of_call({"model": "m", name: True, "piecewise_cuda_graph_max_tokens": 512})
+    with pytest.raises(StartupError, match="it must be true or false"):
+        args_of_call({"model": "m", name: "false"})
+    with pytest.raises(StartupError, match="must not be negative"):
+        args_of_call({"model": "m", "piecewise_cuda_graph_max_tokens": -1})
 
 
 def test_help_shows_no_double_negative_n15() -> None:
@@ -222,6 +255,6 @@ def test_the_table_names_no_setting_of_the_server() -> None:
     own = set(ServerArgs.__dataclass_fields__)
     others = [name for names in ALIASES.values() for name in names]
     assert ALIASES.keys() <= own and set(OPPOSITES.values()) <= own
-    assert not own & {*others, *OPPOSITES, *WITHOUT_EFFECT, *REFUSED, *HARMLESS_VALUES}
+    assert not own & {*others, *OPPOSITES, *VALUES_OF_SWITCHES, *WITHOUT_EFFECT, *REFUSED, *HARMLESS_VALUES}
     assert len(others) == len(set(others)) and not WITHOUT_EFFECT & {*others, *REFUSED}
     assert HARMLESS_VALUES.keys() <= REFUSED.keys()

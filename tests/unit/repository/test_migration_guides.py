@@ -6,7 +6,14 @@ import re
 
 import pytest
 
-from rollout.core.args.foreign_flags import ALIASES, HARMLESS_VALUES, OPPOSITES, WITHOUT_EFFECT, own_words
+from rollout.core.args.foreign_flags import (
+    ALIASES,
+    HARMLESS_VALUES,
+    OPPOSITES,
+    VALUES_OF_SWITCHES,
+    WITHOUT_EFFECT,
+    own_words,
+)
 from tests import migration_tables
 from tests.migration_tables import BEGIN, END, NAMES, PAGES
 from tests.unit.repository.test_docs import served_paths
@@ -46,6 +53,7 @@ def test_the_tables_of_flags_are_those_of_the_code(page: str) -> None:
 def test_every_foreign_flag_stands_on_a_page() -> None:
     others = {name for names in ALIASES.values() for name in names}
     foreign = others | OPPOSITES.keys() | HARMLESS_VALUES.keys() | WITHOUT_EFFECT | migration_tables.REFUSED.keys()
+    foreign |= VALUES_OF_SWITCHES.keys()
     assert not foreign - {name for names in NAMES.values() for name in names}
 
 
