@@ -17,6 +17,7 @@ import torch
 from weight_sync.bucket import runs_of
 from weight_sync.errors import CopiesDifferError, UnknownTensorError, WeightRequestError, listed
 from weight_sync.fingerprint_words import SIGNED
+from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.rank_parts import Exchange, Held, alone, gather_places, shares_of, whole_fingerprint
 from weight_sync.tensor_meta import LogicalWeights, Part, Region, TensorMeta, dtype_name, parts_of
 
@@ -107,10 +108,15 @@ def resettable(weights: LogicalWeights, skip: Collection[str] = ()) -> list[str]
     return names
 
 
-def reset_tensors(weights: LogicalWeights, names: Iterable[str]) -> None:
-    """Fill the tensors with NaN, which no refresh can bring: what a refresh leaves out stays visible."""
+def reset_tensors(weights: LogicalWeights, names: Iterable[str], held: HeldFormats = AS_SENT) -> None:
+    """Fill the tensors with NaN, which no refresh can bring: what a refresh leaves out stays visible.
+
+    `held`: formats of tensors that the model quantises as they are written.  Where a format has no NaN, its tensors get
+    the largest number.
+    """
     for name in names:
-        weights.write(name, _not_a_number(weights.metas()[name]))
+        meta, form = weights.metas()[name], held.get(name)
+        weights.write(name, _not_a_number(meta) if form is None else form.unsent(meta.shape, meta.dtype))
     weights.recompute_derived()
 
 

@@ -106,6 +106,11 @@ def requantised(values: torch.Tensor) -> torch.Tensor:
     return dequantise(*quantise(values), values.dtype)
 
 
+def not_a_number(shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight [..., R, C] and scales whose values are all NaN.  Raises `ShapeMismatchError`."""
+    return torch.full(tuple(shape), float("nan")).to(QUANTISED), torch.ones(scale_shape(shape))
+
+
 def _matrices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the matrices of a stack, views."""
     yield from (tensor,) if tensor.dim() == 2 else (each for part in tensor for each in _matrices(part))

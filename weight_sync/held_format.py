@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,11 +17,13 @@ class PairFormat:
     """The two ways between values and pairs, whose elements have dtype `element`.
 
     `quantise` raises `ContentError` for a value that is not finite.  `values` gives a pair's values in a dtype.
+    `not_a_number` gives a pair of a matrix of that shape whose values are all NaN.
     """
 
     element: torch.dtype
     quantise: Callable[[torch.Tensor], Pair]
     values: Callable[[Pair, torch.dtype], torch.Tensor]
+    not_a_number: Callable[[Sequence[int]], Pair]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,12 @@ class HeldFormat:
         """Return whether a pair is held as it came."""
         return pair is not None and self.pairs is not None and pair.weight.dtype == self.pairs.element
 
+    def unsent(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | Pair:
+        """Return content for a tensor that no sender has: NaN, or the largest number where the format has no NaN."""
+        if self.pairs is not None:
+            return self.pairs.not_a_number(shape)
+        return torch.full(tuple(shape), torch.finfo(dtype).max, dtype=dtype)
+
 
 def _of_pairs(pairs: PairFormat, name: str, block: tuple[int, int]) -> HeldFormat:
     def values(sent: torch.Tensor) -> torch.Tensor:
@@ -51,7 +59,12 @@ def _of_pairs(pairs: PairFormat, name: str, block: tuple[int, int]) -> HeldForma
 
 
 def _int4(name: str, group: int) -> HeldFormat:
-    pairs = PairFormat(torch.int8, lambda values: int4_groups.quantise(values, group), int4_groups.dequantise)
+    pairs = PairFormat(
+        torch.int8,
+        lambda values: int4_groups.quantise(values, group),
+        int4_groups.dequantise,
+        lambda shape: int4_groups.not_a_number(shape, group),
+    )
     return _of_pairs(pairs, name, (1, group))
 
 
@@ -60,6 +73,7 @@ _FP8_PAIRS = PairFormat(
     fp8_blocks.QUANTISED,
     lambda values: Pair(*fp8_blocks.quantise(values)),
     lambda pair, dtype: fp8_blocks.dequantise(pair.weight, pair.scale, dtype),
+    lambda shape: Pair(*fp8_blocks.not_a_number(shape)),
 )
 FP8_BLOCKS = HeldFormat(fp8_blocks.requantised, False, "--quantize-weight-updates", _FP8_BLOCK)
 """The values of FP8 blocks, in the model's dtype."""

@@ -10,6 +10,8 @@ rounded to the nearest, ties to even, and cut to -8 .. 7.  A group whose scale w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import pad
 
@@ -48,6 +50,13 @@ def dequantise(pair: Pair, dtype: torch.dtype) -> torch.Tensor:
         scale_RC = pair.scale[band].float().repeat_interleave(pair.block[1], 1)[:, :columns]
         values[band] = (pair.weight[band].float() * scale_RC).to(dtype)
     return values
+
+
+def not_a_number(shape: Sequence[int], group: int) -> Pair:
+    """Return a pair of a matrix [R, C] whose values are all NaN: its scales are."""
+    rows, columns = shape
+    scale = torch.full((rows, -(-columns // group)), float("nan"), dtype=torch.bfloat16)
+    return Pair(torch.zeros(rows, columns, dtype=torch.int8), scale, (1, group))
 
 
 def _bands(rows: int, columns: int) -> list[slice]:

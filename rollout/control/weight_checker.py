@@ -155,7 +155,7 @@ class WeightChecker:
         """Fill the tensors with NaN, which ends all requests, and return the message for the caller."""
         with self._state.mutate("tensor reset"):
             self._scheduler.poison(RESET_REASON)
-            reset_tensors(self._weights, names)
+            reset_tensors(self._weights, names, self._weights.held_formats())
         return f"{len(names)} tensors hold NaN until a complete refresh."
 
     def _check(self, verb: WeightCheckReqInput) -> Job:

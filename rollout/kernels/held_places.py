@@ -164,8 +164,7 @@ def _int4_packing(pairs: PairFormat, group: int) -> PairPacking:
         return Pair(weight, scale_Rs[:, :: group // _STEP], (1, group))
 
     def bytes_of(rows: int, columns: int) -> int:
-        steps = -(-columns // _STEP)
-        return rows * steps * (_STEP // 2 + torch.bfloat16.itemsize)
+        return rows * (-(-columns // 2) + -(-columns // _STEP) * torch.bfloat16.itemsize)
 
     return PairPacking(pairs, pack, unpack, bytes_of)
 

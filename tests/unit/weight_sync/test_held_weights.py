@@ -33,12 +33,15 @@ from tests.loopback_updater import LoopbackSource, LoopbackUpdater
 from tests.model_zoo import load_tiny, logical_tensors, stored_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
-from weight_sync.checker import live_fingerprints
+from weight_sync.checker import compare, live_fingerprints, reset_tensors, resettable, take_snapshot
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.errors import ContentError, TransactionStateError
 from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.held_memory import Areas
 from weight_sync.int8_blocks import held_values
+from weight_sync.ledger import Coverage
 from weight_sync.receivers.delta import DeltaSource
+from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import Pair, TensorMeta
 
@@ -283,6 +286,58 @@ def test_a_delta_is_refused_by_its_flag(folder: Path, ops: Ops, form: str) -> No
         updater.receive(
             DeltaSource(LoopbackSource([("delta", frame)]), updater.weights, quantised=updater.model.quantised)
         )
+
+
+def refresh(updater: LoopbackUpdater, tensors: Named, coverage: Coverage = "full") -> None:
+    updater.begin("v2", coverage=coverage)
+    updater.send(list(tensors.items()))
+    updater.verify()
+    updater.commit()
+
+
+def test_a_reset_shows_what_a_refresh_leaves_out(folder: Path, ops: Ops, form: str) -> None:
+    updater, tensors = updater_of(folder, ops), newer(folder)
+    weights, names = updater.weights, sorted(tensors)
+    refresh(updater, tensors)
+    snapshot = take_snapshot(weights, keep_content=True)
+    reset_tensors(weights, resettable(weights), weights.held_formats())
+    assert {difference.name for difference in compare(weights, snapshot)} == set(names)
+    largest = torch.finfo(torch.bfloat16).max / 255 * 254  # 8 bits have no NaN
+    for name in weights.held_formats():
+        values = weights.places(name)[0].read()
+        assert bool((values == largest if form == "w8" else values.isnan()).all()), name
+    refresh(updater, {name: tensors[name] for name in names[::2]}, coverage="partial")
+    assert {difference.name for difference in compare(weights, snapshot)} == set(names[1::2])
+    refresh(updater, tensors)
+    assert compare(weights, snapshot) == []
+
+
+class UsedAreas(Areas):
+    """Memory in which other content was."""
+
+    def take(
+        self, key: int, num_bytes: int, device: torch.device | str, *, like: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return super().take(key, num_bytes, device, like=like).fill_(0xA5)
+
+
+@pytest.mark.parametrize(("inner", "hidden"), [(64, 48), (48, 64), (32, 33)])
+def test_memory_of_a_refresh_leaves_nothing_in_the_edges_of_rows(
+    native: Ops, ops: Ops, tmp_path: Path, inner: int, hidden: int
+) -> None:
+    """Experts that move are compared by all of their bytes."""
+    sizes = {"moe_intermediate_size": inner, "hidden_size": hidden}
+    path = tiny_checkpoint(tmp_path / "m", "moe_dense_first", dtype="bfloat16", **sizes)
+    weights = load_tiny(path, torch.bfloat16, ops=ops).weights
+    storages = {name: weights.places(name)[0].storage for name in weights.held_formats()}
+    before = {name: storage.clone() for name, storage in storages.items()}
+    staging = ShadowStaging(weights, memory=UsedAreas())
+    for name, tensor in logical_tensors(path).items():
+        staging.write(name, tensor)
+    staging.prepare()
+    staging.commit()
+    staging.close()
+    assert all(torch.equal(now.view(torch.uint8), before[name].view(torch.uint8)) for name, now in storages.items())
 
 
 # --- FP8 as it is published -------------------------------------------------------------------------------------------
