@@ -143,6 +143,12 @@ def _require_nodes(args: ServerArgs, layout: ExpertLayout) -> None:
             f"--eplb-algorithm {args.eplb_algorithm}: the {layout.num_groups} expert groups do not divide over "
             f"--nnodes {args.nnodes}"
         )
+    experts = layout.num_logical_experts // layout.num_nodes
+    if layout.slots_per_rank > experts:
+        raise StartupError(
+            f"--eplb-algorithm {args.eplb_algorithm}: a rank has {layout.slots_per_rank} slots, but a machine has "
+            f"{experts} experts: give a smaller --ep-num-redundant-experts"
+        )
 
 
 def fresh_plan(layout: ExpertLayout | None, placement: ExpertPlacement, counts_LE: np.ndarray) -> Plan:

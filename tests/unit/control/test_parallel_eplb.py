@@ -471,6 +471,10 @@ def test_a_planner_by_nodes_keeps_an_expert_on_one_machine(
     [
         ({"ep_size": 2, "nnodes": 4}, "--ep-size 2 does not divide over --nnodes 4, so ranks of several machines"),
         ({"tp_size": 3, "ep_size": 3, "nnodes": 3, "ep_num_redundant_experts": 1}, "8 expert groups do not divide"),
+        (
+            {"nnodes": 4, "ep_num_redundant_experts": 8},
+            "a rank has 4 slots, but a machine has 2 experts",
+        ),
     ],
 )
 def test_experts_that_do_not_divide_over_machines_are_refused_at_start(
