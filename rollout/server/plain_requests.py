@@ -112,7 +112,7 @@ class PlainCycle(RequestResponseCycle):
         try:
             await super().run_asgi(app)
         finally:
-            self.scope["extensions"].clear()  # type: ignore[typeddict-item]  # it holds this cycle, which holds it
+            self.scope["extensions"].clear()  # it holds this cycle, which holds it
 
     async def send(self, message: Any) -> None:
         """Send a part of the answer.  Raises `h11.LocalProtocolError` where h11 would."""
