@@ -121,8 +121,7 @@ class PlainCycle(RequestResponseCycle):
         if self.disconnected:
             return
         expected = "http.response.body" if self.response_started else "http.response.start"
-        if self.response_complete or message["type"] != expected:
-            raise RuntimeError(f"expected no more, or {expected!r}, but got {message['type']!r}")
+        assert not self.response_complete and message["type"] == expected, message["type"]
         if not self.response_started:
             self._start(message["status"], self.default_headers + list(message.get("headers", ())))
         else:

@@ -248,7 +248,7 @@ def test_a_signal_while_starting_exits_0(folder: Path, tmp_path: Path) -> None:
         (["--model-path", "{model}", "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}"),
         (["--model-path", "{model}", "--host", "0.0.0.0"], "--api-key"),
         (["--model-path", "{model}", "--host", "no.such.host.invalid", "--api-key", "k"], "--host"),
-        (["--model-path", "{model}", "--tp-size", "9"], "--tp-size"),
+        (["--model-path", "{model}", "--tp-size", "65"], "--tp-size"),
         (["--model-path", "{model}", "--dp-size", "200"], "200 ranks"),
         (["--model-path", "{model}", "--tp-size", "4", "--ep-size", "3"], "--ep-size 3 does not divide"),
         (["--model-path", "{model}", "--tp-size", "4", "--dp-size", "3", "--enable-dp-attention"], "--dp-size 3"),

@@ -181,7 +181,9 @@ def test_stop_tokens_of_many_rows_are_not_collected_again_and_again() -> None:
         tokens[7] = 1  # the end of text
         epoch: Any = object()
         rows._marked_epoch = epoch
-        ended = rows.enter(SampledTokens.plain(tokens, torch.zeros(40)), epoch, (), ())
+        none = torch.zeros(0)
+        sampled = SampledTokens(tokens, torch.zeros(40), none, none, none, torch.zeros(40).long(), none, none)
+        ended = rows.enter(sampled, epoch, (), ())
         expected = {7} if count == 3 else {7, *(number for number in range(40) if number <= 345 < number + count)}
         assert {reqs.index(req) for req in ended} == expected
 
