@@ -124,9 +124,9 @@ def test_what_graphs_capture_samples_the_same(sampler: Sampler, dtype: torch.dty
     want = draw(sampler, logits, rows, device)
     assert torch.equal(out.token_ids.cpu(), want.token_ids)
     assert torch.equal(out.logprobs.cpu().to(want.logprobs.dtype), want.logprobs)
-    assert torch.equal(out.kept_counts.cpu(), want.kept_counts)
-    kept = torch.arange(VOCAB) < want.kept_counts[:, None]
-    if kept.any():
+    if sampler.mask_limit:  # others write no masks
+        assert torch.equal(out.kept_counts.cpu(), want.kept_counts)
+        kept = torch.arange(VOCAB) < want.kept_counts[:, None]
         assert torch.equal(out.kept_ids.cpu()[kept], want.kept_ids[kept])
 
 
