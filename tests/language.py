@@ -1,7 +1,6 @@
 """Check the English of docstrings, comments, messages, names and documents: `python -m tests.language [FILE ...]`.
 
-It prints each sentence that breaks a rule, and exits with 1 where a folder has more of them than `ALLOWED` grants, or
-fewer: the number of exceptions only falls.  With files it judges these alone, without exceptions.
+It prints each sentence that breaks a rule as soon as its file is read, and then exits with 1.
 
 A message is any text of two words or more in the code outside `tests`: an error, a line of a log, the help of a flag.
 """
@@ -14,7 +13,6 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +68,6 @@ NAMED_LIKE_VALUES = ("property", "fixture")
 """Parts of decorators whose functions are named like values: their docstrings may begin with a noun phrase."""
 WRITTEN, WRITTEN_END = "<!-- written by", "<!-- end -->"
 """Marks around a part of a document that a command writes.  It joins names of tests."""
-ALLOWED: dict[tuple[str, str], int] = {}
-"""Exceptions by rule and top-level folder.  They may only fall."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +79,6 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.rule}: {self.text}"
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """The key of `ALLOWED`."""
-        return self.rule, self.path.split("/")[0]
 
 
 def _pattern(phrases: Sequence[str]) -> re.Pattern[str]:
@@ -217,28 +208,18 @@ def _files() -> list[Path]:
     return sorted([*inside, *ROOT.glob("*.md")])
 
 
-def findings(paths: Sequence[str]) -> list[Finding]:
-    found: list[Finding] = []
-    for path in paths:
-        source = (ROOT / path).read_text(encoding="utf-8")
-        is_python = path.endswith(".py")
-        found += python_findings(path, source) if is_python else document_findings(path, source)
-    return found
+def findings(path: str) -> list[Finding]:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    return list(python_findings(path, source) if path.endswith(".py") else document_findings(path, source))
 
 
 def main(words: Sequence[str]) -> int:
-    found = findings(words or [str(path.relative_to(ROOT)) for path in _files()])
-    if words:
-        print(*found, sep="\n")
-        return bool(found)
-    counts = Counter(one.place for one in found)
-    wrong = {place for place in counts.keys() | ALLOWED.keys() if counts[place] != ALLOWED.get(place, 0)}
-    for one in found:
-        if one.place in wrong:
-            print(one)
-    for place in sorted(wrong):
-        print(f"{' in '.join(place)}: {counts[place]} found, tests/language.py grants {ALLOWED.get(place, 0)}")
-    return bool(wrong)
+    is_clean = True
+    for path in words or [str(path.relative_to(ROOT)) for path in _files()]:
+        for one in findings(path):
+            print(one, flush=True)
+            is_clean = False
+    return int(not is_clean)
 
 
 if __name__ == "__main__":

@@ -123,10 +123,16 @@ def test_a_short_test_name_is_found() -> None:
     assert rules("tests/a.py", "def test_a_head_start_is_kept(): ...") == []
 
 
-def test_exceptions_may_only_fall(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    one = language.Finding("docs/a.md", 3, "phrase", "those of a page")
-    monkeypatch.setattr(language, "findings", lambda paths: [one])
-    for granted, status in ((0, 1), (1, 0), (2, 1)):
-        monkeypatch.setattr(language, "ALLOWED", {("phrase", "docs"): granted})
-        assert language.main([]) == status
-        assert ("docs/a.md:3: phrase" in capsys.readouterr().out) == bool(status)
+def test_each_finding_is_printed_as_its_file_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+
+    def judge(path: str) -> list[language.Finding]:
+        printed.append(capsys.readouterr().out)
+        return [language.Finding(path, 3, "phrase", "those of a page")] if path == "docs/a.md" else []
+
+    monkeypatch.setattr(language, "findings", judge)
+    assert language.main(["docs/a.md", "docs/b.md"]) == 1
+    assert printed == ["", "docs/a.md:3: phrase: those of a page\n"]
+    assert language.main(["docs/b.md"]) == 0
