@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from rollout.core.args.server_args import ServerArgs
 from rollout.dashboard.history import ServerHistory
 from rollout.families.registry import load_model_config
 from rollout.http.metrics.metrics import Metrics
 from rollout.server.app import build_app
+from rollout.server.connections import BoundedServer, connections_within, raise_file_limit
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.channel import SchedulerChannel
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -28,6 +28,8 @@ from tests.stand_in_scheduler import StandInScheduler
 from tests.troubleshooting import require_entry
 
 WAIT_S = 10.0
+RECEIVE_S = 60.0
+"""Seconds that a client may take to send a request."""
 INVENTED = frozenset({"the queue is full", "queue is full", "broken pipe", "the scheduler process ended"})
 """Messages of stand-ins in tests.  All others have an entry in docs/troubleshooting."""
 
@@ -114,8 +116,13 @@ def live_server(
             listener.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             history = ServerHistory(manager, metrics)
-            config = uvicorn.Config(build_app(manager, metrics, history), log_config=None, lifespan="off", ws="none")
-            server = uvicorn.Server(config)
+            server = BoundedServer(
+                build_app(manager, metrics, history),
+                most=connections_within(raise_file_limit()),
+                receive_timeout_s=RECEIVE_S,
+                log_config=None,
+                access_log=False,
+            )
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started:
                 await asyncio.sleep(0.01)
