@@ -107,7 +107,8 @@ class NullEngine:
         while not self._is_over:
             left_ms = max(0.0, (due - time.monotonic()) * 1e3)
             if self._pull.poll(left_ms):
-                self._handle(decode_input(self._pull.recv()))
+                for data in self._pull.recv_multipart():
+                    self._handle(decode_input(data))
                 if time.monotonic() < due:
                     continue
             self._advance()

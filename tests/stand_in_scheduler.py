@@ -109,9 +109,9 @@ class StandInScheduler:
         )
         while not self.stopped.is_set():
             if self._pull.poll(1 if self._running else 20):
-                message = decode_input(self._pull.recv())
-                for part in message.samples() if isinstance(message, TokenizedGenerateReqInput) else [message]:
-                    self._handle(part)
+                for message in map(decode_input, self._pull.recv_multipart()):
+                    for part in message.samples() if isinstance(message, TokenizedGenerateReqInput) else [message]:
+                        self._handle(part)
             elif not self.paused:
                 self._step()
         context.destroy(linger=200)

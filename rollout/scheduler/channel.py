@@ -120,13 +120,13 @@ class ZmqChannel(RawChannel):
         count = _MAX_AT_ONCE
         # Asking first costs a fifth of a receive that fails.  In most steps no message has come.
         while int(self._input.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            data = self._input.recv(zmq.NOBLOCK)
-            if data.startswith(_READS):
-                messages.append(data)
-                continue
-            self._backlog.append(data)
-            if not data.startswith(_MAY_WAIT):
-                count = max(count, len(self._backlog))
+            for data in self._input.recv_multipart(zmq.NOBLOCK):  # the messages of one turn of the main process
+                if data.startswith(_READS):
+                    messages.append(data)
+                    continue
+                self._backlog.append(data)
+                if not data.startswith(_MAY_WAIT):
+                    count = max(count, len(self._backlog))
         messages += [self._backlog.popleft() for _ in range(min(count, len(self._backlog)))]
         return messages
 

@@ -3,6 +3,8 @@
 main  PUSH (bind) input0.sock, ...  ->  PULL (connect)  rank 0 of each engine
 main  PULL (bind) output.sock       <-  PUSH (connect)  every rank
       and, for ranks on other machines, the same at a TCP port
+
+A message of ZMQ to an engine has one frame for each message of one turn of the event loop.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # The kernel's limit on the path of a Unix socket, with its closing zero.
 _MAX_SOCKET_PATH = 107
+_RETRY_S = 0.05
 
 
 class SchedulerLink(Protocol):
@@ -49,8 +52,8 @@ class SchedulerChannel:
         self.remote_output_addr: str | None = None
         self.secret = None if remote_host is None else secrets.token_hex(16)
         self._context = zmq.Context()
-        # Sending is one synchronous hand-over, so messages leave in the order of the calls.
         self._pushes = [self._context.socket(zmq.PUSH) for _ in self.input_addrs]
+        self._outboxes = [_Outbox(push) for push in self._pushes]
         self._pull = self._context.socket(zmq.PULL)
         self._inbox = _Inbox(self._pull)
         for socket in (*self._pushes, self._pull):
@@ -64,22 +67,23 @@ class SchedulerChannel:
             self.remote_output_addr = f"tcp://{remote_host}:{port}"
 
     def send(self, *messages: SchedulerInput) -> None:
-        """Hand each request to its engine, anything else to all.
+        """Hand each request to its engine, anything else to all, in the order of the calls.
 
-        Raises `BadRequest` before the first leaves if one of them could not be read, and `Unavailable` when an engine
-        is not connected.
+        They leave when the event loop has done what is ready now.  Raises `BadRequest` if one of them could not be
+        read, and `Unavailable` when an engine is not connected; then none leaves.
         """
-        for targets, data in [(self._targets(message), packed(message)) for message in messages]:
-            for push in targets:
-                try:
-                    push.send(data, zmq.NOBLOCK)
-                except zmq.Again:
-                    raise Unavailable("the scheduler is not connected") from None
+        posts = [(self._targets(message), packed(message)) for message in messages]
+        for targets, _ in posts:
+            for outbox in targets:
+                outbox.require_connected()
+        for targets, data in posts:
+            for outbox in targets:
+                outbox.add(data)
 
-    def _targets(self, message: SchedulerInput) -> list[zmq.Socket[bytes]]:
-        if len(self._pushes) > 1 and isinstance(message, TokenizedGenerateReqInput):
-            return [self._pushes[message.dp_rank]]
-        return self._pushes
+    def _targets(self, message: SchedulerInput) -> list[_Outbox]:
+        if len(self._outboxes) > 1 and isinstance(message, TokenizedGenerateReqInput):
+            return [self._outboxes[message.dp_rank]]
+        return self._outboxes
 
     async def receive(self) -> SchedulerOutput | Unreadable:
         """Return the next message; wait without a deadline, as the caller ends with the scheduler process."""
@@ -91,10 +95,49 @@ class SchedulerChannel:
 
     def close(self) -> None:
         self._inbox.close()
+        for outbox in self._outboxes:
+            outbox.close()
         for push in self._pushes:
             push.close()
         self._pull.close()
         self._context.term()
+
+
+class _Outbox:
+    """The messages to one engine, which leave together: to wake its process costs more than a message."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._waiting: list[bytes] = []
+        self._due: asyncio.Handle | None = None
+        self._is_lost = False
+
+    def require_connected(self) -> None:
+        """Raise `Unavailable` if no engine would take a message now."""
+        if (not self._waiting or self._is_lost) and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
+            raise Unavailable("the scheduler is not connected")
+
+    def add(self, data: bytes) -> None:
+        """Have a message leave after those before it."""
+        self._waiting.append(data)
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_soon(self._leave)
+
+    def _leave(self) -> None:
+        """Send what waits.  An engine that was lost meanwhile gets it if it comes back."""
+        self._due = None
+        try:
+            self._socket.send_multipart(self._waiting, zmq.NOBLOCK)
+        except zmq.Again:
+            self._is_lost = True
+            self._due = asyncio.get_running_loop().call_later(_RETRY_S, self._leave)
+        else:
+            self._is_lost = False
+            self._waiting = []
+
+    def close(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
 
 
 class _Inbox:

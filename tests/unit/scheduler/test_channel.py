@@ -22,6 +22,7 @@ from rollout.core.messages.io_struct import (
     decode_output,
     encode,
 )
+from rollout.core.messages.unreadable import Unreadable
 from rollout.core.sampling_params import SamplingParams
 from rollout.scheduler.channel import ZmqChannel
 from rollout.tokenizer_manager.channel import SchedulerChannel
@@ -123,6 +124,22 @@ def test_engine_13_a_verb_does_not_wait_behind_requests_and_keeps_its_place(main
     assert [message for turn in turns for message in turn] == sent, "in the order in which they were sent"
     assert PauseGenerationReqInput(request_id="p") in turns[0]
     assert len(turns[1]) <= 64, "requests behind it are taken in parts"
+
+
+def test_messages_that_come_together_are_read_one_by_one(main: Main, channel: ZmqChannel) -> None:
+    sent: list[Any] = [request(f"a{i}") for i in range(100)]
+    sent += [PauseGenerationReqInput(request_id="p")]
+    sent += [request(f"b{i}") for i in range(100)]
+    frames = [encode(message) for message in sent]
+    broken = encode(request("broken")).replace(b"input_ids", b"input_idz")
+    main.push.send_multipart([*frames[:50], broken, *frames[50:]])
+    time.sleep(0.2)
+    turns = everything(channel, len(sent) + 1)
+    found = [message for turn in turns for message in turn]
+    fails = found.pop(50)
+    assert isinstance(fails, Unreadable) and fails.rids == ("broken",), "only what cannot be read fails"
+    assert found == sent
+    assert PauseGenerationReqInput(request_id="p") in turns[0] and len(turns[1]) <= 64
 
 
 def test_engine_13_a_look_goes_first(main: Main, channel: ZmqChannel) -> None:

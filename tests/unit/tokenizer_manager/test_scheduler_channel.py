@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
-from rollout.core.messages.io_struct import encode
+from rollout.core.errors import Unavailable
+from rollout.core.messages.io_struct import AbortReqInput, decode_input, encode
 from rollout.core.messages.message import ControlReqOutput
 from rollout.tokenizer_manager import channel as channels
 from rollout.tokenizer_manager.channel import SchedulerChannel
@@ -124,3 +125,69 @@ def test_an_inbox_that_takes_one_message_a_report_would_wait_for_ever(
             await asyncio.wait_for(numbers(channel, COUNT), 2)
 
     run(tmp_path, scenario)
+
+
+class Engine:
+    """The receiving end of an engine."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.set_hwm(0)
+        self._pull.connect(address)
+
+    async def received(self) -> list[list[bytes]]:
+        """Return what comes within a while, each message of ZMQ as its frames."""
+        found: list[list[bytes]] = []
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            while self._pull.poll(0):
+                found.append(self._pull.recv_multipart())
+        return found
+
+    def close(self) -> None:
+        self._pull.close()
+        self._context.term()
+
+
+def aborts(frames: list[bytes]) -> list[str]:
+    messages = [decode_input(data) for data in frames]
+    return [rid for message in messages if isinstance(message, AbortReqInput) for rid in message.rids]
+
+
+def send_together(tmp_path: Path, late: bool) -> list[list[str]]:
+    """Send messages in two turns, and return those of each message that the engine got."""
+
+    async def main() -> list[list[str]]:
+        channel = SchedulerChannel(tmp_path)
+        engine = Engine(channel.input_addrs[0])
+        try:
+            await asyncio.sleep(0.1)
+            if late:  # the engine is lost between the calls and the end of the turn
+                channel.send(AbortReqInput(rids=["0"]), AbortReqInput(rids=["1"]))
+                engine.close()
+                time.sleep(0.1)
+                await asyncio.sleep(0.1)
+                with pytest.raises(Unavailable):
+                    channel.send(AbortReqInput(rids=["refused"]))
+                engine = Engine(channel.input_addrs[0])
+                await asyncio.sleep(0.1)
+            else:
+                channel.send(AbortReqInput(rids=["0"]))
+                channel.send(AbortReqInput(rids=["1"]), AbortReqInput(rids=["2"]))
+                await asyncio.sleep(0)
+            channel.send(AbortReqInput(rids=["3"]))
+            return [aborts(frames) for frames in await engine.received()]
+        finally:
+            engine.close()
+            channel.close()
+
+    return asyncio.run(main())
+
+
+def test_messages_of_a_turn_leave_together_and_in_order(tmp_path: Path) -> None:
+    assert send_together(tmp_path, late=False) == [["0", "1", "2"], ["3"]]
+
+
+def test_messages_to_an_engine_that_was_lost_wait_for_it(tmp_path: Path) -> None:
+    assert send_together(tmp_path, late=True) == [["0", "1"], ["3"]]
