@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from rollout.core.messages.scheduler_state import SchedulerState
 from rollout.http.metrics.experts import ExpertMetrics
+from rollout.http.metrics.tallies import Tallies, Tally
 from rollout.http.metrics.weights import WeightMetrics
 from rollout.http.sessions import SessionBook
 from rollout.tokenizer_manager.sample import SampleRecord
@@ -117,8 +118,8 @@ class _OfRank(NamedTuple):
     requests: Counter
     aborted: Counter
     success: dict[str, Counter]
-    seconds: dict[str, Histogram]
-    tokens: dict[str, Histogram]
+    seconds: dict[str, Tally]
+    tokens: dict[str, Tally]
 
 
 class Metrics:
@@ -141,8 +142,8 @@ class Metrics:
         self._requests = Counter("requests", "Samples ended, aborted ones included", _LABELS, registry=None)
         self._aborted = Counter("aborted", "Samples aborted", _LABELS, registry=None)
         self._success = Counter("success", "Samples ended, by the reason", [*_LABELS, "finished_reason"], registry=None)
-        self._seconds = {key: _histogram(key, text, _LATENCY_BUCKETS) for key, (text, _) in _SECONDS.items()}
-        self._tokens = {key: _histogram(key, text, _TOKEN_BUCKETS) for key, (text, _) in _TOKENS.items()}
+        self._seconds = {key: Tallies(key, text, _LABELS, _LATENCY_BUCKETS) for key, (text, _) in _SECONDS.items()}
+        self._tokens = {key: Tallies(key, text, _LABELS, _TOKEN_BUCKETS) for key, (text, _) in _TOKENS.items()}
         self._registry.register(
             _Named(
                 [(self._requests, ["sglang:num_requests"])]
@@ -237,14 +238,10 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-def _histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-    return Histogram(name, text, _LABELS, buckets=buckets, registry=None)
-
-
 class _Named(Collector):
     """Metrics that are in no registry, each under all of its names."""
 
-    def __init__(self, metrics: Sequence[tuple[Counter | Histogram, Sequence[str]]]) -> None:
+    def __init__(self, metrics: Sequence[tuple[Counter | Tallies, Sequence[str]]]) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:

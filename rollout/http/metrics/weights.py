@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from rollout.core.messages.req_output import VersionSpan
 from rollout.core.messages.scheduler_state import SchedulerState
+from rollout.http.metrics.tallies import Tallies
 
 _AGE_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 16, 32)
 _GAUGES: dict[str, tuple[Callable[[SchedulerState], float | None], str]] = {
@@ -38,13 +39,14 @@ class WeightMetrics(Collector):
         self.state: SchedulerState | None = None
         self._model_name = model_name
         self._newest_epoch = 0
-        self._age = Histogram(
+        ages = Tallies(
             "lockstep:sample_version_age",
             "Commits since the oldest weights that a sample was made of, when it ended",
             ["model_name"],
-            buckets=_AGE_BUCKETS,
-            registry=registry,
-        ).labels(model_name)
+            _AGE_BUCKETS,
+        )
+        registry.register(ages)
+        self._age = ages.labels(model_name)
         registry.register(self)
 
     def update(self, state: SchedulerState) -> None:
