@@ -37,11 +37,13 @@ def add_rms_norm_kernel(
     hidden,
     weight,
     out,
+    cleared,
     residual_stride,
     hidden_stride,
     eps,
     weight_offset,
     ADDS: tl.constexpr,
+    CLEARS: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -50,6 +52,8 @@ def add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK_D)
     inside = at < D
+    if CLEARS:
+        tl.store(cleared + row, 0)
     x = tl.load(residual + row * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         added = tl.load(hidden + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -68,6 +72,18 @@ def add_rms_norm(
     weight_offset: float | None = None,
 ) -> torch.Tensor:
     """Add `hidden` in place, and return the norm [T, D].  Rows may lie apart from one another, elements may not."""
+    return normed_rows(residual, hidden, weight, eps, weight_offset)
+
+
+def normed_rows(
+    residual: torch.Tensor,
+    hidden: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float | None,
+    cleared: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launch the kernel of `add_rms_norm`.  It also sets `cleared` [T] int32 to zero, for the kernel behind it."""
     num_tokens, size = residual.shape
     out = torch.empty((num_tokens, size), dtype=residual.dtype, device=residual.device)
     assert residual.stride(1) == weight.stride(0) == 1 and (hidden is None or hidden.stride(1) == 1)
@@ -79,11 +95,13 @@ def add_rms_norm(
         residual if hidden is None else hidden,
         weight,
         out,
+        out if cleared is None else cleared,
         residual.stride(0),
         0 if hidden is None else hidden.stride(0),
         eps,
         weight_offset or 0.0,
         ADDS=hidden is not None,
+        CLEARS=cleared is not None,
         HAS_OFFSET=weight_offset is not None,
         D=size,
         BLOCK_D=block,
@@ -101,14 +119,14 @@ def _num_warps(block: int) -> int:
 def compile_cases() -> list[tuple[Any, ...]]:
     """Return cases for hidden sizes of published models and both forms of the weight."""
     pointers = dict.fromkeys(("residual", "hidden", "weight", "out"), "*bf16")
-    numbers = dict.fromkeys(("residual_stride", "hidden_stride"), "i32")
+    numbers = {"cleared": "*i32", "residual_stride": "i32", "hidden_stride": "i32"}
     floats = dict.fromkeys(("eps", "weight_offset"), "fp32")
     return [
         (
             f"add_rms_norm D={size}{' offset' if offset else ''}",
             add_rms_norm_kernel,
             pointers | numbers | floats,
-            {"ADDS": True, "HAS_OFFSET": offset, "D": size, "BLOCK_D": triton.next_power_of_2(size)},
+            {"ADDS": True, "CLEARS": True, "HAS_OFFSET": offset, "D": size, "BLOCK_D": triton.next_power_of_2(size)},
             _num_warps(triton.next_power_of_2(size)),
             3,
         )

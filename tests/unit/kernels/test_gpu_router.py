@@ -115,6 +115,44 @@ def test_sizes_that_do_not_fit_the_tiles(tokens: int, depth: int) -> None:
     assert not complaint(router.norm_route, Case(RouterSpec(num_experts=35, top_k=4), tokens, depth))
 
 
+@pytest.mark.parametrize("spec", [RouterSpec(num_experts=300, top_k=10), SPECS["groups"]], ids=["experts", "groups"])
+def test_rows_are_chosen_for_in_several_turns(spec: RouterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 300 experts a program ranks eight rows at once; here also a single one of few experts."""
+    if spec.num_experts < 300:
+        monkeypatch.setattr(router, "_CHOICES", 1)
+    assert not complaint(router.norm_route, Case(spec, tokens=18), _forced(spec, 18))
+
+
+def _poisoned(*shape: Any, **settings: Any) -> torch.Tensor:
+    """Make memory that held other numbers, in place of `torch.empty`."""
+    return torch.full(shape[0] if isinstance(shape[0], tuple) else shape, 77, **settings)
+
+
+def order_complaint(norm_route: Any) -> str:
+    """Return how the last program of a tile fails, in memory that held other numbers; "" if it chooses rightly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", _poisoned)
+        return complaint(norm_route, Case(RouterSpec(num_experts=67, top_k=4), tokens=17))
+
+
+def test_the_last_program_of_a_tile_chooses() -> None:
+    assert not order_complaint(router.norm_route)
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("before + 1 == tl.num_programs(1)", "before == 0"),
+        ("before + 1 == tl.num_programs(1)", "before == tl.num_programs(1)"),
+        ("cleared=counts_T", "cleared=None"),
+        ("tl.atomic_add(counts + tl.program_id(0), 1", "tl.atomic_add(counts, 1"),
+    ],
+)
+def test_programs_that_choose_at_a_wrong_time_are_caught(old: str, new: str, tmp_path: Path) -> None:
+    assert order_complaint(mutated(router, tmp_path, (old, new)).norm_route)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", with_experts())
 def test_the_router_of_every_family(name: str) -> None:
@@ -229,7 +267,8 @@ def _is_independent(norm_route: Any, spec: RouterSpec) -> bool:
 @pytest.mark.mutant
 def test_tiles_that_depend_on_the_batch_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", _product_in_order)
-    wrong = mutated(router, tmp_path, ("TILE_D=_TILE_D,", "TILE_D=_TILE_D if num_tokens > 2 else 64,"))
+    change = ("**_constants(rule),", "**_constants(rule) | {'TILE_D': 128 if num_tokens > 2 else 64},")
+    wrong = mutated(router, tmp_path, change)
     assert not _is_independent(wrong.norm_route, SPECS["softmax"])
 
 
@@ -237,11 +276,11 @@ def test_tiles_that_depend_on_the_batch_are_noticed(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("softmax", "tl.min(tl.where(free & (values == largest), at, SIZE), 0)", "tl.argmax(values + 0 * at, 0)"),
-        ("softmax", "(values == largest), at, SIZE)", "(values == largest), -at, SIZE) * -1"),
+        ("softmax", "tl.min(tl.where(free & (values == largest[:, None]), at, SIZE), 1)", "tl.argmax(values, 1)"),
+        ("softmax", "(values == largest[:, None]), at, SIZE)", "(values == largest[:, None]), -at, SIZE) * -1"),
         ("softmax", "free = free & (expert != best)", "free = free & (expert < best)"),
         ("not normalised", "tl.exp(own - largest)", "tl.exp(own)"),
-        ("softmax", "own = tl.div_rn(own, tl.sum(own, 0) + least)", "own = own"),
+        ("softmax", "own = tl.div_rn(own, tl.sum(own, 1)[:, None] + least)", "own = own"),
         ("softmax", "tl.load(forced_ids + row * K) >= 0", "tl.load(forced_ids + row * K) > 0"),
         ("softmax", "sums = tl.dot(x, w, sums", "sums = tl.dot(x, w, 0 * sums"),
         ("not normalised", "(own * scaling)", "own"),

@@ -66,7 +66,7 @@ def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     yield found
 
 
-ROUTER = ["add_rms_norm_kernel", "logits_kernel", "choose_kernel"]
+ROUTER = ["add_rms_norm_kernel", "route_kernel"]
 EXPERTS = ["gate_up_kernel", "down_kernel", "weighted_sum_kernel"]
 
 

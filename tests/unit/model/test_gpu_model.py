@@ -88,4 +88,5 @@ def test_every_kernel_compiles_for_hopper_without_spills(tmp_path: Path) -> None
         "sample,",
         "experts",
     } <= names
-    assert all(row["matrix_instruction"] for row in rows if row["name"] == "router logits bf16")
+    routers = [row for row in rows if row["name"].startswith("router ") and "bf16" in row["name"]]
+    assert routers and all(row["matrix_instruction"] for row in routers)
