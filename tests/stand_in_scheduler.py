@@ -187,6 +187,7 @@ class StandInScheduler:
             "step_time_ms": {},
             "cpu_isa": "",
             "plain_torch_reason": "no compiled operators",
+            "plain_linears": {},
             "batch_invariant": True,
             "batch_invariance_note": "",
         }

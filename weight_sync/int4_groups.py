@@ -52,6 +52,14 @@ def dequantise(pair: Pair, dtype: torch.dtype) -> torch.Tensor:
     return values
 
 
+def regrouped(pair: Pair, group: int) -> Pair:
+    """Return a pair with the same values and a scale for each `group` of elements, which divides the pair's groups."""
+    each, rest = divmod(pair.block[1], group)
+    assert rest == 0, (pair.block, group)
+    groups = -(-pair.shape[1] // group)
+    return Pair(pair.weight, pair.scale.repeat_interleave(each, 1)[:, :groups], (1, group))
+
+
 def not_a_number(shape: Sequence[int], group: int) -> Pair:
     """Return a pair of a matrix [R, C] whose values are all NaN: its scales are."""
     rows, columns = shape

@@ -30,6 +30,7 @@ from weight_sync.fingerprint import fingerprint
 from weight_sync.fp8_blocks import BLOCK, SCALE_SUFFIX, scales_of
 from weight_sync.fp8_wire import value_metas
 from weight_sync.held_format import AS_SENT, HeldFormat, HeldFormats
+from weight_sync.int4_groups import regrouped
 from weight_sync.ledger import Numbers, WeightLedger
 from weight_sync.manifest import Stated
 from weight_sync.plan import BucketPlan
@@ -276,6 +277,8 @@ def with_pair(arrival: Arrival, pair: Pair | None, held: HeldFormat | None) -> A
         raise ContentError(
             f"{arrival.name} has groups of {pair.block[1]}, but {held.flag} holds groups of {held.block[1]}"
         )
+    if pair.block != held.block:  # so that a rank's shard cuts no group
+        pair = regrouped(pair, held.block[1])
     piece = arrival.piece
     if piece.index == () and not piece.transposed:
         return arrival._replace(pair=_with_scales_that_fit(pair, arrival.name, held))

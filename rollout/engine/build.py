@@ -106,7 +106,7 @@ def build_scheduler(
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
-    ops = select_ops(dtype, device, kernels.available, args.cpu_weight_format)
+    ops = select_ops(dtype, device, kernels.available, args.cpu_weight_format, args.cpu_linear_format)
     plain_reason = plain_torch_reason(ops, kernels.reason, dtype)
     if plain_reason and kernels.available:  # else `_load_kernels` has warned
         say(f"running on plain torch, several times slower: {plain_reason}", "WARNING")

@@ -26,6 +26,7 @@ from rollout.control.weight_pace import WeightPace
 from rollout.core.args.named_folders import NamedFolders
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.messages.io_struct import MemoryTag
+from rollout.layers.linear import plain_linears
 from rollout.memory.host_pages import MemoryPages
 from rollout.memory.memory_saver import MemorySaver
 from rollout.model.decoder import DecoderForCausalLM
@@ -107,7 +108,7 @@ def build_control(
     memory = MemoryControl(scheduler, updater, held, saver, keeps_copy=args.enable_weights_cpu_backup)
     kv_age = KVAgeLimit(scheduler, args.max_kv_version_lag)
     experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
-    control = Control(scheduler, weights, memory, experts, eplb, static_state)
+    control = Control(scheduler, weights, memory, experts, eplb, static_state | {"plain_linears": plain_linears(model)})
     profiler = StepProfiler(scheduler, NamedFolders.of(args))
     sessions = SessionControl(scheduler)
     weights.add_jobs(checker.jobs | disk.jobs | memory.jobs)

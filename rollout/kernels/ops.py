@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from rollout.core.errors import StartupError
-from rollout.kernels.held_places import HELD_FORMS
+from rollout.kernels.held_places import HELD_FORMS, HeldForm
 from rollout.kernels.operators import OPERATORS
 from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, Place, ViewPlace
 from weight_sync.held_format import HeldFormat
@@ -29,11 +30,13 @@ _ROW_BLOCK = 16  # rows of a packed projection that lie together; gate and up pr
 class RowMajor:
     """Plain row-major matrices: gate rows before up rows.
 
-    `experts_held` is the format in which matrices of experts are held; None: as they are sent.
+    `experts_held` is the format in which matrices of experts are held; None: as they are sent.  `linears` is the form
+    of projections, if they are held in one.
     """
 
     name = "row-major"
     experts_held: HeldFormat | None = None
+    linears: HeldForm | None = None
 
     def empty_matrix(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device | str
@@ -112,26 +115,33 @@ class Packed(RowMajor):
 
 
 class PackedHeld(Packed):
-    """Packed matrices, the ones of experts in a form of `HELD_FORMS`; for bfloat16."""
+    """Packed matrices, the ones of experts, of projections or of both in a form of `HELD_FORMS`; for bfloat16."""
 
-    def __init__(self, form: str) -> None:
-        self.name = f"packed-{form}"
-        self._form = HELD_FORMS[form]
-        self.experts_held = self._form.held
+    def __init__(self, experts: str = "plain", linears: str = "plain") -> None:
+        self.name = f"packed-{experts}-{linears}"
+        self._experts = None if experts == "plain" else HELD_FORMS[experts]
+        self.experts_held = None if self._experts is None else self._experts.held
+        if linears != "plain":
+            form = HELD_FORMS[linears]
+            self.linears = replace(form, held=replace(form.held, flag=f"--cpu-linear-format {linears}"))
 
     def empty_experts(
         self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._experts is None:
+            return super().empty_experts(experts, inner, hidden, dtype, device)
         assert dtype == torch.bfloat16, dtype
-        both, empty = 2 * _ROW_BLOCK * -(-inner // _ROW_BLOCK), self._form.empty
+        both, empty = 2 * _ROW_BLOCK * -(-inner // _ROW_BLOCK), self._experts.empty
         return empty([experts], both, hidden), empty([experts], hidden, inner)
 
     def expert_place(
         self, w13: torch.Tensor, w2: torch.Tensor, part: ExpertPart, physical_id: int, inner: int, hidden: int
     ) -> Place:
+        if self._experts is None:
+            return super().expert_place(w13, w2, part, physical_id, inner, hidden)
         if part == "down_proj":
-            return self._form.place(w2[physical_id], hidden, inner, 1, 0)
-        return self._form.place(w13[physical_id], inner, hidden, 2, int(part == "up_proj"))
+            return self._experts.place(w2[physical_id], range(hidden), inner, 1, 0)
+        return self._experts.place(w13[physical_id], range(inner), hidden, 2, int(part == "up_proj"))
 
 
 class Ops:
@@ -214,21 +224,25 @@ def plain_torch_reason(ops: Ops, reason: str, dtype: torch.dtype) -> str:
 
 
 def select_ops(
-    dtype: torch.dtype, device: torch.device | str, kernels_available: bool, weight_format: str = "plain"
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kernels_available: bool,
+    weight_format: str = "plain",
+    linear_format: str = "plain",
 ) -> Ops:
     """Return the kernels where they exist for this dtype and device, else plain torch.
 
     `kernels_available`: this device's kernels are loaded.  `weight_format`: "plain", or one of `HELD_FORMS` for
-    experts.  Raises `StartupError` for one of these without compiled operators for bfloat16.
+    experts.  `linear_format`: the same for projections.  Raises `StartupError` for one of these without compiled
+    operators for bfloat16.
     """
     kind = torch.device(device).type
     compiled = kernels_available and dtype in COMPILED_DTYPES and kind == "cpu"
-    if weight_format != "plain":
-        if not compiled or dtype != torch.bfloat16:
-            raise StartupError(
-                f"--cpu-weight-format {weight_format} needs the compiled CPU operators and --dtype bfloat16"
-            )
-        return compiled_ops(PackedHeld(weight_format))
+    for flag, form in (("--cpu-weight-format", weight_format), ("--cpu-linear-format", linear_format)):
+        if form != "plain" and (not compiled or dtype != torch.bfloat16):
+            raise StartupError(f"{flag} {form} needs the compiled CPU operators and --dtype bfloat16")
+    if (weight_format, linear_format) != ("plain", "plain"):
+        return compiled_ops(PackedHeld(weight_format, linear_format))
     if compiled:
         return compiled_ops()
     if kernels_available and dtype in GPU_DTYPES and kind == "cuda":

@@ -14,6 +14,7 @@ __all__ = [
     "AbsorbedPlace",
     "LatentSizes",
     "PackedPlace",
+    "PackedRows",
     "Place",
     "ReorderedPlace",
     "ShardPlace",
@@ -67,8 +68,8 @@ class ViewPlace:
         return [Move(MoveKind.BOX, self._view, offset, 0, rows, 0, columns, *strides)]
 
 
-class PackedPlace:
-    """Rows of a matrix packed for the compiled operators (`kernels/csrc/packed.h`, `pack.cpp`).
+class PackedRows:
+    """Rows `rows` (step 1) of packed matrices [len(rows), in_features], in any format.
 
     `step` and `offset` describe how blocks of sixteen rows alternate with blocks of another matrix.
     """
@@ -84,6 +85,10 @@ class PackedPlace:
     @property
     def storage(self) -> torch.Tensor:
         return self._packed
+
+
+class PackedPlace(PackedRows):
+    """Rows of a matrix packed for the compiled operators (`kernels/csrc/packed.h`, `pack.cpp`)."""
 
     @property
     def num_bytes(self) -> int:
@@ -217,19 +222,17 @@ class ReorderedPlace:
         return ReorderedPlace(self._inner.rebind(storage), self._order)
 
     def write(self, source: torch.Tensor | Pair) -> None:
-        assert isinstance(source, torch.Tensor), "pairs are not held here"
-        self._inner.write(source.index_select(0, self._order.to(source.device)))
+        self._inner.write(_with_rows(source, self._order))
 
     def read(self) -> torch.Tensor:
         content = self._inner.read()
         return content.index_select(0, self._order.argsort().to(content.device))
 
-    def saved(self) -> torch.Tensor:
-        return self.read()
+    def saved(self) -> torch.Tensor | Pair:
+        return _with_rows(self._inner.saved(), self._order.argsort())
 
     def restore(self, content: torch.Tensor | Pair) -> None:
-        assert isinstance(content, torch.Tensor), "pairs are not held here"
-        self._inner.restore(content.index_select(0, self._order.to(content.device)))
+        self._inner.restore(_with_rows(content, self._order))
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
         runs, inner = _runs_of(self._order), self._inner.moves(shape, lead)
@@ -302,6 +305,15 @@ class ShardPlace:
                     return None
                 found.append(cut.shifted(by, 0) if in_rows else cut.shifted(0, by))
         return [move for move in found if move.num_elements > 0]
+
+
+def _with_rows(content: torch.Tensor | Pair, order: torch.Tensor) -> torch.Tensor | Pair:
+    """Return content whose row i is row `order[i]`."""
+    if not isinstance(content, Pair):
+        return content.index_select(0, order.to(content.device))
+    assert content.block[0] == 1, "no two rows share a scale"
+    weight, scale = (half.index_select(0, order.to(half.device)) for half in (content.weight, content.scale))
+    return Pair(weight, scale, content.block)
 
 
 def _runs_of(order: torch.Tensor) -> list[tuple[int, range]]:

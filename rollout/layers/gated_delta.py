@@ -93,7 +93,10 @@ class GatedDelta(WeightLayer):
 
 
 def _projections(spec: GatedDeltaSpec, hidden_size: int, keys: Shard, build: Build) -> MergedLinear:
-    """Make the projection to queries, keys and values, then output gates, b and a, for both forms of a checkpoint."""
+    """Make the projection to queries, keys and values, then output gates, b and a, for both forms of a checkpoint.
+
+    It is never held in fewer bits: b and a decide what a state forgets.
+    """
     values = keys.times(spec.values_per_key)
     if not spec.merged_by_key_head:
         parts = {
@@ -102,12 +105,12 @@ def _projections(spec: GatedDeltaSpec, hidden_size: int, keys: Shard, build: Bui
             "in_proj_b": values,
             "in_proj_a": values,
         }
-        return MergedLinear(hidden_size, parts, build)
+        return MergedLinear(hidden_size, parts, build, as_sent=True)
     served = spec.values_per_key * spec.value_dim
     qkvz, ba = [spec.key_dim, spec.key_dim, served, served], [spec.values_per_key, spec.values_per_key]
     parts = {"in_proj_qkvz": keys.times(sum(qkvz)), "in_proj_ba": keys.times(sum(ba))}
     orders = {"in_proj_qkvz": _kind_by_kind(keys.length, qkvz), "in_proj_ba": _kind_by_kind(keys.length, ba)}
-    return MergedLinear(hidden_size, parts, build, orders=orders)
+    return MergedLinear(hidden_size, parts, build, orders=orders, as_sent=True)
 
 
 def _kind_by_kind(heads: int, sizes: Sequence[int]) -> torch.Tensor:

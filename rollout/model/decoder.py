@@ -84,7 +84,7 @@ class Decoder(Layer):
         self._layout, self._dispatcher = build.parallel.layout, dispatcher
         self.embed_tokens: Embedding | TiedEmbedding
         if config.tie_word_embeddings:
-            self.embed_tokens = TiedEmbedding(Shard.whole(config.hidden_size), config.vocab_size, build)
+            self.embed_tokens = TiedEmbedding(Shard.whole(config.hidden_size), config.vocab_size, build, as_sent=True)
         else:
             self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, build)
         ordinals = {layer_id: ordinal for ordinal, layer_id in enumerate(config.moe_layer_ids)}

@@ -45,7 +45,10 @@ def base_url(args: ServerArgs) -> str:
 def _operators(state: SchedulerState) -> str:
     if state.plain_torch_reason:
         return f"plain torch: {state.plain_torch_reason}"
-    return f"compiled for {state.cpu_isa}" if state.cpu_isa else "Triton and torch"
+    if not state.cpu_isa:
+        return "Triton and torch"
+    plain = ", ".join(f"{name} ({reason})" for name, reason in state.plain_linears.items())
+    return f"compiled for {state.cpu_isa}" + (f"; in bfloat16: {plain}" if plain else "")
 
 
 def _threads(number: int) -> str:

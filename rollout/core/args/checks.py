@@ -137,11 +137,13 @@ def _check_placement(args: ServerArgs) -> None:
 def _check_weights(args: ServerArgs) -> None:
     """Check weights and their updates."""
     _require(args.cpu_weight_format in WEIGHT_FORMATS, f"--cpu-weight-format must be {' or '.join(WEIGHT_FORMATS)}")
-    _require(
-        not args.quantize_weight_updates or args.cpu_weight_format in ("plain", "fp8"),
-        f"--quantize-weight-updates and --cpu-weight-format {args.cpu_weight_format} quantise the same weights: "
-        "give one",
-    )
+    _require(args.cpu_linear_format in WEIGHT_FORMATS, f"--cpu-linear-format must be {' or '.join(WEIGHT_FORMATS)}")
+    formats = ("--cpu-weight-format", args.cpu_weight_format), ("--cpu-linear-format", args.cpu_linear_format)
+    for flag, form in formats:
+        _require(
+            not args.quantize_weight_updates or form in ("plain", "fp8"),
+            f"--quantize-weight-updates and {flag} {form} quantise the same weights: give one",
+        )
     _require(args.weight_update_timeout > 0, "--weight-update-timeout must be positive")
     _require(
         args.max_weight_call_bytes is None or args.max_weight_call_bytes > 0,

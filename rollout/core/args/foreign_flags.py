@@ -104,7 +104,9 @@ HARMLESS_VALUES = {
     "convert": {"auto", "none"},
     "task": {"auto", "generate"},
 }
-_QUANTISATION = "on a CPU, --cpu-weight-format holds experts in 8 or 4 bits; nothing else is quantised at the start"
+_QUANTISATION = (
+    "on a CPU, --cpu-weight-format and --cpu-linear-format hold weights in 8 or 4 bits; nothing else is quantised"
+)
 _ADAPTERS = "adapters (LoRA) are not served; merge them into the checkpoint"
 _SPECULATION = "speculative decoding is not part of this server"
 _REVISION = "a model is a folder; `hf download NAME --revision REVISION --local-dir DIR` writes one"

@@ -78,6 +78,7 @@ class SchedulerState(Reply, kw_only=True):
     num_threads: int
     cpu_isa: str  # "" without compiled operators
     plain_torch_reason: str  # why the operators run on plain torch; "" if the device's own are loaded
+    plain_linears: dict[str, str]  # why projections are held as sent despite --cpu-linear-format, by name
     batch_invariant: bool
     batch_invariance_note: str
 

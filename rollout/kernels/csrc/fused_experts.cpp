@@ -245,19 +245,6 @@ struct Experts {
   }
 };
 
-// The dtype of packed weights says how they are held.
-bool is_held_dtype(at::ScalarType dtype) {
-  return dtype == at::kChar || dtype == at::kFloat8_e4m3fn || dtype == at::kByte;
-}
-
-// Calls `run` with a null pointer to the step of the format.
-template <class Run>
-void with_step(at::ScalarType dtype, Run&& run) {
-  if (dtype == at::kChar) return run(static_cast<W8Step*>(nullptr));
-  if (dtype == at::kFloat8_e4m3fn) return run(static_cast<Fp8Step*>(nullptr));
-  run(static_cast<Int4Step*>(nullptr));
-}
-
 void check_extras(const at::Tensor& hidden, int64_t num_experts, int64_t inner_size,
                   const std::optional<at::Tensor>& w13_bias, const std::optional<at::Tensor>& w2_bias) {
   const auto check = [&](const std::optional<at::Tensor>& bias, int64_t size) {
@@ -283,13 +270,7 @@ void check_experts(const at::Tensor& hidden, const at::Tensor& ids, const std::o
   with_dtype(hidden, [&](auto zero) {
     using T = decltype(zero);
     const int64_t hidden_size = hidden.size(1), inner_panels = (inner_size + kLanes - 1) / kLanes;
-    const auto numel = [&](int64_t depth) {
-      int64_t found = panel_numel<T>(depth);
-      if (is_held) with_step(w13.scalar_type(), [&](auto* step) {
-        found = held_panel_bytes<std::remove_pointer_t<decltype(step)>>(depth);
-      });
-      return found;
-    };
+    const auto numel = [&](int64_t depth) { return stored_panel_numel<T>(w13.scalar_type(), depth); };
     TORCH_CHECK(w13.size(0) == w2.size(0) && w13.numel() == w13.size(0) * inner_panels * numel(hidden_size) &&
                     w2.numel() == w2.size(0) * panels_of(hidden_size) * numel(inner_size),
                 "w13 must be the packed gate and up rows [P, 2I, D] and w2 the packed [P, D, I]");
@@ -341,20 +322,11 @@ at::Tensor fused_experts(const at::Tensor& hidden, const at::Tensor& ids, const 
         };
         experts.run();
       };
-      const auto run_on = [&](auto w13_panels, auto w2_panels) {
+      with_panels<T>(w13, [&](auto w13_panels) {
+        using Panels = decltype(w13_panels);
+        const Panels w2_panels{static_cast<decltype(Panels::first)>(w2.const_data_ptr())};
         extras.any() ? run(std::false_type(), w13_panels, w2_panels) : run(std::true_type(), w13_panels, w2_panels);
-      };
-      if constexpr (std::is_same_v<T, bf16>) {
-        if (is_held_dtype(w13.scalar_type())) {
-          with_step(w13.scalar_type(), [&](auto* step) {
-            using Panels = HeldPanels<std::remove_pointer_t<decltype(step)>>;
-            run_on(Panels{static_cast<const int8_t*>(w13.const_data_ptr())},
-                   Panels{static_cast<const int8_t*>(w2.const_data_ptr())});
-          });
-          continue;
-        }
-      }
-      run_on(PlainPanels<T>{w13.const_data_ptr<T>()}, PlainPanels<T>{w2.const_data_ptr<T>()});
+      });
     }
   });
   return out;

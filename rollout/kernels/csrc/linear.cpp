@@ -22,9 +22,11 @@ at::Tensor linear(const at::Tensor& hidden, const at::Tensor& weight, int64_t ou
   with_dtype(hidden, [&](auto zero) {
     using T = decltype(zero);
     const T* x = input.const_data_ptr<T>();
-    packed_matmul<T>(
-        num_tokens, depth, out_size, weight.const_data_ptr<T>(),
-        [&](int64_t token, int) { return x + token * depth; }, PutRow<T>(out, bias), [](int64_t, int64_t) {});
+    with_panels<T>(weight, [&](auto panels) {
+      packed_matmul<T>(
+          num_tokens, depth, out_size, panels, [&](int64_t token, int) { return x + token * depth; },
+          PutRow<T>(out, bias), [](int64_t, int64_t) {});
+    });
   });
   return out;
 }

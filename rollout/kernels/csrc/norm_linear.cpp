@@ -25,15 +25,17 @@ at::Tensor norm_linear(at::Tensor& residual, const std::optional<at::Tensor>& hi
   with_dtype(residual, [&](auto zero) {
     using T = decltype(zero);
     const NormRows<T> norm(residual, hidden, norm_weight, {eps, weight_offset});
-    packed_matmul<T>(
-        num_tokens, depth, out_size, weight.const_data_ptr<T>(),
-        [&](int64_t token, int row) {
-          thread_local std::vector<T> normed;
-          normed.resize(kTileTokens<T> * depth);
-          norm.token(token, &normed[row * depth]);
-          return &normed[row * depth];
-        },
-        PutRow<T>(out, bias), [](int64_t, int64_t) {});
+    with_panels<T>(weight, [&](auto panels) {
+      packed_matmul<T>(
+          num_tokens, depth, out_size, panels,
+          [&](int64_t token, int row) {
+            thread_local std::vector<T> normed;
+            normed.resize(kTileTokens<T> * depth);
+            norm.token(token, &normed[row * depth]);
+            return &normed[row * depth];
+          },
+          PutRow<T>(out, bias), [](int64_t, int64_t) {});
+    });
   });
   return out;
 }

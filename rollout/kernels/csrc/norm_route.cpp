@@ -182,7 +182,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_route(
     float* exact = is_sigmoid ? logits.mutable_data_ptr<float>() : nullptr;
     int64_t* i = ids.mutable_data_ptr<int64_t>();
     packed_matmul<T>(
-        num_tokens, depth, num_experts, weight.const_data_ptr<T>(),
+        num_tokens, depth, num_experts, PlainPanels<T>{weight.const_data_ptr<T>()},
         [&](int64_t token, int) {
           norm.token(token, x + token * depth);
           return x + token * depth;

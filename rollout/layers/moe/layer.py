@@ -54,7 +54,8 @@ class MoELayer(Layer):
             shared = SharedExpert(spec.shared_inner, hidden_size, build, is_whole=self._scatters)
             setattr(self, spec.shared_name, shared)  # its name in checkpoints
         self._shared = shared
-        self.shared_expert_gate = Linear(Shard.whole(hidden_size), 1, build) if spec.shared_gate else None
+        gate = spec.shared_gate
+        self.shared_expert_gate = Linear(Shard.whole(hidden_size), 1, build, as_sent=True) if gate else None
 
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext

@@ -28,6 +28,7 @@ STATE = SimpleNamespace(
     device="cpu",
     cpu_isa="amx",
     plain_torch_reason="",
+    plain_linears={},
     batch_invariant=True,
     batch_invariance_note="",
 )
@@ -68,6 +69,7 @@ def test_what_a_server_lacks_is_stated_with_its_reason() -> None:
         ({"cpu_isa": "", "plain_torch_reason": "no compiler"}, "plain torch: no compiler"),
         ({"plain_torch_reason": "no operators for float64"}, "plain torch: no operators for float64"),
         ({"device": "cuda", "cpu_isa": "", "plain_torch_reason": "no Triton"}, "plain torch: no Triton"),
+        ({"plain_linears": {"a": "x", "b": "y"}}, "compiled for amx; in bfloat16: a (x), b (y)"),
     ],
 )
 def test_the_operators_named_are_those_that_run(state: dict[str, str], words: str) -> None:
