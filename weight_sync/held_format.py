@@ -44,6 +44,11 @@ class HeldFormat:
         """Return whether a pair is held as it came."""
         return pair is not None and self.pairs is not None and pair.weight.dtype == self.pairs.element
 
+    @property
+    def is_int8_blocks(self) -> bool:
+        """True for blocks of 8 bits, to which `take_spans` converts."""
+        return self.values is int8_blocks.held_values
+
     def unsent(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | Pair:
         """Return content for a tensor that no sender has: NaN, or the largest number where the format has no NaN."""
         if self.pairs is not None:

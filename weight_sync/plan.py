@@ -9,7 +9,8 @@ wire tensor may come as a box of it (`TensorMeta.box`).  Then so do the logical 
 box as a whole.
 
 Tensors that the tables cannot express are listed in `rest`, and go the way of single tensors (`intake`): halves of FP8
-pairs, tensors that are quantised to FP8 here, and places that only their own `write` can fill.
+pairs, tensors that are quantised here to anything but blocks of 8 bits or come so in boxes, and places that only their
+own `write` can fill.
 
 A plan is of one layout, one state of the places (`LogicalWeights.places_key`), and one answer to whether casts that
 lose something are taken.  Memory: about 430 bytes a tensor that has one place.
@@ -31,7 +32,7 @@ from weight_sync.boxes import Box, box_text, whole_box
 from weight_sync.content import TensorTable
 from weight_sync.errors import CoverageError
 from weight_sync.fp8_wire import value_metas, weight_name
-from weight_sync.held_format import INT8_BLOCKS, HeldFormats
+from weight_sync.held_format import HeldFormats
 from weight_sync.ledger import Numbers, PlannedBoxes
 from weight_sync.manifest import Manifest, ManifestPlan, plan_manifest
 from weight_sync.moves import Move, lead_of, matrix_of
@@ -157,7 +158,7 @@ def plan_bucket(
             parts is not None
             and wire.name not in halves
             and (wire.box is not None or seen.isdisjoint(names))
-            and quantised.keys().isdisjoint(names)
+            and all(name not in quantised or (quantised[name].is_int8_blocks and wire.box is None) for name in names)
         )
         if not (is_plain and rows.add(wire, offset, parts or (), homes)):
             rest.append(place)
@@ -244,7 +245,7 @@ class _Rows:
         held_format = self.quantised.get(held.name)
         if held_format is None:
             return DTYPE_CODES[held.dtype] if is_cast or wire.dtype == held.dtype else None
-        return INT8_BLOCKS_CODE if held_format is INT8_BLOCKS and is_cast else None
+        return INT8_BLOCKS_CODE if is_cast else None
 
 
 class _Row(NamedTuple):

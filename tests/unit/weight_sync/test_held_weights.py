@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +36,18 @@ from tests.model_zoo import load_tiny, logical_tensors, stored_tensors, tiny_che
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
 from weight_sync.checker import compare, live_fingerprints, reset_tensors, resettable, take_snapshot
+from weight_sync.content import TensorTable
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.errors import ContentError, TransactionStateError
 from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.held_memory import Areas
 from weight_sync.int8_blocks import held_values
 from weight_sync.ledger import Coverage
+from weight_sync.plan import Planner
 from weight_sync.receivers.delta import DeltaSource
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
-from weight_sync.tensor_meta import Pair, TensorMeta
+from weight_sync.tensor_meta import BucketLayout, Pair, TensorMeta
 
 Named = dict[str, torch.Tensor]
 PROMPTS = [[7, 3, 9], list(range(20, 50)), [5], [4] * 17, [9, 9, 1]]
@@ -338,6 +342,23 @@ def test_memory_of_a_refresh_leaves_nothing_in_the_edges_of_rows(
     staging.commit()
     staging.close()
     assert all(torch.equal(now.view(torch.uint8), before[name].view(torch.uint8)) for name, now in storages.items())
+
+
+def test_blocks_of_8_bits_go_by_tables_and_other_formats_one_by_one(folder: Path, ops: Ops, form: str) -> None:
+    weights = load_tiny(folder, torch.bfloat16, ops=ops).weights
+    metas = [TensorMeta(name, x.dtype, tuple(x.shape)) for name, x in logical_tensors(folder).items()]
+    formats, whole = weights.held_formats(), flat_layout(metas)
+    (plan,) = Planner(TensorTable(weights.metas()), formats).plans(weights, [whole], cast=False)
+    assert {metas[place].name for place in plan.rest} == (set() if form == "w8" else formats.keys())
+    boxed = replace(metas[[meta.name for meta in metas].index(next(iter(formats)))], box=((0, 32), (0, 16)))
+    (plan,) = Planner(TensorTable(weights.metas()), formats).plans(weights, [flat_layout([boxed])], cast=False)
+    assert list(plan.rest) == [0]  # a block may lie in two boxes
+
+
+def flat_layout(metas: Sequence[TensorMeta]) -> BucketLayout:
+    """Return the layout of tensors one behind the other."""
+    offsets = list(accumulate((meta.nbytes for meta in metas), initial=0))
+    return BucketLayout(metas, offsets[:-1], offsets[-1])
 
 
 # --- FP8 as it is published -------------------------------------------------------------------------------------------
