@@ -16,13 +16,14 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from weight_sync.errors import ContentError, TransportError, WeightRequestError
+from weight_sync.fp8_blocks import SCALE_SUFFIX
 from weight_sync.tensor_meta import SAFETENSORS_DTYPES, TensorMeta, dtype_name, parse_meta
 
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors package takes
@@ -236,11 +237,11 @@ def _extent(where: str, name: str, entry: Any) -> tuple[int, int]:
 def _meta(where: str, name: str, entry: dict[str, Any]) -> TensorMeta:
     dtype, shape = entry.get("dtype"), entry.get("shape")
     try:
+        if dtype == "F8_E8M0" and name.endswith(SCALE_SUFFIX) and isinstance(shape, list):
+            return replace(parse_meta(name, "uint8", shape), dtype=torch.float8_e8m0fnu)
         if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES or not isinstance(shape, list):
             raise WeightRequestError("one of them is missing or unknown")
         return parse_meta(name, dtype_name(SAFETENSORS_DTYPES[dtype]), shape)
     except WeightRequestError:
         described = f"dtype {str(dtype)[:64]!r} and shape {str(shape)[:64]}"
-        if dtype == "F8_E8M0":
-            described += "; scales of FP8 weights are read in F32, BF16 or F16, so convert them"
         raise ContentError(f"{where}: {name[:200]!r} has {described}") from None

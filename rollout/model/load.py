@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ from weight_sync.staging import DirectSink
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 
 Progress = Callable[[int, int], None]  # bytes read so far, bytes in all
+POWERS_OF_TWO = torch.float8_e8m0fnu
 MAPPED_BYTES = 256 * 2**20  # read from one mapping of a file
 
 
@@ -63,7 +65,7 @@ def load_model(
     with memory or nullcontext():
         model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
     shards = open_checkpoint(model_path)
-    metas = [meta for shard in shards for meta in shard.metas]
+    metas = [_widened(meta) for shard in shards for meta in shard.metas]
     total = sum(meta.nbytes for meta in metas)
     try:
         _check(model.weights, metas, config.stored_format)
@@ -128,6 +130,11 @@ def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: 
     announced.settle()
 
 
+def _widened(meta: TensorMeta) -> TensorMeta:
+    """Return a tensor of a checkpoint as `read_tensors` reads it: scales that are powers of two become float32."""
+    return replace(meta, dtype=torch.float32) if meta.dtype == POWERS_OF_TWO else meta
+
+
 def quantised_names(model_path: str | Path, weights: LogicalWeights) -> frozenset[str]:
     """Return the names of the logical tensors that a checkpoint stores quantised.
 
@@ -158,13 +165,15 @@ def open_checkpoint(model_path: str | Path) -> tuple[SafetensorsFile, ...]:
 def read_tensors(file: SafetensorsFile) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and tensors of one file, on the CPU, in the order of their content.  Raises `StartupError`.
 
-    A tensor is a view of the mapped file.  The mapping is renewed now and then.  Otherwise the part that was read would
-    count as resident until the whole file is read, in addition to the weights made from it.
+    A tensor is a view of the mapped file; scales that are powers of two are widened.  The mapping is renewed now and
+    then.  Otherwise the part that was read would count as resident until the whole file is read, in addition to the
+    weights made from it.
     """
     try:
         for metas in runs_of(file.metas, MAPPED_BYTES):
             with safe_open(file.path, framework="pt") as mapped:
                 for meta in metas:
-                    yield meta.name, mapped.get_tensor(meta.name)
+                    tensor = mapped.get_tensor(meta.name)
+                    yield meta.name, tensor.float() if meta.dtype == POWERS_OF_TWO else tensor
     except (SafetensorError, OSError) as error:
         raise StartupError(f"{file.path} is truncated or damaged ({error}); copy it again") from None

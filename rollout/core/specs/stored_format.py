@@ -22,7 +22,7 @@ _FORMATS: dict[StoredFormat, dict[str, tuple[Any, ...]]] = {
         "weight_block_size": ([128, 128],),
         "fmt": ("e4m3",),
         "activation_scheme": ("dynamic",),
-        "scale_fmt": ("float", None),
+        "scale_fmt": ("float", "ue8m0", None),
         "expert_dtype": ("fp8", None),
         "dequantize": (False, None),
         "modules_to_convert": ([], None),

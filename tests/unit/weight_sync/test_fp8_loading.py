@@ -158,7 +158,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "other blocks": ({"weight_block_size": [64, 128]}, "weight_block_size '[64, 128]'"),
     "per tensor": ({"weight_block_size": None}, "weight_block_size 'None'"),
     "e5m2": ({"fmt": "e5m2"}, "fmt 'e5m2'"),
-    "powers of two": ({"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+    "other scales": ({"scale_fmt": "int8"}, "scale_fmt 'int8'"),
     "unknown": ({"kv_cache_scheme": "fp8"}, "kv_cache_scheme 'fp8'"),
 }
 
@@ -175,7 +175,12 @@ def test_other_quantisations_are_refused_by_key(moe: Fp8Case, name: str, tmp_pat
 
 def test_configs_of_this_kind_are_taken(moe: Fp8Case, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((moe.fp8 / "config.json").read_bytes())
-    for more in ({}, {"modules_to_not_convert": ["lm_head"]}, {"scale_fmt": "float", "dequantize": False}):
+    for more in (
+        {},
+        {"modules_to_not_convert": ["lm_head"]},
+        {"scale_fmt": "float", "dequantize": False},
+        {"scale_fmt": "ue8m0"},
+    ):
         set_config(tmp_path, QUANTIZATION_CONFIG | more)
         assert load_model_config(tmp_path).stored_format == "fp8"
     assert load_model_config(moe.plain).stored_format == "plain"
@@ -199,9 +204,18 @@ def with_scales(tensors: Named, dtype: torch.dtype) -> Named:
     return {name: tensor.to(dtype) if name.endswith("_scale_inv") else tensor for name, tensor in tensors.items()}
 
 
-def test_scales_in_e8m0_are_refused_with_what_to_do(moe: Fp8Case, tmp_path: Path) -> None:
-    """B10: such scales are published too, but this version does not read them."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_may_be_powers_of_two_in_eight_bits(moe: Fp8Case, dtype: torch.dtype, tmp_path: Path) -> None:
+    narrow = with_scales(moe.tensors, torch.float8_e8m0fnu)
+    folder = fp8_checkpoint(tmp_path / "e8m0", moe.plain, lambda _: narrow)
+    set_config(folder, QUANTIZATION_CONFIG | {"scale_fmt": "ue8m0"})
+    wide = with_scales(narrow, torch.float32)
+    assert_same(held(folder, dtype), reference_values(wide, dtype))
+    assert any(not torch.equal(wide[name], moe.tensors[name]) for name in wide), "rounding them changed some"
+
+
+def test_other_tensors_in_e8m0_are_refused(moe: Fp8Case, tmp_path: Path) -> None:
     exponents = torch.full((2, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    folder = fp8_checkpoint(tmp_path / "e8m0", moe.plain, lambda tensors: tensors | {SCALE: exponents})
-    with pytest.raises(StartupError, match=r"'F8_E8M0' .*scales of FP8 weights are read in F32, BF16 or F16"):
+    folder = fp8_checkpoint(tmp_path / "e8m0", moe.plain, lambda tensors: tensors | {"model.norm.weight": exponents})
+    with pytest.raises(StartupError, match="'F8_E8M0'"):
         held(folder, torch.bfloat16)
