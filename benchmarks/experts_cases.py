@@ -10,16 +10,20 @@ import torch
 from benchmarks.compile_cases import CompileCase
 from rollout.kernels.gpu import experts_kernels as kernels
 from rollout.kernels.gpu.experts_plan import EXPERT_TILES, Tiles, few_assignments, plan_chunk
-from rollout.kernels.gpu.fused_experts import PLAIN_WARPS, SUM_WIDTH, plan_constants, product_constants
+from rollout.kernels.gpu.fused_experts import HELD_WEIGHTS, PLAIN_WARPS, SUM_WIDTH, plan_constants, product_constants
+from rollout.kernels.row_places import row_bytes
 
 _EXPERTS, _TOP_K, _HIDDEN, _INNER = 128, 8, 2048, 768
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
+_TYPES |= {torch.uint8: "u8"}  # two integers of 4 bits
+_SCALES = {torch.float8_e4m3fn: "*fp32", torch.uint8: "*i16"}
 _DEFAULT_STAGES = 3  # Triton's own, where a launch names none
 _PRODUCTS = (  # activations, weights
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float16),
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.uint8),
 )
 
 
@@ -49,24 +53,31 @@ def _product_cases(
     dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool, few: int = 0
 ) -> Iterator[CompileCase]:
     """Yield the cases of both matrix products with these tiles.  Experts that clamp have biases.  `few`: no plan."""
-    own, scaled = f"*{_TYPES[dtype]}", weight_dtype.itemsize == 1
-    weight = f"*{_TYPES[weight_dtype]}"
-    beside = {"scale_ptr": "*fp32" if scaled else None, "bias_ptr": own if clamped else None}
+    own, weight = f"*{_TYPES[dtype]}", f"*{_TYPES[weight_dtype]}"
+    beside = {"scale_ptr": _SCALES.get(weight_dtype), "bias_ptr": own if clamped else None}
     plan = {"order_ptr": "*i64" if few else "*i32", "blocks_ptr": None if few else "*i32", "num_assignments": "i32"}
     shared: dict[str, object] = {"D": _HIDDEN, "I": _INNER, "P": _EXPERTS, "FEW": few, "HAS_BIAS": clamped}
-    shared |= product_constants(tiles, weight_dtype, scaled)
-    name = f"{_TYPES[weight_dtype]}, {tiles.rows} x {tiles.tokens}{', clamped' if clamped else ''}"
+    kind = "int4" if weight_dtype == torch.uint8 else _TYPES[weight_dtype]
+    name = f"{kind}, {tiles.rows} x {tiles.tokens}{', clamped' if clamped else ''}"
     name += ", few" if few else ""
     gate_up_types = {"hidden_ptr": own, "w13_ptr": weight, **beside, "inner_ptr": own, **plan}
     yield _case(
         f"experts gate and up, {name}",
         kernels.gate_up_kernel,
         gate_up_types | {"limit": "fp32", "alpha": "fp32"},
-        shared | {"K": _TOP_K, "CLAMPED": clamped},
+        shared | {"K": _TOP_K, "CLAMPED": clamped} | _of_rows(tiles, weight_dtype, _HIDDEN),
         tiles,
     )
     down_types = {"inner_ptr": own, "w2_ptr": weight, **beside, "out_ptr": own, **plan}
+    shared |= _of_rows(tiles, weight_dtype, _INNER)
     yield _case(f"experts down, {name}", kernels.down_kernel, down_types, shared, tiles)
+
+
+def _of_rows(tiles: Tiles, weight_dtype: torch.dtype, depth: int) -> dict[str, object]:
+    stride = depth
+    if weight_dtype in HELD_WEIGHTS:
+        stride = row_bytes(*HELD_WEIGHTS[weight_dtype].parts(depth))
+    return product_constants(tiles, weight_dtype, depth, stride)
 
 
 def _case(

@@ -187,9 +187,9 @@ class ShadowStaging:
 
     def _content(self, place: Place) -> torch.Tensor:
         if self._folds_early(place.storage):
-            old = place.read()
-            folded = self._place_in_shadow(place).read().to(old.device)
-            return (_words(folded) ^ _words(old)).view(old.dtype)
+            old, folded = place.storage, self._place_in_shadow(place).storage
+            new = _words(folded).to(old.device) ^ _words(old)
+            return place.rebind(new.view(old.dtype)).read()
         if not self._prepared:
             return self._place_in_shadow(place).read()
         content = self._shadows[address_of(place.storage)].new_content()
@@ -222,9 +222,10 @@ class ShadowStaging:
             for place in self._homes.places(name):
                 if address_of(place.storage) in keys:
                     target = self._place_in_shadow(place)
-                    is_folded = self._folds_early(place.storage)
-                    rest = torch.zeros_like(target.read()) if is_folded else place.saved()
-                    self._queue.put(functools.partial(target.restore, rest))
+                    if self._folds_early(place.storage):
+                        self._queue.put(_words(target.storage).zero_)
+                    else:
+                        self._queue.put(functools.partial(target.restore, place.saved()))
 
     def _missing(self) -> Collection[str]:
         """Return the names of the tensors that were not written."""
@@ -328,12 +329,15 @@ def _write(content: Content, target: Place) -> None:
 
 
 def _write_folded(content: Content, live: Place, target: Place) -> None:
-    """Write into `target` the exclusive or of what `live` would hold and what it holds, computed where it lies."""
-    new = live.rebind(torch.empty_like(live.storage))
+    """Write into `target` the exclusive or of what `live` would hold and what it holds, computed where it lies.
+
+    On a device no two places share a storage, so that all of it is folded.
+    """
+    new = live.rebind(live.storage.clone())
     _write(content, new)
-    folded = new.read()
-    _words(folded).bitwise_xor_(_words(live.read()))
-    target.restore(folded)
+    folded = _words(new.storage)
+    folded.bitwise_xor_(_words(live.storage))
+    _words(target.storage).copy_(folded)
 
 
 def _words(content: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,13 @@ from rollout.core.errors import StartupError
 from rollout.kernels.held_places import HELD_FORMS, HeldForm
 from rollout.kernels.operators import OPERATORS
 from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, Place, ViewPlace
+from rollout.kernels.row_places import ROW_FORMS, RowsPlace
 from weight_sync.held_format import HeldFormat
 
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HELD_DTYPES = (torch.bfloat16, torch.float16)
 _ROW_BLOCK = 16  # rows of a packed projection that lie together; gate and up projections alternate by such blocks
 
 
@@ -72,6 +74,29 @@ class RowMajor:
     def latent_place(self, weight: torch.Tensor, sizes: LatentSizes) -> Place:
         """Return the place of the whole matrix: content [H (nope + v), R], each head's rows for keys first."""
         return ViewPlace(weight)
+
+
+class RowMajorHeld(RowMajor):
+    """Plain matrices, the ones of experts in a form of `ROW_FORMS`, whose values have dtype `dtype`."""
+
+    def __init__(self, form: str, dtype: torch.dtype) -> None:
+        self.name = f"row-major-{form}"
+        self._form, self._dtype = ROW_FORMS[form], dtype
+        self.experts_held = self._form.held
+
+    def empty_experts(
+        self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        empty = self._form.empty
+        return empty((experts, 2 * inner), hidden, device), empty((experts, hidden), inner, device)
+
+    def expert_place(
+        self, w13: torch.Tensor, w2: torch.Tensor, part: ExpertPart, physical_id: int, inner: int, hidden: int
+    ) -> Place:
+        if part == "down_proj":
+            return RowsPlace(self._form, w2[physical_id], inner, self._dtype)
+        rows = w13[physical_id, :inner] if part == "gate_proj" else w13[physical_id, inner:]
+        return RowsPlace(self._form, rows, hidden, self._dtype)
 
 
 class Packed(RowMajor):
@@ -195,7 +220,7 @@ def compiled_ops(storage: RowMajor | None = None) -> Ops:
     return Ops(_registered(), storage or Packed(), batch_invariant=True, graph_safe=True, rest=rest)
 
 
-def gpu_ops() -> Ops:
+def gpu_ops(storage: RowMajor | None = None) -> Ops:
     """Return torch's registry with the Triton kernels in it (`load_gpu_kernels`), for `GPU_DTYPES`.
 
     They are not batch invariant: a library computes the matrix products of dense layers.
@@ -203,7 +228,7 @@ def gpu_ops() -> Ops:
     packed: Callable[..., torch.Tensor] = import_module("rollout.kernels.gpu.packed_experts").packed_experts
     return Ops(
         _registered(),
-        RowMajor(),
+        storage or RowMajor(),
         batch_invariant=False,
         graph_safe=True,
         takes_empty_slots=True,
@@ -229,15 +254,24 @@ def select_ops(
     kernels_available: bool,
     weight_format: str = "plain",
     linear_format: str = "plain",
+    *,
+    quantization: str | None = None,
 ) -> Ops:
     """Return the kernels where they exist for this dtype and device, else plain torch.
 
-    `kernels_available`: this device's kernels are loaded.  `weight_format`: "plain", or one of `HELD_FORMS` for
-    experts.  `linear_format`: the same for projections.  Raises `StartupError` for one of these without compiled
-    operators for bfloat16.
+    `kernels_available`: this device's kernels are loaded.  `weight_format`: "plain", or one of `HELD_FORMS` for experts
+    on a CPU.  `linear_format`: the same for projections.  `quantization`: None, or one of `ROW_FORMS` for experts on
+    CUDA.  Raises `StartupError` for one of these without operators for the dtype.
     """
     kind = torch.device(device).type
     compiled = kernels_available and dtype in COMPILED_DTYPES and kind == "cpu"
+    triton = kernels_available and dtype in GPU_DTYPES and kind == "cuda"
+    if quantization is not None:
+        if not triton or dtype not in HELD_DTYPES:
+            raise StartupError(
+                f"--quantization {quantization} needs the Triton kernels on CUDA and --dtype bfloat16 or float16"
+            )
+        return gpu_ops(RowMajorHeld(quantization, dtype))
     for flag, form in (("--cpu-weight-format", weight_format), ("--cpu-linear-format", linear_format)):
         if form != "plain" and (not compiled or dtype != torch.bfloat16):
             raise StartupError(f"{flag} {form} needs the compiled CPU operators and --dtype bfloat16")
@@ -245,6 +279,4 @@ def select_ops(
         return compiled_ops(PackedHeld(weight_format, linear_format))
     if compiled:
         return compiled_ops()
-    if kernels_available and dtype in GPU_DTYPES and kind == "cuda":
-        return gpu_ops()
-    return plain_ops()
+    return gpu_ops() if triton else plain_ops()

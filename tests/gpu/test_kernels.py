@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from rollout.kernels.gpu.fused_experts import fused_experts_fp8
 from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels, triton_form
 from rollout.kernels.operators import OPERATORS
 from rollout.kernels.operators.norm_route import RouterRule, of_best_groups
-from rollout.kernels.ops import plain_ops
+from rollout.kernels.ops import ExpertPart, RowMajorHeld, plain_ops
+from rollout.kernels.row_places import ROW_FORMS, RowsPlace
 from tests.gpu.needs import need_cuda
 from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprints_end_to_end
 from weight_sync.fingerprint_words import multipliers
-from weight_sync.fp8_blocks import dequantise, quantise
 from weight_sync.spans import DTYPE_CODES, SpanTensor
 from weight_sync.take_spans import SpanTables, take_spans_plainly
 from weight_sync.tensor_meta import DTYPES
@@ -249,20 +248,41 @@ def test_experts_match_plain_torch_in_float64(
     assert close(op("fused_experts")(x, ids, weights, w13, w2, inner, *more), want, dtype)
 
 
+@pytest.mark.parametrize("form", ROW_FORMS)
 @pytest.mark.parametrize("tokens", [1, 33])
-def test_experts_in_fp8_blocks(tokens: int, device: torch.device, on_cuda: bool) -> None:
-    """The reference is float64 products of the values that the blocks stand for; half precision in a dry run."""
+def test_experts_in_fewer_bits(tokens: int, form: str, op: Any, device: torch.device, on_cuda: bool) -> None:
+    """The reference is float64 products of the values that are held; half precision in a dry run."""
     dtype, (experts, top_k, hidden, inner) = torch.bfloat16 if on_cuda else torch.float16, (6, 2, 256, 128)
-    rand = Numbers(torch.float32, device)
-    (gate, gate_scale), (up, up_scale) = (quantise(rand(experts, inner, hidden, scale=0.1)) for _ in range(2))
-    w2, w2_scale = quantise(rand(experts, hidden, inner, scale=0.1))
-    w13, w13_scale = torch.cat([gate, up], 1), torch.cat([gate_scale, up_scale], 1)
-    x, ids = rand(tokens, hidden).to(dtype), torch.stack([rand.distinct(experts, top_k) for _ in range(tokens)])
-    weights = rand(tokens, top_k).abs().to(dtype)
-    got = fused_experts_fp8(x, ids, weights, w13, w13_scale, w2, w2_scale)
-    values = [exact(dequantise(w13, w13_scale, dtype)), exact(dequantise(w2, w2_scale, dtype))]
-    want = plain.fused_experts(exact(x), ids.cpu(), exact(weights), *values, inner)
+    rand, storage = Numbers(dtype, device), RowMajorHeld(form, dtype)
+    w13, w2 = storage.empty_experts(experts, inner, hidden, dtype, device)
+    values = rand(experts, 2 * inner, hidden, scale=0.1).cpu(), rand(experts, hidden, inner, scale=0.1).cpu()
+    gate, up = values[0].split(inner, 1)
+    parts: list[tuple[ExpertPart, torch.Tensor]] = [("gate_proj", gate), ("up_proj", up), ("down_proj", values[1])]
+    for part, contents in parts:
+        for expert, content in enumerate(contents):
+            place = storage.expert_place(w13, w2, part, expert, inner, hidden)
+            place.write(content)
+            content.copy_(place.read())
+    x, ids = rand(tokens, hidden), torch.stack([rand.distinct(experts, top_k) for _ in range(tokens)])
+    weights = rand(tokens, top_k).abs()
+    got = op("fused_experts")(x, ids, weights, w13, w2, inner)
+    want = plain.fused_experts(exact(x), ids.cpu(), exact(weights), *map(exact, values), inner)
     assert error_of(got, want) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("form", ROW_FORMS)
+@pytest.mark.parametrize("tokens", [1, 33, 300])
+def test_linear_in_fewer_bits(tokens: int, form: str, op: Any, device: torch.device, on_cuda: bool) -> None:
+    """The reference is a float64 product of the values; a row among others has the bits that it has alone."""
+    dtype, (rows, depth) = torch.bfloat16 if on_cuda else torch.float16, (200, 256)
+    rand, held = Numbers(dtype, device), ROW_FORMS[form]
+    place = RowsPlace(held, held.empty((rows,), depth, device), depth, dtype)
+    place.write(rand(rows, depth, scale=0.1))
+    x, bias = rand(tokens, depth), rand(rows)
+    got = op("linear")(x, place.storage, rows, bias)
+    assert error_of(got, exact(x) @ exact(place.read()).T + exact(bias)) < TOLERANCE[torch.bfloat16]
+    if on_cuda:
+        assert torch.equal(op("linear")(x[:1].contiguous(), place.storage, rows, bias), got[:1])
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 256, 4096])

@@ -8,6 +8,7 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 
 WEIGHT_FORMATS = ("plain", "w8", "fp8", "int4", "int4-128")
+QUANTISATIONS = ("fp8", "int4", "int4-128")
 
 
 def check_settings(args: ServerArgs) -> None:
@@ -138,10 +139,18 @@ def _check_weights(args: ServerArgs) -> None:
     """Check weights and their updates."""
     _require(args.cpu_weight_format in WEIGHT_FORMATS, f"--cpu-weight-format must be {' or '.join(WEIGHT_FORMATS)}")
     _require(args.cpu_linear_format in WEIGHT_FORMATS, f"--cpu-linear-format must be {' or '.join(WEIGHT_FORMATS)}")
-    formats = ("--cpu-weight-format", args.cpu_weight_format), ("--cpu-linear-format", args.cpu_linear_format)
-    for flag, form in formats:
+    _require(
+        args.quantization in (None, *QUANTISATIONS),
+        f"--quantization must be {' or '.join(QUANTISATIONS)}, got {args.quantization}",
+    )
+    formats = {
+        "--cpu-weight-format": args.cpu_weight_format,
+        "--cpu-linear-format": args.cpu_linear_format,
+        "--quantization": args.quantization,
+    }
+    for flag, form in formats.items():
         _require(
-            not args.quantize_weight_updates or form in ("plain", "fp8"),
+            not args.quantize_weight_updates or form in (None, "plain", "fp8"),
             f"--quantize-weight-updates and {flag} {form} quantise the same weights: give one",
         )
     _require(args.weight_update_timeout > 0, "--weight-update-timeout must be positive")

@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "device and kernels": (
         *("device", "base_gpu_id", "num_threads", "cpu_isa", "cpu_weight_format", "cpu_linear_format"),
-        *("attention_backend", "disable_native_kernels", "disable_cuda_graph", "cuda_graph_max_bs"),
+        *("quantization", "attention_backend", "disable_native_kernels", "disable_cuda_graph", "cuda_graph_max_bs"),
         "piecewise_cuda_graph_max_tokens",
     ),
     "scheduling": (

@@ -117,7 +117,6 @@ _OWN_CODE = "no code is loaded by a flag"
 _OWN_MODELS = "the server has its own models, which it builds from config.json"
 _SPLIT = "prefill and decode run on the same ranks"
 REFUSED = {
-    "quantization": _QUANTISATION,
     "torchao_config": _QUANTISATION,
     "quantization_param_path": _QUANTISATION,
     "calculate_kv_scales": "KV of --kv-cache-dtype fp8_e4m3 has a scale of 1",

@@ -29,7 +29,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SCALE_BLOCK = tl.constexpr(128)  # rows and columns that have one scale
+SCALE_BLOCK = tl.constexpr(128)  # columns of FP8 that have one scale
+SCALE_GROUP = tl.constexpr(32)  # columns of 4 bits that have one scale
+FP8 = tl.constexpr(1)  # forms of `row_places`; 0: as in memory
+INT4 = tl.constexpr(2)
 _INTERLEAVE = tl.constexpr(8)  # gate rows of a tile, followed by as many up rows: one thread holds both results
 
 
@@ -122,7 +125,9 @@ def gate_up_kernel(
     FEW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
-    SCALED: tl.constexpr,
+    FORM: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SCALES_AT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -130,7 +135,7 @@ def gate_up_kernel(
     """Compute the activation of each assignment: inner [A, I] by place in `order`, of hidden [T, D] and w13 [P, 2I, D].
 
     FEW: 0, or a power of two that is not below A.  Then `order_ptr` points to the ids, and there is no table of blocks.
-    SCALED: w13 is float8_e4m3fn, with scales [P, 2 ceil(I / 128), ceil(D / 128)], gate's before up's.
+    FORM, STRIDE, SCALES_AT: see `row_sums`.
     """
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     WIDTH: tl.constexpr = ROWS // 2  # inner features of a tile
@@ -157,15 +162,17 @@ def gate_up_kernel(
     half = row // _INTERLEAVE % 2
     feature = begin + row // (2 * _INTERLEAVE) * _INTERLEAVE + row % _INTERLEAVE
     feature = tl.minimum(feature, I - 1)
-    sums = _sums(
-        w13_ptr + expert * (2 * I * D),
-        half * I + feature,
+    sums = row_sums(
+        w13_ptr,
         scale_ptr,
-        (expert * 2 + half) * tl.cdiv(I, SCALE_BLOCK) + feature // SCALE_BLOCK,
+        expert * (2 * I),
+        half * I + feature,
         hidden_ptr,
         (assignments // K).to(tl.int64),
         D,
-        SCALED,
+        FORM,
+        STRIDE,
+        SCALES_AT,
         BLOCK_M,
         ROWS,
         BLOCK_K,
@@ -200,14 +207,16 @@ def down_kernel(
     P: tl.constexpr,
     FEW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
+    FORM: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SCALES_AT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Compute the output of each assignment: out [A, D], of inner [A, I] by place in `order` and w2 [P, D, I].
 
-    SCALED: w2 is float8_e4m3fn, with scales [P, ceil(D / 128), ceil(I / 128)].
+    FORM, STRIDE, SCALES_AT: see `row_sums`.
     """
     dtype: tl.constexpr = inner_ptr.dtype.element_ty
     TILES: tl.constexpr = (D + ROWS - 1) // ROWS
@@ -228,15 +237,17 @@ def down_kernel(
     expert = expert.to(tl.int64)
     feature = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(feature, D - 1)
-    sums = _sums(
-        w2_ptr + expert * (D * I),
-        row,
+    sums = row_sums(
+        w2_ptr,
         scale_ptr,
-        expert * tl.cdiv(D, SCALE_BLOCK) + row // SCALE_BLOCK,
+        expert * D,
+        row,
         inner_ptr,
         places.to(tl.int64),
         I,
-        SCALED,
+        FORM,
+        STRIDE,
+        SCALES_AT,
         BLOCK_M,
         ROWS,
         BLOCK_K,
@@ -249,38 +260,92 @@ def down_kernel(
 
 
 @triton.jit
-def _sums(
+def row_sums(
     w_ptr,
-    w_rows,
     scale_ptr,
-    scale_rows,
+    first_row,
+    w_rows,
     x_ptr,
     x_rows,
     DEPTH: tl.constexpr,
-    SCALED: tl.constexpr,
+    FORM: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SCALES_AT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply rows `w_rows` of a matrix with rows `x_rows` of another, of DEPTH columns: [ROWS, BLOCK_M] float32."""
+    """Multiply rows `first_row + w_rows` of a matrix with rows `x_rows` of another, of DEPTH columns: [ROWS, BLOCK_M].
+
+    The result is float32.  Rows of the matrix begin STRIDE elements after one another.  FORM FP8 and INT4: its scales
+    lie SCALES_AT bytes behind the beginning of a row (`row_places`).  `scale_ptr` points to the same memory, as float32
+    or as the bits of bfloat16.  A weight becomes its value in the dtype of `x` before it is multiplied.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    step = tl.arange(0, BLOCK_K)
-    w_ptrs = w_ptr + w_rows[:, None] * DEPTH + step[None, :]
-    x_ptrs = x_ptr + x_rows[None, :] * DEPTH + step[:, None]
     sums = tl.zeros((ROWS, BLOCK_M), dtype=tl.float32)
-    for start in range(0, DEPTH, BLOCK_K):
-        if DEPTH % BLOCK_K == 0:
-            w = tl.load(w_ptrs + start)
-            x = tl.load(x_ptrs + start)
-        else:
-            w = tl.load(w_ptrs + start, mask=step[None, :] < DEPTH - start, other=0.0)
-            x = tl.load(x_ptrs + start, mask=step[:, None] < DEPTH - start, other=0.0)
-        if SCALED:
-            tl.static_assert(SCALE_BLOCK % BLOCK_K == 0)
-            scale = tl.load(scale_ptr + scale_rows * tl.cdiv(DEPTH, SCALE_BLOCK) + start // SCALE_BLOCK)
-            w = (w.to(tl.float32) * scale[:, None]).to(dtype)
-        sums = tl.dot(w, x, sums, input_precision="ieee")
+    if FORM == INT4:
+        sums = _int4_sums(
+            sums, w_ptr, scale_ptr, first_row, w_rows, x_ptr, x_rows, DEPTH, STRIDE, SCALES_AT, BLOCK_K // 2
+        )
+    else:
+        step = tl.arange(0, BLOCK_K)
+        w_ptrs = w_ptr + first_row * STRIDE + w_rows[:, None] * STRIDE + step[None, :]
+        x_ptrs = x_ptr + x_rows[None, :] * DEPTH + step[:, None]
+        for start in range(0, DEPTH, BLOCK_K):
+            if DEPTH % BLOCK_K == 0:
+                w = tl.load(w_ptrs + start)
+                x = tl.load(x_ptrs + start)
+            else:
+                w = tl.load(w_ptrs + start, mask=step[None, :] < DEPTH - start, other=0.0)
+                x = tl.load(x_ptrs + start, mask=step[:, None] < DEPTH - start, other=0.0)
+            if FORM == FP8:
+                tl.static_assert(SCALE_BLOCK % BLOCK_K == 0)
+                scales = scale_ptr + (first_row * STRIDE + SCALES_AT) // 4 + w_rows * (STRIDE // 4)
+                w = (w.to(tl.float32) * tl.load(scales + start // SCALE_BLOCK)[:, None]).to(dtype)
+            sums = tl.dot(w, x, sums, input_precision="ieee")
     return sums
+
+
+@triton.jit
+def _int4_sums(
+    sums,
+    w_ptr,
+    scale_ptr,
+    first_row,
+    w_rows,
+    x_ptr,
+    x_rows,
+    DEPTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Add the products of `row_sums` to `sums`, of 2 HALF columns after 2 HALF columns: lower halves of bytes first."""
+    tl.static_assert(HALF == SCALE_GROUP)
+    at = tl.arange(0, HALF)
+    w_ptrs = w_ptr + first_row * STRIDE + w_rows[:, None] * STRIDE + at[None, :]
+    scales = scale_ptr + (first_row * STRIDE + SCALES_AT) // 2 + w_rows * (STRIDE // 2)
+    x_ptrs = x_ptr + x_rows[None, :] * DEPTH + at[:, None]
+    for start in range(0, DEPTH, 2 * HALF):
+        both = tl.load(w_ptrs + start // 2)
+        if DEPTH % (2 * HALF) == 0:
+            lower_x = tl.load(x_ptrs + start)
+            upper_x = tl.load(x_ptrs + start + HALF)
+        else:
+            lower_x = tl.load(x_ptrs + start, mask=at[:, None] < DEPTH - start, other=0.0)
+            upper_x = tl.load(x_ptrs + start + HALF, mask=at[:, None] + HALF < DEPTH - start, other=0.0)
+        lower = _int4_values(both & 15, scales + start // HALF, lower_x.dtype)
+        sums = tl.dot(lower, lower_x, sums, input_precision="ieee")
+        upper = _int4_values(both >> 4, scales + start // HALF + 1, upper_x.dtype)
+        sums = tl.dot(upper, upper_x, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _int4_values(integers, scales, dtype: tl.constexpr):
+    """Return the values of integers, plus 8 [ROWS, HALF], with a scale for each row, the bits of bfloat16."""
+    scale = (tl.load(scales).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return ((integers.to(tl.float32) - 8.0) * scale[:, None]).to(dtype)
 
 
 @triton.jit

@@ -21,6 +21,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
+from rollout.kernels.row_places import INT4_STEP, PACKED_INT4
+
 Choice = TypeVar("Choice")
 Implementation = Literal["triton", "grouped_mm"]
 
@@ -37,8 +39,8 @@ class Tiles(NamedTuple):
 # Pairs of a largest R and its implementation, ascending.  grouped_mm is taken for bfloat16 alone, where it is aligned.
 EXPERT_CHOICE: tuple[tuple[float, Implementation], ...] = ((math.inf, "triton"),)
 
-# Pairs of a largest R and its tiles, ascending, by bytes of an element of the weights.  One byte: float8, with bfloat16
-# or float16 activations.  Two bytes: bfloat16 and float16.  Four bytes: float32.
+# Pairs of a largest R and its tiles, ascending, by bytes of an element of the weights.  One byte: float8, and bytes of
+# two integers; with bfloat16 or float16 activations.  Two bytes: bfloat16 and float16.  Four bytes: float32.
 EXPERT_TILES: dict[int, tuple[tuple[float, Tiles], ...]] = {
     1: (
         (8, Tiles(tokens=16, rows=64, num_warps=4, num_stages=5)),
@@ -72,7 +74,7 @@ def choose_tiles(num_assignments: int, num_experts: int, weight_dtype: torch.dty
 
 def depth_step(weight_dtype: torch.dtype) -> int:
     """Return how many columns of a weight are multiplied at once: the same for every load, as it orders the sums."""
-    return _LINE_BYTES // weight_dtype.itemsize
+    return INT4_STEP if weight_dtype == PACKED_INT4 else _LINE_BYTES // weight_dtype.itemsize
 
 
 def max_blocks(num_assignments: int, num_experts: int, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""`fused_experts` for CUDA, and the same of FP8 weights: four launches, or two grouped products of torch.
+"""`fused_experts` for CUDA: four launches, or two grouped products of torch.
 
     plan          assignments sorted by expert, cut into blocks     of a size that the worst routing needs; not for few
     gate and up   blocks x tiles of inner features                  the activation in the same kernel
@@ -6,7 +6,8 @@
     sum           tokens x features                                 in slot order, without atomics
 
 The host reads no value of a tensor and every size follows from shapes, so that calls can be captured in a CUDA graph.
-Tensors lie on the current CUDA device; weights are contiguous.
+Tensors lie on the current CUDA device; weights are contiguous.  Weights in a form of `row_places` become their values
+in the dtype of the activations, in registers, as `dequantise` rounds them.
 
 A row's result is the same in every batch: `experts_kernels` explains why.  `tests/gpu` compared bits on an H100, where
 tensor cores add in one order for all widths of an instruction.  `grouped_mm` does not promise this.
@@ -16,6 +17,7 @@ Shapes: T tokens, D hidden, K slots, A = T K assignments, P experts stored here,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,12 +37,28 @@ from rollout.kernels.gpu.experts_plan import (
 )
 from rollout.kernels.operators.fused_experts import fused_experts as plain_experts
 from rollout.kernels.operators.fused_experts import has_grouped
+from rollout.kernels.row_places import PACKED_INT4, fp8_parts, int4_parts
 from weight_sync.fp8_blocks import QUANTISED
 
 SUM_WIDTH = 1024  # features that a program of the weighted sum takes
 _LANES = 32  # lanes of a warp: the least number of bins of a histogram
 PLAIN_WARPS = 4  # warps of kernels without products
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class HeldWeights(NamedTuple):
+    """The way to read a form of `row_places`: its number in the kernels, `RowForm.parts`, and the dtype of scales."""
+
+    form: int
+    parts: Callable[[int], tuple[int, int]]
+    scale: torch.dtype
+
+
+HELD_WEIGHTS = {
+    QUANTISED: HeldWeights(kernels.FP8.value, fp8_parts, torch.float32),
+    PACKED_INT4: HeldWeights(kernels.INT4.value, int4_parts, torch.int16),
+}
+"""By the dtype of the storage."""
 
 
 def fused_experts(
@@ -57,50 +75,26 @@ def fused_experts(
 ) -> torch.Tensor:
     """Apply SwiGLU of expert `ids[t, k]` to row t [T, K, D]; with weights [T, K], sum over K in slot order [T, D].
 
-    Weights are row-major.  Ids without an expert, such as -1, are empty slots: their output is zero, their weight is
-    not read.  float64 is computed by plain torch, which synchronises and takes no empty slots.
+    Weights are row-major, or rows of `row_places`.  Ids without an expert, such as -1, are empty slots: their output is
+    zero, their weight is not read.  float64 is computed by plain torch, which synchronises and takes no empty slots.
     """
+    held = _Matrices(w13, w2, w13_bias, w2_bias)
     if hidden.dtype not in _TRITON_DTYPES:
         return plain_experts.plain(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
-    if choose_implementation(ids.numel(), w13.shape[0]) == "grouped_mm" and has_grouped(w2):
+    can_group = held.is_plain and has_grouped(w2)
+    if can_group and choose_implementation(ids.numel(), w13.shape[0]) == "grouped_mm":
         return grouped_experts(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
-    return _of_matrices(hidden, ids, weights, _Matrices(w13, w2, w13_bias, w2_bias), limit, alpha)
-
-
-def fused_experts_fp8(
-    hidden: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor | None,
-    w13: torch.Tensor,
-    w13_scale: torch.Tensor,
-    w2: torch.Tensor,
-    w2_scale: torch.Tensor,
-    w13_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-    limit: float | None = None,
-    alpha: float = 1.0,
-) -> torch.Tensor:
-    """Compute `fused_experts` with weights in FP8 blocks (`weight_sync.fp8_blocks`) on bfloat16 or float16 activations.
-
-    `w13` [P, 2I, D] and `w2` [P, D, I] float8_e4m3fn; scales float32 of blocks of 128 x 128, [P, 2 ceil(I / 128),
-    ceil(D / 128)], gate's before up's, and [P, ceil(D / 128), ceil(I / 128)].  A weight becomes its value in the dtype
-    of the activations, as `dequantise` rounds it, before it is multiplied.  The engine holds values, not blocks, so no
-    operator calls this yet.
-    """
-    assert w13.dtype == w2.dtype == QUANTISED and hidden.dtype.itemsize == 2, (w13.dtype, hidden.dtype)
-    return _of_matrices(hidden, ids, weights, _Matrices(w13, w2, w13_bias, w2_bias, w13_scale, w2_scale), limit, alpha)
+    return _of_matrices(hidden, ids, weights, held, limit, alpha)
 
 
 @dataclass(frozen=True)
 class _Matrices:
-    """The tensors of the experts.  FP8 weights have both scales, others none."""
+    """The tensors of the experts: `w13` [P, 2I, .] and `w2` [P, D, .]."""
 
     w13: torch.Tensor
     w2: torch.Tensor
     w13_bias: torch.Tensor | None
     w2_bias: torch.Tensor | None
-    w13_scale: torch.Tensor | None = None
-    w2_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.w13.is_contiguous() and self.w2.is_contiguous(), "experts are stored row by row"
@@ -108,8 +102,12 @@ class _Matrices:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """The sizes P, D, I."""
-        experts, hidden, inner = self.w2.shape
-        return experts, hidden, inner
+        experts, hidden, _ = self.w2.shape
+        return experts, hidden, self.w13.shape[1] // 2
+
+    @property
+    def is_plain(self) -> bool:
+        return self.w13.dtype not in HELD_WEIGHTS
 
 
 class _Blocks(NamedTuple):
@@ -180,7 +178,7 @@ def _gate_up(
     kernels.gate_up_kernel[grid](
         hidden,
         held.w13,
-        held.w13_scale,
+        scales_of(held.w13),
         held.w13_bias,
         inner_AI,
         *blocks.operands,
@@ -193,7 +191,7 @@ def _gate_up(
         FEW=blocks.few,
         HAS_BIAS=held.w13_bias is not None,
         CLAMPED=limit is not None,
-        **product_constants(tiles, held.w13.dtype, held.w13_scale is not None),
+        **product_constants(tiles, held.w13.dtype, hidden_size, held.w13.shape[-1]),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=False,
@@ -207,7 +205,7 @@ def _down(inner_AI: torch.Tensor, held: _Matrices, blocks: _Blocks, tiles: Tiles
     kernels.down_kernel[grid](
         inner_AI,
         held.w2,
-        held.w2_scale,
+        scales_of(held.w2),
         held.w2_bias,
         out_TKD,
         *blocks.operands,
@@ -216,7 +214,7 @@ def _down(inner_AI: torch.Tensor, held: _Matrices, blocks: _Blocks, tiles: Tiles
         P=experts,
         FEW=blocks.few,
         HAS_BIAS=held.w2_bias is not None,
-        **product_constants(tiles, held.w2.dtype, held.w2_scale is not None),
+        **product_constants(tiles, held.w2.dtype, inner_size, held.w2.shape[-1]),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=False,
@@ -246,5 +244,17 @@ def plan_constants(experts: int, tokens: int, chunk: int) -> dict[str, object]:
     return {"P": experts, "BINS": bins, "BLOCK_M": tokens, "CHUNK": chunk}
 
 
-def product_constants(tiles: Tiles, weight_dtype: torch.dtype, scaled: bool) -> dict[str, object]:
-    return {"SCALED": scaled, "BLOCK_M": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": depth_step(weight_dtype)}
+def product_constants(tiles: Tiles, weight_dtype: torch.dtype, depth: int, stride: int) -> dict[str, object]:
+    """Return the constants of a product with rows of `depth` columns, `stride` elements apart."""
+    form = 0
+    scales_at = 0
+    if weight_dtype in HELD_WEIGHTS:
+        form, parts, _ = HELD_WEIGHTS[weight_dtype]
+        scales_at, _ = parts(depth)
+    of_rows = {"FORM": form, "STRIDE": stride, "SCALES_AT": scales_at}
+    return of_rows | {"BLOCK_M": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": depth_step(weight_dtype)}
+
+
+def scales_of(matrices: torch.Tensor) -> torch.Tensor | None:
+    """Return the memory of held matrices in the type in which their scales are read; None for plain ones."""
+    return matrices.view(HELD_WEIGHTS[matrices.dtype].scale) if matrices.dtype in HELD_WEIGHTS else None

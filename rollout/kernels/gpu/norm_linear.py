@@ -1,11 +1,11 @@
-"""`norm_linear`: the norm as a Triton kernel, the product as torch's."""
+"""`norm_linear`: the norm as a Triton kernel, then the product of `linear`."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from rollout.kernels.gpu.add_rms_norm import add_rms_norm
+from rollout.kernels.gpu.linear import linear
 
 
 def norm_linear(
@@ -18,5 +18,5 @@ def norm_linear(
     bias: torch.Tensor | None = None,
     weight_offset: float | None = None,
 ) -> torch.Tensor:
-    """Multiply the norm with the weight, by torch's product: a row's bits may depend on the number of rows."""
-    return F.linear(add_rms_norm(residual, hidden, norm_weight, eps, weight_offset), weight, bias)
+    """Multiply the norm with the weight."""
+    return linear(add_rms_norm(residual, hidden, norm_weight, eps, weight_offset), weight, out_size, bias)

@@ -18,7 +18,7 @@ from rollout.kernels.build import KernelStatus
 from rollout.kernels.operators import OPERATORS
 
 # The operators with a module and a function of their name in this package.  The others are plain torch on CUDA:
-# `linear`, `gather_rows` and `matrix_rows` are library calls.
+# `gather_rows` and `matrix_rows` are library calls, and so is `linear` of plain weights.
 TRITON_OPERATORS = tuple(name for name in OPERATORS if (Path(__file__).parent / f"{name}.py").is_file())
 _LARGEST_TILE_BYTES = 144 << 10  # bytes of shared memory for the tiles of experts: `experts_plan.EXPERT_TILES`
 

@@ -29,13 +29,14 @@ from rollout.kernels.gpu import experts_kernels, experts_plan
 from rollout.kernels.gpu import fused_experts as experts
 from rollout.kernels.gpu.experts_grouped import grouped_experts
 from rollout.kernels.gpu.experts_plan import EXPERT_TILES, Tiles, choose_implementation, choose_tiles, max_blocks
-from rollout.kernels.ops import gpu_ops, plain_ops
+from rollout.kernels.ops import RowMajorHeld, gpu_ops, plain_ops
+from rollout.kernels.row_places import ROW_FORMS
 from rollout.layers.build import Build
 from rollout.layers.moe.dispatchers.base import DispatchOutput
 from rollout.layers.moe.experts import Experts
 from tests.gpu_expert_cases import TOLERANCE, Case, draw, with_empty_slots
+from tests.held_reference import held_of
 from tests.kernels import rows_are_independent
-from weight_sync.fp8_blocks import dequantise, quantise
 
 ROOT = Path(__file__).resolve().parents[3]
 HALF, FLOAT = torch.float16, torch.float32
@@ -248,68 +249,77 @@ def test_right_kernels_pass_what_notices_wrong_ones(planned: bool, monkeypatch: 
     assert _verdict(monkeypatch, planned=planned)
 
 
-# FP8.
+# FP8 and integers of 4 bits.
 
 
-def _in_blocks(case: Case) -> tuple[Case, dict[str, torch.Tensor]]:
-    """Return the case with weights that FP8 blocks can hold exactly, and the blocks with their scales."""
-    gates, ups = case.w13.split(case.inner_size, dim=1)
-    gate, up, down = quantise(gates), quantise(ups), quantise(case.w2)
-    values = torch.cat([dequantise(*gate, case.hidden.dtype), dequantise(*up, case.hidden.dtype)], 1)
-    held = {
-        "w13": torch.cat([gate[0], up[0]], 1),
-        "w13_scale": torch.cat([gate[1], up[1]], 1),
-        "w2": down[0],
-        "w2_scale": down[1],
-    }
-    return replace(case, w13=values, w2=dequantise(*down, case.hidden.dtype)), held
+def _in_form(case: Case, form: str) -> tuple[Case, Case]:
+    """Return the case with the values that a form holds, and the case with the weights in that form."""
+    dtype, (experts, hidden, inner) = case.hidden.dtype, case.w2.shape
+    storage = RowMajorHeld(form, dtype)
+    w13, w2 = storage.empty_experts(experts, inner, hidden, dtype, "cpu")
+    whole = {"gate_proj": case.w13[:, :inner], "up_proj": case.w13[:, inner:], "down_proj": case.w2}
+    for part, matrices in whole.items():
+        for expert, matrix in enumerate(matrices):
+            storage.expert_place(w13, w2, part, expert, inner, hidden).write(matrix)  # type: ignore[arg-type]
+    held = {part: held_of(form, matrices) for part, matrices in whole.items()}
+    values = replace(case, w13=torch.cat([held["gate_proj"], held["up_proj"]], 1), w2=held["down_proj"])
+    return values, replace(case, w13=w13, w2=w2)
 
 
-def _run_fp8(case: Case, held: dict[str, torch.Tensor]) -> torch.Tensor:
-    others = {"w13_bias": case.w13_bias, "w2_bias": case.w2_bias, "limit": case.limit, "alpha": case.alpha}
-    return experts.fused_experts_fp8(case.hidden, case.ids, case.weights, **held, **others)  # type: ignore[arg-type]
-
-
-def _fp8_case(clamped: bool) -> Case:
+def _held_case(form: str, tokens: int = 3) -> Case:
     """Draw a case with blocks of very different scales, which are cut at both edges."""
-    case = draw(3, dtype=HALF, experts=2, hidden=200, inner=136, clamped=clamped)
+    case = draw(tokens, dtype=HALF, experts=2, hidden=200, inner=136, clamped=True)
     case.w13[:, :128] *= 3
     case.w13[:, 136:] *= 0.5
     case.w13[:, :, 128:] *= 4
+    case.w13[:, :, 32:64] *= 3
+    case.w13[0] *= 2
     case.w2[:, 128:] *= 3
     case.w2[:, :, 128:] *= 8
     return case
 
 
-def test_fp8_blocks_are_multiplied_as_their_values() -> None:
-    values, held = _in_blocks(_fp8_case(clamped=True))
-    assert values.error(_run_fp8(values, held)) < TOLERANCE[HALF]
+def _held_error(form: str) -> float:
+    """Return the error of the products of weights in a form, against float64 products of their values."""
+    values, held = _in_form(_held_case(form), form)
+    return values.error(run(held))
+
+
+@pytest.mark.parametrize("form", ROW_FORMS)
+def test_weights_in_fewer_bits_are_multiplied_as_their_values(form: str) -> None:
+    assert _held_error(form) < TOLERANCE[HALF]
+
+
+@pytest.mark.parametrize("form", ROW_FORMS)
+def test_rows_of_weights_in_fewer_bits_are_the_same_in_every_batch(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are fixed: numpy's sums depend on them."""
+    monkeypatch.setitem(EXPERT_TILES, 1, ((float("inf"), EXPERT_TILES[1][0][1]),))
+    case = _in_form(_held_case(form, tokens=24), form)[1]
+    whole = run(case)
+    for index in (torch.tensor([5]), torch.tensor([23, 0, 7]), torch.arange(17)):
+        assert torch.equal(run(case.rows(index)), whole[index])
 
 
 @pytest.mark.mutant
 @pytest.mark.parametrize(
-    "change",
+    ("form", "old", "new"),
     [
-        ("(expert * 2 + half) *", "expert * 2 *"),
-        ("feature // SCALE_BLOCK", "feature // 256"),
-        ("row // SCALE_BLOCK", "row // 256"),
-        ("start // SCALE_BLOCK)", "0)"),
-        ("expert * tl.cdiv(D, SCALE_BLOCK)", "0"),
-    ],
-    ids=[
-        "gate's for up",
-        "the first row's of w13",
-        "the first row's of w2",
-        "the first column's",
-        "the first expert's",
+        ("fp8", "+ start // SCALE_BLOCK)", ")"),
+        ("fp8", "+ w_rows * (STRIDE // 4)", "+ w_rows * 0"),
+        ("fp8", "(first_row * STRIDE + SCALES_AT) // 4", "SCALES_AT // 4"),
+        ("int4", "_int4_values(both & 15,", "_int4_values(both >> 4,"),
+        ("int4", "scales + start // HALF + 1", "scales + start // HALF"),
+        ("int4", "+ w_rows * (STRIDE // 2)", "+ w_rows * 0"),
+        ("int4", "(first_row * STRIDE + SCALES_AT) // 2", "SCALES_AT // 2"),
+        ("int4", "both >> 4", "both & 15"),
+        ("int4", "- 8.0", "- 7.0"),
     ],
 )
-def test_scales_of_another_block_are_noticed(
-    change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_scales_and_integers_are_noticed(
+    form: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "kernels", interpreted.mutated(experts_kernels, tmp_path, change))
-    values, held = _in_blocks(_fp8_case(clamped=True))
-    assert not values.is_right(_run_fp8(values, held))
+    monkeypatch.setattr(experts, "kernels", interpreted.mutated(experts_kernels, tmp_path, (old, new)))
+    assert not _held_error(form) < TOLERANCE[HALF]
 
 
 # Nothing is read by the host.

@@ -1,0 +1,187 @@
+"""Experts in 8 and 4 bits in the storage of CUDA (`row_places`), on the CPU: loads, refreshes and moves of experts.
+
+What is held must be what the same format holds on a CPU; no product is computed here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.kernels.ops import Ops, RowMajorHeld, plain_ops
+from rollout.kernels.row_places import ROW_FORMS
+from rollout.model.expert_slots import ModelExpertSlots
+from tests.family_zoo import family_checkpoint
+from tests.fp8_reference import fp8_checkpoint, quantise, values_of
+from tests.fp8_reference import stored_tensors as fp8_tensors
+from tests.held_reference import held_of
+from tests.loopback_updater import LoopbackUpdater
+from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
+from tests.unit.weight_sync.test_int4_loading import Int4Case
+from weight_sync.checker import live_fingerprints
+from weight_sync.errors import ContentError
+from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.shadow import ShadowStaging
+from weight_sync.staging import StagingMode
+from weight_sync.tensor_meta import Pair, TensorMeta
+
+Named = dict[str, torch.Tensor]
+MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
+FORMS = pytest.mark.parametrize("form", ROW_FORMS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts of more than one block each way, which are cut at the edge."""
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 136}
+    return tiny_checkpoint(tmp_path_factory.mktemp("held") / "plain", "moe_dense_first", dtype="bfloat16", **sizes)
+
+
+@pytest.fixture(autouse=True)
+def folds_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fold tensors as they are written, as for weights on a device; only a kernel folds planned buckets."""
+    monkeypatch.setattr(ShadowStaging, "_folds_early", lambda self, storage: True)
+    monkeypatch.setattr(ShadowStaging, "takes_spans", False)
+
+
+def ops_of(form: str) -> Ops:
+    return plain_ops().replace(storage=RowMajorHeld(form, torch.bfloat16))
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name and name.endswith("_proj.weight")
+
+
+def held(tensors: Named, form: str) -> Named:
+    return {name: held_of(form, x) if is_expert(name) else x for name, x in tensors.items()}
+
+
+def newer(folder: Path) -> Named:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: (x + 0.05 * torch.randn(x.shape, generator=generator)).bfloat16()
+        for name, x in logical_tensors(folder).items()
+    }
+
+
+def in_fp8(tensors: Named) -> Named:
+    """Return the tensors with experts as FP8 pairs."""
+    found = {name: x for name, x in tensors.items() if not is_expert(name)}
+    for name in filter(is_expert, tensors):
+        found[name], found[f"{name}_scale_inv"] = quantise(tensors[name])
+    return found
+
+
+def updater_of(folder: Path, form: str, mode: StagingMode = "host") -> LoopbackUpdater:
+    weights = load_tiny(folder, torch.bfloat16, ops=ops_of(form)).weights
+    return LoopbackUpdater(
+        weights,
+        device="cpu",
+        timeout_s=1.0,
+        vote=lambda mine: mine,
+        staging=mode,
+        quantised=weights.held_formats(),
+    )
+
+
+def digest_of(tensors: Named) -> str:
+    return digest((TensorMeta(name, x.dtype, tuple(x.shape)), fingerprint(x)) for name, x in tensors.items())
+
+
+@FORMS
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_load_quantises_experts(family: str, form: str, tmp_path: Path) -> None:
+    path = family_checkpoint(tmp_path / "plain", family, 3, torch.bfloat16)
+    weights = load_tiny(path, torch.bfloat16, ops=ops_of(form)).weights
+    wanted = held(logical_tensors(path), form)
+    assert live_fingerprints(weights) == {name: fingerprint(x) for name, x in wanted.items()}
+    assert weights.held_formats().keys() == set(filter(is_expert, wanted)) != set()
+
+
+def test_a_checkpoint_in_fp8_is_copied(folder: Path, tmp_path: Path) -> None:
+    path = fp8_checkpoint(
+        tmp_path / "fp8",
+        folder,
+        # Scales that no rule of ours gives, so that nothing but a copy has them.
+        lambda tensors: {name: x * 1.37 if name.endswith("_scale_inv") else x for name, x in tensors.items()},
+    )
+    stored, weights = fp8_tensors(path), load_tiny(path, torch.bfloat16, ops=ops_of("fp8")).weights
+    for name in weights.held_formats():
+        pair: Any = weights.places(name)[0].saved()
+        assert torch.equal(pair.weight.view(torch.uint8), stored[name].view(torch.uint8))
+        assert torch.equal(pair.scale, stored[f"{name}_scale_inv"].float())
+
+
+@pytest.mark.parametrize(("group", "form"), [(32, "int4"), (128, "int4"), (128, "int4-128")])
+def test_a_checkpoint_in_int4_is_copied(group: int, form: str, tmp_path: Path) -> None:
+    case = Int4Case(tmp_path / "int4", group)
+    weights = load_tiny(case.int4, torch.bfloat16, ops=ops_of(form)).weights
+    assert weights.held_formats().keys() == case.pairs.keys()
+    for name, (integers, scales) in case.pairs.items():
+        pair: Any = weights.places(name)[0].saved()
+        assert torch.equal(pair.weight, integers)
+        assert torch.equal(pair.scale[:, :: group // pair.block[1]], scales)
+
+
+@FORMS
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sent_as", ["bfloat16", "fp8"])
+def test_a_refresh_keeps_both_fingerprints(folder: Path, form: str, mode: StagingMode, sent_as: str) -> None:
+    updater, tensors = updater_of(folder, form, mode), newer(folder)
+    sent = in_fp8(tensors) if sent_as == "fp8" else tensors
+    values = values_of(sent, torch.bfloat16) if sent_as == "fp8" else tensors
+    if not (sent_as == form == "fp8"):  # which is held as it came
+        values = held(values, form)
+    updater.begin("v2", manifest=[(TensorMeta(n, x.dtype, tuple(x.shape)), fingerprint(x)) for n, x in sent.items()])
+    updater.send(list(sent.items()))
+    updater.verify()
+    result = updater.commit()
+    assert result.digests.sent == digest_of(sent)
+    assert result.digests.held == digest_of(values) != digest_of(tensors)
+    assert live_fingerprints(updater.weights) == {name: fingerprint(x) for name, x in values.items()}
+
+
+@FORMS
+@pytest.mark.parametrize("mode", MODES)
+def test_a_part_of_a_refresh_leaves_the_rest(folder: Path, form: str, mode: StagingMode) -> None:
+    updater, tensors = updater_of(folder, form, mode), newer(folder)
+    before, names = live_fingerprints(updater.weights), sorted(tensors)[::2]
+    updater.begin("v2", coverage="partial")
+    updater.send([(name, tensors[name]) for name in names])
+    updater.verify()
+    updater.commit()
+    wanted = before | {name: fingerprint(x) for name, x in held({n: tensors[n] for n in names}, form).items()}
+    assert live_fingerprints(updater.weights) == wanted != before
+
+
+@FORMS
+@pytest.mark.parametrize("mode", ["host", "journal"])
+def test_a_refresh_that_fails_leaves_every_bit(folder: Path, form: str, mode: StagingMode) -> None:
+    updater, tensors = updater_of(folder, form, mode), newer(folder)
+    storages = {name: updater.weights.places(name)[0].storage for name in updater.weights.held_formats()}
+    before = {name: storage.view(torch.uint8).clone() for name, storage in storages.items()}
+    updater.begin("v2")
+    names = sorted(tensors)
+    updater.send([(name, tensors[name]) for name in names[::2]])
+    tensors[names[1]][0] = float("nan")
+    with pytest.raises(ContentError, match="not finite"):
+        updater.send([(name, tensors[name]) for name in names[1::2]])
+    updater.abort()
+    assert all(torch.equal(storage.view(torch.uint8), before[name]) for name, storage in storages.items())
+
+
+@FORMS
+def test_experts_move_with_their_scales(folder: Path, form: str) -> None:
+    """A move copies the bytes of a slot, and nothing else."""
+    model = load_tiny(folder, torch.bfloat16, ops=ops_of(form))
+    slots, prefix = ModelExpertSlots(model), "model.layers.1.mlp.experts"
+    pairs = {part: model.weights.places(f"{prefix}.0.{part}_proj.weight")[0].saved() for part in ("gate", "up", "down")}
+    slots.write(0, 3, [part.clone() for part in slots.read(0, 0)])
+    for part, pair in pairs.items():
+        moved = model.weights.places(f"{prefix}.3.{part}_proj.weight")[0].saved()
+        assert isinstance(moved, Pair) and isinstance(pair, Pair)
+        assert torch.equal(moved.weight.view(torch.uint8), pair.weight.view(torch.uint8))
+        assert torch.equal(moved.scale, pair.scale)
