@@ -6,7 +6,8 @@ before and between its calls, stage by stage, at the first refresh and at later 
     manifest      the JSON of begin, the report's texts, the digest
     pack          every bucket into one of two areas
 
-No engine takes part.  Torch has one thread, so that no thread's waiting counts as work.
+No engine takes part.  Torch has one thread, so that no thread's waiting counts as work.  Fingerprints are computed by
+torch alone at first, and then by the engine's compiled operators, which a trainer may load.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from rollout.kernels.build import load_kernels
+from weight_sync.block_sums import sums_where_they_lie
 from weight_sync.sender.lists import Manifest
 from weight_sync.sender.refresh_plan import KeptPlans, Settings
 from weight_sync.sender.source import Source
@@ -42,11 +45,17 @@ def run(console: Console) -> list[dict]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = [_measure(count, shape) for shape in SHAPES for count in COUNTS]
+        # Operators stay loaded: a process that has them measures them alone.
+        rows = [] if sums_where_they_lie(torch.device("cpu")) else _measure_all("torch")
+        rows += _measure_all("compiled") if load_kernels().available else []
     finally:
         torch.set_num_threads(threads)
     _print(rows, console)
     return rows
+
+
+def _measure_all(operators: str) -> list[dict]:
+    return [{"operators": operators} | _measure(count, shape) for shape in SHAPES for count in COUNTS]
 
 
 def _measure(count: int, shape: tuple[int, ...]) -> dict:
@@ -110,7 +119,7 @@ def _settings() -> Settings:
 
 def _print(rows: list[dict], console: Console) -> None:
     table = Table(title="The sender's CPU time, us a tensor: the first refresh, and the mean of five more")
-    for column in ("tensors", "bytes", "refresh", *STAGES, "sum", "plan, bytes a tensor"):
+    for column in ("tensors", "bytes", "operators", "refresh", *STAGES, "sum", "plan, bytes a tensor"):
         table.add_column(column, justify="right")
     for row in rows:
         for refresh in ("first", "following"):
@@ -120,6 +129,7 @@ def _print(rows: list[dict], console: Console) -> None:
             table.add_row(
                 f"{row['tensors']:,}",
                 f"{row['bytes']:,}",
+                row["operators"],
                 refresh,
                 *(f"{spent[stage]:.2f}" for stage in STAGES),
                 f"[red]{total:.1f}[/red]" if bad else f"{total:.1f}",

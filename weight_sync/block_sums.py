@@ -2,8 +2,9 @@
 
     S(c) = sum over j of  b(j) * (w_cj + 1)   mod 2^64        b(j) = splitmix64(2j + 1) | 1,  j < BLOCK
 
-`torch.ops.weight_sync.block_sums` computes them.  A faster kernel for a device is registered there, as engines do for
-CPUs; on a CUDA device with Triton it is `fingerprint_gpu`'s (`kernels_of`).  Without one:
+`torch.ops.weight_sync.block_sums` computes them, and `shard_sums` those of many equally long tensors, each where it
+lies.  A faster kernel for a device is registered there, as engines do for CPUs; on a CUDA device with Triton it is
+`fingerprint_gpu`'s (`kernels_of`).  Without one:
 
 * 64-bit products that wrap, on any device: eight bytes of scratch a word.
 * On a CPU whose int8 matrix product is fast: every byte of a word is multiplied by the digits, to base 128, of its own
@@ -13,7 +14,8 @@ CPUs; on a CUDA device with Triton it is `fingerprint_gpu`'s (`kernels_of`).  Wi
 
 A block may be shorter than `BLOCK` words: a run of the words of a whole one, with as many multipliers as it has words.
 
-Shapes: N blocks, J words of a block, W bytes of it (J times the word's width), M digits of a multiplier.
+Shapes: N blocks, J words of a block, W bytes of it (J times the word's width), M digits of a multiplier; S shards, J
+words of a shard, K blocks that a shard touches.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -72,9 +76,42 @@ def _cuda_block_sums(words: torch.Tensor, table: torch.Tensor, mask: int) -> tup
     return plain_block_sums(words, table, mask) if kernels is None else kernels.gpu_block_sums(words, mask)
 
 
+def shard_sums(shards: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+    """Return the sums of the blocks that each shard touches, without the "+ 1": int64 [S, K], which wraps.
+
+    `shards`: S tensors of J elements, contiguous, of one width and device, each read where it lies.  `first`: which of
+    the fixed multipliers their first element meets.
+    """
+    table = multipliers(str(shards[0].device))
+    found: torch.Tensor = torch.ops.weight_sync.shard_sums(shards, table, first)
+    return found
+
+
+def shard_sums_plainly(shards: Sequence[torch.Tensor], table: torch.Tensor, first: int) -> torch.Tensor:
+    """Compute `shard_sums` without a kernel; `table` has the multipliers of a block, int64 [B]."""
+    words_SJ = torch.stack([shard.view(-1) for shard in shards])
+    words_SJ = words_SJ.view(UNSIGNED[words_SJ.element_size()])
+    size, block = words_SJ.shape[1], len(table)
+    edges = [0, *range(block - first, size, block), size]
+    return torch.stack(
+        [
+            wrapping_block_sums(words_SJ[:, begin:end], table[(first + begin) % block :][: end - begin])
+            for begin, end in itertools.pairwise(edges)
+        ],
+        1,
+    )
+
+
+def sums_where_they_lie(device: torch.device) -> bool:
+    """Return whether `shard_sums` is a compiled kernel on `device`; elsewhere shards are joined first."""
+    return device.type == "cpu" and torch._C._dispatch_has_kernel_for_dispatch_key("weight_sync::shard_sums", "CPU")
+
+
 torch.library.define("weight_sync::block_sums", "(Tensor words, Tensor multipliers, int mask) -> (Tensor, Tensor)")
 torch.library.impl("weight_sync::block_sums", "CompositeExplicitAutograd", plain_block_sums)
 torch.library.impl("weight_sync::block_sums", "CUDA", _cuda_block_sums)
+torch.library.define("weight_sync::shard_sums", "(Tensor[] shards, Tensor multipliers, int first) -> Tensor")
+torch.library.impl("weight_sync::shard_sums", "CompositeExplicitAutograd", shard_sums_plainly)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 Tensors of one shape and dtype are joined in a scratch area as the rows of a matrix, so that each of its columns meets
 one multiplier.  One product then gives the sums of many tensors.  So thousands of small tensors take a few parallel
 regions of torch's threads instead of several each.  Where cores are busy, each such region waits until a thread runs.
-A large tensor is not copied.
+A large tensor is not copied.  No tensor is where a compiled kernel sums shards where they lie (`shard_sums`).
 
 Shapes: S shards in a matrix, J words of a shard, K blocks that a shard touches.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_sync.block_sums import kernels_of
+from weight_sync.block_sums import kernels_of, shard_sums, sums_where_they_lie
 from weight_sync.bucket import PackPlan
 from weight_sync.errors import WeightRequestError
 from weight_sync.fingerprint import NO_MASK, fingerprint
@@ -144,9 +144,16 @@ class _Matrix:
 
     def values(self, views: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
         """Return F of each shard, int64 [S], where the shards are."""
+        own = [view for first, last in self._ranges for view in views[first:last]]
+        is_direct = self._form.source == self._form.dtype and sums_where_they_lie(self.device)
+        sums_SK = shard_sums(own, self._form.offset % BLOCK) if is_direct else self._joined_sums(own, scratch)
+        return ((sums_SK + self._constants_K) * self._factors_SK).sum(1)
+
+    def _joined_sums(self, views: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
+        """Compute `shard_sums` of a copy of all shards as one matrix, in the dtype that they are meant in."""
         form, count = self._form, self._count
         joined, rest = scratch[: self.num_bytes].view(form.dtype).chunk(2)
-        self._pack.pack([view for first, last in self._ranges for view in views[first:last]], joined)
+        self._pack.pack(views, joined)
         words_SJ = joined.view(UNSIGNED[form.dtype.itemsize]).view(count, form.size)
         rest = rest.view(words_SJ.dtype)
         head, body = self._head, self._body
@@ -156,7 +163,7 @@ class _Matrix:
             self._sums(words_SJ[:, head : head + body], rest, BLOCK),
             self._sums(words_SJ[:, head + body :], rest, form.size - head - body),
         ]
-        return ((torch.cat(sums_SK, 1) + self._constants_K) * self._factors_SK).sum(1)
+        return torch.cat(sums_SK, 1)
 
     def _sums(self, words_SJ: torch.Tensor, room: torch.Tensor, length: int, first: int = 0) -> torch.Tensor:
         """Return the sums of blocks of `length` words, int64 [S, blocks]; their multipliers begin with `first`."""

@@ -14,10 +14,12 @@ def test_each_stage_of_the_sender_is_timed(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sender_costs, "COUNTS", (300,))
     monkeypatch.setattr(sender_costs, "SHAPES", ((64,),))
     monkeypatch.setattr(sender_costs, "FOLLOWING", 1)
-    (row,) = sender_costs.run(Console(quiet=True))
-    assert row["tensors"] == 300 and row["plan_bytes"] > 0
-    assert set(row["first_us"]) == set(row["following_us"]) == set(sender_costs.STAGES)
-    assert min(row["first_us"].values()) > 0
+    rows = sender_costs.run(Console(quiet=True))
+    assert [row["operators"] for row in rows] in (["torch", "compiled"], ["compiled"])  # they may be loaded already
+    for row in rows:
+        assert row["tensors"] == 300 and row["plan_bytes"] > 0
+        assert set(row["first_us"]) == set(row["following_us"]) == set(sender_costs.STAGES)
+        assert min(row["first_us"].values()) > 0
 
 
 def test_a_refresh_of_the_benchmark_packs_all_tensors() -> None:

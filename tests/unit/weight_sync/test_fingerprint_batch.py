@@ -5,14 +5,20 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rollout.kernels.build import load_kernels
 from tests.gathered import Gathered
+from weight_sync import fingerprint_batch
+from weight_sync.block_sums import shard_sums, shard_sums_plainly
 from weight_sync.errors import WeightRequestError
 from weight_sync.fingerprint import BLOCK, fingerprint
 from weight_sync.fingerprint_batch import FingerprintPlan, Form, Shard, fingerprints_of
+from weight_sync.fingerprint_words import multipliers
 from weight_sync.sender.plan import plan_tensors
 from weight_sync.tensor_meta import DTYPES
 
@@ -27,7 +33,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "weight_sync":
             self.count += 1
-            self.words += args[0].numel()
+            self.words += sum(one.numel() for one in (args[0] if isinstance(args[0], list) else args[:1]))
         return func(*args, **kwargs or {})
 
 
@@ -45,9 +51,17 @@ def some_shard(rng: random.Random) -> Shard:
     return tensor, dtype, offset
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    assert load_kernels().available
+
+
+@pytest.mark.parametrize("way", ["where they lie", "joined"])
 @pytest.mark.parametrize("seed", range(6))
-def test_many_together_are_what_each_is_alone(seed: int) -> None:
+def test_many_together_are_what_each_is_alone(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There are some thousand blocks, so that the scratch area is used again."""
+    if way == "joined":
+        monkeypatch.setattr(fingerprint_batch, "sums_where_they_lie", lambda device: False)
     rng = random.Random(seed)
     torch.manual_seed(seed)
     shards = [some_shard(rng) for _ in range(600)]
@@ -74,6 +88,44 @@ def test_equal_sizes_are_summed_together_without_padding(offset: int) -> None:
         found = fingerprints_of((tensor, tensor.dtype, offset) for tensor in tensors)
     assert found[::999] == [fingerprint(tensor, offset) for tensor in tensors[::999]]
     assert products.count == 1 and products.words == 64 * 2000
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64]),
+    count=st.integers(1, 11),
+    size=st.sampled_from([1, 7, 33, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]),
+    first=st.sampled_from([0, 1, 8, BLOCK - 8, BLOCK - 1]),
+    ragged=st.booleans(),
+)
+def test_compiled_and_plain_sums_of_shards_agree(
+    dtype: torch.dtype, count: int, size: int, first: int, ragged: bool
+) -> None:
+    """`ragged`: the shards lie apart, each at another address modulo a vector."""
+    raw = torch.randint(0, 256, (count, (size + 3 * ragged) * dtype.itemsize), dtype=torch.uint8)
+    raw[0] = 255  # products that wrap
+    shards = [row[: size * dtype.itemsize].view(dtype) for row in raw]
+    expected = shard_sums_plainly(shards, multipliers("cpu"), first)
+    assert torch.equal(shard_sums(shards, first), expected)
+    wrong = shard_sums(shards, (first + 1) % BLOCK)
+    assert wrong.shape != expected.shape or not torch.equal(wrong, expected)
+
+
+@pytest.mark.parametrize(
+    ("shards", "first", "reason"),
+    [
+        ([], 0, "there must be a shard"),
+        ([torch.ones(3), torch.ones(4)], 0, "equally long"),
+        ([torch.ones(3), torch.ones(3).double()], 0, "of one width"),
+        ([torch.ones(6)[::2]], 0, "contiguous"),
+        ([torch.ones(3)], BLOCK, "the first multiplier"),
+        ([torch.ones(3)], -1, "the first multiplier"),
+        ([torch.ones(3, dtype=torch.complex128)], 0, "1, 2, 4 or 8 bytes"),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused(shards: list[torch.Tensor], first: int, reason: str) -> None:
+    with pytest.raises(RuntimeError, match=reason):
+        torch.ops.weight_sync.shard_sums(shards, multipliers("cpu"), first)
 
 
 def test_nothing_and_no_fingerprint() -> None:
