@@ -1,4 +1,5 @@
 // The register tile of packed.h, once for every number of tokens, and that of matrix tiles.
+#include "held_decode.h"
 #include "packed_held.h"
 
 #include <vector>
@@ -266,10 +267,41 @@ void copy_groups(const Source& source, int64_t begin, int64_t end, T* out) {
 // cost more than their products.
 template <class Source>
 inline constexpr int64_t kTilesForCopy = 4;
+
+#if LOCKSTEP_AVX2
+// Whether a block is decoded to bf16 once for all tiles.
+template <class Source>
+inline constexpr bool kDecoded = false;
+template <>
+inline constexpr bool kDecoded<HeldSource<Fp8Step>> = true;
+template <>
+inline constexpr bool kDecoded<HeldSource<Int4Step>> = true;
+
+// Groups `begin` to `end` - 1, which begin with a step, as a panel of bf16; whole steps are written.
+template <class Step>
+void decode_groups(const HeldSource<Step>& source, int64_t begin, int64_t end, bf16* out) {
+  constexpr int64_t kRun = HeldSource<Step>::kRun, kNumel = kPanelRows * kGroup<bf16>;
+  Decoder<Step> decoder;
+  for (int64_t first = begin; first < end; first += kRun, out += kRun * kNumel) {
+    const int8_t* step = source.panel.steps + first / kRun * Step::kBytes;
+    if (!decoder.begin(step)) {
+      copy_groups(source, first, first + kRun, out);
+      continue;
+    }
+    for (int64_t g = 0; g < kRun; ++g) {
+      source.panel.step(first / kRun).prefetch(g);
+      decoder.group(step, g, out + g * kNumel);
+    }
+  }
+}
+#else
+template <class Source>
+inline constexpr bool kDecoded = false;
 template <>
 inline constexpr int64_t kTilesForCopy<HeldSource<Fp8Step>> = 2;
 template <>
 inline constexpr int64_t kTilesForCopy<HeldSource<Int4Step>> = 2;
+#endif
 
 // By vectors.  Tiles pass over a block of K one after the other, so that it stays in the first level of the cache.
 template <class Source>
@@ -288,18 +320,31 @@ void multiply_vectors(const TokenTile* tiles, int64_t count, const uint32_t* pac
       const uint32_t* tokens = packed + (row * groups + rows * begin) * kWords;
       add_block_of(tiles[i].rows, tokens, from, first, last, sums + row);
     };
-    if constexpr (!std::is_same_v<Source, PlainSource<Kept>>) {
-      if (count >= kTilesForCopy<Source>) {
-        alignas(64) Kept block[kBlockGroups * kPanelRows * kGroup<Element>];
-        copy_groups(source, begin, end, block);
-        for (int64_t i = 0; i < count; ++i) {
-          source.prefetch_block(end, i, count);
-          add_tile(i, PlainSource<Kept, false>{block}, 0, (end - begin) * kWords);
+    const auto add_tiles_from = [&](const auto& from, int64_t first, int64_t last) {
+      using From = std::decay_t<decltype(from)>;
+      constexpr bool kIsKept = std::is_same_v<From, PlainSource<Kept>> || std::is_same_v<From, PlainSource<Kept, false>>;
+      if constexpr (!kIsKept) {
+        if (count >= kTilesForCopy<Source>) {
+          alignas(64) Kept block[kBlockGroups * kPanelRows * kGroup<Element>];
+          copy_groups(from, first, last, block);
+          for (int64_t i = 0; i < count; ++i) {
+            source.prefetch_block(end, i, count);
+            add_tile(i, PlainSource<Kept, false>{block}, 0, (end - begin) * kWords);
+          }
+          return;
         }
-        continue;
       }
+      for (int64_t i = 0; i < count; ++i) add_tile(i, from, first, last);
+    };
+    if constexpr (kDecoded<Source>) {
+#if LOCKSTEP_AVX2
+      alignas(64) bf16 values[kBlockGroups * kPanelRows * kGroup<bf16>];
+      decode_groups(source, begin, end, values);
+      add_tiles_from(PlainSource<bf16, false>{values}, 0, end - begin);
+#endif
+    } else {
+      add_tiles_from(source, begin, end);
     }
-    for (int64_t i = 0; i < count; ++i) add_tile(i, source, begin, end);
   }
 }
 
