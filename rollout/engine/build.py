@@ -99,8 +99,6 @@ def build_scheduler(
     held = args.cpu_weight_format
     if held != "plain" and not config.is_moe:
         raise StartupError(f"--cpu-weight-format {held} is for experts, and {config.architecture} has none")
-    if args.quantization is not None and not config.is_moe:
-        raise StartupError(f"--quantization {args.quantization} is for experts, and {config.architecture} has none")
     if args.quantize_weight_updates and config.stored_format != "fp8":
         raise StartupError(
             "--quantize-weight-updates quantises as an FP8 checkpoint is; this config.json has no quantization_config"
@@ -108,14 +106,8 @@ def build_scheduler(
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
-    ops = select_ops(
-        dtype,
-        device,
-        kernels.available,
-        args.cpu_weight_format,
-        args.cpu_linear_format,
-        quantization=args.quantization,
-    )
+    formats = args.cpu_weight_format, args.cpu_linear_format, args.quantization
+    ops = select_ops(dtype, device, kernels.available, *formats)
     plain_reason = plain_torch_reason(ops, kernels.reason, dtype)
     if plain_reason and kernels.available:  # else `_load_kernels` has warned
         say(f"running on plain torch, several times slower: {plain_reason}", "WARNING")

@@ -25,7 +25,6 @@ from weight_sync.held_format import HeldFormat
 ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
 COMPILED_DTYPES = (torch.bfloat16, torch.float32)
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HELD_DTYPES = (torch.bfloat16, torch.float16)
 _ROW_BLOCK = 16  # rows of a packed projection that lie together; gate and up projections alternate by such blocks
 
 
@@ -77,12 +76,13 @@ class RowMajor:
 
 
 class RowMajorHeld(RowMajor):
-    """Plain matrices, the ones of experts in a form of `ROW_FORMS`, whose values have dtype `dtype`."""
+    """Plain matrices, the ones of experts and projections in a form of `ROW_FORMS`, whose values have dtype `dtype`."""
 
-    def __init__(self, form: str, dtype: torch.dtype) -> None:
+    def __init__(self, form: str, dtype: torch.dtype, device: torch.device | str) -> None:
         self.name = f"row-major-{form}"
-        self._form, self._dtype = ROW_FORMS[form], dtype
+        self._form, self._dtype, self._device = ROW_FORMS[form], dtype, device
         self.experts_held = self._form.held
+        self.linears = HeldForm(self._form.held, self._empty_linear, self._linear_place)
 
     def empty_experts(
         self, experts: int, inner: int, hidden: int, dtype: torch.dtype, device: torch.device | str
@@ -97,6 +97,13 @@ class RowMajorHeld(RowMajor):
             return RowsPlace(self._form, w2[physical_id], inner, self._dtype)
         rows = w13[physical_id, :inner] if part == "gate_proj" else w13[physical_id, inner:]
         return RowsPlace(self._form, rows, hidden, self._dtype)
+
+    def _empty_linear(self, lead: list[int], rows: int, columns: int) -> torch.Tensor:
+        return self._form.empty((*lead, rows), columns, self._device)
+
+    def _linear_place(self, weight: torch.Tensor, rows: range, columns: int, step: int, offset: int) -> Place:
+        assert (step, offset) == (1, 0), "rows of a projection lie together"
+        return RowsPlace(self._form, weight[rows.start : rows.stop], columns, self._dtype)
 
 
 class Packed(RowMajor):
@@ -254,24 +261,21 @@ def select_ops(
     kernels_available: bool,
     weight_format: str = "plain",
     linear_format: str = "plain",
-    *,
     quantization: str | None = None,
 ) -> Ops:
     """Return the kernels where they exist for this dtype and device, else plain torch.
 
     `kernels_available`: this device's kernels are loaded.  `weight_format`: "plain", or one of `HELD_FORMS` for experts
-    on a CPU.  `linear_format`: the same for projections.  `quantization`: None, or one of `ROW_FORMS` for experts on
-    CUDA.  Raises `StartupError` for one of these without operators for the dtype.
+    on a CPU.  `linear_format`: the same for projections.  `quantization`: None, or one of `ROW_FORMS` for experts and
+    projections on CUDA.  Raises `StartupError` for one of these without operators for the dtype.
     """
     kind = torch.device(device).type
     compiled = kernels_available and dtype in COMPILED_DTYPES and kind == "cpu"
     triton = kernels_available and dtype in GPU_DTYPES and kind == "cuda"
     if quantization is not None:
-        if not triton or dtype not in HELD_DTYPES:
-            raise StartupError(
-                f"--quantization {quantization} needs the Triton kernels on CUDA and --dtype bfloat16 or float16"
-            )
-        return gpu_ops(RowMajorHeld(quantization, dtype))
+        if not triton or dtype != torch.bfloat16:
+            raise StartupError(f"--quantization {quantization} needs the Triton kernels on CUDA and --dtype bfloat16")
+        return gpu_ops(RowMajorHeld(quantization, dtype, device))
     for flag, form in (("--cpu-weight-format", weight_format), ("--cpu-linear-format", linear_format)):
         if form != "plain" and (not compiled or dtype != torch.bfloat16):
             raise StartupError(f"{flag} {form} needs the compiled CPU operators and --dtype bfloat16")

@@ -253,7 +253,7 @@ def test_experts_match_plain_torch_in_float64(
 def test_experts_in_fewer_bits(tokens: int, form: str, op: Any, device: torch.device, on_cuda: bool) -> None:
     """The reference is float64 products of the values that are held; half precision in a dry run."""
     dtype, (experts, top_k, hidden, inner) = torch.bfloat16 if on_cuda else torch.float16, (6, 2, 256, 128)
-    rand, storage = Numbers(dtype, device), RowMajorHeld(form, dtype)
+    rand, storage = Numbers(dtype, device), RowMajorHeld(form, dtype, device)
     w13, w2 = storage.empty_experts(experts, inner, hidden, dtype, device)
     values = rand(experts, 2 * inner, hidden, scale=0.1).cpu(), rand(experts, hidden, inner, scale=0.1).cpu()
     gate, up = values[0].split(inner, 1)

@@ -105,7 +105,7 @@ HARMLESS_VALUES = {
     "task": {"auto", "generate"},
 }
 _QUANTISATION = (
-    "on a CPU, --cpu-weight-format and --cpu-linear-format hold weights in 8 or 4 bits; nothing else is quantised"
+    "--quantization holds weights in 8 or 4 bits on CUDA, --cpu-weight-format and --cpu-linear-format on a CPU"
 )
 _ADAPTERS = "adapters (LoRA) are not served; merge them into the checkpoint"
 _SPECULATION = "speculative decoding is not part of this server"

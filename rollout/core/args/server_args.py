@@ -95,8 +95,8 @@ class ServerArgs:
     )
     quantization: str | None = _arg(
         None,
-        "format of experts on CUDA; fp8: blocks of 128 x 128 as published; int4, int4-128: 4 bits, a scale for 32 or "
-        "128 elements; default: as sent, FP8 and INT4 as values",
+        "format of experts and projections on CUDA; fp8: blocks of 128 x 128 as published; int4, int4-128: 4 bits, a "
+        "scale for 32 or 128 elements; default: as sent, FP8 and INT4 as values",
     )
     attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
     disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a decode step instead of a CUDA graph")

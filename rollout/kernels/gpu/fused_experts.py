@@ -251,7 +251,7 @@ def product_constants(tiles: Tiles, weight_dtype: torch.dtype, depth: int, strid
     if weight_dtype in HELD_WEIGHTS:
         form, parts, _ = HELD_WEIGHTS[weight_dtype]
         scales_at, _ = parts(depth)
-    of_rows = {"FORM": form, "STRIDE": stride, "SCALES_AT": scales_at}
+    of_rows: dict[str, object] = {"FORM": form, "STRIDE": stride, "SCALES_AT": scales_at}
     return of_rows | {"BLOCK_M": tiles.tokens, "ROWS": tiles.rows, "BLOCK_K": depth_step(weight_dtype)}
 
 

@@ -139,7 +139,7 @@ def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureF
         ("--calculate-kv-scales", "--calculate-kv-scales", "has a scale of 1"),
         ("--generation-config auto", "--generation-config", "send sampling parameters with each request"),
         ("--enable-lora", "--enable-lora", "merge them into the checkpoint"),
-        ("--torchao-config=int4wo", "--torchao-config", "nothing else is quantised at the start"),
+        ("--torchao-config=int4wo", "--torchao-config", "holds weights in 8 or 4 bits on CUDA"),
     ],
 )
 def test_what_would_change_answers_is_refused_with_a_reason(

@@ -255,7 +255,7 @@ def test_right_kernels_pass_what_notices_wrong_ones(planned: bool, monkeypatch: 
 def _in_form(case: Case, form: str) -> tuple[Case, Case]:
     """Return the case with the values that a form holds, and the case with the weights in that form."""
     dtype, (experts, hidden, inner) = case.hidden.dtype, case.w2.shape
-    storage = RowMajorHeld(form, dtype)
+    storage = RowMajorHeld(form, dtype, "cpu")
     w13, w2 = storage.empty_experts(experts, inner, hidden, dtype, "cpu")
     whole = {"gate_proj": case.w13[:, :inner], "up_proj": case.w13[:, inner:], "down_proj": case.w2}
     for part, matrices in whole.items():

@@ -1,4 +1,4 @@
-"""Experts in 8 and 4 bits in the storage of CUDA (`row_places`), on the CPU: loads, refreshes and moves of experts.
+"""Experts and projections in 8 and 4 bits in the storage of CUDA (`row_places`), on the CPU: loads, refreshes, moves.
 
 What is held must be what the same format holds on a CPU; no product is computed here.
 """
@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from rollout.kernels.ops import Ops, RowMajorHeld, plain_ops
-from rollout.kernels.row_places import ROW_FORMS
+from rollout.kernels.row_places import ROW_FORMS, fp8_parts, int4_parts
 from rollout.model.expert_slots import ModelExpertSlots
 from tests.family_zoo import family_checkpoint
+from tests.forward_harness import ForwardHarness
 from tests.fp8_reference import fp8_checkpoint, quantise, values_of
 from tests.fp8_reference import stored_tensors as fp8_tensors
 from tests.held_reference import held_of
@@ -48,15 +49,16 @@ def folds_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ops_of(form: str) -> Ops:
-    return plain_ops().replace(storage=RowMajorHeld(form, torch.bfloat16))
+    return plain_ops().replace(storage=RowMajorHeld(form, torch.bfloat16, "cpu"))
 
 
-def is_expert(name: str) -> bool:
-    return ".experts." in name and name.endswith("_proj.weight")
+def is_held(name: str) -> bool:
+    """Return whether a tensor is of an expert or a projection; latents are made into keys and values as sent."""
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "kv_b_proj" not in name
 
 
 def held(tensors: Named, form: str) -> Named:
-    return {name: held_of(form, x) if is_expert(name) else x for name, x in tensors.items()}
+    return {name: held_of(form, x) if is_held(name) else x for name, x in tensors.items()}
 
 
 def newer(folder: Path) -> Named:
@@ -68,9 +70,9 @@ def newer(folder: Path) -> Named:
 
 
 def in_fp8(tensors: Named) -> Named:
-    """Return the tensors with experts as FP8 pairs."""
-    found = {name: x for name, x in tensors.items() if not is_expert(name)}
-    for name in filter(is_expert, tensors):
+    """Return the tensors; experts and projections become FP8 pairs."""
+    found = {name: x for name, x in tensors.items() if not is_held(name)}
+    for name in filter(is_held, tensors):
         found[name], found[f"{name}_scale_inv"] = quantise(tensors[name])
     return found
 
@@ -93,12 +95,12 @@ def digest_of(tensors: Named) -> str:
 
 @FORMS
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_a_load_quantises_experts(family: str, form: str, tmp_path: Path) -> None:
+def test_a_load_quantises_experts_and_projections(family: str, form: str, tmp_path: Path) -> None:
     path = family_checkpoint(tmp_path / "plain", family, 3, torch.bfloat16)
     weights = load_tiny(path, torch.bfloat16, ops=ops_of(form)).weights
     wanted = held(logical_tensors(path), form)
     assert live_fingerprints(weights) == {name: fingerprint(x) for name, x in wanted.items()}
-    assert weights.held_formats().keys() == set(filter(is_expert, wanted)) != set()
+    assert weights.held_formats().keys() == set(filter(is_held, wanted)) != set()
 
 
 def test_a_checkpoint_in_fp8_is_copied(folder: Path, tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_checkpoint_in_fp8_is_copied(folder: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_in_int4_is_copied(group: int, form: str, tmp_path: Path) -> None:
     case = Int4Case(tmp_path / "int4", group)
     weights = load_tiny(case.int4, torch.bfloat16, ops=ops_of(form)).weights
-    assert weights.held_formats().keys() == case.pairs.keys()
+    assert weights.held_formats().keys() > case.pairs.keys()
     for name, (integers, scales) in case.pairs.items():
         pair: Any = weights.places(name)[0].saved()
         assert torch.equal(pair.weight, integers)
@@ -185,3 +187,51 @@ def test_experts_move_with_their_scales(folder: Path, form: str) -> None:
         assert isinstance(moved, Pair) and isinstance(pair, Pair)
         assert torch.equal(moved.weight.view(torch.uint8), pair.weight.view(torch.uint8))
         assert torch.equal(moved.scale, pair.scale)
+
+
+# --- in a model -------------------------------------------------------------------------------------------------------
+
+
+def values_in(rows: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the values of rows [..., S] by their own scales, in bfloat16; plain rows as they are."""
+    if rows.dtype == torch.bfloat16:
+        return rows
+    at, of_scales = (fp8_parts if rows.dtype == torch.float8_e4m3fn else int4_parts)(columns)
+    scales = rows.view(torch.uint8)[..., at : at + of_scales].contiguous()
+    if rows.dtype == torch.float8_e4m3fn:
+        wide = scales.view(torch.float32).repeat_interleave(128, -1)
+        return (rows[..., :columns].float() * wide[..., :columns]).bfloat16()
+    halves = rows[..., :at].unflatten(-1, (-1, 32))
+    integers = torch.stack((halves & 15, halves >> 4), -2).flatten(-3).float() - 8
+    return (integers * scales.view(torch.bfloat16).float().repeat_interleave(32, -1))[..., :columns].bfloat16()
+
+
+def dequantising(form: str) -> Ops:
+    """Return operators that compute with held rows by plain torch, as the kernels do in registers."""
+    plain = plain_ops()
+
+    def linear(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return plain.linear(hidden, values_in(weight, hidden.shape[1]), *rest)
+
+    def norm_linear(x: Any, y: Any, norm: Any, eps: float, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return plain.norm_linear(x, y, norm, eps, values_in(weight, x.shape[1]), *rest)
+
+    def fused_experts(hidden: Any, ids: Any, shares: Any, w13: Any, w2: Any, inner: int, *rest: Any) -> torch.Tensor:
+        matrices = values_in(w13, hidden.shape[1]), values_in(w2, inner)
+        return plain.fused_experts(hidden, ids, shares, *matrices, inner, *rest)
+
+    return ops_of(form).replace(linear=linear, norm_linear=norm_linear, fused_experts=fused_experts)
+
+
+@FORMS
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_model_computes_with_the_values_that_it_holds(family: str, form: str, tmp_path: Path) -> None:
+    path = family_checkpoint(tmp_path / "plain", family, 3, torch.bfloat16)
+    holds, other = (load_tiny(path, torch.bfloat16, ops=ops) for ops in (dequantising(form), plain_ops()))
+    for name in other.weights.metas():
+        other.weights.write(name, holds.weights.places(name)[0].read())
+    prompt = {0: [5, 17, 300, 2, 9, 41]}
+    got, wanted = (ForwardHarness(model, 1, 32).step(prompt)[0] for model in (holds, other))
+    assert torch.equal(got.log_probs, wanted.log_probs) and torch.equal(got.routes, wanted.routes)
+    plain = ForwardHarness(load_tiny(path, torch.bfloat16, ops=plain_ops()), 1, 32).step(prompt)[0]
+    assert not torch.equal(got.log_probs, plain.log_probs)
