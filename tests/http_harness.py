@@ -116,10 +116,12 @@ def live_server(
             listener.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             history = ServerHistory(manager, metrics)
+            app = build_app(manager, metrics, history)
             server = BoundedServer(
-                build_app(manager, metrics, history),
+                app,
                 most=connections_within(raise_file_limit()),
                 receive_timeout_s=RECEIVE_S,
+                short_generate=app.state.short_generate,
                 log_config=None,
                 access_log=False,
             )

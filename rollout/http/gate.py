@@ -38,17 +38,51 @@ Refused = Callable[[str, str, int, bytes], None]
 """Takes method, path, status and body of an error that the application answered."""
 
 
-class Gate:
-    """Refuses a request, or passes it on and watches its answer.
+class Access:
+    """Decides on a request by its path, key and site.
 
     It refuses with 401 a request without the right `Authorization: Bearer KEY`.  Where no key is asked for, it refuses
     with 403 a request of another site's page.  It refuses with 503 a request over one connection too many, unless it is
-    control.
+    control.  With an admin key, control paths take that key and no other; without one they take the API key.
+    `OPEN_PATHS` and `page_files` take anything.
+    """
 
-    With an admin key, control paths take that key and no other; without one they take the API key.  `OPEN_PATHS` and
-    `page_files` take anything.  A request that passes takes its turn, but for control and open paths.  `asking_pages`:
-    by path, the page that takes the place of the JSON of a 401 and asks for the key: a browser cannot send one when it
-    opens a page.
+    def __init__(self, args: ServerArgs, control_paths: Collection[str], page_files: Collection[str]) -> None:
+        self._api_key = args.api_key
+        self._admin_api_key = args.admin_api_key
+        self._control_paths = frozenset(control_paths)
+        self._open_paths = OPEN_PATHS | frozenset(page_files)
+        self._goes_first = self._control_paths | self._open_paths
+        self._sites = SiteCheck(args.host, args.allowed_hosts)
+
+    def goes_first(self, path: str) -> bool:
+        """Return whether requests of a path take no turn."""
+        return path in self._goes_first
+
+    def refusal(
+        self, path: str, headers: dict[bytes, bytes], is_over_limit: Callable[[], bool] | None = None
+    ) -> tuple[int, str, str] | None:
+        """Return status, type and message of a request's refusal, or None.  `is_over_limit` is its connection's."""
+        if path in self._open_paths:
+            return None
+        if is_over_limit is not None and is_over_limit() and path not in self._control_paths:
+            return 503, "Unavailable", "too many connections are open"
+        wanted = self._api_key
+        if self._admin_api_key is not None and path in self._control_paths:
+            wanted = self._admin_api_key
+        if wanted is None:
+            reason = self._sites.objection(headers)
+            return None if reason is None else (403, "Forbidden", reason)
+        if _same(_bearer(headers), wanted):
+            return None
+        return 401, "Unauthorized", "missing or wrong key: Authorization: Bearer KEY"
+
+
+class Gate:
+    """Refuses a request, or passes it on and watches its answer.
+
+    A request that passes takes its turn, but for control and open paths.  `asking_pages`: by path, the page that takes
+    the place of the JSON of a 401 and asks for the key: a browser cannot send one when it opens a page.
 
     `refused` hears of the application's errors.  It does not hear of refusals here, so that clients without a key
     cannot fill a log.
@@ -58,32 +92,26 @@ class Gate:
         self,
         app: ASGIApp,
         *,
-        args: ServerArgs,
-        control_paths: Collection[str],
+        access: Access,
         asking_pages: Mapping[str, Page],
-        page_files: Collection[str],
         refused: Refused,
     ) -> None:
         self._app = app
+        self._access = access
         self._asking_pages = asking_pages
         self._refused = refused
-        self._api_key = args.api_key
-        self._admin_api_key = args.admin_api_key
-        self._control_paths = frozenset(control_paths)
-        self._open_paths = OPEN_PATHS | frozenset(page_files)
-        self._goes_first = self._control_paths | self._open_paths
-        self._sites = SiteCheck(args.host, args.allowed_hosts)
         self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
+        path, is_over_limit = scope["path"], scope.get("state", {}).get("is_over_limit")
+        refusal = self._access.refusal(path, dict(scope["headers"]), is_over_limit)
         if refusal is not None:
             await self._refuse(refusal, scope, receive, send)
             return
-        if scope["path"] not in self._goes_first:
+        if not self._access.goes_first(path):
             await self._turns.take()
         await self._pass(scope, receive, send)
 
@@ -122,24 +150,6 @@ class Gate:
         if status == 503:
             response.headers["connection"] = "close"
         await response(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
-        path = scope["path"]
-        if path in self._open_paths:
-            return None
-        is_over_limit = scope.get("state", {}).get("is_over_limit")
-        if is_over_limit is not None and is_over_limit() and path not in self._control_paths:
-            return 503, "Unavailable", "too many connections are open"
-        headers = dict(scope["headers"])
-        wanted = self._api_key
-        if self._admin_api_key is not None and path in self._control_paths:
-            wanted = self._admin_api_key
-        if wanted is None:
-            reason = self._sites.objection(headers)
-            return None if reason is None else (403, "Forbidden", reason)
-        if _same(_bearer(headers), wanted):
-            return None
-        return 401, "Unauthorized", "missing or wrong key: Authorization: Bearer KEY"
 
 
 class Turns:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field
-from starlette.types import Scope
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.known_fields import (
@@ -63,9 +62,9 @@ class CommonFields(Protocol):
     def ignored_fields(self) -> list[str]: ...
 
 
-def routing_headers(scope: Scope) -> dict[str, str]:
+def routing_headers(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
     """Return the headers of a request that `common_fields` reads, and `accept`; of several of a name the first."""
-    found = [(name, value) for name, value in scope["headers"] if name in _ROUTING_HEADERS]
+    found = [(name, value) for name, value in headers if name in _ROUTING_HEADERS]
     return {name.decode(): value.decode("latin-1") for name, value in reversed(found)}
 
 

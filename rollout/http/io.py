@@ -38,6 +38,8 @@ MAX_MESSAGE_CHARS = 4096
 CLIENT_CLOSED_REQUEST = 499
 WATCH_DISCONNECT = "lockstep.watch_disconnect"
 """The extension of a scope that holds a `WatchDisconnect`."""
+NOTE_PASSED = "lockstep.note_passed"
+"""The extension of a scope that holds what takes the handle of a generation request that passed all checks, or None."""
 WatchDisconnect = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes what is to be called when the client goes away, and returns what ends the watch."""
 IGNORED_HEADER = "x-ignored-fields"

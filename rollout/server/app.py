@@ -32,12 +32,13 @@ from rollout.http.control.routes import ControlRoutes
 from rollout.http.control.verbs import VerbRoutes
 from rollout.http.control.weights import WeightRoutes
 from rollout.http.direct import DirectRoutes, direct_handlers
-from rollout.http.gate import Gate
+from rollout.http.gate import Access, Gate
 from rollout.http.io import describe_query, error_response
 from rollout.http.known_lists import KnownLists
 from rollout.http.metrics.metrics import Metrics
 from rollout.http.native.generate import GenerateRoutes
 from rollout.http.native.info import InfoRoutes
+from rollout.http.native.short_generate import ShortGenerate
 from rollout.http.native.tokenize import TokenizeRoutes
 from rollout.http.openai.routes import OpenAIRoutes
 from rollout.http.server_info import num_ranks
@@ -113,13 +114,13 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     for router in routers:
         app.include_router(router)
     control_paths = {route.path for router in control for route in router.routes if isinstance(route, APIRoute)}
+    access = Access(args, control_paths, page_files)
+    app.state.short_generate = ShortGenerate(manager, access, history.refusals.note_answer)
     app.add_middleware(DirectRoutes, handlers=direct_handlers(routers), on_error=error_response)
     app.add_middleware(  # the last one added is the first one that a request meets
         Gate,
-        args=args,
-        control_paths=control_paths,
+        access=access,
         asking_pages={"/docs": pages.api_page},
-        page_files=page_files,
         refused=history.refusals.note_answer,
     )
     app.add_exception_handler(RequestValidationError, _on_bad_query)

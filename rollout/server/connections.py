@@ -21,8 +21,10 @@ import h11
 import uvicorn
 
 from rollout.core.errors import StartupError
+from rollout.http.native.short_generate import ShortGenerate
 from rollout.server.checks import LISTEN_BACKLOG
 from rollout.server.plain_requests import PlainProtocol
+from rollout.server.short_requests import ShortWay
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +65,21 @@ def connections_within(file_limit: int) -> int:
 class BoundedServer(uvicorn.Server):
     """uvicorn with at most `most` connections, whose clients have `receive_timeout_s` to send a request.
 
-    It installs no signal handlers: its caller decides when to stop.
+    `short_generate` answers what it can, `app` all else.  It installs no signal handlers: its caller decides when to
+    stop.
     """
 
-    def __init__(self, app: Any, *, most: int, receive_timeout_s: float, **settings: Any) -> None:
-        protocol: Any = functools.partial(_Protocol, most)
+    def __init__(
+        self,
+        app: Any,
+        *,
+        most: int,
+        receive_timeout_s: float,
+        short_generate: ShortGenerate | None = None,
+        **settings: Any,
+    ) -> None:
+        short_way = None if short_generate is None else ShortWay(short_generate)
+        protocol: Any = functools.partial(_Protocol, most, short_way=short_way)
         super().__init__(
             uvicorn.Config(app, http=protocol, backlog=ACCEPTED_AT_ONCE, lifespan="off", ws="none", **settings)
         )

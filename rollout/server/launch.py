@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
+
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import fail as _fail
 from rollout.core.console import say
@@ -241,11 +243,12 @@ def _share_time(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_default_executor(ThreadPoolExecutor(2, thread_name_prefix="off-loop"))
 
 
-def _http_server(app: object, args: ServerArgs, max_connections: int) -> BoundedServer:
+def _http_server(app: FastAPI, args: ServerArgs, max_connections: int) -> BoundedServer:
     return BoundedServer(
         app,
         most=max_connections,
         receive_timeout_s=args.receive_timeout,
+        short_generate=app.state.short_generate,
         log_config=None,
         log_level="info" if args.log_level == "debug" else "warning",
         access_log=args.log_level == "debug",

@@ -4,62 +4,28 @@ The usual form: HTTP/1.1, a plain method, a path, headers that each stand on a l
 of a stated length.  h11 reads everything else, and refuses what is not valid: a request is of the usual form, or h11
 sees all of its bytes.
 
-    data_received -- the head of a request, between two requests -- usual form --> PlainCycle
+    data_received -- the head of a request, between two requests -- usual form --> ShortCycle or PlainCycle
                      '---------------------------------------------- any other --> h11, until that request is over
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
 import h11
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER, HIGH_WATER_LIMIT
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from rollout.http.io import WATCH_DISCONNECT
+from rollout.http.io import NOTE_PASSED, WATCH_DISCONNECT
+from rollout.http.native.short_generate import OnPassed
+from rollout.server.heads import HEAD_LINES, Headers, read_head
+from rollout.server.short_requests import ShortCycle, ShortWay
 
 MAX_HEAD_BYTES = 16 * 1024
-MAX_LENGTH_DIGITS = 15
-# The characters of a path, of a name and of a value are h11's, but for bytes over 126 in values.
-_REQUEST_LINE = re.compile(rb"(GET|POST|PUT|DELETE) (/[!-~]*) HTTP/1\.1")
-_NAME = re.compile(rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+")
-_OTHER_BYTE = re.compile(rb"[^\t\r\n -~]")
-_RULED = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
-"""Headers with a meaning that only h11 knows."""
 _NO_BODY = frozenset({204, 304})
-_HEAD_LINES = {status: b"HTTP/1.1 %d %b\r\n" % (status, phrase) for status, phrase in STATUS_PHRASES.items()}
-
-Headers = list[tuple[bytes, bytes]]
-
-
-def read_head(head: bytes) -> tuple[bytes, bytes, Headers, int] | None:
-    """Return method, target, headers with names in small letters, and the length of the body; None for other forms."""
-    first, *lines = head.split(b"\r\n")
-    request = _REQUEST_LINE.fullmatch(first)
-    is_plain = _OTHER_BYTE.search(head) is None and head.count(b"\r") == head.count(b"\n") == len(lines)
-    if request is None or not is_plain:
-        return None
-    headers: Headers = []
-    length, num_hosts = None, 0
-    for line in lines:
-        name, colon, value = line.partition(b":")
-        if not colon or _NAME.fullmatch(name) is None:
-            return None
-        name, value = name.lower(), value.strip(b" \t")
-        if name == b"host":
-            num_hosts += 1
-        elif name == b"content-length":
-            if length is not None or not value.isdigit() or len(value) > MAX_LENGTH_DIGITS:
-                return None
-            length = int(value)
-        elif name in _RULED or (name == b"connection" and value.lower() != b"keep-alive"):
-            return None
-        headers.append((name, value))
-    return (request[1], request[2], headers, length or 0) if num_hosts == 1 else None
 
 
 class PlainCycle(RequestResponseCycle):
@@ -141,7 +107,7 @@ class PlainCycle(RequestResponseCycle):
         lines = b"".join([b"%b: %b\r\n" % header for header in headers])
         if lines.count(b"\n") != len(headers) or lines.count(b"\r") != len(headers) or b"\0" in lines:
             raise h11.LocalProtocolError("a header of the answer holds the end of a line")
-        self._head = b"%b%b\r\n" % (_HEAD_LINES[status], lines)
+        self._head = b"%b%b\r\n" % (HEAD_LINES[status], lines)
         if self._is_chunked:  # the parts of its body may come much later
             self.transport.write(self._head)
             self._head = b""
@@ -169,22 +135,27 @@ class PlainCycle(RequestResponseCycle):
             self.on_response()
 
 
+_OWN = (PlainCycle, ShortCycle)
+
+
 class PlainProtocol(H11Protocol):
     """uvicorn's protocol, with the short way for requests of the usual form."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args: Any, short_way: ShortWay | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self.access_log = self.access_log and self.config.access_log  # a logger may have handlers of others
+        self._short_way = short_way
         self._missing = 0  # bytes of the body of a plain request that have yet to come
         self._held = b""  # what came after a plain request that is not yet answered
 
     def data_received(self, data: bytes) -> None:
         cycle = self.cycle
-        is_between = not self._missing and (not isinstance(cycle, PlainCycle) or cycle.response_complete)
+        is_between = not self._missing and (not isinstance(cycle, _OWN) or cycle.response_complete)
         if is_between and self._begin(data):
             return
         if self._missing:
             self._take_body(data)
-        elif isinstance(self.cycle, PlainCycle) and not self.cycle.response_complete:
+        elif isinstance(self.cycle, _OWN) and not self.cycle.response_complete:
             self._held += data
             self.flow.pause_reading()
         else:
@@ -199,11 +170,49 @@ class PlainProtocol(H11Protocol):
         if self.access_log or conn.our_state is not h11.IDLE or conn.their_state is not h11.IDLE:
             return False
         end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
-        found = None if end < 0 or conn.trailing_data != (b"", False) else read_head(data[:end])
+        if end < 0 or conn.trailing_data != (b"", False):
+            return False
+        if self._begin_short(data, end):
+            return True
+        found = read_head(data[:end])
         if found is None:
             return False
         self._unset_keepalive_if_required()
-        method, target, self.headers, self._missing = found
+        self._missing = found[3]
+        self.cycle = self._plain_cycle(found)
+        self._take_body(data[end + 4 :])
+        self._run(self.cycle)
+        return True
+
+    def _begin_short(self, data: bytes, end: int) -> bool:
+        """Begin the request, whose head ends at `end`, on the short way if it may take that."""
+        way = self._short_way
+        if way is None or self.flow.write_paused or "is_over_limit" in self.app_state:
+            return False
+        head = data[:end]
+        known = way.known(head)
+        if known is None:
+            return False
+        self._unset_keepalive_if_required()
+        self._missing, is_binary = known
+        self.cycle = ShortCycle(self, way, head, is_binary)  # type: ignore[assignment]
+        self._take_body(data[end + 4 :])
+        return True
+
+    def take_long_way(self, short: ShortCycle, on_passed: OnPassed | None) -> None:
+        """Have the application answer a request that the short way did not take in."""
+        found = read_head(short.head)
+        assert found is not None and self.cycle is short
+        cycle = self._plain_cycle(found)
+        cycle.scope["extensions"][NOTE_PASSED] = on_passed
+        cycle.body, cycle.more_body, cycle.keep_alive = short.body, False, short.keep_alive
+        cycle.message_event.set()
+        self.cycle = cycle
+        self._run(cycle)
+
+    def _plain_cycle(self, found: tuple[bytes, bytes, Headers, int]) -> PlainCycle:
+        """Return the cycle of a request that `read_head` found."""
+        method, target, self.headers, _ = found
         raw_path, _, query_string = target.partition(b"?")
         path = raw_path.decode("ascii")
         self.scope = {
@@ -221,12 +230,12 @@ class PlainProtocol(H11Protocol):
             "headers": self.headers,
             "state": self.app_state.copy(),
         }
-        self.cycle = PlainCycle(self, self.scope)
-        self._take_body(data[end + 4 :])
-        task = self.loop.create_task(self.cycle.run_asgi(self.app))
+        return PlainCycle(self, self.scope)
+
+    def _run(self, cycle: PlainCycle) -> None:
+        task = self.loop.create_task(cycle.run_asgi(self.app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
-        return True
 
     def _take_body(self, data: bytes) -> None:
         """Take the next bytes of the body, and hold the bytes behind it.  Drop a body whose request is answered."""
@@ -238,6 +247,8 @@ class PlainProtocol(H11Protocol):
                 self.flow.pause_reading()
         cycle.more_body = self._missing > 0
         cycle.message_event.set()
+        if isinstance(cycle, ShortCycle) and not cycle.more_body:
+            cycle.begin()
         if rest and cycle.response_complete:
             self.data_received(rest)
         elif rest:
@@ -253,5 +264,5 @@ class PlainProtocol(H11Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         cycle = self.cycle
         super().connection_lost(error)
-        if isinstance(cycle, PlainCycle):
+        if isinstance(cycle, _OWN):
             cycle.note_disconnect()

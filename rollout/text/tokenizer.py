@@ -82,6 +82,10 @@ class Tokenizer:
             return self._encode(texts, add_special_tokens)
         return await self._in_thread(lambda: self._encode(texts, add_special_tokens), size)
 
+    def encode_short(self, text: str) -> list[int]:
+        """Return the token ids of a text of at most `INLINE_CHARS` at once.  Raises as `encode` does."""
+        return self._encode([text], True)[0]
+
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         for text in texts:
             self._check(text)

@@ -14,13 +14,14 @@ import hmac
 import logging
 import secrets
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import zmq
 
 from rollout.core.errors import StartupError, Unavailable
-from rollout.core.messages.io_struct import SchedulerInput, SchedulerOutput, TokenizedGenerateReqInput
+from rollout.core.messages.io_struct import BatchTokenOutput, SchedulerInput, SchedulerOutput, TokenizedGenerateReqInput
 from rollout.core.messages.unreadable import Unreadable, packed, read_output
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,16 @@ logger = logging.getLogger(__name__)
 # The kernel's limit on the path of a Unix socket, with its closing zero.
 _MAX_SOCKET_PATH = 107
 _RETRY_S = 0.05
+OUTPUTS_AT_ONCE = 16
+
+
+def in_parts(message: SchedulerOutput | Unreadable) -> Iterator[SchedulerOutput | Unreadable]:
+    """Yield the message, or parts of at most `OUTPUTS_AT_ONCE` outputs."""
+    if not isinstance(message, BatchTokenOutput) or len(message.outputs) <= OUTPUTS_AT_ONCE:
+        yield message
+        return
+    for first in range(0, len(message.outputs), OUTPUTS_AT_ONCE):
+        yield BatchTokenOutput(outputs=message.outputs[first : first + OUTPUTS_AT_ONCE])
 
 
 class SchedulerLink(Protocol):

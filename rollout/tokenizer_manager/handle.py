@@ -1,5 +1,7 @@
 """`GenerateHandle`: the samples of one request in flight, and the two ways to wait for them: at once, or as a stream.
 
+`SingleHandle`: a request of one sample that nothing waits for; it calls when it has ended.
+
 The manager appends to the records and calls `notify`.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rollout.core.errors import LockstepError
 from rollout.core.messages.req_output import FinishReason
@@ -71,6 +73,90 @@ class Sample:
     text: SampleText | None
     entries: OutputEntries = field(default_factory=OutputEntries)
 
+    @classmethod
+    def of(cls, record: SampleRecord, tokenizer: Tokenizer | None, form: ResponseForm) -> Sample:
+        return cls(record, None if tokenizer is None else SampleText(record, tokenizer, form.kept_ids))
+
+    def response(self, form: ResponseForm) -> dict[str, Any]:
+        """Return the response so far."""
+        text = None if self.text is None else self.text.update()
+        return build_response(self.record, text, form, self.entries)
+
+    def encoded(self, form: ResponseForm) -> bytes:
+        """Return the final response, msgpack where the request has a binary form, else JSON; give up the record."""
+        content = self.response(form)
+        data = encode_binary(content) if form.is_binary else encode_json(content)
+        self.record.give_up()
+        self.entries = OutputEntries()
+        return data
+
+    def require_run(self) -> None:
+        """Raise `RefusedByScheduler` if the scheduler refused it."""
+        assert self.record.finished is not None
+        reason = self.record.finished.reason
+        if reason.type == "abort" and reason.status_code is not None and reason.status_code >= 400:
+            raise RefusedByScheduler(reason)
+
+
+class SampleWaiter(Protocol):
+    """The part of a handle that the manager calls."""
+
+    def notify(self, index: int) -> None:
+        """Note that record `index` has grown."""
+
+    def fail(self, error: LockstepError) -> None:
+        """End the request with `error`."""
+
+
+class SingleHandle:
+    """A request of one sample; `on_end` is called once, when the sample has ended or failed.
+
+    `on_end` None: the answer is not wanted any more.
+    """
+
+    def __init__(
+        self,
+        record: SampleRecord,
+        tokenizer: Tokenizer | None,
+        form: ResponseForm,
+        on_end: Callable[[], None],
+        abort: Callable[[list[str]], None],
+    ) -> None:
+        self.on_end: Callable[[], None] | None = on_end
+        self._sample = Sample.of(record, tokenizer, form)
+        self._form = form
+        self._abort = abort
+        self._error: LockstepError | None = None
+
+    def notify(self, index: int) -> None:
+        if self._sample.record.finished is not None and self.on_end is not None:
+            self.on_end()
+
+    def fail(self, error: LockstepError) -> None:
+        self._error = error
+        if self.on_end is not None:
+            self.on_end()
+
+    def abort(self) -> None:
+        """Ask the scheduler to stop it if it has not ended.  Does not wait."""
+        if self._sample.record.finished is None:
+            self._abort([self._sample.record.rid])
+
+    @property
+    def is_heavy(self) -> bool:
+        """True if `encoded` should not run on the event loop."""
+        return weight(self._sample.record) > HEAVY
+
+    def encoded(self) -> bytes:
+        """Return the final response, as `GenerateHandle.encoded` does; call it once.
+
+        Raises what `fail` was given, or `RefusedByScheduler`.
+        """
+        if self._error is not None:
+            raise self._error
+        self._sample.require_run()
+        return self._sample.encoded(self._form)
+
 
 class GenerateHandle:
     """One request's samples in reply order: prompt by prompt, and sample by sample within a prompt."""
@@ -85,10 +171,8 @@ class GenerateHandle:
         abort: Callable[[list[str]], None],
     ) -> None:
         self.replies_with_list = replies_with_list
-        self._samples = [
-            Sample(record, SampleText(record, tokenizer, form.kept_ids) if tokenizer else None) for record in records
-        ]
-        self._form = form
+        self.form = form
+        self._samples = [Sample.of(record, tokenizer, form) for record in records]
         self._abort = abort
         self._news = asyncio.Event()
         self._fresh: dict[int, None] = {}
@@ -129,15 +213,7 @@ class GenerateHandle:
 
         They are msgpack where the request has a binary form, else JSON.
         """
-        encode = encode_binary if self._form.is_binary else encode_json
-
-        def encoded(sample: Sample) -> bytes:
-            content = encode(self._build(sample))
-            sample.record.give_up()
-            sample.entries = OutputEntries()
-            return content
-
-        return await self._of_each(encoded)
+        return await self._of_each(lambda sample: sample.encoded(self.form))
 
     async def stream(self) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
         """Yield (sample index, response so far) whenever a sample has grown; end after every sample's last.
@@ -176,7 +252,7 @@ class GenerateHandle:
             while len(done) < len(self._samples):
                 for index in await self._next_news():
                     if self._samples[index].record.finished is not None:
-                        self._raise_if_refused(self._samples[index].record)
+                        self._samples[index].require_run()
                         done.add(index)
             is_heavy = sum(weight(sample.record) for sample in self._samples) > HEAVY
             return await _run(lambda: [make(sample) for sample in self._samples], is_heavy)
@@ -194,12 +270,6 @@ class GenerateHandle:
         self._fresh.clear()
         return fresh
 
-    def _raise_if_refused(self, record: SampleRecord) -> None:
-        assert record.finished is not None
-        reason = record.finished.reason
-        if reason.type == "abort" and reason.status_code is not None and reason.status_code >= 400:
-            raise RefusedByScheduler(reason)
-
     async def _respond(self, index: int) -> dict[str, Any]:
         sample = self._samples[index]
         # Never in another thread while the record can still grow.
@@ -207,8 +277,7 @@ class GenerateHandle:
         return await _run(lambda: self._build(sample), is_heavy)
 
     def _build(self, sample: Sample) -> dict[str, Any]:
-        text = None if sample.text is None else sample.text.update()
-        return build_response(sample.record, text, self._form, sample.entries)
+        return sample.response(self.form)
 
 
 async def _run(work: Callable[[], Result], is_heavy: bool) -> Result:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollout.core.errors import BadRequest
-from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.handle import SampleWaiter
 from rollout.tokenizer_manager.request import ExpandedRequest, sample_rids
 from rollout.tokenizer_manager.sample import SampleRecord
 
@@ -19,7 +19,7 @@ class InFlightSample:
     """A sample, and its place in the request that it belongs to."""
 
     record: SampleRecord
-    handle: GenerateHandle
+    handle: SampleWaiter
     index: int
 
 
@@ -91,6 +91,12 @@ class RidRegistry:
         for leaf, leaf_groups in groups_of.items():
             for group in leaf_groups:
                 self._members.setdefault(group, set()).add(leaf)
+
+    def reserve_one(self, rid: str) -> None:
+        """Take the name of a request of one sample.  Raises `BadRequest` if it is in use."""
+        if rid in self._groups_of or rid in self._members:
+            raise BadRequest(f"rid {rid!r} is already in flight")
+        self._groups_of[rid] = ()
 
     def release(self, leaves: Iterable[str]) -> None:
         """Free the names of finished samples; a group's name is free when its last sample is."""

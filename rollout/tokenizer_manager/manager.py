@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -36,17 +36,19 @@ from rollout.core.specs.model_config import ModelConfig
 from rollout.text.token_vocabulary import TokenVocabulary
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.budget import AnswerForm
-from rollout.tokenizer_manager.channel import SchedulerLink
+from rollout.tokenizer_manager.channel import SchedulerLink, in_parts
 from rollout.tokenizer_manager.communicator import Communicator
-from rollout.tokenizer_manager.handle import GenerateHandle
+from rollout.tokenizer_manager.handle import GenerateHandle, SingleHandle
 from rollout.tokenizer_manager.in_flight import InFlight, InFlightSample, RidRegistry
 from rollout.tokenizer_manager.replay import read_replays
 from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput, IgnoredFields, expand, sample_rids
 from rollout.tokenizer_manager.response import ResponseForm, RouteShape
-from rollout.tokenizer_manager.sample import SampleRecord
+from rollout.tokenizer_manager.sample import RequestObserver, SampleRecord
 from rollout.tokenizer_manager.validation import ServingLimits, check_messages
 
 logger = logging.getLogger(__name__)
+
+SLICE_S = 0.002
 
 
 class Phase(enum.Enum):
@@ -54,14 +56,6 @@ class Phase(enum.Enum):
     SERVING = "serving"
     STOPPING = "stopping"
     FAILED = "failed"
-
-
-class RequestObserver(Protocol):
-    """Notified of every sample's first token and end; the metrics are one."""
-
-    def on_first_token(self, record: SampleRecord) -> None: ...
-
-    def on_finished(self, record: SampleRecord) -> None: ...
 
 
 class TokenizerManager:
@@ -102,9 +96,15 @@ class TokenizerManager:
         """Read the scheduler's messages until cancelled.
 
         Once it serves, a message that cannot be read fails the calls that it names, or all in flight if it names none.
+        Others on the event loop get their turn after at most `SLICE_S` and a part of a message.
         """
+        began = time.monotonic()
         while True:
-            self.handle_message(await self._link.receive())
+            for part in in_parts(await self._link.receive()):
+                self.handle_message(part)
+                if time.monotonic() - began > SLICE_S:
+                    await asyncio.sleep(0)
+                    began = time.monotonic()
 
     async def scheduler_ready(self) -> SchedulerReady:
         """Wait for the first message of every data-parallel rank.  The caller ends the wait with the process's life.
@@ -209,26 +209,33 @@ class TokenizerManager:
             raise
         now, version = time.monotonic(), self.weight_version
         groups = [[SampleRecord(sample, now, version) for sample in message.samples()] for message in expanded.messages]
-        tokenizer = self._tokenizer
         handle = GenerateHandle(
             [record for group in groups for record in group],
             replies_with_list=expanded.replies_with_list,
-            tokenizer=tokenizer,
-            form=ResponseForm(
-                self._route_shape,
-                request.routed_experts_format,
-                tokenizer.token_text if tokenizer is not None and request.return_text_in_logprobs else None,
-                request.return_prompt_token_ids,
-                request.sampling_mask_format,
-                request.logprobs_format,
-                limits.vocab_size,
-                frozenset() if tokenizer is None else tokenizer.vocabulary.ids_of(request.kept_special_tokens),
-                ignored,
-                request.is_binary,
-            ),
+            tokenizer=self._tokenizer,
+            form=ResponseForm.of(request, self._route_shape, limits.vocab_size, self._tokenizer, ignored),
             abort=self.abort,
         )
         self._dispatch(handle, groups, request.routed_dp_rank)
+        return handle
+
+    def submit_checked(
+        self, message: TokenizedGenerateReqInput, form: ResponseForm, on_end: Callable[[], None]
+    ) -> SingleHandle:
+        """Send one sample that is known to pass the checks of `submit`.  `on_end` is called when it has ended.
+
+        Raises `BadRequest` for an id in use, `Unavailable` when the server does not serve.
+        """
+        self.limits  # noqa: B018 - raises unless serving
+        self._rids.reserve_one(message.rid)
+        record = SampleRecord(message, time.monotonic(), self.weight_version)
+        handle = SingleHandle(record, self._tokenizer, form, on_end, self.abort)
+        self._in_flight.add(InFlightSample(record, handle, 0), None)
+        try:
+            self._link.send(message)
+        except BaseException:
+            self._forget(message.rid)
+            raise
         return handle
 
     def abort(self, rids: Iterable[str]) -> None:
@@ -310,10 +317,12 @@ class TokenizerManager:
             self._fail_sample(output.rid, error)
             return
         if not had_token and record.first_token_at is not None:
-            self._notify(lambda observer: observer.on_first_token(record))
+            for observer in self._observers:
+                observer.on_first_token(record)
         if output.finished is not None:
             self._forget(output.rid)
-            self._notify(lambda observer: observer.on_finished(record))
+            for observer in self._observers:
+                observer.on_finished(record)
         entry.handle.notify(entry.index)
 
     def _fail_sample(self, rid: str, error: LockstepError) -> None:
@@ -385,7 +394,3 @@ class TokenizerManager:
     def _forget(self, rid: str) -> None:
         self._in_flight.remove(rid)
         self._rids.release([rid])
-
-    def _notify(self, event: Callable[[RequestObserver], None]) -> None:
-        for observer in self._observers:
-            event(observer)

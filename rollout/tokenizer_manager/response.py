@@ -23,9 +23,10 @@ from capture.token_logprobs import TokenLogprobs
 from rollout.core.errors import LockstepError
 from rollout.core.messages.req_output import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
 from rollout.core.specs.model_config import ModelConfig
+from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.binary_response import add_logprob_arrays, id_array, route_array
 from rollout.tokenizer_manager.compact_logprobs import output_logprobs, prompt_logprobs, row_spans
-from rollout.tokenizer_manager.request import LogprobsFormat, MaskFormat, RoutesFormat
+from rollout.tokenizer_manager.request import GenerateReqInput, LogprobsFormat, MaskFormat, RoutesFormat
 from rollout.tokenizer_manager.sample import AlternativeArrays, MaskRecord, SampleRecord, message_arrays
 
 HEAVY = 4096
@@ -91,6 +92,29 @@ class ResponseForm:
     kept_ids: frozenset[int] = frozenset()
     ignored_fields: Sequence[str] = ()  # the unknown ones of the request
     is_binary: bool = False  # msgpack with arrays, see `binary_response`
+
+    @classmethod
+    def of(
+        cls,
+        request: GenerateReqInput,
+        route_shape: RouteShape,
+        vocab_size: int,
+        tokenizer: Tokenizer | None,
+        ignored_fields: Sequence[str],
+    ) -> ResponseForm:
+        """Return the choices of a request."""
+        return cls(
+            route_shape=route_shape,
+            routes_format=request.routed_experts_format,
+            token_text=tokenizer.token_text if tokenizer is not None and request.return_text_in_logprobs else None,
+            has_prompt_ids=request.return_prompt_token_ids,
+            mask_format=request.sampling_mask_format,
+            logprobs_format=request.logprobs_format,
+            vocab_size=vocab_size,
+            kept_ids=frozenset() if tokenizer is None else tokenizer.vocabulary.ids_of(request.kept_special_tokens),
+            ignored_fields=ignored_fields,
+            is_binary=request.is_binary,
+        )
 
 
 @dataclass

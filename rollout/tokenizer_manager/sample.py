@@ -6,7 +6,7 @@ Shapes of the alternatives to its tokens: n tokens, K likeliest ones at each pla
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -156,6 +156,14 @@ class SampleRecord:
                 f"request {self.rid}: {count} tokens with {len(self.output_logprobs)} log-probabilities, or with "
                 "another number of related entries"
             )
+
+
+class RequestObserver(Protocol):
+    """Notified of every sample's first token and end; the metrics are one."""
+
+    def on_first_token(self, record: SampleRecord) -> None: ...
+
+    def on_finished(self, record: SampleRecord) -> None: ...
 
 
 def message_arrays(message: Alternatives | None, count: int, num_top: int, num_chosen: int) -> AlternativeArrays:

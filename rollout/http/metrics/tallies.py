@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class Tally:
-    """What was observed under one set of labels: how many in each bucket, and their sum."""
+    """The values observed under one set of labels: their number in each bucket, and their sum."""
 
     __slots__ = ("_bounds", "counts", "created_at", "total")
 

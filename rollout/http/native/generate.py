@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,7 +22,7 @@ from rollout.core.known_fields import (
 from rollout.core.messages.message import Int64
 from rollout.core.sampling_params import SamplingLogprobsMode
 from rollout.http.generation import AnyGeneration, common_fields, routing_headers
-from rollout.http.io import NamingRoute, Parts, SseResponse, body_schema, json_body, until_disconnect
+from rollout.http.io import NOTE_PASSED, NamingRoute, Parts, SseResponse, body_schema, json_body, until_disconnect
 from rollout.http.protocol import TokenIds, refuse_unsupported
 from rollout.tokenizer_manager.binary_response import MEDIA_TYPE
 from rollout.tokenizer_manager.handle import GenerateHandle
@@ -160,18 +160,23 @@ class GenerateRoutes:
         `Accept: application/x-msgpack` asks for msgpack with arrays, unless JSON weighs more there.
         A stream and an error are JSON.
         """
-        headers = routing_headers(request.scope)
+        headers = routing_headers(request.scope["headers"])
         wanted = body.to_request(headers)
         if body.stream:
             handle = await until_disconnect(request.scope, request.receive, self._manager.submit(wanted))
             return SseResponse(_events(handle), on_close=handle.abort)
         wanted.is_binary = accepts_binary(headers.get("accept", ""))
-        parts, is_list = await until_disconnect(request.scope, request.receive, self._answer(wanted))
+        note_passed = request.scope.get("extensions", {}).get(NOTE_PASSED)
+        parts, is_list = await until_disconnect(request.scope, request.receive, self._answer(wanted, note_passed))
         return Parts(parts, is_list=is_list, is_binary=wanted.is_binary)
 
-    async def _answer(self, wanted: GenerateReqInput) -> tuple[list[bytes], bool]:
+    async def _answer(
+        self, wanted: GenerateReqInput, note_passed: Callable[[GenerateHandle], None] | None
+    ) -> tuple[list[bytes], bool]:
         """Return the content of each sample once all have ended, and whether they are a list."""
         handle = await self._manager.submit(wanted)
+        if note_passed is not None:
+            note_passed(handle)
         return await handle.encoded(), handle.replies_with_list
 
 

@@ -15,9 +15,10 @@ import h11
 import pytest
 
 from rollout.http.io import ClientGone, until_disconnect
-from rollout.server import plain_requests
+from rollout.server import heads, plain_requests
 from rollout.server.connections import BoundedServer
-from rollout.server.plain_requests import PlainCycle, read_head
+from rollout.server.heads import read_head
+from rollout.server.plain_requests import PlainCycle
 
 PIECES = [
     b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"get", b" ", b"  ", b"/", b"/generate", b"/a?b=%20c", b"*", b"/\xff",
@@ -90,7 +91,7 @@ def test_what_is_read_here_is_read_by_h11_in_the_same_way() -> None:
     ],
 )
 def test_the_comparison_finds_a_reader_without_a_rule(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_requests, name, value)
+    monkeypatch.setattr(heads, name, value)
     if name == "_RULED":  # h11 reads these, and does more than read them
         with pytest.raises(AssertionError):
             disagreements(read_head)

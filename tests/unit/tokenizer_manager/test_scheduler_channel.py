@@ -156,7 +156,7 @@ def aborts(frames: list[bytes]) -> list[str]:
 
 
 def send_together(tmp_path: Path, late: bool) -> list[list[str]]:
-    """Send messages in two turns, and return those of each message that the engine got."""
+    """Send messages in two turns, and return the ids in each message that the engine gets."""
 
     async def main() -> list[list[str]]:
         channel = SchedulerChannel(tmp_path)
