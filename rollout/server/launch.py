@@ -51,12 +51,15 @@ RESPONSES_S = 5
 LAST_WORDS_S = 1.0
 """Seconds that the last message of a scheduler process may take to arrive after its end."""
 KEEP_ALIVE_S = 75
-COLLECT_AFTER = 20_000
-"""Growth of the number of objects after which cycles are looked for: about a hundred requests in flight.
+COLLECT_AFTER = 5_000
+"""Growth of the number of objects after which cycles among the new ones are looked for.
 
-With Python's 700, a request caused a collection every time, which visited all that was in flight.
+That is the growth of some dozens of requests, and takes some milliseconds.  With Python's 700, a request caused a
+collection every time, which visited all that was in flight.
 """
-FULL_AFTER = 100
+MIDDLE_AFTER = 200
+"""Such collections after which what is left of them is visited: with 4,096 requests in flight that took 100 ms."""
+FULL_AFTER = 20
 """Collections of the middle generation after which all is visited: at 4,096 requests in flight 480,000 objects."""
 
 
@@ -156,7 +159,7 @@ class _Server:
                 raise StartupError(await _reason(manager, death, reader, "before it was ready"))
             start.result()
             gc.freeze()  # what exists now stays: no collection between two requests need visit it
-            gc.set_threshold(COLLECT_AFTER, 10, FULL_AFTER)
+            gc.set_threshold(COLLECT_AFTER, MIDDLE_AFTER, FULL_AFTER)
             say(f"ready at {base_url(self._args)}")
             self._registration.join()
             await _first_of(death, stop, http_task, reader)
