@@ -65,9 +65,9 @@ class PlainNativeSampler(NativeSampler):
 
 
 def _select_sampler(
-    dtype: torch.dtype, device: torch.device | str, kernels_available: bool, mask_limit: int
+    dtype: torch.dtype, device: torch.device | str, kernels_available: bool, mask_limit: int, deterministic: bool
 ) -> Sampler:
-    usual = _usual_sampler(dtype, device, kernels_available, mask_limit)
+    usual = _usual_sampler(dtype, device, kernels_available, mask_limit, deterministic)
     return PlainNativeSampler(mask_limit) if type(usual) is NativeSampler else usual
 
 

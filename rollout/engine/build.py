@@ -6,7 +6,7 @@ Only this module knows all the parts; they do not know each other's constructors
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.build_control import build_control
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
+from rollout.engine.deterministic import attention_name, batch_invariance, check_deterministic
 from rollout.engine.device import claim_device, with_device
 from rollout.engine.warm_up import StepSize, activation_bytes
 from rollout.executor.model_runner import ModelRunner
@@ -65,7 +66,6 @@ _PLAIN_TORCH = (
     "running on plain torch, several times slower in decoding and not batch invariant: {reason}. "
     "Run `lockstep build-kernels` once there is a C++20 compiler (Debian: apt install g++)"
 )
-_LIBRARY_SUMS = {"cuda": "its matrix products on a GPU run in another order of sums for another batch"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def build_scheduler(
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     formats = args.cpu_weight_format, args.cpu_linear_format, args.quantization
-    ops = select_ops(dtype, device, kernels.available, *formats)
+    deterministic = args.enable_deterministic_inference
+    ops = select_ops(dtype, device, kernels.available, *formats, deterministic=deterministic)
     plain_reason = plain_torch_reason(ops, kernels.reason, dtype)
     if plain_reason and kernels.available:  # else `_load_kernels` has warned
         say(f"running on plain torch, several times slower: {plain_reason}", "WARNING")
@@ -119,7 +120,7 @@ def build_scheduler(
     )
     model_bytes = _bytes_of(model)
     state = ModelState(model, placement, args.weight_version)
-    sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens)
+    sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens, deterministic)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype, model.kv_layers)
     largest = partial(
         activation_bytes,
@@ -127,7 +128,7 @@ def build_scheduler(
         sampler,
         device=device,
         parallel=parallel,
-        attention=args.attention_backend,
+        attention=attention_name(args, device),
         kv_dtype=kv_dtype,
         kernels_available=kernels.available,
         wants_routes=args.captures_routes,
@@ -139,24 +140,25 @@ def build_scheduler(
         rows = limits.num_state_rows
         state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
     route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
-    attention = create_attention_backend(args.attention_backend, kv_pool, kernels.available)
+    attention = create_attention_backend(attention_name(args, device), kv_pool, kernels.available)
     is_alone = parallel.layout.world_size == 1
-    recorded = RecordedForward(model) if ops.batch_invariant and is_alone else None
+    recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
     runner = ModelRunner(state, kv_pool, attention, route_store, recorded, state_pool)
     inbox: Channel = channel if is_alone else SharedChannel(channel, parallel, lambda: state.epoch.mark)
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel, ops.rest)
     layout = expert_layout(config, placement, args.nnodes)
     static_state = _static_state(args, limits, model_bytes, kv_pool)
-    sizes = " and ".join(sorted({str(layer.key_size) for layer in model.kv_layers if layer is not None}))
     static_state |= {"cpu_isa": kernels.isa, "plain_torch_reason": plain_reason} | batch_invariance(
         {
             "layers": ops.batch_invariant,
             "attention": attention.batch_invariant,
             "sampling": sampler.batch_invariant,
         },
-        kernels.reason or _LIBRARY_SUMS.get(device.type, f"no compiled operator for {dtype} with heads of {sizes}"),
+        kernels.reason,
+        kv_pool,
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
+    check_deterministic(args, static_state, model.parallel.tp)
     build_control(args, scheduler, model, layout, channel.wake, static_state, device, pages)
     capture_all(args, runner, scheduler.cache, sampler, ops)
     keep_freed_memory()
@@ -386,15 +388,3 @@ def _static_state(args: ServerArgs, limits: Limits, model_bytes: int, kv_pool: K
         "kv_bytes": sum(tensor.nbytes for tensor in kv_pool.tensors),
         "num_threads": torch.get_num_threads(),
     }
-
-
-def batch_invariance(parts: Mapping[str, bool], reason: str, order_of_sums: str | None = None) -> dict[str, Any]:
-    """Return the fields `batch_invariant` and `batch_invariance_note` of /server_info.
-
-    `parts` states of each part whether it gives a token the same bits in every batch, chunking and number of threads.
-    `reason`: why a part does not.  `order_of_sums`: why sums over ranks depend on the batch.
-    """
-    failing = [name for name, holds in parts.items() if not holds]
-    notes = [f"{' and '.join(failing)} on plain torch: {reason}"] if failing else []
-    notes += [order_of_sums] if order_of_sums is not None else []
-    return {"batch_invariant": not notes, "batch_invariance_note": "; ".join(notes)}

@@ -227,16 +227,21 @@ def compiled_ops(storage: RowMajor | None = None) -> Ops:
     return Ops(_registered(), storage or Packed(), batch_invariant=True, graph_safe=True, rest=rest)
 
 
-def gpu_ops(storage: RowMajor | None = None) -> Ops:
+def gpu_ops(storage: RowMajor | None = None, deterministic: bool = False) -> Ops:
     """Return torch's registry with the Triton kernels in it (`load_gpu_kernels`), for `GPU_DTYPES`.
 
-    They are not batch invariant: a library computes the matrix products of dense layers.
+    A library computes the matrix products of dense layers.  With `deterministic` a kernel of fixed tiles does, and the
+    operators are batch invariant.
     """
     packed: Callable[..., torch.Tensor] = import_module("rollout.kernels.gpu.packed_experts").packed_experts
+    operators = _registered()
+    if deterministic:
+        fixed = import_module("rollout.kernels.gpu.fixed_product")
+        operators |= {"linear": fixed.linear, "norm_linear": fixed.norm_linear}
     return Ops(
-        _registered(),
+        operators,
         storage or RowMajor(),
-        batch_invariant=False,
+        batch_invariant=deterministic,
         graph_safe=True,
         takes_empty_slots=True,
         packed_experts=packed,
@@ -262,12 +267,14 @@ def select_ops(
     weight_format: str = "plain",
     linear_format: str = "plain",
     quantization: str | None = None,
+    deterministic: bool = False,
 ) -> Ops:
     """Return the kernels where they exist for this dtype and device, else plain torch.
 
     `kernels_available`: this device's kernels are loaded.  `weight_format`: "plain", or one of `HELD_FORMS` for experts
     on a CPU.  `linear_format`: the same for projections.  `quantization`: None, or one of `ROW_FORMS` for experts and
-    projections on CUDA.  Raises `StartupError` for one of these without operators for the dtype.
+    projections on CUDA.  `deterministic`: on CUDA, take the batch invariant operators.  Raises `StartupError` for a
+    format without operators for the dtype.
     """
     kind = torch.device(device).type
     compiled = kernels_available and dtype in COMPILED_DTYPES and kind == "cpu"
@@ -275,7 +282,7 @@ def select_ops(
     if quantization is not None:
         if not triton or dtype != torch.bfloat16:
             raise StartupError(f"--quantization {quantization} needs the Triton kernels on CUDA and --dtype bfloat16")
-        return gpu_ops(RowMajorHeld(quantization, dtype, device))
+        return gpu_ops(RowMajorHeld(quantization, dtype, device), deterministic)
     for flag, form in (("--cpu-weight-format", weight_format), ("--cpu-linear-format", linear_format)):
         if form != "plain" and (not compiled or dtype != torch.bfloat16):
             raise StartupError(f"{flag} {form} needs the compiled CPU operators and --dtype bfloat16")
@@ -283,4 +290,4 @@ def select_ops(
         return compiled_ops(PackedHeld(weight_format, linear_format))
     if compiled:
         return compiled_ops()
-    return gpu_ops() if triton else plain_ops()
+    return gpu_ops(deterministic=deterministic) if triton else plain_ops()

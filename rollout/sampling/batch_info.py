@@ -276,8 +276,11 @@ class SamplingBatchInfo:
     @cached_property
     def plain_rows(self) -> PlainRows | None:
         """The rows as `PlainRows` where all of them are plain, else None."""
-        if self.rows_with_lists or self.top_n:
-            return None
+        return None if self.rows_with_lists or self.top_n else self.rows_alone
+
+    @cached_property
+    def rows_alone(self) -> PlainRows:
+        """The rows as `PlainRows`, without their edits, best and chosen tokens."""
         table = self.settings
         least = table["min_p"].astype(np.float32)
         least = np.where(least < table["min_p"], np.nextafter(least, np.float32(np.inf)), least)

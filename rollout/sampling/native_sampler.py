@@ -44,16 +44,22 @@ class NativeSampler(Sampler):
 
 
 def select_sampler(
-    dtype: torch.dtype, device: torch.device | str, kernels_available: bool, mask_limit: int = 1 << 31
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kernels_available: bool,
+    mask_limit: int = 1 << 31,
+    deterministic: bool = False,
 ) -> Sampler:
     """Select the sampler with the device's kernels, or plain torch where they are missing or do not take this dtype.
 
     `mask_limit`: the most ids that the caller reads of a mask, for which some samplers need room beforehand.
+    `deterministic`: on CUDA, take the sampler whose rows have the same bits in every batch.
     """
     if kernels_available and dtype in DTYPES and torch.device(device).type == "cpu":
         return NativeSampler()
     if kernels_available and dtype in GPU_DTYPES and torch.device(device).type == "cuda":
-        module = import_module("rollout.sampling.gpu_sampler")  # which loads triton
-        sampler: Sampler = module.GpuSampler(mask_limit)
+        kind = "invariant" if deterministic else "gpu"
+        module = import_module(f"rollout.sampling.{kind}_sampler")  # which loads triton
+        sampler: Sampler = (module.InvariantGpuSampler if deterministic else module.GpuSampler)(mask_limit)
         return sampler
     return TorchSampler()

@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "device and kernels": (
         *("device", "base_gpu_id", "num_threads", "cpu_isa", "cpu_weight_format", "cpu_linear_format"),
         *("quantization", "attention_backend", "disable_native_kernels", "disable_cuda_graph", "cuda_graph_max_bs"),
-        "piecewise_cuda_graph_max_tokens",
+        *("piecewise_cuda_graph_max_tokens", "enable_deterministic_inference"),
     ),
     "scheduling": (
         *("max_running_requests", "max_queued_requests", "chunked_prefill_size", "disable_overlap_schedule"),

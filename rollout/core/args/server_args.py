@@ -98,7 +98,13 @@ class ServerArgs:
         "format of experts and projections on CUDA; fp8: blocks of 128 x 128 as published; int4, int4-128: 4 bits, a "
         "scale for 32 or 128 elements; default: as sent, FP8 and INT4 as values",
     )
-    attention_backend: str = _arg("auto", "native_cpu, flashinfer, torch_native; auto: the fastest that fits the model")
+    attention_backend: str = _arg(
+        "auto", "native_cpu, flashinfer, torch_native, fixed_splits; auto: the fastest that fits the model"
+    )
+    enable_deterministic_inference: bool = _arg(
+        False,
+        "give a token the same bits in every batch, on a GPU too. Refused if a part of the engine cannot",
+    )
     disable_cuda_graph: bool = _arg(False, "on a GPU: launch each kernel of a decode step instead of a CUDA graph")
     cuda_graph_max_bs: int | None = _arg(None, "maximum requests of a captured decode step; default: 256")
     piecewise_cuda_graph_max_tokens: int = _arg(2048, "maximum tokens of a step that is captured in pieces; 0: none")

@@ -77,6 +77,21 @@ def chunk_kernel(
 
 
 @triton.jit
+def chunk_scales(largest, there, place):
+    """Return the largest numbers of a row's chunks, the row's largest, and chunks' weights in units of the row's."""
+    maxima = tl.load(largest + place, mask=there, other=float("-inf"))
+    most = tl.max(maxima, 0)
+    return maxima, most, chunk_weights(maxima, most)
+
+
+@triton.jit
+def logprob_of(raw, temperature, most, total):
+    """Return the log-probability float32 of a token with this logit."""
+    own = tl.div_rn(raw.to(tl.float32), temperature)
+    return (own.to(tl.float64) - most.to(tl.float64) - tl.log(total)).to(tl.float32)
+
+
+@triton.jit
 def first_beyond(cumulative, weights, target, at, SIZE: tl.constexpr):
     """Find the first place with a weight where the cumulative weight exceeds the target, else the last with a weight.
 
@@ -185,8 +200,7 @@ def draw_kernel(
     there = chunk < tl.cdiv(V, CHUNK)
     first_place = row * tl.cdiv(V, CHUNK)
     place = first_place + chunk
-    maxima = tl.load(largest + place, mask=there, other=float("-inf"))
-    most = tl.max(maxima, 0)
+    maxima, most, scales = chunk_scales(largest, there, place)  # weights are in units of the row's largest
     nan_token = tl.min(tl.load(first_nan + place, mask=there, other=V), 0)
     best_token = tl.min(tl.where(maxima == most, tl.load(best + place, mask=there, other=V), V), 0)
     is_distribution = (nan_token == V) & (most > float("-inf")) & (most < float("inf"))
@@ -194,8 +208,6 @@ def draw_kernel(
     line = logits + row * row_stride
     temperature = tl.load(temperatures + row)
 
-    # Weights are in units of the row's largest weight.
-    scales = chunk_weights(maxima, most)
     weights = tl.load(totals + place, mask=there, other=0.0) * scales
     total = tl.sum(weights, 0)
     kept_total, least = total, tl.load(min_p + row)
@@ -223,10 +235,9 @@ def draw_kernel(
 
     settled = tl.where(nan_token < V, nan_token, best_token)
     sampled = tl.where(is_drawn, drawn, settled)
-    own = tl.div_rn(tl.load(line + sampled).to(tl.float32), temperature)
-    logprob = own.to(tl.float64) - most.to(tl.float64) - tl.log(total)
+    logprob = logprob_of(tl.load(line + sampled), temperature, most, total)
     tl.store(token_ids + row, sampled.to(tl.int64))
-    tl.store(logprobs + row, tl.where(is_distribution, logprob.to(tl.float32), float("nan")))
+    tl.store(logprobs + row, tl.where(is_distribution, logprob, float("nan")))
 
     count = tl.full((), 0, tl.int32)
     if tl.load(wants_mask + row) != 0:
@@ -256,6 +267,27 @@ def draw_kernel(
     tl.store(kept_counts + row, count.to(tl.int64))
 
 
+def chunk_facts(
+    logits_NV: torch.Tensor, temperatures_N: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
+    """Return the facts of `chunk_kernel` [N, C] each, in its order, and the constants of kernels that read them."""
+    (num_rows, vocab), device = logits_NV.shape, logits_NV.device
+    num_chunks = triton.cdiv(vocab, _CHUNK)
+    dtypes = (torch.float32, torch.int32, torch.float64, torch.int32, torch.int32)
+    facts = tuple(torch.empty((num_rows, num_chunks), dtype=dtype, device=device) for dtype in dtypes)
+    constants = {"V": vocab, "CHUNK": _CHUNK, "SHIFT": _SHIFTS[logits_NV.dtype]}
+    chunk_kernel[(num_rows, num_chunks)](
+        logits_NV,
+        logits_NV.stride(0),
+        temperatures_N,
+        *facts,
+        **constants,
+        num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )
+    return facts, constants | {"CHUNKS": triton.next_power_of_2(num_chunks)}
+
+
 def sample_rows(
     logits_NV: torch.Tensor,
     seeds_N: torch.Tensor,
@@ -276,23 +308,15 @@ def sample_rows(
     Masks are counts [N] int64, ids [N, W] int32 in vocabulary order and their log-probabilities [N, W] float32 among
     the kept tokens.  A count is 0 where no mask is wanted.  Of a mask with more than W ids the first W are written.
     """
-    (num_rows, vocab), device = logits_NV.shape, logits_NV.device
+    num_rows = len(logits_NV)
     token_ids_N, logprobs_N, kept_counts_N, kept_ids_NW, kept_logprobs_NW = out
     assert logits_NV.stride(1) == 1 and kept_ids_NW.is_contiguous() and kept_logprobs_NW.is_contiguous()
     if num_rows == 0:
         return
-    num_chunks = triton.cdiv(vocab, _CHUNK)
-
-    def of_chunks(dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty((num_rows, num_chunks), dtype=dtype, device=device)
-
-    facts = [of_chunks(dtype) for dtype in (torch.float32, torch.int32, torch.float64, torch.int32, torch.int32)]
-    rows, constants = (logits_NV, logits_NV.stride(0)), {"V": vocab, "CHUNK": _CHUNK, "SHIFT": _SHIFTS[logits_NV.dtype]}
-    chunk_kernel[(num_rows, num_chunks)](
-        *rows, temperatures_N, *facts, **constants, num_warps=_WARPS, enable_fp_fusion=False
-    )
+    facts, constants = chunk_facts(logits_NV, temperatures_N)
     draw_kernel[(num_rows,)](
-        *rows,
+        logits_NV,
+        logits_NV.stride(0),
         seeds_N,
         positions_N,
         temperatures_N,
@@ -309,7 +333,6 @@ def sample_rows(
         kept_logprobs_NW,
         W=kept_ids_NW.shape[1],
         **constants,
-        CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=_WARPS,
         enable_fp_fusion=False,
     )

@@ -10,12 +10,16 @@ import torch
 
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.messages.io_struct import GetStateReqInput
+from rollout.core.specs.layer_specs import FullKV
 from rollout.engine import build
-from rollout.engine.build import batch_invariance
+from rollout.engine.deterministic import batch_invariance
 from rollout.kernels.build import KernelStatus
 from rollout.kernels.ops import plain_ops
+from rollout.memory.kv_pool import KVPool
 from tests.model_zoo import tiny_checkpoint
 from tests.scheduler_harness import Harness
+
+POOL = KVPool(1, [FullKV(1, 8)], torch.float32, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,7 @@ def test_a_missing_compiler_is_the_reason_for_no_invariance(folder: Path, monkey
 
 def test_a_device_without_operators_is_the_reason_for_no_invariance() -> None:
     status = build._load_kernels(ServerArgs(), torch.device("mps"))
-    assert batch_invariance({"layers": False}, status.reason) == {
+    assert batch_invariance({"layers": False}, status.reason, POOL) == {
         "batch_invariant": False,
         "batch_invariance_note": "layers on plain torch: no compiled operators for device mps",
     }

@@ -232,7 +232,7 @@ def test_a_sampler_without_plain_rows_says_so() -> None:
         ("before + tl.cumsum(inner, 0)", "tl.cumsum(inner, 0)"),
         ("chunk < drawn_chunk, weights", "chunk <= drawn_chunk, weights"),
         ("tl.load(totals + place, mask=there, other=0.0) * scales", "tl.load(totals + place, mask=there, other=0.0)"),
-        (" - tl.log(total)\n    tl.store(token_ids", " - tl.log(total) * 1.00001\n    tl.store(token_ids"),
+        (" - tl.log(total)).to(", " - tl.log(total) * 1.00001).to("),
         ("is_distribution & (tl.load(greedy + row) == 0)", "is_distribution"),
         ("tl.where(nan_token < V, nan_token, best_token)", "best_token"),
     ],
