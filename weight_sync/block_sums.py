@@ -2,7 +2,7 @@
 
     S(c) = sum over j of  b(j) * (w_cj + 1)   mod 2^64        b(j) = splitmix64(2j + 1) | 1,  j < BLOCK
 
-`torch.ops.weight_sync.block_sums` computes them, and `shard_sums` those of many equally long tensors, each where it
+`torch.ops.weight_sync.block_sums` computes them, and `shard_sums` does so for many equally long tensors, each where it
 lies.  A faster kernel for a device is registered there, as engines do for CPUs; on a CUDA device with Triton it is
 `fingerprint_gpu`'s (`kernels_of`).  Without one:
 
