@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from rollout.core.errors import BadRequest, LockstepError, UnsupportedFeature
 from rollout.core.specs.model_config import ModelConfig
 from rollout.families.registry import FAMILIES, model_config_from_dict
-from rollout.kernels.build import load_kernels
+from rollout.kernels.build import KernelStatus, load_kernels
+from rollout.kernels.gpu.register import load_gpu_kernels
 from rollout.numerics.engine import TrainedEngine
 from weight_sync.errors import WeightSyncError
 
@@ -23,6 +24,15 @@ _HARMLESS = ("use_cache", "output_attentions", "output_hidden_states", "output_r
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the model's first parameter."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def kernels_for(device: torch.device) -> KernelStatus:
+    """Load the kernels of a device, and return whether they are there."""
+    if device.type == "cuda":
+        return load_gpu_kernels()
+    if device.type == "cpu":
+        return load_kernels()
+    return KernelStatus(available=False, reason=f"no operators for device {device.type}")
 
 
 def trained_tensors(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
@@ -49,16 +59,14 @@ def checked_engine(model: nn.Module, dtype: torch.dtype, device: torch.device, a
     config = _config_of(model)
     _refuse_modules(model)
     tensors = trained_tensors(model, device)
-    kernels = load_kernels() if device.type == "cpu" else None
+    kernels = kernels_for(device)
     try:
-        available, padding_id = kernels is not None and kernels.available, _padding_id(model)
-        engine = TrainedEngine(config, tensors, dtype, device, available, padding_id)
+        engine = TrainedEngine(config, tensors, dtype, device, kernels.available, _padding_id(model))
         engine.load(tensors)
     except (WeightSyncError, LockstepError) as error:
         raise UnsupportedFeature(f"{type(model).__name__} is not a model that the engine can serve: {error}") from None
     if not engine.batch_invariant and not allow_inexact:
-        missing = f"no compiled operators for {dtype} on {device.type}, or for its heads"
-        reason = missing if kernels is None else kernels.reason or missing
+        reason = kernels.reason or f"no compiled operators for {dtype} on {device.type}, or for its heads"
         raise UnsupportedFeature(
             f"the engine's operators are plain torch here, whose bits depend on the batch ({reason}); "
             "allow_inexact=True takes them all the same"

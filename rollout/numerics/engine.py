@@ -56,7 +56,8 @@ class TrainedEngine:
     ) -> None:
         self.config = config
         self._dtype, self._device, self._kernels_available = dtype, device, kernels_available
-        self._operators = Differentiable(select_ops(dtype, device, kernels_available), dtype, padding_id)
+        ops = select_ops(dtype, device, kernels_available, "plain", True)
+        self._operators = Differentiable(ops, dtype, padding_id)
         self._choice: RouteChoice | None = None
         self._operators.choose = self._choose
         self._model = self._build(self._operators.ops, device)
@@ -114,7 +115,8 @@ class TrainedEngine:
 
     def _attention(self, num_tokens: int) -> AttentionBackend:
         kv = KVPool(num_tokens, self._model.kv_layers, self._dtype, self._device)
-        return create_attention_backend("auto", kv, self._kernels_available)
+        name = "fixed_splits" if kv.k[0].device.type == "cuda" and self._kernels_available else "auto"
+        return create_attention_backend(name, kv, self._kernels_available)
 
     def _build(self, ops: Ops, device: torch.device) -> DecoderForCausalLM:
         config = self.config

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rollout.core.errors import BadRequest
-from rollout.kernels.build import load_kernels
+from rollout.numerics.checks import kernels_for
 from rollout.sampling.native_sampler import select_sampler
 
 
@@ -21,7 +21,8 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
-        sampler = select_sampler(logits.dtype, logits.device, logits.is_cpu and load_kernels().available)
+        available = kernels_for(logits.device).available
+        sampler = select_sampler(logits.dtype, logits.device, available, deterministic=True)
         ctx.save_for_backward(logits, token_ids)
         ctx.temperature = temperature
         return sampler.score(logits.contiguous(), token_ids, temperature, [], 0).logprobs
