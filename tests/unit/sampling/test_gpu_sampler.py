@@ -271,7 +271,7 @@ def test_noise_at_the_edges(tmp_path: Path) -> None:
     ("old", "new"),
     [
         ("(cumulative > target) & (weights > 0.0)", "cumulative >= target"),
-        ("(1.0 - 1.1102230246251565e-16) * total", "total"),
+        ("(1.0 - 1.1102230246251565e-16) * kept_total", "kept_total"),
     ],
 )
 def test_wrong_edges_are_caught(old: str, new: str, tmp_path: Path) -> None:
