@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from rollout.kernels.gpu.register import TRITON_OPERATORS, triton_form
-from rollout.kernels.ops import Ops, plain_ops
+from rollout.kernels.ops import Ops, gpu_deferred_sum, plain_ops
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,9 @@ def interpreted_ops() -> Ops:
     """Return the functions that `load_gpu_kernels` registers, for CPU tensors; the other operators are plain torch."""
     operators = {name: triton_form(name) for name in TRITON_OPERATORS}
     packed = kernels("packed_experts").packed_experts
-    return plain_ops().replace(takes_empty_slots=True, packed_experts=packed, **operators)
+    return plain_ops().replace(
+        takes_empty_slots=True, packed_experts=packed, deferred_sum=gpu_deferred_sum(), **operators
+    )
 
 
 def mutated(module: ModuleType, folder: Path, *changes: tuple[str, str]) -> Any:

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from rollout.core.errors import StartupError
 from rollout.kernels.held_places import HELD_FORMS, HeldForm
 from rollout.kernels.operators import OPERATORS
+from rollout.kernels.operators.fused_experts import ExpertOutputs
 from rollout.kernels.places import AbsorbedPlace, LatentSizes, PackedPlace, Place, ViewPlace
 from rollout.kernels.row_places import ROW_FORMS, RowsPlace
 from weight_sync.held_format import HeldFormat
@@ -176,14 +177,22 @@ class PackedHeld(Packed):
         return self._experts.place(w13[physical_id], range(inner), hidden, 2, int(part == "up_proj"))
 
 
+class DeferredSum(NamedTuple):
+    """`outputs`: `fused_experts` with weights, but for its sum.  `norm`: `add_rms_norm` that adds this sum itself."""
+
+    outputs: Callable[..., ExpertOutputs]
+    norm: Callable[..., torch.Tensor]
+
+
 class Ops:
     """The operators of `rollout.kernels.operators`, which has their arguments, as attributes; and their storage.
 
     `batch_invariant`: a row of every result has the same bits in every batch and with any number of threads.
     `graph_safe`: no operator waits for the device, or allocates by numbers there, so that a step can be captured.
     `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero and whose weight
-    is not used.  `packed_experts`: the function of `gpu/packed_experts.py`, if there is one.  `rest` lets threads that
-    look for the next operator sleep: call it where no operator follows soon.
+    is not used.  `packed_experts`: the function of `gpu/packed_experts.py`, if there is one.  `deferred_sum`: the next
+    norm can sum the outputs of experts.  `rest` lets threads that look for the next operator sleep: call it where no
+    operator follows soon.
     """
 
     def __init__(
@@ -195,10 +204,12 @@ class Ops:
         graph_safe: bool = False,
         takes_empty_slots: bool = False,
         packed_experts: Callable[..., torch.Tensor] | None = None,
+        deferred_sum: DeferredSum | None = None,
         rest: Callable[[], None] = lambda: None,
     ) -> None:
         assert operators.keys() == OPERATORS.keys(), operators.keys() ^ OPERATORS.keys()
-        self.storage, self.rest, self.packed_experts = storage, rest, packed_experts
+        self.storage, self.rest = storage, rest
+        self.packed_experts, self.deferred_sum = packed_experts, deferred_sum
         self.batch_invariant, self.graph_safe, self.takes_empty_slots = batch_invariant, graph_safe, takes_empty_slots
         vars(self).update(operators)
 
@@ -245,7 +256,14 @@ def gpu_ops(storage: RowMajor | None = None, deterministic: bool = False) -> Ops
         graph_safe=True,
         takes_empty_slots=True,
         packed_experts=packed,
+        deferred_sum=gpu_deferred_sum(),
     )
+
+
+def gpu_deferred_sum() -> DeferredSum:
+    """Return the Triton functions.  Raises `ImportError` where triton cannot be used."""
+    outputs = import_module("rollout.kernels.gpu.fused_experts").expert_outputs
+    return DeferredSum(outputs, import_module("rollout.kernels.gpu.experts_norm").experts_norm)
 
 
 def _registered() -> dict[str, Callable[..., Any]]:

@@ -18,7 +18,7 @@ from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.layer import Layer
 from rollout.layers.linear import Linear, MergedLinear, sharded_entry
-from rollout.layers.norm_rotary import QueryKeyNorm, RMSNorm
+from rollout.layers.norm_rotary import Hidden, QueryKeyNorm, RMSNorm
 from rollout.layers.shard import Shard, kv_heads, query_heads
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
@@ -73,7 +73,7 @@ class Attention(Layer):
     def __call__(
         self,
         residual_TD: torch.Tensor,
-        hidden_TD: torch.Tensor | None,
+        hidden: Hidden,
         norm: RMSNorm,
         angles: torch.Tensor | None,
         context: ForwardContext,
@@ -81,7 +81,7 @@ class Attention(Layer):
         """Return this rank's part [T, D] of the output for the norm of `residual += hidden`.  `angles`: [T, 2, rd]."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
-        qkv, gate = self.qkv_proj(residual_TD, hidden_TD, norm), None
+        qkv, gate = self.qkv_proj(residual_TD, hidden, norm), None
         if self._gate_size:
             gate, qkv = qkv[:, : self._gate_size], qkv[:, self._gate_size :]
         kv, qk_norm = context.attention.kv, self.qk_norm

@@ -22,7 +22,7 @@ from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.gated_delta import GatedDelta
 from rollout.layers.latent_attention import LatentAttention
-from rollout.layers.norm_rotary import RMSNorm
+from rollout.layers.norm_rotary import Hidden, RMSNorm
 
 
 class AttentionLayer(Protocol):
@@ -38,7 +38,7 @@ class AttentionLayer(Protocol):
     def __call__(
         self,
         residual_TD: torch.Tensor,
-        hidden_TD: torch.Tensor | None,
+        hidden: Hidden,
         norm: RMSNorm,
         angles: torch.Tensor | None,
         context: ForwardContext,

@@ -20,7 +20,7 @@ from rollout.kernels.places import ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.linear import Linear, MergedLinear, sharded_entry
-from rollout.layers.norm_rotary import RMSNorm
+from rollout.layers.norm_rotary import Hidden, RMSNorm
 from rollout.layers.shard import Shard, delta_heads
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
@@ -60,7 +60,7 @@ class GatedDelta(WeightLayer):
     def __call__(
         self,
         residual_TD: torch.Tensor,
-        hidden_TD: torch.Tensor | None,
+        hidden: Hidden,
         norm: RMSNorm,
         angles: torch.Tensor | None,
         context: ForwardContext,
@@ -68,7 +68,7 @@ class GatedDelta(WeightLayer):
         """Return this rank's part [T, D] of the output for the norm of `residual += hidden`.  Updates the states."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
-        projected = self.in_proj(residual_TD, hidden_TD, norm)
+        projected = self.in_proj(residual_TD, hidden, norm)
         assert context.states is not None, "a model with recurrent layers has a state pool"
         pool = context.states.pool
         read_TV = self.ops.gated_delta(

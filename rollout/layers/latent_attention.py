@@ -22,7 +22,7 @@ from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
 from rollout.layers.layer import Layer
 from rollout.layers.linear import Linear, MergedLinear, sharded_entry
-from rollout.layers.norm_rotary import RMSNorm
+from rollout.layers.norm_rotary import Hidden, RMSNorm
 from rollout.layers.shard import Shard, query_heads
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
@@ -68,7 +68,7 @@ class LatentAttention(Layer):
     def __call__(
         self,
         residual_TD: torch.Tensor,
-        hidden_TD: torch.Tensor | None,
+        hidden: Hidden,
         norm: RMSNorm,
         angles: torch.Tensor | None,
         context: ForwardContext,
@@ -76,7 +76,7 @@ class LatentAttention(Layer):
         """Return this rank's part [T, D] of the output for the norm of `residual += hidden`.  `angles`: [T, 2, rd]."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
-        normed_TD = norm(residual_TD, hidden_TD)
+        normed_TD = norm(residual_TD, hidden)
         query = self.ops.latent_query_store(
             self._queries(normed_TD),
             self.kv_a_proj_with_mqa(normed_TD),

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from rollout.kernels.operators.fused_experts import ExpertOutputs
 from rollout.kernels.places import Place, ReorderedPlace, ShardPlace, ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.layer import Layer
 from rollout.layers.linear_storage import LinearStorage
-from rollout.layers.norm_rotary import RMSNorm
+from rollout.layers.norm_rotary import Hidden, RMSNorm
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 from weight_sync.held_format import HeldFormat
@@ -47,10 +48,12 @@ class MergedLinear(WeightLayer):
         self.weight = self.storage.empty(self.out_features, in_features)
         self.bias = build.empty(self.out_features) if bias else None
 
-    def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, norm: RMSNorm) -> torch.Tensor:
+    def __call__(self, residual_TD: torch.Tensor, hidden: Hidden, norm: RMSNorm) -> torch.Tensor:
         """Return all parts side by side, of the norm of `residual += hidden`: [T, O]."""
+        if isinstance(hidden, ExpertOutputs):
+            return self.of_normed(norm(residual_TD, hidden))
         matrix = (self.weight, self.out_features, self.bias)
-        return self.ops.norm_linear(residual_TD, hidden_TD, norm.weight, norm.eps, *matrix, norm.weight_offset)
+        return self.ops.norm_linear(residual_TD, hidden, norm.weight, norm.eps, *matrix, norm.weight_offset)
 
     def of_normed(self, normed_TD: torch.Tensor) -> torch.Tensor:
         """Return all parts side by side, of an input that went through its norm already: [T, O]."""

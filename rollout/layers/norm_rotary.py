@@ -13,11 +13,15 @@ import numpy as np
 import torch
 
 from rollout.core.specs.layer_specs import LinearScaling, Llama3Scaling, NormSpec, RotarySpec, YarnScaling
+from rollout.kernels.operators.fused_experts import ExpertOutputs
 from rollout.kernels.places import Place, ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 _ROWS_AT_ONCE = 4096
+
+# What a norm adds to the residual stream: rows [T, D], outputs of experts whose sum is the norm's, or nothing.
+Hidden = torch.Tensor | ExpertOutputs | None
 
 
 class RMSNorm(WeightLayer):
@@ -31,9 +35,12 @@ class RMSNorm(WeightLayer):
         self.eps, self.weight_offset = spec.eps, spec.weight_offset
         self.weight = build.empty(size)
 
-    def __call__(self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, residual_TD: torch.Tensor, hidden: Hidden) -> torch.Tensor:
         """Add `hidden` to `residual` in place, unless it is None, and return the norm of `residual`."""
-        return self.ops.add_rms_norm(residual_TD, hidden_TD, self.weight, self.eps, self.weight_offset)
+        if isinstance(hidden, ExpertOutputs):
+            assert self.ops.deferred_sum is not None, "a layer left a sum that these operators do not take"
+            return self.ops.deferred_sum.norm(residual_TD, hidden, self.weight, self.eps, self.weight_offset)
+        return self.ops.add_rms_norm(residual_TD, hidden, self.weight, self.eps, self.weight_offset)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         yield WeightEntry(f"{prefix}.weight", tuple(self.weight.shape), self.weight.dtype, self._places)

@@ -26,7 +26,7 @@ from rollout.layers.mlp import DenseMLP
 from rollout.layers.moe.dispatchers.base import Dispatcher, LocalDispatcher
 from rollout.layers.moe.dispatchers.select import DispatcherNeeds, MoeBackend, select_dispatcher, tokens_by_rank
 from rollout.layers.moe.layer import MoELayer
-from rollout.layers.norm_rotary import RMSNorm, RotaryTable
+from rollout.layers.norm_rotary import Hidden, RMSNorm, RotaryTable
 from rollout.layers.shard import Shard
 from rollout.model.weight_loading import WeightIndex
 
@@ -65,15 +65,15 @@ class DecoderLayer(Layer):
     def __call__(
         self,
         residual_TD: torch.Tensor,
-        hidden_TD: torch.Tensor | None,
+        hidden: Hidden,
         angles: torch.Tensor | None,
         context: ForwardContext,
-    ) -> torch.Tensor | None:
+    ) -> Hidden:
         """Return the block's output, which is not yet added to the residual stream; None if it is added.
 
         The residual stream is changed in place.
         """
-        attended_TD = self._attention(residual_TD, hidden_TD, self.input_layernorm, angles, context)
+        attended_TD = self._attention(residual_TD, hidden, self.input_layernorm, angles, context)
         return self.mlp(residual_TD, attended_TD, self.post_attention_layernorm, context)
 
 
@@ -103,10 +103,10 @@ class Decoder(Layer):
         angles: dict[RotarySpec | None, torch.Tensor] = {}
         for rotary, table in self._rotary.items():
             angles[rotary] = table.angles(batch.positions)
-        residual_TD, hidden_TD = self.embed_tokens(batch.input_ids), None
+        residual_TD, hidden = self.embed_tokens(batch.input_ids), None
         for layer in self.layers:
-            hidden_TD = layer(residual_TD, hidden_TD, angles.get(layer.rotary), context)
-        return self.norm(residual_TD, hidden_TD)
+            hidden = layer(residual_TD, hidden, angles.get(layer.rotary), context)
+        return self.norm(residual_TD, hidden)
 
     def plan_exchange(self, batch: ForwardBatch) -> None:
         """Prepare the dispatcher for the tokens that the ranks bring.  A replay of a captured forward needs it, too."""

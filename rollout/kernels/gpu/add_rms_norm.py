@@ -105,13 +105,13 @@ def normed_rows(
         HAS_OFFSET=weight_offset is not None,
         D=size,
         BLOCK_D=block,
-        num_warps=_num_warps(block),
+        num_warps=norm_warps(block),
         enable_fp_fusion=False,
     )
     return out
 
 
-def _num_warps(block: int) -> int:
+def norm_warps(block: int) -> int:
     """Choose the warps so that a thread has eight elements, but at most eight warps."""
     return min(max(block // 256, 1), 8)
 
@@ -127,7 +127,7 @@ def compile_cases() -> list[tuple[Any, ...]]:
             add_rms_norm_kernel,
             pointers | numbers | floats,
             {"ADDS": True, "CLEARS": True, "HAS_OFFSET": offset, "D": size, "BLOCK_D": triton.next_power_of_2(size)},
-            _num_warps(triton.next_power_of_2(size)),
+            norm_warps(triton.next_power_of_2(size)),
             3,
         )
         for size, offset in ((2048, False), (2048, True), (7168, False))

@@ -379,9 +379,19 @@ def weighted_sum_kernel(
 
     Empty slots count as zero, whatever their outputs and weights hold.
     """
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = weighted(out_ptr, ids_ptr, weights_ptr, token, feature, D, K, P, BLOCK_D)
+    tl.store(sum_ptr + token * D + feature, total.to(out_ptr.dtype.element_ty), mask=feature < D)
+
+
+@triton.jit
+def weighted(
+    out_ptr, ids_ptr, weights_ptr, token, feature, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return features [BLOCK_D] of a token's weighted sum, in float32."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for slot in tl.static_range(K):  # unrolled, so that all loads are under way together
         assignment = token * K + slot
@@ -389,4 +399,4 @@ def weighted_sum_kernel(
         weight = tl.load(weights_ptr + assignment).to(tl.float32)
         out = tl.load(out_ptr + assignment * D + feature, mask=feature < D, other=0.0).to(tl.float32)
         total += tl.where((expert >= 0) & (expert < P), _rounded(out * weight, dtype), 0.0)
-    tl.store(sum_ptr + token * D + feature, total.to(dtype), mask=feature < D)
+    return total

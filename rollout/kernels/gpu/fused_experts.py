@@ -35,8 +35,8 @@ from rollout.kernels.gpu.experts_plan import (
     max_blocks,
     plan_chunk,
 )
+from rollout.kernels.operators.fused_experts import ExpertOutputs, has_grouped
 from rollout.kernels.operators.fused_experts import fused_experts as plain_experts
-from rollout.kernels.operators.fused_experts import has_grouped
 from rollout.kernels.row_places import PACKED_INT4, fp8_parts, int4_parts
 from weight_sync.fp8_blocks import QUANTISED
 
@@ -85,6 +85,29 @@ def fused_experts(
     if can_group and choose_implementation(ids.numel(), w13.shape[0]) == "grouped_mm":
         return grouped_experts(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
     return _of_matrices(hidden, ids, weights, held, limit, alpha)
+
+
+def expert_outputs(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    inner_size: int,
+    w13_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+) -> ExpertOutputs:
+    """Compute `fused_experts` but for the sum over K, which `experts_norm` takes: a launch fewer, the same bits."""
+    held = _Matrices(w13, w2, w13_bias, w2_bias)
+    can_group = held.is_plain and has_grouped(w2)
+    if can_group and choose_implementation(ids.numel(), w13.shape[0]) == "grouped_mm":
+        rows_TKD = grouped_experts(hidden, ids, None, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
+    else:
+        rows_TKD = hidden.new_empty(*ids.shape, hidden.shape[1])
+        _write_outputs(hidden, ids.contiguous(), held, limit, alpha, rows_TKD)
+    return ExpertOutputs(rows_TKD, ids.contiguous(), weights.contiguous(), w13.shape[0])
 
 
 @dataclass(frozen=True)
@@ -137,15 +160,27 @@ def _of_matrices(
     (num_tokens, top_k), (experts, hidden_size, _) = ids.shape, held.sizes
     if num_tokens == 0:
         return hidden.new_empty(0, hidden_size) if weights is not None else hidden.new_empty(0, top_k, hidden_size)
-    hidden, ids = hidden.contiguous(), ids.contiguous()
-    tiles = choose_tiles(ids.numel(), experts, held.w13.dtype)
-    blocks = _plan(ids, experts, tiles)
-    inner_AI = _gate_up(hidden, held, blocks, top_k, tiles, limit, alpha)
+    ids = ids.contiguous()
     # Without weights empty slots are part of the result.
     empty = torch.empty if weights is not None else torch.zeros
     out_TKD = empty((num_tokens, top_k, hidden_size), dtype=hidden.dtype, device=hidden.device)
-    _down(inner_AI, held, blocks, tiles, out_TKD)
+    _write_outputs(hidden, ids, held, limit, alpha, out_TKD)
     return out_TKD if weights is None else _weighted_sum(out_TKD, ids, weights.contiguous(), experts)
+
+
+def _write_outputs(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    held: _Matrices,
+    limit: float | None,
+    alpha: float,
+    out_TKD: torch.Tensor,
+) -> None:
+    """Write the outputs of all slots that are not empty."""
+    tiles = choose_tiles(ids.numel(), held.sizes[0], held.w13.dtype)
+    blocks = _plan(ids, held.sizes[0], tiles)
+    inner_AI = _gate_up(hidden.contiguous(), held, blocks, ids.shape[1], tiles, limit, alpha)
+    _down(inner_AI, held, blocks, tiles, out_TKD)
 
 
 def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> _Blocks:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,18 @@ def fused_experts(
 ) -> torch.Tensor:
     outputs_TKD = apply_experts(hidden, ids, w13, w2, form=ExpertForm(w13_bias, w2_bias, limit, alpha))
     return outputs_TKD if weights is None else weighted_sum(outputs_TKD, weights)
+
+
+class ExpertOutputs(NamedTuple):
+    """Outputs [T, K, D] of experts `ids` [T, K] that are not yet multiplied by their `weights` [T, K] and summed.
+
+    Slots whose id is none of `num_experts` hold no numbers, and count as zero.
+    """
+
+    rows_TKD: torch.Tensor
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    num_experts: int
 
 
 def weighted_sum(expert_out_TKD: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import StartupError
 from rollout.core.specs.layer_specs import MoESpec
-from rollout.kernels.operators.fused_experts import weighted_sum
+from rollout.kernels.operators.fused_experts import ExpertOutputs, weighted_sum
 from rollout.kernels.ops import ExpertPart
 from rollout.kernels.places import Place, ShardPlace, ViewPlace
 from rollout.layers.build import Build
@@ -84,6 +85,14 @@ class Experts(WeightLayer):
             return self._of_filled_slots(work)
         return self._outputs(work.hidden_RD, work.ids_RS, work.weights_RS)
 
+    def unsummed(self, work: DispatchOutput) -> ExpertOutputs:
+        """Compute the experts of work with weights, and leave the sum over slots to the next norm.
+
+        The operators have `deferred_sum`.
+        """
+        assert self.ops.deferred_sum is not None and work.weights_RS is not None
+        return self.ops.deferred_sum.outputs(*self._operands(work.hidden_RD, work.ids_RS, work.weights_RS))
+
     def _of_packed_rows(
         self, hidden_RD: torch.Tensor, rows: PackedRows, packed_experts: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
@@ -102,7 +111,12 @@ class Experts(WeightLayer):
     def _outputs(
         self, hidden_RD: torch.Tensor, local_ids_RS: torch.Tensor, weights_RS: torch.Tensor | None
     ) -> torch.Tensor:
-        return self.ops.fused_experts(
+        return self.ops.fused_experts(*self._operands(hidden_RD, local_ids_RS, weights_RS))
+
+    def _operands(
+        self, hidden_RD: torch.Tensor, local_ids_RS: torch.Tensor, weights_RS: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        return (
             hidden_RD,
             local_ids_RS,
             weights_RS,

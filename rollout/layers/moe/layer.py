@@ -26,8 +26,10 @@ from rollout.layers.mlp import SharedExpert
 from rollout.layers.moe.dispatchers.base import Dispatcher
 from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.router import TopKRouter
-from rollout.layers.norm_rotary import RMSNorm
+from rollout.layers.norm_rotary import Hidden, RMSNorm
 from rollout.layers.shard import Shard
+
+_MAX_DEFERRED = 1024  # tokens: the outputs of more would hold too much memory until the next layer is done
 
 
 class MoELayer(Layer):
@@ -54,20 +56,26 @@ class MoELayer(Layer):
             shared = SharedExpert(spec.shared_inner, hidden_size, build, is_whole=self._scatters)
             setattr(self, spec.shared_name, shared)  # its name in checkpoints
         self._shared = shared
+        self._may_defer = dispatcher.is_local and shared is None and build.ops.deferred_sum is not None
         gate = spec.shared_gate
         self.shared_expert_gate = Linear(Shard.whole(hidden_size), 1, build, as_sent=True) if gate else None
 
     def __call__(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext
-    ) -> torch.Tensor | None:
+    ) -> Hidden:
         """Apply the layer to the norm of `residual += hidden`, where each rank has a part of the sum `hidden`.
 
-        Return None where the result has been added to the residual stream already.
+        Return None where the result has been added to the residual stream already.  On a lone rank the next norm adds
+        the outputs of the experts of few tokens, where the operators can.
         """
         if self._scatters:
             self._add_by_slices(residual_TD, hidden_TD, norm, context)
             return None
-        return self._of_tokens(residual_TD, self._ranks.all_reduce(hidden_TD), norm, context, first_row=0)
+        hidden_TD = self._ranks.all_reduce(hidden_TD)
+        if self._may_defer and hidden_TD.shape[0] <= _MAX_DEFERRED:
+            normed_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context)
+            return self.experts.unsummed(self.dispatcher.dispatch(normed_TD, physical_ids_TK, weights_TK))
+        return self._of_tokens(residual_TD, hidden_TD, norm, context, first_row=0)
 
     def _of_tokens(
         self,

@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 
 from capture.capturer import RoutedExpertsCapturer
 from rollout.kernels.gpu import fused_experts
+from rollout.layers.moe import layer
 from rollout.layers.moe.layer import MoELayer
 from tests.family_zoo import family_checkpoint
 from tests.forward_harness import ForwardHarness
@@ -53,7 +54,7 @@ def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         run(self, *args, **kwargs)
         launches.inside = False
 
-    def layer(self: MoELayer, *args: Any) -> Any:
+    def counted(self: MoELayer, *args: Any) -> Any:
         launches.names = []
         with launches:
             out = compute(self, *args)
@@ -62,22 +63,24 @@ def of_layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         return out
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", kernel)
-    monkeypatch.setattr(MoELayer, "__call__", layer)
+    monkeypatch.setattr(MoELayer, "__call__", counted)
     yield found
 
 
 ROUTER = ["add_rms_norm_kernel", "route_kernel"]
-EXPERTS = ["gate_up_kernel", "down_kernel", "weighted_sum_kernel"]
+EXPERTS = ["gate_up_kernel", "down_kernel"]
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("form", ["few", "planned", "many"])
 def test_launches_of_a_layer(
-    planned: bool, captured: bool, of_layers: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, captured: bool, of_layers: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A captured step copies the routes of all layers at its end; few assignments have no plan."""
-    if planned:
+    """A captured step copies the routes of all layers at its end; few assignments have no plan; few tokens no sum."""
+    if form != "few":
         monkeypatch.setattr(fused_experts, "few_assignments", lambda _: 0)
+    if form == "many":
+        monkeypatch.setattr(layer, "_MAX_DEFERRED", 1)
     model = load_tiny(family_checkpoint(tmp_path / "model", "qwen3_moe", 3), torch.float32, ops=interpreted_ops())
     config, layers = model.config, len(model.moe_layer_ids)
     capturer = RoutedExpertsCapturer(layers, config.num_experts_per_tok, config.num_experts)
@@ -90,5 +93,6 @@ def test_launches_of_a_layer(
     monkeypatch.setattr(harness, "context", lambda batch, hooks: context(batch, [capturer.record]))
     harness.step({0: [5, 17]})
     assert capturer.finish_step().shape == (2, layers, capturer.top_k)
-    routes, plan = [] if captured else ["copy_"], ["plan_kernel"] if planned else []
-    assert of_layers == [[*ROUTER, *routes, *plan, *EXPERTS]] * layers
+    routes, plan = [] if captured else ["copy_"], ["plan_kernel"] if form != "few" else []
+    own_sum = ["weighted_sum_kernel"] if form == "many" else []
+    assert of_layers == [[*ROUTER, *routes, *plan, *EXPERTS, *own_sum]] * layers

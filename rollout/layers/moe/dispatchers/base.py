@@ -69,6 +69,8 @@ class Dispatcher(ABC):
 
     # Whether ranks that share tokens bring a slice each, rather than all of them.
     scatters_tokens = False
+    # Whether tokens stay with the experts of a lone rank, so that `combine` changes nothing.
+    is_local = False
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:  # noqa: B027 (most have nothing to plan)
         """Prepare for a forward in which each rank of the engine brings this many tokens to `dispatch`.
@@ -104,6 +106,8 @@ class Dispatcher(ABC):
 
 class LocalDispatcher(Dispatcher):
     """The dispatcher of a lone rank: rows are the tokens, slots are their K choices, and the experts do the sum."""
+
+    is_local = True
 
     def capture_obstacle(self, tokens_by_rank: Sequence[int]) -> str | None:
         return None
