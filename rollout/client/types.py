@@ -33,6 +33,7 @@ class GenerateOptions(TypedDict, total=False):
     replay_routed_experts: RoutedExperts | Sequence[RoutedExperts | None]  # in place of the routers' choices
     return_sampling_mask: bool  # the ids that top-k, top-p and min-p left at each token
     rid: str | Sequence[str]
+    lora_path: str | Sequence[str | None]  # the name of an adapter, or one per prompt
     extra_key: str  # partitions the prefix cache
     max_kv_version_lag: int  # commits that its KV may be behind; -1: any number
     priority: int

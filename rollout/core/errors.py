@@ -6,6 +6,7 @@
     |   +-- InvariantError        500  a count or a place that must hold does not
     +-- BadRequest                400  the request is wrong; nothing was changed
     |   +-- UnsupportedFeature    400  well-formed, but this server or model cannot do it
+    |   +-- AdapterError          400  an adapter that cannot be served
     +-- NotFound                  404  an unknown name
     +-- Conflict                  409  right request, wrong state (end without begin, duplicate rid)
     +-- TooLarge                  413  over a documented cap
@@ -50,6 +51,10 @@ class BadRequest(LockstepError):
 
 class UnsupportedFeature(BadRequest):
     """The request is well formed, but this server or model cannot do what it asks."""
+
+
+class AdapterError(BadRequest):
+    """The adapter is damaged, of another model, or of a kind that is not served; nothing was changed."""
 
 
 class NotFound(LockstepError):

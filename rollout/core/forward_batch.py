@@ -89,6 +89,9 @@ class ForwardBatch:
     forced_routes: torch.Tensor | None = None
     """[L, T, K] logical expert ids that replace the routers' choices, except in rows of -1; None: no row is forced."""
 
+    adapters: torch.Tensor | None = None
+    """[T] slot of each token's adapter, -1 for none; None: no token has one."""
+
     states: StateOperands | None = None  # None: the model has no recurrent layers
     window: WindowOperands | None = None  # None: window layers use the main KV pool
 

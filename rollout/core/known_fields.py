@@ -28,7 +28,7 @@ UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
     *("return_hidden_states", "return_indexer_topk", "return_entropy"),
     *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_token_offsets"),
     *("return_cached_tokens_details", "return_spec_tokens_details", "background"),
-    *("session_params", "lora_path", "lora_id", "custom_logit_processor", "vllm_xargs", "positional_embed_overrides"),
+    *("session_params", "lora_id", "custom_logit_processor", "vllm_xargs", "positional_embed_overrides"),
     *("multi_item_delimiter_indices", "token_indices_to_pool", "routed_experts_prompt_start"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "ec_transfer_params"),
 }

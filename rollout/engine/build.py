@@ -26,6 +26,7 @@ from rollout.core.specs.layer_specs import WindowKV
 from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
+from rollout.engine.adapters import load_adapters
 from rollout.engine.build_control import build_control
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.engine.deterministic import attention_name, batch_invariance, check_deterministic
@@ -96,8 +97,7 @@ def build_scheduler(
     config = served_model_config(args)
     if args.captures_routes and not config.is_moe:
         raise StartupError(f"{config.architecture} has no routers: start without --enable-return-routed-experts")
-    held = args.cpu_weight_format
-    if held != "plain" and not config.is_moe:
+    if (held := args.cpu_weight_format) != "plain" and not config.is_moe:
         raise StartupError(f"--cpu-weight-format {held} is for experts, and {config.architecture} has none")
     if args.quantize_weight_updates and config.stored_format != "fp8":
         raise StartupError(
@@ -119,7 +119,7 @@ def build_scheduler(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, backend, weight_memory
     )
     model_bytes = _bytes_of(model)
-    state = ModelState(model, placement, args.weight_version)
+    state = ModelState(model, placement, args.weight_version, load_adapters(args, model, device))
     sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens, deterministic)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype, model.kv_layers)
     largest = partial(
@@ -171,6 +171,7 @@ def build_scheduler(
         num_parameters=sum(meta.numel for meta in model.weights.metas().values()),
         model_bytes=model_bytes,
         weight_version=args.weight_version,
+        adapters=state.adapters.labels,
     )
 
 

@@ -161,9 +161,10 @@ class RecordedForward:
         if operands is None or batch.num_tokens == 0:
             return self._model(batch, context), False
         forced = [] if batch.forced_routes is None else [batch.forced_routes]
+        adapters = [] if batch.adapters is None else [batch.adapters]
         kept = [*(batch.states or ()), *(batch.window or ())]
-        inputs = [batch.input_ids, batch.positions, batch.out_cache_loc, *operands, *kept, *written, *forced]
-        key = (key, len(written), len(forced), len({id(tensor) for tensor in inputs}))
+        inputs = [batch.input_ids, batch.positions, batch.out_cache_loc, *operands, *kept, *written, *forced, *adapters]
+        key = (key, len(written), len(forced), len(adapters), len({id(tensor) for tensor in inputs}))
         tape = self._tapes.get(key)
         if tape is not None:
             return self.play(tape, inputs), True

@@ -36,6 +36,7 @@ class AnyGeneration(Body):
 
     stream: bool = False
     session_id: str | None = None
+    lora_path: str | None = None
     extra_key: ExtraKey | None = None
     cache_salt: ExtraKey | None = None
     max_kv_version_lag: int | None = None
@@ -52,6 +53,7 @@ class CommonFields(Protocol):
 
     stream: bool
     session_id: str | None
+    lora_path: Any
     extra_key: str | None
     cache_salt: str | None
     max_kv_version_lag: int | None
@@ -82,6 +84,7 @@ def common_fields(body: CommonFields, headers: Mapping[str, str]) -> dict[str, A
     return {
         "stream": body.stream,
         "session_id": session_id,
+        "lora_path": body.lora_path,
         "extra_key": key if salt is None else f"{salt}\x1f{key or ''}",
         "max_kv_version_lag": body.max_kv_version_lag,
         "ignored_fields": body.ignored_fields,

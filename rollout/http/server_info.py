@@ -60,7 +60,6 @@ def resolved_args(args: ServerArgs) -> dict[str, Any]:
         "encoder_only": False,
         "enable_return_routed_experts": args.captures_routes,
         "enable_return_indexer_topk": False,
-        "enable_lora": False,
         "trust_remote_code": False,
         "quantization": None,
         "load_format": "auto",

@@ -81,7 +81,8 @@ class Attention(Layer):
         """Return this rank's part [T, D] of the output for the norm of `residual += hidden`.  `angles`: [T, 2, rd]."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
-        qkv, gate = self.qkv_proj(residual_TD, hidden, norm), None
+        adapters = context.batch.adapters
+        qkv, gate = self.qkv_proj(residual_TD, hidden, norm, adapters), None
         if self._gate_size:
             gate, qkv = qkv[:, : self._gate_size], qkv[:, self._gate_size :]
         kv, qk_norm = context.attention.kv, self.qk_norm
@@ -97,4 +98,4 @@ class Attention(Layer):
         )
         sinks = None if self.sinks is None else self.sinks.weight
         attended = context.attention.attend(self.layer_id, query, window=self.window, sinks=sinks)
-        return self.o_proj(attended if gate is None else self.ops.sigmoid_gate(attended, gate))
+        return self.o_proj(attended if gate is None else self.ops.sigmoid_gate(attended, gate), adapters)

@@ -68,7 +68,7 @@ class GatedDelta(WeightLayer):
         """Return this rank's part [T, D] of the output for the norm of `residual += hidden`.  Updates the states."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
-        projected = self.in_proj(residual_TD, hidden, norm)
+        projected = self.in_proj(residual_TD, hidden, norm, context.batch.adapters)
         assert context.states is not None, "a model with recurrent layers has a state pool"
         pool = context.states.pool
         read_TV = self.ops.gated_delta(
@@ -82,7 +82,7 @@ class GatedDelta(WeightLayer):
             pool.state[self.layer_id],
             *context.states.operands,
         )
-        return self.out_proj(read_TV)
+        return self.out_proj(read_TV, context.batch.adapters)
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         conv_C1w, channels = self._conv_weight_wC.t().unsqueeze(1), self._channels

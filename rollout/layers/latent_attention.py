@@ -76,10 +76,10 @@ class LatentAttention(Layer):
         """Return this rank's part [T, D] of the output for the norm of `residual += hidden`.  `angles`: [T, 2, rd]."""
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
-        normed_TD = norm(residual_TD, hidden)
+        normed_TD, adapters = norm(residual_TD, hidden), context.batch.adapters
         query = self.ops.latent_query_store(
-            self._queries(normed_TD),
-            self.kv_a_proj_with_mqa(normed_TD),
+            self._queries(normed_TD, adapters),
+            self.kv_a_proj_with_mqa(normed_TD, adapters),
             self.kv_a_layernorm.weight,
             self.kv_a_layernorm.eps,
             self.kv_b_proj.weight,
@@ -89,12 +89,13 @@ class LatentAttention(Layer):
             context.batch.out_cache_loc,
         )
         latents = context.attention.attend(self.layer_id, query, self.scale)
-        return self.o_proj(self.ops.latent_values(latents, self.kv_b_proj.weight, self.num_heads, self.value_size))
+        values = self.ops.latent_values(latents, self.kv_b_proj.weight, self.num_heads, self.value_size)
+        return self.o_proj(values, adapters)
 
-    def _queries(self, normed_TD: torch.Tensor) -> torch.Tensor:
+    def _queries(self, normed_TD: torch.Tensor, adapters_T: torch.Tensor | None) -> torch.Tensor:
         if self.q_a_proj is None or self.q_a_layernorm is None:
-            return self.queries.of_normed(normed_TD)
-        return self.queries(self.q_a_proj(normed_TD), None, self.q_a_layernorm)
+            return self.queries.of_normed(normed_TD, adapters_T)
+        return self.queries(self.q_a_proj(normed_TD, adapters_T), None, self.q_a_layernorm, adapters_T)
 
 
 class LatentHeads(WeightLayer):

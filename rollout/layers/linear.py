@@ -11,17 +11,43 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from rollout.kernels.operators.fused_experts import ExpertOutputs
+from rollout.kernels.ops import Ops
 from rollout.kernels.places import Place, ReorderedPlace, ShardPlace, ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.layer import Layer
 from rollout.layers.linear_storage import LinearStorage
+from rollout.layers.lora import LoraModule, LoraSlots, SlotSizes
 from rollout.layers.norm_rotary import Hidden, RMSNorm
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 from weight_sync.held_format import HeldFormat
 
 
-class MergedLinear(WeightLayer):
+class AdaptedLinear(WeightLayer):
+    """Base of the linear layers: a matrix, and the slots of adapters that change its product, if there are any."""
+
+    ops: Ops
+    storage: LinearStorage
+    weight: torch.Tensor
+    lora: LoraSlots | None = None
+
+    def lora_modules(self, prefix: str) -> dict[str, LoraModule]:
+        """Return the matrices that adapters may change, by name, in the order of their parts."""
+        raise NotImplementedError
+
+    def reserve_lora(self, sizes: SlotSizes) -> LoraSlots:
+        """Return the slots of this layer's adapters, and make them at the first call."""
+        if self.lora is None:
+            self.lora = LoraSlots(self.storage.build, sizes, list(self.lora_modules("").values()))
+        return self.lora
+
+    def _adapted(self, out_TO: torch.Tensor, hidden_TD: torch.Tensor, adapters_T: torch.Tensor | None) -> torch.Tensor:
+        if self.lora is None or adapters_T is None:
+            return out_TO
+        return self.lora.add(out_TO, hidden_TD, adapters_T)
+
+
+class MergedLinear(AdaptedLinear):
     """Several projections of one input as one matrix; a checkpoint names each of them as a sibling of this layer.
 
     `self_attn.qkv_proj` with parts of 64, 32 and 32 rows `{"q_proj": .., "k_proj": .., "v_proj": ..}` holds
@@ -48,16 +74,35 @@ class MergedLinear(WeightLayer):
         self.weight = self.storage.empty(self.out_features, in_features)
         self.bias = build.empty(self.out_features) if bias else None
 
-    def __call__(self, residual_TD: torch.Tensor, hidden: Hidden, norm: RMSNorm) -> torch.Tensor:
-        """Return all parts side by side, of the norm of `residual += hidden`: [T, O]."""
+    def __call__(
+        self,
+        residual_TD: torch.Tensor,
+        hidden: Hidden,
+        norm: RMSNorm,
+        adapters_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return all parts side by side, of the norm of `residual += hidden`: [T, O].
+
+        `adapters` are the slots of the tokens' adapters; None: no token has one.
+        """
+        if self.lora is not None and adapters_T is not None:
+            return self.of_normed(norm(residual_TD, hidden), adapters_T)
         if isinstance(hidden, ExpertOutputs):
             return self.of_normed(norm(residual_TD, hidden))
         matrix = (self.weight, self.out_features, self.bias)
         return self.ops.norm_linear(residual_TD, hidden, norm.weight, norm.eps, *matrix, norm.weight_offset)
 
-    def of_normed(self, normed_TD: torch.Tensor) -> torch.Tensor:
+    def of_normed(self, normed_TD: torch.Tensor, adapters_T: torch.Tensor | None = None) -> torch.Tensor:
         """Return all parts side by side, of an input that went through its norm already: [T, O]."""
-        return self.ops.linear(normed_TD, self.weight, self.out_features, self.bias)
+        out_TO = self.ops.linear(normed_TD, self.weight, self.out_features, self.bias)
+        return self._adapted(out_TO, normed_TD, adapters_T)
+
+    def lora_modules(self, prefix: str) -> dict[str, LoraModule]:
+        parent, inputs = prefix.rpartition(".")[0], Shard.whole(self.in_features)
+        return {
+            f"{parent}.{part}": LoraModule(index, inputs, rows, self._orders.get(part))
+            for index, (part, rows) in enumerate(self.parts.items())
+        }
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         parent = prefix.rpartition(".")[0]
@@ -75,7 +120,7 @@ class MergedLinear(WeightLayer):
         return ReorderedPlace(place, self._orders[part]) if part in self._orders else place
 
 
-class Linear(WeightLayer):
+class Linear(AdaptedLinear):
     """`x @ weight.T + bias` with weight [O, D].  With a shard of the inputs, it is one rank's part of a sum.
 
     All ranks hold the bias, and the one that has the first inputs adds it.  With `as_sent` it is never held in fewer
@@ -94,8 +139,13 @@ class Linear(WeightLayer):
         self.bias = build.empty(out_features) if bias else None
         self._adds_bias = inputs.start == 0
 
-    def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(hidden_TD, self.weight, self.out_features, self.bias if self._adds_bias else None)
+    def __call__(self, hidden_TD: torch.Tensor, adapters_T: torch.Tensor | None = None) -> torch.Tensor:
+        bias = self.bias if self._adds_bias else None
+        out_TO = self.ops.linear(hidden_TD, self.weight, self.out_features, bias)
+        return self._adapted(out_TO, hidden_TD, adapters_T)
+
+    def lora_modules(self, prefix: str) -> dict[str, LoraModule]:
+        return {prefix: LoraModule(0, self.inputs, Shard.whole(self.out_features))}
 
     def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
         place = self.storage.place(self.weight, range(self.out_features), self.in_features)

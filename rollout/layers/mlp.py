@@ -35,8 +35,8 @@ class SwiGLU(Layer):
         self.gate_up_proj = MergedLinear(hidden_size, {"gate_proj": inner, "up_proj": inner}, build)
         self.down_proj = Linear(inner, hidden_size, build)
 
-    def _down(self, gate_up_T2I: torch.Tensor) -> torch.Tensor:
-        out_TD = self.down_proj(self.ops.silu_and_mul(gate_up_T2I))
+    def _down(self, gate_up_T2I: torch.Tensor, adapters_T: torch.Tensor | None) -> torch.Tensor:
+        out_TD = self.down_proj(self.ops.silu_and_mul(gate_up_T2I), adapters_T)
         return out_TD if self._ranks is None else self._ranks.all_reduce(out_TD)
 
 
@@ -51,7 +51,8 @@ class DenseMLP(SwiGLU):
     ) -> torch.Tensor:
         """Apply the MLP to the norm of `residual += hidden`, where each rank has a part of the sum `hidden`."""
         assert self._ranks is not None
-        return self._down(self.gate_up_proj(residual_TD, self._ranks.all_reduce(hidden_TD), norm))
+        adapters = context.batch.adapters
+        return self._down(self.gate_up_proj(residual_TD, self._ranks.all_reduce(hidden_TD), norm, adapters), adapters)
 
 
 class SharedExpert(SwiGLU):
@@ -63,6 +64,6 @@ class SharedExpert(SwiGLU):
     def __init__(self, inner_size: int, hidden_size: int, build: Build, *, is_whole: bool) -> None:
         super().__init__(inner_size, hidden_size, build, "the shared expert", is_whole=is_whole)
 
-    def __call__(self, normed_TD: torch.Tensor) -> torch.Tensor:
+    def __call__(self, normed_TD: torch.Tensor, adapters_T: torch.Tensor | None = None) -> torch.Tensor:
         """Apply it to the same normed tokens as the routed experts: [T, D]."""
-        return self._down(self.gate_up_proj.of_normed(normed_TD))
+        return self._down(self.gate_up_proj.of_normed(normed_TD, adapters_T), adapters_T)

@@ -14,6 +14,7 @@ from hashlib import blake2b
 
 from eplb.placement import ExpertPlacement
 from rollout.core.errors import Conflict
+from rollout.model.adapters import AdapterTable
 from rollout.model.decoder import DecoderForCausalLM
 from weight_sync.content import Digests
 
@@ -44,8 +45,15 @@ class ServingEpoch:
 class ModelState:
     """Holds the model and the epoch in force."""
 
-    def __init__(self, model: DecoderForCausalLM, placement: ExpertPlacement, weight_version: str) -> None:
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        placement: ExpertPlacement,
+        weight_version: str,
+        adapters: AdapterTable | None = None,
+    ) -> None:
         self.model = model
+        self.adapters = adapters or AdapterTable(model)
         self.placement = placement
         self.epoch = ServingEpoch(weight_version, placement_epoch=placement.epoch)
         self._recent = deque([self.epoch], maxlen=_EPOCHS_REMEMBERED)

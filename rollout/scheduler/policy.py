@@ -182,7 +182,7 @@ class Policy:
             kept = reserved + _SLOTS_KEPT_PER_RUNNING * len(plan.decodes)
             if self._is_known_misfit(req, cache.num_available - kept):
                 break
-            cache.attach(req, (req.source.extra_key, weight_epoch))
+            cache.attach(req, (req.cache_key, weight_epoch))
             if not req.has_begun:
                 req.cached_tokens = req.cached_len
             count = min(req.extend_len, budget) if self._splits_prompts else req.extend_len
@@ -219,4 +219,4 @@ class Policy:
 
 
 def _prompt_key(req: Req) -> tuple[str | None, int]:
-    return req.source.extra_key, req.prompt.key
+    return req.cache_key, req.prompt.key

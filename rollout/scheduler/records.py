@@ -236,6 +236,7 @@ class RecordReader:
             logprobs=logprobs,
             mask=_mask_delta(req, first) if req.source.return_sampling_mask else None,
             finished=self._finished(req, req.finished) if req.finished else None,
+            adapter=None if req.adapter is None else req.adapter.label,
         )
 
     def _finished(self, req: Req, reason: FinishReason) -> FinishedRecord:

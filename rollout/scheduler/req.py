@@ -15,6 +15,7 @@ from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.req_output import FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
 from rollout.memory.sequence import CachedSequence
+from rollout.model.adapters import ServedAdapter
 from rollout.model.model_state import ServingEpoch
 from rollout.sampling.batch_info import SamplingRow
 from rollout.scheduler.alternatives import AlternativesRecord
@@ -100,6 +101,7 @@ class Req(CachedSequence):
     """See the module docstring."""
 
     __slots__ = (
+        "adapter",
         "arrival",
         "cached_tokens",
         "end_ids",
@@ -126,6 +128,7 @@ class Req(CachedSequence):
         seed: int,
         end_ids: frozenset[int],
         stop_text: IncrementalDetokenizer | None = None,
+        adapter: ServedAdapter | None = None,
         sibling: Req | None = None,
     ) -> None:
         """Begin with an empty record.  `sibling`: another sample of the same message, which has the same lists."""
@@ -134,6 +137,7 @@ class Req(CachedSequence):
             self.sampling_row.shared = sibling.sampling_row.shared
         super().__init__(self.sampling_row.shared.prompt, self.sampling_row.output_ids)
         self.source = source
+        self.adapter = adapter  # None: the base model alone
         self.arrival = arrival
         self.end_ids = end_ids  # token ids that finish the request
         self.stop_text = stop_text  # of the output, with special tokens; None without stop strings
@@ -162,6 +166,21 @@ class Req(CachedSequence):
     @property
     def sampling_params(self) -> SamplingParams:
         return self.source.sampling_params
+
+    @property
+    def cache_key(self) -> str | None:
+        """The key of its KV under a weight epoch: `extra_key`, and the content of its adapter.
+
+        An `extra_key` of a client never holds the character 0, so that no client can name another adapter's KV.
+        """
+        if self.adapter is None:
+            return self.source.extra_key
+        label = self.adapter.label
+        return "\0".join((self.source.extra_key or "", "lora", label.name, str(label.version), label.content_digest))
+
+    @property
+    def adapter_slot(self) -> int:
+        return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def max_len(self) -> int:

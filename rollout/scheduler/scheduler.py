@@ -284,12 +284,14 @@ class Scheduler:
         """Enqueue a sample, which shares its lists with `sibling`.  Returns it, or `sibling` if it is refused."""
         try:
             self._check(source)
+            name = source.lora_name
             req = Req(
                 source,
                 arrival=self._arrivals,
                 seed=self._seeds.seed_for(source),
                 end_ids=self._stop.end_ids(source) if sibling is None else sibling.end_ids,
                 stop_text=self._stop.text_for(source),
+                adapter=None if name is None else self.runner.state.adapters.find(name),
                 sibling=sibling,
             )
         except LockstepError as error:

@@ -26,6 +26,7 @@ from rollout.core.messages.req_output import FinishReason
 from rollout.executor.input_builder import ExtendInput, build_forward_batch
 from rollout.executor.model_runner import ModelRunner, StepRoutes
 from rollout.memory.cache_manager import CacheManager
+from rollout.model.adapters import slots_of_tokens
 from rollout.model.model_state import ServingEpoch
 from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.row_lists import RowLists
@@ -117,6 +118,7 @@ class StepRunner:
         self._lists = new_lists()
         self._decoding: SampledRows | None = None  # of generation `_generation` of the decode batch
         self._generation = -1
+        self._decode_adapters: tuple[int, torch.Tensor | None] = (-1, None)  # of that generation's requests
         self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests replays routes
 
     def rest(self) -> None:
@@ -179,9 +181,26 @@ class StepRunner:
         batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, cache.pool)
         if cache.states is not None:
             cache.states.prepare(batch, [item.req for item in extends] if extends else (), decodes.reqs)
+        batch.adapters = self._adapters_of(plan)
         if self._replays(plan):
             batch.forced_routes = _forced_routes(plan, cache.pool.device)
         return batch
+
+    def _adapters_of(self, plan: StepPlan) -> torch.Tensor | None:
+        """Return the adapter slot of each token of the step [T]; None if no request of it has an adapter."""
+        decodes = plan.decodes
+        if self._decode_adapters[0] != decodes.generation:
+            rows = slots_of_tokens([(req.adapter_slot, 1) for req in decodes.reqs])
+            self._decode_adapters = (decodes.generation, rows)
+        of_decodes = self._decode_adapters[1]
+        if not plan.extends:
+            return of_decodes
+        of_extends = slots_of_tokens([(item.req.adapter_slot, item.count) for item in plan.extends])
+        if of_decodes is None and of_extends is None:
+            return None
+        if of_extends is None:
+            of_extends = torch.full((sum(item.count for item in plan.extends),), -1)
+        return torch.cat([of_extends, torch.full((len(decodes),), -1) if of_decodes is None else of_decodes])
 
     def _sample_first(self, completed: Sequence[Req], logits_NV: torch.Tensor, sampled: list[Sampled]) -> torch.Tensor:
         """Sample a token for each request whose prompt is complete, from the first rows.  Returns the other rows."""

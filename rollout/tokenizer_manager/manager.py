@@ -188,8 +188,8 @@ class TokenizerManager:
     async def submit(self, request: GenerateReqInput) -> GenerateHandle:
         """Check, tokenise and send a request.
 
-        Raises `BadRequest`, `UnsupportedFeature` or `TooLarge` before anything was sent, `Unavailable` when the server
-        does not serve.
+        Raises `BadRequest`, `UnsupportedFeature`, `NotFound` or `TooLarge` before anything was sent, `Unavailable` when
+        the server does not serve.
         """
         limits = self.limits
         limits.check_rank(request.routed_dp_rank)
@@ -198,6 +198,7 @@ class TokenizerManager:
             routes_by_default=limits.routes_by_default,
             masks_by_default=self.server_args.return_sampling_mask,
         )
+        limits.names.complete(expanded, request)
         ignored = self._ignored_fields.of(request, expanded.unknown_sampling_keys)
         self._rids.reserve(expanded)
         try:

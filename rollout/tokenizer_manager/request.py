@@ -67,6 +67,7 @@ class GenerateReqInput:
     `is_reformed`: its answer becomes one of another dialect.
     `kept_special_tokens`: special tokens that the text holds even where `sampling_params` skip the others.
     `is_binary`: its answer is msgpack with arrays, see `binary_response`.
+    `model`: the name of the base model or of an adapter, and `lora_path`: the name of an adapter, None for neither.
     `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
     """
 
@@ -90,6 +91,8 @@ class GenerateReqInput:
     sampling_logprobs_mode: SamplingLogprobsMode | None = None
     sampling_mask_format: MaskFormat = "lists"
     logprobs_format: LogprobsFormat = "nested"
+    model: str | None = None
+    lora_path: str | list[str | None] | None = None
     extra_key: str | None = None
     max_kv_version_lag: int | None = None
     priority: int = 0
@@ -155,6 +158,7 @@ def expand(
     raw_params: list[dict[str, Any]] = _column("sampling_params", request.sampling_params, count, is_batch)
     replays = _column("replay_routed_experts", request.replay_routed_experts, count, is_batch)
     columns = {name: _column(name, getattr(request, name), count, is_batch) for name in _PER_PROMPT}
+    columns["lora_name"] = _column("lora_path", request.lora_path, count, is_batch)
     columns["token_ids_logprob"] = _token_ids_column(request.token_ids_logprob, count, is_batch)
     shared = {name: getattr(request, name) for name in _SHARED}
     shared["return_routed_experts"] = (

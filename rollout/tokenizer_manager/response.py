@@ -182,6 +182,8 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
         "weight_version": record.weight_version,
         "dp_rank": record.dp_rank,
     }
+    if record.adapter is not None:
+        meta["adapter"] = msgspec.structs.asdict(record.adapter)
     if form.ignored_fields:
         meta["ignored_fields"] = list(form.ignored_fields)
     if record.session_id is not None:

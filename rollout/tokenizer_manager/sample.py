@@ -12,7 +12,7 @@ import numpy as np
 
 from rollout.core.errors import LockstepError
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
-from rollout.core.messages.req_output import Alternatives, FinishedRecord, ReqOutput, SamplingMaskDelta
+from rollout.core.messages.req_output import AdapterLabel, Alternatives, FinishedRecord, ReqOutput, SamplingMaskDelta
 
 
 class AlternativeArrays(NamedTuple):
@@ -87,6 +87,7 @@ class SampleRecord:
     output_alternatives: AlternativesBuffer = field(init=False)
     output_mask: MaskRecord = field(default_factory=MaskRecord)
     finished: FinishedRecord | None = None
+    adapter: AdapterLabel | None = None  # as the scheduler names it
     first_token_at: float | None = None
     finished_at: float | None = None
 
@@ -128,7 +129,7 @@ class SampleRecord:
         Raises `LockstepError` if a message before this one was lost or its lists do not match.
         """
         self.output_ids += output.token_ids
-        self.weight_version = output.weight_version
+        self.weight_version, self.adapter = output.weight_version, output.adapter
         if output.logprobs is not None:
             self.output_logprobs += output.logprobs.values
             if output.logprobs.alternatives is not None:

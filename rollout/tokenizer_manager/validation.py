@@ -18,6 +18,7 @@ from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits, RequestBu
 from rollout.tokenizer_manager.replay import check_replay
 from rollout.tokenizer_manager.request import MAX_TOKEN_IDS_LOGPROB, ExpandedRequest
 from rollout.tokenizer_manager.response import RouteShape
+from rollout.tokenizer_manager.served_names import ServedNames
 
 MAX_TOP_LOGPROBS = 1024
 MAX_TOP_K = 2**31 - 1
@@ -42,6 +43,7 @@ class ServingLimits:
     eos_token_id: int | None = None
     budget: BudgetLimits = field(default_factory=BudgetLimits)
     dp_size: int = 1
+    names: ServedNames = field(default_factory=ServedNames)
 
     @classmethod
     def of(
@@ -64,6 +66,7 @@ class ServingLimits:
                 mask_tokens=args.sampling_mask_max_tokens,
             ),
             dp_size=args.dp_size,
+            names=ServedNames(args.names, [each.name for each in ready.adapters] if args.enable_lora else None),
         )
 
     def room(self, prompt_len: int) -> int:

@@ -7,6 +7,7 @@ from rollout.core.args.addresses import is_address, objection_to_base_url
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 
+MAX_LORA_RANK = 256
 WEIGHT_FORMATS = ("plain", "w8", "fp8", "int4", "int4-128")
 QUANTISATIONS = ("fp8", "int4", "int4-128")
 
@@ -16,6 +17,7 @@ def check_settings(args: ServerArgs) -> None:
     _check_ranks(args)
     _check_requests(args)
     _check_memory(args)
+    _check_adapters(args)
     _check_placement(args)
     _check_weights(args)
     _check_network(args)
@@ -114,6 +116,23 @@ def _check_memory(args: ServerArgs) -> None:
         args.kv_events is None or not args.disable_radix_cache,
         "--kv-events-config publishes the prefix cache, which --disable-radix-cache turns off",
     )
+
+
+def _check_adapters(args: ServerArgs) -> None:
+    """Check the adapters."""
+    _require(args.lora_paths is None or args.enable_lora, "--lora-paths needs --enable-lora")
+    if not args.enable_lora:
+        return
+    _require(args.lora_paths is not None, "--enable-lora needs --lora-paths: adapters are loaded at start only")
+    _require(args.device in ("cpu", "auto"), f"--enable-lora serves adapters on a CPU, got --device {args.device}")
+    names = list(args.adapter_folders)
+    _require(all(name.isprintable() and len(name) <= 128 for name in names), "--lora-paths: a name must be short text")
+    _require(
+        len(names) <= args.max_loras_per_batch,
+        f"--lora-paths names {len(names)} adapters, but --max-loras-per-batch is {args.max_loras_per_batch}",
+    )
+    rank = args.max_lora_rank
+    _require(rank is None or 1 <= rank <= MAX_LORA_RANK, f"--max-lora-rank must be in 1..{MAX_LORA_RANK}, got {rank}")
 
 
 def _check_placement(args: ServerArgs) -> None:

@@ -29,6 +29,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "random_seed": ("seed",),
     "disable_cuda_graph": ("enforce_eager",),
     "enable_memory_saver": ("enable_sleep_mode",),
+    "lora_paths": ("lora_modules",),
+    "max_loras_per_batch": ("max_loras",),
     "tp_size": ("tensor_parallel_size", "tp"),
     "dp_size": ("data_parallel_size", "dp"),
     "ep_size": ("expert_parallel_size", "ep"),
@@ -88,6 +90,8 @@ WITHOUT_EFFECT = SWITCHES | {
     *("guided_decoding_backend", "structured_outputs_config", "max_logprobs"),
     *("weight_transfer_config", "mm_processor_cache_gb", "limit_mm_per_prompt", "safetensors_load_strategy"),
 }
+_MANY_ENTRIES = ("lora_paths", "lora_modules")
+"""Flags whose words make one value, with commas between them."""
 _MANY_NUMBERS = ("cuda_graph_bs", "cudagraph_capture_sizes", "numa_node")
 # Flags that are harmless with these values only.
 HARMLESS_VALUES = {
@@ -107,7 +111,6 @@ HARMLESS_VALUES = {
 _QUANTISATION = (
     "--quantization holds weights in 8 or 4 bits on CUDA, --cpu-weight-format and --cpu-linear-format on a CPU"
 )
-_ADAPTERS = "adapters (LoRA) are not served; merge them into the checkpoint"
 _SPECULATION = "speculative decoding is not part of this server"
 _REVISION = "a model is a folder; `hf download NAME --revision REVISION --local-dir DIR` writes one"
 _DEFAULTS = "defaults of generation_config.json are not applied; send sampling parameters with each request"
@@ -125,12 +128,6 @@ REFUSED = {
     "override_generation_config": _DEFAULTS,
     "sampling_defaults": _DEFAULTS,
     "preferred_sampling_params": _DEFAULTS,
-    "enable_lora": _ADAPTERS,
-    "lora_paths": _ADAPTERS,
-    "lora_modules": _ADAPTERS,
-    "max_loras": _ADAPTERS,
-    "max_lora_rank": _ADAPTERS,
-    "max_loras_per_batch": _ADAPTERS,
     "speculative_algorithm": _SPECULATION,
     "speculative_config": _SPECULATION,
     "speculative_draft_model_path": _SPECULATION,
@@ -321,7 +318,7 @@ def _num_values(name: str) -> int:
     is_off = name.startswith("no_") and name.removeprefix("no_") in REFUSED
     if takes_no_value(name) or is_off or name in ("h", "help"):
         return 0
-    if name in _MANY_NUMBERS or not (name in _KNOWN or _is_foreign(name)):
+    if name in _MANY_NUMBERS + _MANY_ENTRIES or not (name in _KNOWN or _is_foreign(name)):
         return sys.maxsize
     return 1
 
@@ -339,6 +336,8 @@ def _joined(flag: str, values: Sequence[str]) -> list[str]:
 
 def _own_values(name: str, values: list[str]) -> list[str]:
     """Convert vLLM's values of a flag to ours: `half` is `float16`, `32k` is 32000 and `32K` is 32768."""
+    if name in _MANY_ENTRIES:
+        return [",".join(values)] if values else []
     if name == "dtype":
         return [_DTYPES.get(value, value) for value in values]
     return [_whole_number(value) for value in values] if name in _COUNTS else values

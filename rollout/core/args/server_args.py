@@ -160,6 +160,15 @@ class ServerArgs:
         None, "JSON: publish changes of the prefix cache over ZMQ for routers, in the format of SGLang and vLLM"
     )
 
+    enable_lora: bool = _arg(False, "serve LoRA adapters of the model, on a CPU")
+    lora_paths: str | None = _arg(
+        None, "adapters to load at start: NAME=FOLDER of PEFT, several with commas or spaces between them"
+    )
+    max_loras_per_batch: int = _arg(8, "adapter slots: the most adapters that are loaded, and used in one step")
+    max_lora_rank: int | None = _arg(
+        None, "greatest rank of an adapter, up to 256; default: the greatest in --lora-paths"
+    )
+
     enable_return_routed_experts: bool = _arg(False, "record each token's experts so that requests may ask for them")
     return_routed_experts_by_default: bool = _arg(
         False, "return routed experts to every request, even if a proxy removed the field; implies recording"
@@ -309,6 +318,19 @@ class ServerArgs:
     def names(self) -> tuple[str, ...]:
         """The names in /v1/models: `name`, and the path where no other name was given, as SGLang and vLLM have it."""
         return (self.name,) if self.served_model_name else tuple(dict.fromkeys((self.name, self.model_path)))
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """The folder of each adapter by name, in order.  Raises `StartupError`."""
+        folders: dict[str, str] = {}
+        for entry in (self.lora_paths or "").split(","):
+            name, equals, folder = entry.strip().partition("=")
+            if not (name and equals and folder):
+                raise StartupError(f"--lora-paths takes NAME=FOLDER, got {entry[:200]!r}")
+            if name in folders or name in self.names:
+                raise StartupError(f"--lora-paths: {name!r} is the name of another adapter, or of the model")
+            folders[name] = folder
+        return folders
 
     def public_dict(self) -> dict[str, Any]:
         """Return all fields but the keys, for /server_info."""

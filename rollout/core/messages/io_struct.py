@@ -30,7 +30,7 @@ from rollout.core.messages.message import (
     Reply,
     Total,
 )
-from rollout.core.messages.req_output import ReqOutput
+from rollout.core.messages.req_output import AdapterLabel, ReqOutput
 from rollout.core.messages.scheduler_state import SchedulerState
 from rollout.core.messages.update_state import CommitReply
 from rollout.core.sampling_params import SamplingLogprobsMode, SamplingParams
@@ -66,6 +66,7 @@ class TokenizedGenerateReqInput(Message):
     sampling_logprobs_mode: SamplingLogprobsMode = "selected"
     max_mask_ids: int | None = None  # of all its sampling masks together; None: no limit but that of each
     extra_key: str | None = None  # partitions the prefix cache
+    lora_name: str | None = None  # its adapter; None: the base model
     max_kv_version_lag: int | None = None  # commits that its KV may be behind; None: the server's, -1: no limit
     priority: int = 0  # lower ones are admitted first
     dp_rank: int = 0  # the data-parallel rank that runs it
@@ -262,6 +263,7 @@ class SchedulerReady(Message):
     num_parameters: int  # of the whole model
     model_bytes: int  # of this rank's share
     weight_version: str
+    adapters: list[AdapterLabel] = []
 
 
 class SchedulerFailed(Message):

@@ -29,6 +29,17 @@ class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
     weight_epoch: int = 0
 
 
+class AdapterLabel(msgspec.Struct, array_like=True, frozen=True):
+    """The adapter that made a request's tokens, with the base weights: one content, named by its digest.
+
+    `version` counts the contents that the server had under this name, from 0.
+    """
+
+    name: str
+    version: int
+    content_digest: str
+
+
 class RoutedExpertsPayload(msgspec.Struct, kw_only=True):
     """Rows `[num_rows, L, K]` of logical expert ids, MoE layers only, raw little-endian `dtype` bytes."""
 
@@ -113,6 +124,7 @@ class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: LogprobDelta | None = None
     mask: SamplingMaskDelta | None = None
     finished: FinishedRecord | None = None
+    adapter: AdapterLabel | None = None  # None: the base model alone
 
     @classmethod
     def never_ran(cls, rid: str, weight_version: str, message: str, status_code: int | None = None) -> ReqOutput:

@@ -38,6 +38,7 @@ class GenerateRequest(AnyGeneration):
     text: str | list[str] | None = None
     input_ids: Annotated[TokenIds | list[TokenIds] | None, Field(union_mode="left_to_right")] = None
     rid: str | list[str] | None = None
+    lora_path: str | list[str | None] | None = None  # type: ignore[assignment]
     sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] = -1
@@ -90,6 +91,7 @@ class PlainGenerate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: _Int64 = 0
     stream: bool = False
     session_id: str | None = None
+    lora_path: str | None = None
     extra_key: _ExtraKey | None = None
     cache_salt: _ExtraKey | None = None
     max_kv_version_lag: _Int64 | None = None

@@ -68,6 +68,7 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
             | {
                 "sampling_params": self.engine_sampling(max_new_tokens),
                 "rid": self.rid or self.request_id,
+                "model": self.model,
                 "return_text_in_logprobs": num_top is not None and not self.return_tokens_as_token_ids,
                 "return_routed_experts": self.return_routed_experts,
                 "routed_experts_start_len": self.routed_experts_start_len,

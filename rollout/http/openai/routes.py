@@ -177,17 +177,19 @@ class OpenAIRoutes:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return self._manager.server_args.names
+        args = self._manager.server_args
+        return (*args.names, *(args.adapter_folders if args.enable_lora else ()))
 
     def _model_card(self, name: str) -> dict[str, Any]:
         args = self._manager.server_args
+        folder = None if name in args.names else args.adapter_folders[name]
         return {
             "id": name,
             "object": "model",
             "created": int(self._manager.started_at),
             "owned_by": "lockstep",
-            "root": args.model_path,
-            "parent": None,
+            "root": folder or args.model_path,
+            "parent": None if folder is None else args.name,
             "max_model_len": self._manager.limits.context_length,
         }
 

@@ -89,6 +89,7 @@ class TokenGenerateRequest(AnyGeneration):
         return GenerateReqInput(
             input_ids=self.token_ids,
             rid=rid,
+            model=self.model,
             sampling_params=sampling,
             priority=self.priority,
             return_routed_experts=return_routed_experts,

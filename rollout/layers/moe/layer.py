@@ -90,8 +90,11 @@ class MoELayer(Layer):
         out_TD = self.dispatcher.combine(self.experts(work), work.handle)
         if self._shared is None:
             return out_TD
-        gate_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(normed_TD)
-        return self._ops.add_gated(out_TD, self._shared(normed_TD), gate_T1)
+        adapters = context.batch.adapters
+        if adapters is not None and self._scatters:
+            adapters = adapters[first_row : first_row + normed_TD.shape[0]]
+        gate_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(normed_TD, adapters)
+        return self._ops.add_gated(out_TD, self._shared(normed_TD, adapters), gate_T1)
 
     def _add_by_slices(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext

@@ -138,7 +138,6 @@ def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureF
     [
         ("--calculate-kv-scales", "--calculate-kv-scales", "has a scale of 1"),
         ("--generation-config auto", "--generation-config", "send sampling parameters with each request"),
-        ("--enable-lora", "--enable-lora", "merge them into the checkpoint"),
         ("--torchao-config=int4wo", "--torchao-config", "holds weights in 8 or 4 bits on CUDA"),
     ],
 )
@@ -184,6 +183,7 @@ def test_what_nobody_has_is_refused_by_name(line: str, error: str, capsys: pytes
         "--numa-node 0 0 1 1 folder --port 1",
         "--disable-radix-cache folder --port 1",
         "--no-enable-lora folder --port 1",
+        "--no-enable-multimodal folder --port 1",
     ],
 )
 def test_the_word_of_no_flag_is_the_model_wherever_it_stands_n13(line: str) -> None:
@@ -231,10 +231,10 @@ def test_a_call_in_python_has_the_same_table() -> None:
     assert args_of_call({"model": "m", "enable_prefix_caching": False}).disable_radix_cache
     with pytest.warns(UserWarning, match="trust_remote_code of vLLM or SGLang has no effect"):
         assert args_of_call({"model": "m", "trust_remote_code": True}) == ServerArgs(model_path="m")
-    with pytest.warns(UserWarning, match="enable_lora"):
-        args_of_call({"model": "m", "enable_lora": False})
+    with pytest.warns(UserWarning, match="enable_multimodal"):
+        args_of_call({"model": "m", "enable_multimodal": False})
     for name, value, message in [
-        ("enable_lora", True, "enable_lora: adapters"),
+        ("enable_multimodal", True, "enable_multimodal: the server generates text"),
         ("calculate_kv_scales", True, "has a scale of 1"),
         ("prot", 1, r"prot: unknown setting; did you mean port\?"),
     ]:

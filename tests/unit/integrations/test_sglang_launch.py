@@ -45,9 +45,11 @@ def test_short_names_and_equals_signs() -> None:
 
 def test_what_the_server_lacks_is_refused_by_name() -> None:
     with pytest.raises(
-        StartupError, match=r"--speculative-algorithm \(speculative decoding is .*\), --enable-lora \(adapters"
+        StartupError, match=r"--speculative-algorithm \(speculative decoding is .*\), --enable-multimodal \(the server"
     ):
-        serve_words(["--model-path", "m", "--speculative-algorithm", "EAGLE", "--enable-lora", "--nccl-port", "1"])
+        serve_words(
+            ["--model-path", "m", "--speculative-algorithm", "EAGLE", "--enable-multimodal", "--nccl-port", "1"]
+        )
 
 
 def test_a_value_may_make_a_flag_harmless() -> None:
@@ -97,7 +99,7 @@ def test_redirected_modules_are_the_launcher(module: str) -> None:
 @pytest.mark.full
 def test_as_a_program_it_refuses_in_one_line() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", "--model-path", "m", "--enable-lora"],
+        [sys.executable, "-m", "sglang.launch_server", "--model-path", "m", "--enable-multimodal"],
         env={"PYTHONPATH": f"{REDIRECT}:{Path(__file__).parents[3]}", "PATH": ""},
         capture_output=True,
         text=True,
@@ -106,5 +108,5 @@ def test_as_a_program_it_refuses_in_one_line() -> None:
     assert result.returncode == 1
     assert result.stderr == (
         "lockstep: error: this server does not have these flags of SGLang: "
-        "--enable-lora (adapters (LoRA) are not served; merge them into the checkpoint)\n"
+        "--enable-multimodal (the server generates text from text, and nothing else)\n"
     )

@@ -23,7 +23,7 @@ from rollout.scheduler.req import Req
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("capture", "eplb", "weight_sync", "rollout", "lockstep_rl")
 MAX_FILE_LINES = 400
-MAX_SETTINGS = 89
+MAX_SETTINGS = 93
 SLACK = 0.03
 """The part of its lines that a package may shrink by before its number in the table must fall."""
 
@@ -281,6 +281,6 @@ def test_no_code_of_a_checkpoint_is_trusted_and_nobody_is_asked_b6() -> None:
 
 def test_central_records_stay_small() -> None:
 
-    assert len(ForwardBatch.__slots__) <= 14
-    assert sum(len(kind.__slots__) for kind in Req.__mro__[:-1]) <= 24
+    assert len(ForwardBatch.__slots__) <= 15
+    assert sum(len(kind.__slots__) for kind in Req.__mro__[:-1]) <= 25
     assert len(ServerArgs.__dataclass_fields__) == MAX_SETTINGS

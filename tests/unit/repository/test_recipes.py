@@ -67,8 +67,8 @@ def test_the_server_has_every_flag_of_a_recipe(name: str) -> None:
 
 
 def test_a_flag_that_the_server_lacks_is_found() -> None:
-    (words,) = serve_commands("exec lockstep serve m \\\n  --port 1 \\\n  --enable-lora\n")
-    with pytest.raises(ValueError, match="--enable-lora"):
+    (words,) = serve_commands("exec lockstep serve m \\\n  --port 1 \\\n  --enable-multimodal\n")
+    with pytest.raises(ValueError, match="--enable-multimodal"):
         settings_of(words)
 
 

@@ -1,0 +1,148 @@
+"""`read_adapter`: a folder that PEFT's `save_pretrained` wrote, checked against its own configuration.
+
+    adapter_config.json         rank, alpha, patterns: `config.py`
+    adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, D], .lora_B.weight [O, r]
+
+Tensors in their storage order: D input features, O output features, r rank of a module.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rollout.adapters.config import LoraConfig
+from rollout.core.errors import AdapterError
+from weight_sync.content_check import is_finite
+from weight_sync.errors import WeightSyncError
+from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.safetensors_file import open_regular, read_header, read_small, read_tensor
+from weight_sync.tensor_meta import TensorMeta
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_MAX_CONFIG_BYTES = 1 << 20
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# The name of the adapter ("default") stands between where a state dict was saved without PEFT.
+_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
+_WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Modules that compilers, FSDP and checkpointing put around others: they are no part of a name."""
+_REFUSED_NAMES = {
+    "lora_magnitude_vector": "it belongs to DoRA, which is not served",
+    "lora_embedding_": "it adapts an embedding, which is not served",
+    "lora_B.bias": "biases of adapters are not served",
+    "modules_to_save": "modules_to_save are whole modules, not adapters",
+}
+
+
+class LoraWeights(NamedTuple):
+    """The adapter of one module: `scale` times `b` [O, r] @ `a` [r, D] is added to its weight."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The content of an adapter: `modules` by their names in the trained model, on the host.
+
+    `digest` names the content: tensors and scales, by module.
+    """
+
+    modules: Mapping[str, LoraWeights]
+    digest: str
+
+    @property
+    def rank(self) -> int:
+        """The greatest rank of a module."""
+        return max(weights.rank for weights in self.modules.values())
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read the adapter of a folder.
+
+    Raises `AdapterError`: a file that is missing or damaged, settings or tensors that are not served, a tensor without
+    its other half, ranks that differ from the configuration, and values that are not finite.
+    """
+    try:
+        config = LoraConfig.of(_parsed(folder / CONFIG))
+        return _adapter(_read_pairs(_tensor_file(folder)), config)
+    except WeightSyncError as error:
+        raise AdapterError(str(error)) from None
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_small(path, _MAX_CONFIG_BYTES))
+    except ValueError as error:
+        raise AdapterError(f"{path.name} cannot be parsed as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise AdapterError(f"{path.name} is not a JSON object")
+    return content
+
+
+def _tensor_file(folder: Path) -> Path:
+    path = folder / TENSORS
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise AdapterError("adapter_model.bin is a pickle, which is not read: save the adapter as safetensors")
+    return path
+
+
+def _read_pairs(path: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tensors by module and side, "A" or "B".  Raises `AdapterError`, `WeightSyncError`."""
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    header = read_header(path)
+    with open_regular(path) as file:
+        for tensor in header.tensors:
+            module, side = _parts_of(tensor.meta)
+            if side in pairs.setdefault(module, {}):
+                raise AdapterError(f"{tensor.meta.name}: {module} has two tensors lora_{side}")
+            pairs[module][side] = read_tensor(file, path, tensor)
+    if not pairs:
+        raise AdapterError(f"{path.name} holds no tensors")
+    return pairs
+
+
+def _parts_of(meta: TensorMeta) -> tuple[str, str]:
+    """Return the module and the side of a tensor, by its name.  Raises `AdapterError`."""
+    for part, reason in _REFUSED_NAMES.items():
+        if part in meta.name:
+            raise AdapterError(f"{meta.name[:200]}: {reason}")
+    match = _NAME.fullmatch(meta.name)
+    if match is None:
+        raise AdapterError(f"{meta.name[:200]!r} is not the name of a tensor of a LoRA adapter")
+    if meta.dtype not in _DTYPES or len(meta.shape) != 2:
+        raise AdapterError(f"{meta.name[:200]} must be a matrix of floats, got {meta.dtype} {list(meta.shape)}")
+    return _WRAPPERS.sub("", match["module"]), match["side"]
+
+
+def _adapter(pairs: Mapping[str, Mapping[str, torch.Tensor]], config: LoraConfig) -> Adapter:
+    modules, entries = {}, []
+    for module, sides in sorted(pairs.items()):
+        for side in "AB":
+            if side not in sides:
+                raise AdapterError(f"{module} has no tensor lora_{side}")
+            if not is_finite(sides[side]):
+                raise AdapterError(f"{module}: lora_{side} has values that are not finite")
+        a, b, rank = sides["A"], sides["B"], config.rank_of(module)
+        if a.shape[0] != rank or b.shape[1] != rank:
+            raise AdapterError(
+                f"{module}: lora_A {list(a.shape)} and lora_B {list(b.shape)} are not of rank {rank}, which "
+                f"{CONFIG} gives it"
+            )
+        modules[module] = LoraWeights(a, b, config.scale_of(module))
+        scale = torch.tensor(modules[module].scale, dtype=torch.float64)
+        for name, tensor in (("lora_A", a), ("lora_B", b), ("scale", scale)):
+            meta = TensorMeta(f"{module}.{name}", tensor.dtype, tuple(tensor.shape))
+            entries.append((meta, fingerprint(tensor)))
+    return Adapter(modules, digest(entries))

@@ -1,0 +1,58 @@
+"""`ServedNames`: which adapter a request names, by the field `model` or `lora_path`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from rollout.core.errors import BadRequest, NotFound, UnsupportedFeature
+from rollout.core.known_fields import shown
+from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput
+
+
+@dataclass(frozen=True)
+class ServedNames:
+    """The names of the base model and of the adapters; `adapters` None: the server has no slots for any."""
+
+    base: Collection[str] = ()
+    adapters: Collection[str] | None = None
+
+    def complete(self, expanded: ExpandedRequest, request: GenerateReqInput) -> None:
+        """Fill in the adapter of each message, and check that it is served.
+
+        A prompt's own `lora_path` counts; without one, the `model` of the request.  A server without adapters takes any
+        `model`.  Raises `NotFound` for a name that is not served, `UnsupportedFeature` for an adapter of a server
+        without any, `BadRequest` where the two fields name different adapters.
+        """
+        by_model = self._adapter_of_model(request.model)
+        for message in expanded.messages:
+            name = message.lora_name
+            if name is not None and by_model is not None and name != by_model:
+                raise BadRequest(f"model names the adapter {shown(by_model)}, and lora_path {shown(name)}")
+            if name is not None:
+                self._require(name)
+            message.lora_name = by_model if name is None else name
+
+    def _adapter_of_model(self, model: str | None) -> str | None:
+        """Return the adapter that `model` names: alone, or as BASE:ADAPTER in SGLang's way."""
+        if model is None or self.adapters is None or model in self.base:
+            return None
+        if model in self.adapters:
+            return model
+        base = next((base for base in self.base if model.startswith(f"{base}:")), None)
+        name = None if base is None else model.removeprefix(f"{base}:")
+        if name not in self.adapters:
+            raise NotFound(
+                f"the model {shown(model)!r} does not exist; this server has {', '.join((*self.base, *self.adapters))}"
+            )
+        return name
+
+    def _require(self, name: str) -> None:
+        if self.adapters is None:
+            raise UnsupportedFeature(
+                "lora_path is not supported: this server has no adapters; start it with --enable-lora and --lora-paths"
+            )
+        if name not in self.adapters:
+            raise NotFound(
+                f"lora_path: there is no adapter {shown(name)!r}; this server has {', '.join(self.adapters)}"
+            )

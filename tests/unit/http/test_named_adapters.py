@@ -1,0 +1,109 @@
+"""Adapters over HTTP: the fields that name one, their answers, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.adapters.peft_folder import read_adapter
+from rollout.client import RolloutClient
+from tests.adapters import ATTENTION, save_adapter
+from tests.engine_thread import EngineThread
+from tests.family_zoo import family_checkpoint
+from tests.http_harness import Live, live_server
+
+PROMPT = [5, 9, 200, 31, 7, 8]
+GREEDY = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: save_adapter(tmp_path_factory.mktemp(name), "qwen3", 3, seed, target_modules=ATTENTION, r=4, lora_alpha=8)
+        for seed, name in enumerate(("poet", "clerk"))
+    }
+
+
+@pytest.fixture(scope="module")
+def model(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = family_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", 3)
+    paths = ",".join(f"{name}={path}" for name, path in adapters.items())
+    settings: dict[str, Any] = {"enable_lora": True, "lora_paths": paths, "skip_tokenizer_init": True}
+    settings |= {"max_total_tokens": 2048, "disable_radix_cache": True}
+    with live_server(folder, with_tokenizer=False, engine=EngineThread, **settings) as server:
+        yield server
+
+
+def test_answers_name_the_adapter(model: Live, adapters: dict[str, Path]) -> None:
+    answers = {}
+    for name in (None, "poet", "clerk"):
+        answers[name] = model.generate(input_ids=PROMPT, sampling_params=GREEDY, lora_path=name, return_logprob=True)
+    metas = {name: answer["meta_info"].get("adapter") for name, answer in answers.items()}
+    assert metas[None] is None
+    for name, path in adapters.items():
+        assert metas[name] == {"name": name, "version": 0, "content_digest": read_adapter(path).digest}
+    logprobs = [answer["meta_info"]["output_token_logprobs"] for answer in answers.values()]
+    assert logprobs[0] != logprobs[1] != logprobs[2]
+
+
+def test_each_prompt_of_a_batch_has_its_own_adapter(model: Live) -> None:
+    names = ["clerk", None, "poet"]
+    alone = [model.generate(input_ids=PROMPT, sampling_params=GREEDY, lora_path=name) for name in names]
+    batch = model.generate(input_ids=[PROMPT] * 3, sampling_params=GREEDY, lora_path=names)
+    assert [each["output_ids"] for each in batch] == [each["output_ids"] for each in alone]
+    everyone = model.generate(input_ids=[PROMPT] * 2, sampling_params=GREEDY, lora_path="poet")
+    assert [each["meta_info"]["adapter"]["name"] for each in everyone] == ["poet", "poet"]
+
+
+def test_the_client_names_an_adapter(model: Live) -> None:
+    with RolloutClient(model.url) as client:
+        output = client.generate(input_ids=PROMPT, sampling_params=GREEDY, lora_path="clerk")
+    assert output.meta_info["adapter"]["name"] == "clerk"
+
+
+@pytest.mark.parametrize("name", ["poet", "tiny:poet"])
+def test_a_model_may_be_an_adapter(model: Live, name: str) -> None:
+    want = model.generate(input_ids=PROMPT, sampling_params=GREEDY, lora_path="poet")["output_ids"]
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = model.client.post("/v1/completions", json=body | {"return_token_ids": True, "return_meta_info": True})
+    choice = answer.json()["choices"][0]
+    assert choice["token_ids"] == want and choice["meta_info"]["adapter"]["name"] == "poet"
+    tokens = {
+        "token_ids": PROMPT,
+        "model": name,
+        "sampling_params": {"max_tokens": 4, "temperature": 0, "ignore_eos": True},
+    }
+    answer = model.client.post("/inference/v1/generate", json=tokens)
+    assert answer.json()["choices"][0]["token_ids"] == want
+
+
+def test_the_list_of_models_has_the_adapters(model: Live, adapters: dict[str, Path]) -> None:
+    cards = {card["id"]: card for card in model.client.get("/v1/models").json()["data"]}
+    assert list(cards) == ["tiny", "poet", "clerk"]
+    assert (cards["tiny"]["parent"], cards["poet"]["parent"]) == (None, "tiny")
+    assert cards["poet"]["root"] == str(adapters["poet"])
+    assert model.client.get("/v1/models/clerk").json() == cards["clerk"]
+
+
+def test_names_that_are_not_served_are_refused(model: Live) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    assert model.refused(**body, lora_path="gone") == (
+        404,
+        "lora_path: there is no adapter 'gone'; this server has poet, clerk",
+    )
+    status, message = model.refused("/v1/completions", prompt=PROMPT, model="gone", max_tokens=1)
+    assert status == 404 and "this server has tiny, poet, clerk" in message
+    status, message = model.refused("/v1/completions", prompt=PROMPT, model="poet", lora_path="clerk", max_tokens=1)
+    assert status == 400 and message == "model names the adapter poet, and lora_path clerk"
+    status, message = model.refused(**body, lora_path=["poet"])
+    assert status == 400 and "lora_path is a list" in message
+
+
+def test_a_server_without_adapters_refuses_their_names_alone(live: Live) -> None:
+    status, message = live.refused(input_ids=[1], lora_path="poet")
+    assert status == 400 and "start it with --enable-lora" in message
+    answer = live.client.post("/v1/completions", json={"prompt": [5], "model": "anything", "max_tokens": 1})
+    assert answer.status_code == 200
