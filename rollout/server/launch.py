@@ -58,7 +58,7 @@ That is the growth of some dozens of requests, and takes some milliseconds.  Wit
 collection every time, which visited all that was in flight.
 """
 MIDDLE_AFTER = 200
-"""Collections of new objects after which the rest of them is visited: 100 ms with 4,096 requests in flight."""
+"""Collections of new objects after which the rest of them is visited: with 4,096 requests in flight that is 100 ms."""
 FULL_AFTER = 20
 """Collections of the middle generation after which all is visited: at 4,096 requests in flight 480,000 objects."""
 

@@ -202,9 +202,10 @@ class PlainProtocol(H11Protocol):
     def take_long_way(self, short: ShortCycle, on_passed: OnPassed | None) -> None:
         """Have the application answer a request that the short way did not take in."""
         found = read_head(short.head)
-        assert found is not None and self.cycle is short
+        assert found is not None
         cycle = self._plain_cycle(found)
-        cycle.scope["extensions"][NOTE_PASSED] = on_passed
+        extensions: Any = cycle.scope["extensions"]
+        extensions[NOTE_PASSED] = on_passed
         cycle.body, cycle.more_body, cycle.keep_alive = short.body, False, short.keep_alive
         cycle.message_event.set()
         self.cycle = cycle
