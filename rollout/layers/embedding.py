@@ -17,6 +17,7 @@ from rollout.distributed.communicator import share_sizes
 from rollout.kernels.places import Place, ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.linear import Linear, row_entry
+from rollout.layers.lora import LoraModule
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
@@ -40,11 +41,14 @@ class Embedding(WeightLayer):
 
 
 class TiedEmbedding(Linear):
-    """The matrix [V, D] of an output head, looked up by row."""
+    """The matrix [V, D] of an output head, looked up by row.  No adapter changes it."""
 
-    def __call__(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids_T: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
         """Gather the rows [T, D] of the tokens [T] int64."""
         return self.ops.matrix_rows(self.weight, input_ids_T, self.in_features)
+
+    def lora_modules(self, prefix: str) -> dict[str, LoraModule]:
+        return {}
 
 
 class OutputHead(WeightLayer):
