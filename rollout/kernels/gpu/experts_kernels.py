@@ -14,12 +14,10 @@ A program multiplies a tile of ROWS weight rows by the block's columns, weights 
 
     [ROWS, BLOCK_K] of weights  x  [BLOCK_K, BLOCK_M] of activations, BLOCK_K after BLOCK_K
 
-Warps' matrix instructions take 64 rows on the left and as few as 8 columns on the right.  So few tokens waste few
-products, and the same instruction serves one token and thousands.  An element of the result is one sum over the depth,
-in ascending steps, by one warp group.  The number of columns of a block, the size of tiles and the place of a token
-change no sum.
-
-Every result that plain torch would round is rounded here, also between the two products.
+Warps' matrix instructions take 64 rows on the left and as few as 8 columns on the right, so few tokens waste few
+products.  An element of the result is one sum over the depth, in ascending steps, by one warp group.  The number of
+columns of a block, the size of tiles and the place of a token change no sum.  Every result that plain torch would round
+is rounded here, also between the two products.
 
 Shapes: T tokens, K slots of a token, A = T K, N blocks, P experts stored here, D hidden, I expert intermediate.
 """
