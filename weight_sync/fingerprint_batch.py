@@ -90,7 +90,7 @@ class FingerprintPlan:
 
     @torch.no_grad()
     def values(self, views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
-        """Return F of each shard: uint64 [n].  `views`: the shards, contiguous, of the planned forms."""
+        """Return F of each shard: uint64 [n].  `views`: the shards, of the planned forms; best contiguous."""
         values = torch.zeros(self._size, dtype=torch.int64)
         found = [(torch.tensor([index]), _alone(views[index], form)) for index, form in self._alone]
         for device in {matrix.device for matrix in self._matrices}:
@@ -146,6 +146,7 @@ class _Matrix:
         """Return F of each shard, int64 [S], where the shards are."""
         own = [view for first, last in self._ranges for view in views[first:last]]
         is_direct = self._form.source == self._form.dtype and sums_where_they_lie(self.device)
+        is_direct = is_direct and all(map(torch.Tensor.is_contiguous, own))  # a transposed source has other views
         sums_SK = shard_sums(own, self._form.offset % BLOCK) if is_direct else self._joined_sums(own, scratch)
         return ((sums_SK + self._constants_K) * self._factors_SK).sum(1)
 
