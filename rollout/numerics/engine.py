@@ -56,7 +56,7 @@ class TrainedEngine:
     ) -> None:
         self.config = config
         self._dtype, self._device, self._kernels_available = dtype, device, kernels_available
-        ops = select_ops(dtype, device, kernels_available, "plain", True)
+        ops = select_ops(dtype, device, kernels_available, deterministic=True)
         self._operators = Differentiable(ops, dtype, padding_id)
         self._choice: RouteChoice | None = None
         self._operators.choose = self._choose
