@@ -15,7 +15,7 @@ from docs.tools.tables import code, table
 from rollout.core.args.server_args import ServerArgs
 from rollout.dashboard.history import ServerHistory
 from rollout.families.registry import load_model_config
-from rollout.http.gate import OPEN_PATHS
+from rollout.http.gate import OPEN_PATHS, Access
 from rollout.http.metrics.metrics import Metrics
 from rollout.server.app import build_app
 from rollout.tokenizer_manager.channel import SchedulerChannel
@@ -146,9 +146,9 @@ async def _schema() -> tuple[dict[str, Any], frozenset[str]]:
             app = build_app(manager, metrics, ServerHistory(manager, metrics))
         finally:
             channel.close()
-        (gate,) = (middleware for middleware in app.user_middleware if "control_paths" in middleware.kwargs)
-        control_paths: Any = gate.kwargs["control_paths"]
-        return app.openapi(), frozenset(control_paths)
+        (access,) = (middleware.kwargs["access"] for middleware in app.user_middleware if "access" in middleware.kwargs)
+        assert isinstance(access, Access)
+        return app.openapi(), access.control_paths
 
 
 def _fields(operation: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:

@@ -50,9 +50,9 @@ class Access:
     def __init__(self, args: ServerArgs, control_paths: Collection[str], page_files: Collection[str]) -> None:
         self._api_key = args.api_key
         self._admin_api_key = args.admin_api_key
-        self._control_paths = frozenset(control_paths)
+        self.control_paths = frozenset(control_paths)
         self._open_paths = OPEN_PATHS | frozenset(page_files)
-        self._goes_first = self._control_paths | self._open_paths
+        self._goes_first = self.control_paths | self._open_paths
         self._sites = SiteCheck(args.host, args.allowed_hosts)
 
     def goes_first(self, path: str) -> bool:
@@ -65,10 +65,10 @@ class Access:
         """Return status, type and message of a request's refusal, or None.  `is_over_limit` is its connection's."""
         if path in self._open_paths:
             return None
-        if is_over_limit is not None and is_over_limit() and path not in self._control_paths:
+        if is_over_limit is not None and is_over_limit() and path not in self.control_paths:
             return 503, "Unavailable", "too many connections are open"
         wanted = self._api_key
-        if self._admin_api_key is not None and path in self._control_paths:
+        if self._admin_api_key is not None and path in self.control_paths:
             wanted = self._admin_api_key
         if wanted is None:
             reason = self._sites.objection(headers)
