@@ -89,6 +89,7 @@ class _Body(PlainGenerate, kw_only=True, forbid_unknown_fields=True):
             self.logprobs_format,
             self.priority,
             self.max_kv_version_lag,
+            self.lora_path,
         )
 
 

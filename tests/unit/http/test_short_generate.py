@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rollout.core.messages.io_struct import AbortReqInput, TokenizedGenerateReqI
 from rollout.core.messages.req_output import FinishReason
 from rollout.http.native import short_generate
 from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.served_names import ServedNames
 from tests.http_harness import Live, live_server
 
 PARAMS = {"max_new_tokens": 6, "temperature": 0.7}
@@ -133,6 +135,17 @@ def test_a_pattern_that_fits_any_token_would_be_seen(live: Live, monkeypatch: py
     right = refusals(live)
     monkeypatch.setattr(short_generate._Pattern, "fits", lambda self, ids: self.shortest <= len(ids) <= self.longest)
     assert refusals(live) != right
+
+
+def test_a_known_form_keeps_its_adapter(live: Live, long_ways: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ServedNames(adapters=["poet", "clerk"])
+    monkeypatch.setattr(live.manager, "_limits", replace(live.manager.limits, names=names))
+    live.scheduler.received.clear()
+    for name in ("poet", "clerk", None) * 2:
+        live.generate(**body_of({"lora_path": name}))
+    assert [each.lora_name for each in live.sent(TokenizedGenerateReqInput)] == ["poet", "clerk", None] * 2
+    assert len(long_ways) == 3, "one for each adapter"
+    assert live.refused(**body_of({"lora_path": "other"}))[0] == 404
 
 
 def test_lengths_between_those_that_passed_need_no_check(live: Live, long_ways: list[int]) -> None:
