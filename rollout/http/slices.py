@@ -23,7 +23,10 @@ class Slices:
         self._is_due = False
 
     def add(self, work: Callable[[], None]) -> None:
-        """Have `work` called in this pass or a later one, after what waits already.  It must not raise."""
+        """Have `work` called in this pass or a later one, after what waits already.
+
+        An error of it is logged, as those of the event loop's own calls are, and leaves the others waiting their turn.
+        """
         self._waiting.append(work)
         if not self._is_due:
             self._is_due = True
@@ -31,10 +34,12 @@ class Slices:
 
     def _work(self) -> None:
         until = time.monotonic() + SLICE_S
-        while self._waiting:
-            self._waiting.popleft()()
-            if time.monotonic() > until:
-                break
-        self._is_due = bool(self._waiting)
-        if self._is_due:
-            asyncio.get_running_loop().call_soon(self._work)
+        try:
+            while self._waiting:
+                self._waiting.popleft()()
+                if time.monotonic() > until:
+                    break
+        finally:
+            self._is_due = bool(self._waiting)
+            if self._is_due:
+                asyncio.get_running_loop().call_soon(self._work)

@@ -43,3 +43,19 @@ def test_one_slice_of_everything_would_be_seen(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(slices, "SLICE_S", 30.0)
     _, passes = passes_of_others(50)
     assert passes < 5
+
+
+def test_an_error_of_a_piece_leaves_the_others_their_turn() -> None:
+    async def scenario() -> list[int]:
+        work, order, errors = Slices(), [], []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+        work.add(lambda: order.append(1 // 0))
+        for number in (1, 2):
+            work.add(lambda number=number: order.append(number))  # type: ignore[misc]
+        await asyncio.sleep(0.01)
+        work.add(lambda: order.append(3))
+        await asyncio.sleep(0.01)
+        assert [type(error) for error in errors] == [ZeroDivisionError]
+        return order
+
+    assert asyncio.run(scenario()) == [1, 2, 3]
