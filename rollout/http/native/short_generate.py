@@ -22,7 +22,6 @@ import msgspec
 
 from rollout.core.errors import LockstepError
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
-from rollout.http.decoding import INVALID
 from rollout.http.gate import Access, Refused
 from rollout.http.generation import routing_headers
 from rollout.http.io import error_response
@@ -167,9 +166,11 @@ class ShortGenerate:
             body = _decoder.decode(reply.body)
             form = body.form(reply.is_binary)
             is_taken = form is not None and self._take(reply, body, form)
-        except (LockstepError, *INVALID):  # the long way names the fault
+        except Exception:  # the long way meets it again, and names it
             is_taken = False
-        if not is_taken:
+        if is_taken:
+            reply.body = bytearray()  # the message holds its content
+        else:
             reply.take_long_way(None if form is None else functools.partial(self.learn, form))
 
     def _take(self, reply: Reply, body: _Body, form: Form) -> bool:
