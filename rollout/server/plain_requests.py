@@ -254,7 +254,8 @@ class PlainProtocol(H11Protocol):
             self.data_received(rest)
         elif rest:
             self._held = rest
-            self.flow.pause_reading()
+            if not isinstance(cycle, ShortCycle):  # nothing else would tell it that its client goes away
+                self.flow.pause_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

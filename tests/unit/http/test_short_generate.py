@@ -204,6 +204,31 @@ def test_a_client_that_goes_away_aborts_its_request(live: Live, long_ways: list[
     live.wait_until(lambda: live.manager.num_in_flight == 0)
 
 
+def test_a_client_that_goes_away_behind_another_request_aborts_the_first(live: Live, long_ways: list[int]) -> None:
+    live.generate(**body_of({}))
+    long_ways.clear()
+    live.scheduler.paused = True
+    try:
+        with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2]))) as connection:
+            connection.sendall(raw(body_of({"rid": "before"})) + raw(body_of({"rid": "behind"})))
+            live.wait_until(lambda: live.manager.num_in_flight == 1)
+        live.wait_until(lambda: ["before"] in [abort.rids for abort in live.sent(AbortReqInput)])
+    finally:
+        live.scheduler.paused = False
+    assert not long_ways
+    live.wait_until(lambda: live.manager.num_in_flight == 0)
+
+
+def test_an_error_on_the_short_way_is_answered_and_ends_with_its_request(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live.generate(**body_of({}))
+    with monkeypatch.context() as patch:
+        patch.setattr(live.manager, "submit_checked", None)
+        live.generate(**body_of({}))
+    live.generate(**body_of({}))
+
+
 def test_requests_in_pieces_and_one_after_the_other_are_answered_in_order(live: Live, long_ways: list[int]) -> None:
     live.generate(**body_of({}))
     long_ways.clear()
