@@ -25,7 +25,7 @@ class Slices:
     def add(self, work: Callable[[], None]) -> None:
         """Have `work` called in this pass or a later one, after what waits already.
 
-        An error of it is logged, as those of the event loop's own calls are, and leaves the others waiting their turn.
+        The event loop logs an error that it raises.  The other pieces still get their turn.
         """
         self._waiting.append(work)
         if not self._is_due:
