@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout.core.errors import AdapterError
+from rollout.core.known_fields import shown
+
+V = TypeVar("V")
 
 _ONLY_FOR_TRAINING = frozenset(
     {
@@ -37,6 +40,15 @@ _REASONS = {
 }
 _KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that do not change the base model's weights."""
+_MAX_PATTERN_CHARS = 512
+_MAX_BITS = 20
+"""Limit of the logarithm of the steps of a failed match, but for the prefix that every pattern gets.
+
+Two repeats leave room for 255 alternatives in one group, three for 3.
+"""
+_BITS_OF_REPEAT = 6
+_NOT_SIGNS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+"""Escapes and classes of a pattern: each matches one character."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +57,8 @@ class LoraConfig:
 
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Mapping[re.Pattern[str], int] = field(default_factory=dict)
+    alpha_pattern: Mapping[re.Pattern[str], float] = field(default_factory=dict)
     is_rank_stabilised: bool = False
 
     @classmethod
@@ -57,66 +69,89 @@ class LoraConfig:
         that are not positive numbers.
         """
         if raw.get("peft_type") != "LORA":
-            raise _refusal(f"peft_type is {raw.get('peft_type')!r}; only LORA is served")
+            raise _refusal(f"peft_type is {_text(raw.get('peft_type'))}; only LORA is served")
         if raw.get("bias", "none") != "none":
-            raise _refusal(f"bias is {raw['bias']!r}: biases are not adapted; train with bias='none'")
+            raise _refusal(f"bias is {_text(raw['bias'])}: biases are not adapted; train with bias='none'")
         if raw.get("init_lora_weights", True) not in _KEEP_THE_BASE:
             raise _refusal(
-                f"init_lora_weights {raw['init_lora_weights']!r} changes the base model: convert the adapter as you "
-                "save it (path_initial_model_for_weight_conversion in PEFT)"
+                f"init_lora_weights {_text(raw['init_lora_weights'])} changes the base model: convert the adapter as "
+                "you save it (path_initial_model_for_weight_conversion in PEFT)"
             )
         for name, value in raw.items():
             if value and name not in _ONLY_FOR_TRAINING | _READ:
-                raise _refusal(_REASONS.get(name, f"{name} is not known to this server"))
-        ranks = {key: _rank(f"rank_pattern[{key!r}]", value) for key, value in _pattern(raw, "rank_pattern").items()}
-        alphas = {key: _alpha(f"alpha_pattern[{key!r}]", x) for key, x in _pattern(raw, "alpha_pattern").items()}
+                raise _refusal(_REASONS.get(name, f"{shown(name)} is not known to this server"))
+        if not isinstance(raw.get("use_rslora") or False, bool):
+            raise _refusal(f"use_rslora must be true or false, got {_text(raw['use_rslora'])}")
         return cls(
             rank=_rank("r", raw.get("r")),
             alpha=_alpha("lora_alpha", raw.get("lora_alpha")),
-            rank_pattern=ranks,
-            alpha_pattern=alphas,
+            rank_pattern=_patterns(raw, "rank_pattern", _rank),
+            alpha_pattern=_patterns(raw, "alpha_pattern", _alpha),
             is_rank_stabilised=bool(raw.get("use_rslora")),
         )
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, by its name in the model that was trained."""
-        return self.rank_pattern.get(_matching(self.rank_pattern, module), self.rank)
+        return next((rank for key, rank in self.rank_pattern.items() if key.match(module)), self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return the factor of the product: alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski, 2023)."""
-        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, module), self.alpha)
+        alpha = next((alpha for key, alpha in self.alpha_pattern.items() if key.match(module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
-def _matching(patterns: Mapping[str, Any], module: str) -> str:
-    """Return the first pattern that matches the end of the module's name, as PEFT's `get_pattern_key` does."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+def _patterns(raw: Mapping[str, Any], name: str, check: Callable[[str, Any], V]) -> dict[re.Pattern[str], V]:
+    """Return the checked values by pattern: the first that matches the end of a module's name counts, as in PEFT.
 
-
-def _pattern(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = raw.get(name) or {}
+    Raises `AdapterError` for patterns that are broken, or with which a match could take for ever.
+    """
+    value = {} if raw.get(name) is None else raw[name]
     if not isinstance(value, dict):
         raise _refusal(f"{name} must be an object, got {type(value).__name__}")
-    for key in value:
+    patterns: dict[re.Pattern[str], V] = {}
+    for key, of_modules in value.items():
         try:
+            if len(key) > _MAX_PATTERN_CHARS or _bits_of(key) > _MAX_BITS:
+                raise _refusal(f"{name}: {_text(key)} has too many repeats or alternatives, or is too long")
             re.compile(key)
-        except re.error as error:
-            raise _refusal(f"{name}: {key[:80]!r} cannot be read as a pattern: {error}") from None
-    return value
+            patterns[re.compile(rf"(.*\.)?({key})$")] = check(f"{name}[{key!r}]", of_modules)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise _refusal(f"{name}: {_text(key)} cannot be read as a pattern: {error}") from None
+    return patterns
+
+
+def _bits_of(pattern: str) -> float:
+    """Return about log2 of the steps in which a name fails to match: each repeat may end anywhere in it.
+
+    It is infinite for the repeats of a group, which may hold others, and for comments and flags, which may hide them.
+    """
+    signs = _NOT_SIGNS.sub("x", pattern)
+    if re.search(r"\)[*+{]", signs) or re.search(r"\(\?[^:=!<P]", pattern):
+        return math.inf
+    repeats, groups = sum(map(signs.count, "*+{")), signs.count("(")
+    choices = max(1, groups) * math.log2(1 + signs.count("|") / max(1, groups))
+    return _BITS_OF_REPEAT * repeats + choices + signs.count("?")
 
 
 def _rank(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _refusal(f"{name} must be a whole number of at least 1, got {value!r}")
+        raise _refusal(f"{shown(name)} must be a whole number of at least 1, got {_text(value)}")
     return value
 
 
 def _alpha(name: str, value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise _refusal(f"{name} must be a positive number, got {value!r}: at 0 an adapter does nothing")
-    return float(value)
+    try:
+        alpha = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        alpha = math.inf
+    if not 0 < alpha < math.inf:
+        raise _refusal(f"{shown(name)} must be a positive number, got {_text(value)}: at 0 an adapter does nothing")
+    return alpha
+
+
+def _text(value: Any) -> str:
+    return shown(repr(value))
 
 
 def _refusal(reason: str) -> AdapterError:

@@ -19,6 +19,7 @@ import torch
 
 from rollout.adapters.config import LoraConfig
 from rollout.core.errors import AdapterError
+from rollout.core.known_fields import shown
 from weight_sync.content_check import is_finite
 from weight_sync.errors import WeightSyncError
 from weight_sync.fingerprint import digest, fingerprint
@@ -27,9 +28,10 @@ from weight_sync.tensor_meta import TensorMeta
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_NAME_CHARS = 256  # patterns are matched with names
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The name of the adapter ("default") stands between where a state dict was saved without PEFT.
-_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
+_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.-]+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
 _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Modules that compilers, FSDP and checkpointing put around others: they are no part of a name."""
 _REFUSED_NAMES = {
@@ -84,7 +86,7 @@ def read_adapter(folder: Path) -> Adapter:
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_small(path, _MAX_CONFIG_BYTES))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path.name} cannot be parsed as JSON: {error}") from None
     if not isinstance(content, dict):
         raise AdapterError(f"{path.name} is not a JSON object")
@@ -117,10 +119,10 @@ def _parts_of(meta: TensorMeta) -> tuple[str, str]:
     """Return the module and the side of a tensor, by its name.  Raises `AdapterError`."""
     for part, reason in _REFUSED_NAMES.items():
         if part in meta.name:
-            raise AdapterError(f"{meta.name[:200]}: {reason}")
+            raise AdapterError(f"{shown(meta.name)}: {reason}")
     match = _NAME.fullmatch(meta.name)
-    if match is None:
-        raise AdapterError(f"{meta.name[:200]!r} is not the name of a tensor of a LoRA adapter")
+    if match is None or len(meta.name) > _MAX_NAME_CHARS:
+        raise AdapterError(f"'{shown(meta.name)}' is not the name of a tensor of a LoRA adapter")
     if meta.dtype not in _DTYPES or len(meta.shape) != 2:
         raise AdapterError(f"{meta.name[:200]} must be a matrix of floats, got {meta.dtype} {list(meta.shape)}")
     return _WRAPPERS.sub("", match["module"]), match["side"]

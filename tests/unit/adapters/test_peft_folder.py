@@ -102,6 +102,16 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "another rank": ({"r": 5}, "not of rank 5"),
     "another rank of a module": ({"rank_pattern": {"q_proj": 2}}, f"{Q.replace('1', '0')}.*not of rank 2"),
     "a broken pattern": ({"rank_pattern": {"(": 2}}, "cannot be read as a pattern"),
+    "flags within a pattern": ({"rank_pattern": {"q(?i)_proj": 2}}, "rank_pattern"),
+    "a pattern of no bound": ({"rank_pattern": {"(q+)+x": 2}}, "too many repeats"),
+    "repeats behind a comment": ({"rank_pattern": {"(?#[)(q+)+(?#])": 2}}, "too many repeats"),
+    "many repeats": ({"rank_pattern": {".*.*.*.*x": 2}}, "too many repeats"),
+    "many alternatives": ({"rank_pattern": {"(q|qq)" * 30: 2}}, "too many repeats"),
+    "a long pattern": ({"rank_pattern": {"q" * 600: 2}}, "is too long"),
+    "a repeat of too many": ({"rank_pattern": {"q{99999999999999999999}": 2}}, "cannot be read as a pattern"),
+    "patterns in a list": ({"rank_pattern": []}, "rank_pattern must be an object"),
+    "a great alpha": ({"lora_alpha": 10**400}, "lora_alpha must be a positive"),
+    "a text for a switch": ({"use_rslora": "false"}, "use_rslora must be true or false"),
 }
 
 
@@ -164,3 +174,12 @@ def test_files_that_are_missing_or_damaged(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("[1]")
     with pytest.raises(AdapterError, match="not a JSON object"):
         read_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(AdapterError, match="cannot be parsed as JSON"):
+        read_adapter(tmp_path)
+
+
+def test_patterns_of_the_most_repeats_end_soon() -> None:
+    """A failed match of three repeats with the longest name must take seconds at most, not for ever."""
+    config = LoraConfig.of({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "rank_pattern": {".*a+.*x": 4}})
+    assert config.rank_of("a" * 200) == 2
