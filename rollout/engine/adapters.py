@@ -19,7 +19,8 @@ from rollout.model.decoder import DecoderForCausalLM
 def load_adapters(args: ServerArgs, model: DecoderForCausalLM, device: torch.device) -> AdapterTable:
     """Return the table of the adapters that the settings name, all of them loaded.
 
-    Raises `StartupError` in one line, with the name of the adapter that cannot be served.
+    Raises `StartupError` in one line, with the name of the adapter that cannot be served; on every rank where ranks
+    read other contents, as each serves its share of one adapter.
     """
     if not args.enable_lora:
         return AdapterTable(model)
@@ -38,4 +39,10 @@ def load_adapters(args: ServerArgs, model: DecoderForCausalLM, device: torch.dev
             say(f"adapter {name}: {len(adapter.modules)} modules, rank {adapter.rank}, content {label.content_digest}")
     except AdapterError as error:
         raise StartupError(f"--lora-paths {name}={args.adapter_folders[name]}: {error}") from None
+    read = model.parallel.world.gather_ints([int(label.content_digest[:15], 16) for label in table.labels])
+    for label, *digests in zip(table.labels, *read, strict=True):
+        if len(set(digests)) > 1:
+            raise StartupError(
+                f"--lora-paths {label.name}: ranks read folders of other contents: copy one to all machines"
+            )
     return table
