@@ -58,9 +58,9 @@ def _is_of_a_layer(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or (tensor.dtype == torch.uint8 and tensor.dim() > 1)
 
 
-def _select_ops(*arguments: Any) -> Ops:
+def _select_ops(*arguments: Any, **named: Any) -> Ops:
     """Return the usual operators, with experts that take empty slots, as the ones of CUDA devices do."""
-    ops = select_ops(*arguments)
+    ops = select_ops(*arguments, **named)
     if not ops.graph_safe:
         return ops
 

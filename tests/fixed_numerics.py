@@ -55,7 +55,7 @@ def fixed_numerics() -> Iterator[pytest.MonkeyPatch]:
         patch.setitem(ATTENTION_BACKENDS, "fixed_splits", (__name__, "OnInterpreter"))
         patch.setitem(ATTENTION_BACKENDS, "native_cpu", (__name__, "OnInterpreter"))  # the first that "auto" tries
         for module in ("rollout.engine.build", "rollout.numerics.engine"):
-            patch.setattr(f"{module}.select_ops", lambda *_: deterministic_ops())
+            patch.setattr(f"{module}.select_ops", lambda *_, **__: deterministic_ops())
         for module in (build, logprobs):
             patch.setattr(module, "select_sampler", lambda *_, **__: InvariantGpuSampler(MASK_LIMIT))
         patch.setattr(build, "RecordedForward", lambda model: None)  # it records torch's operators

@@ -116,6 +116,6 @@ def test_a_server_without_compiled_operators_warns_at_each_start_n8(monkeypatch:
 
 
 def test_what_was_chosen_counts_and_not_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "select_ops", lambda *_: plain_ops())
+    monkeypatch.setattr(build, "select_ops", lambda *_, **__: plain_ops())
     holds, note = facts(folder, dtype="bfloat16")
     assert not holds and note.startswith("layers on plain torch")

@@ -326,7 +326,7 @@ def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], graphs: pytest.Mo
 
 def test_an_operator_that_waits_ends_the_start(folders: list[Path], graphs: pytest.MonkeyPatch) -> None:
     """The operators read the routes on the host, and wrongly claim that they can be captured."""
-    graphs.setattr(build, "select_ops", lambda *args: plain_ops().replace(graph_safe=True))
+    graphs.setattr(build, "select_ops", lambda *_, **__: plain_ops().replace(graph_safe=True))
     with pytest.raises(
         StartupError, match=r"^capturing steps failed: .* give a smaller --cuda-graph-max-bs or --piece"
     ):

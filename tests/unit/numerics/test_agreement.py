@@ -167,7 +167,7 @@ def test_one_bit_in_one_operator_is_noticed(served: Served, name: str, monkeypat
     model, batch = served.model(), Batch.of(*served.samples)
     with use_engine_numerics(model), torch.no_grad():
         want = model(input_ids=batch.input_ids, attention_mask=batch.mask).logits
-    monkeypatch.setattr("rollout.numerics.engine.select_ops", lambda *_: wrong(native_ops()))
+    monkeypatch.setattr("rollout.numerics.engine.select_ops", lambda *_, **__: wrong(native_ops()))
     with use_engine_numerics(model), torch.no_grad():
         got = model(input_ids=batch.input_ids, attention_mask=batch.mask).logits
     assert not torch.equal(got, want)
