@@ -15,7 +15,7 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
 from rollout.distributed.parallel import Parallel
 from rollout.engine.deterministic import attention_name, check_deterministic
-from rollout.numerics import use_engine_numerics
+from rollout.numerics import engine_logprobs, use_engine_numerics
 from tests.family_zoo import family_checkpoint
 from tests.fixed_numerics import SETTINGS, fixed_numerics
 from tests.interpreted import kernels
@@ -75,6 +75,14 @@ def test_bits_do_not_depend_on_the_batch_and_a_trainer_gets_them(folder: Path, p
 
     patch.setattr(fixed_attention, "attend", split_by_batch)
     assert any_differs(together(folder), want)
+
+
+def test_all_weights_of_a_trainer_with_experts_have_gradients(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    model = trainer_model(family_checkpoint(tmp_path / "m", "qwen3_moe", 3), torch.float32)
+    ids = torch.tensor([[3, 5, 7]])
+    with use_engine_numerics(model, dtype=torch.float32):
+        engine_logprobs(model(input_ids=ids).logits[:, :-1], ids[:, 1:]).sum().backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
 
 
 @pytest.mark.full
