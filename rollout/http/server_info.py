@@ -50,7 +50,6 @@ def resolved_args(args: ServerArgs) -> dict[str, Any]:
         "served_model_name": args.name,
         "tokenizer_path": args.tokenizer_path or args.model_path,
         "gpu_id_step": 1,
-        "base_gpu_id": 0,
         "num_gpus": num_ranks(args),
         "moe_dp_size": 1,
         "attn_dp_size": args.dp_size if args.enable_dp_attention else 1,
@@ -61,7 +60,6 @@ def resolved_args(args: ServerArgs) -> dict[str, Any]:
         "enable_return_routed_experts": args.captures_routes,
         "enable_return_indexer_topk": False,
         "trust_remote_code": False,
-        "quantization": None,
         "load_format": "auto",
         "is_embedding": False,
     }

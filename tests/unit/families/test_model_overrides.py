@@ -155,6 +155,12 @@ def test_both_flags_are_one_setting(flag: str) -> None:
     assert parsed().model_overrides == {} and parsed(flag, "{}").model_overrides == {}
 
 
+def test_server_info_shows_settings_as_they_were_given() -> None:
+    args = ServerArgs(model_path="m", quantization="fp8", base_gpu_id=2)
+    shown = resolved_args(args)
+    assert (shown["quantization"], shown["base_gpu_id"]) == ("fp8", 2)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("{", "is not JSON"), ("[1]", "must be a JSON object, got '\\[1\\]'"), ("yarn", "is not JSON")],
