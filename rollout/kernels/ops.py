@@ -297,13 +297,13 @@ def select_ops(
     kind = torch.device(device).type
     compiled = kernels_available and dtype in COMPILED_DTYPES and kind == "cpu"
     triton = kernels_available and dtype in GPU_DTYPES and kind == "cuda"
+    for flag, form in (("--cpu-weight-format", weight_format), ("--cpu-linear-format", linear_format)):
+        if form != "plain" and (not compiled or dtype != torch.bfloat16):
+            raise StartupError(f"{flag} {form} needs the compiled CPU operators and --dtype bfloat16")
     if quantization is not None:
         if not triton or dtype != torch.bfloat16:
             raise StartupError(f"--quantization {quantization} needs the Triton kernels on CUDA and --dtype bfloat16")
         return gpu_ops(RowMajorHeld(quantization, dtype, device), deterministic)
-    for flag, form in (("--cpu-weight-format", weight_format), ("--cpu-linear-format", linear_format)):
-        if form != "plain" and (not compiled or dtype != torch.bfloat16):
-            raise StartupError(f"{flag} {form} needs the compiled CPU operators and --dtype bfloat16")
     if (weight_format, linear_format) != ("plain", "plain"):
         return compiled_ops(PackedHeld(weight_format, linear_format))
     if compiled:

@@ -187,6 +187,9 @@ def test_the_storage_of_a_format_on_cuda() -> None:
             select_ops(dtype, device, available, quantization="fp8")
     with pytest.raises(StartupError, match=reason):
         select_ops(torch.bfloat16, "cpu", True, quantization="fp8")
+    for other in ("weight_format", "linear_format"):
+        with pytest.raises(StartupError, match=f"--cpu-{other.replace('_', '-')} w8 needs the compiled CPU operators"):
+            select_ops(torch.bfloat16, "cuda", True, quantization="fp8", **{other: "w8"})  # type: ignore[arg-type]
 
 
 def test_steps_of_the_depth_are_those_of_the_storage() -> None:
