@@ -113,7 +113,7 @@ def _alone(view: torch.Tensor, form: Form) -> torch.Tensor:
     kernels = kernels_of(view.device)
     if kernels is None:
         return torch.from_numpy(np.array([fingerprint(view.to(form.dtype), form.offset)], np.uint64).view(np.int64))
-    words = view.to(form.dtype).view(-1).view(UNSIGNED[form.dtype.itemsize])
+    words = view.to(form.dtype).reshape(-1).view(UNSIGNED[form.dtype.itemsize])
     value: torch.Tensor = kernels.gpu_sum_and_flag(words, form.offset, NO_MASK)[:1]
     return value
 

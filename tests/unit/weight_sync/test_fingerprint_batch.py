@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,6 +127,19 @@ def test_compiled_and_plain_sums_of_shards_agree(
 def test_shards_that_do_not_fit_are_refused(shards: list[torch.Tensor], first: int, reason: str) -> None:
     with pytest.raises(RuntimeError, match=reason):
         torch.ops.weight_sync.shard_sums(shards, multipliers("cpu"), first)
+
+
+def test_a_large_shard_on_a_device_need_not_be_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernels:
+        @staticmethod
+        def gpu_sum_and_flag(words: torch.Tensor, offset: int, mask: int) -> torch.Tensor:
+            assert words.is_contiguous(), "the kernel reads word after word"
+            return torch.from_numpy(np.array([fingerprint(words, offset), 0], np.uint64).view(np.int64))
+
+    monkeypatch.setattr(fingerprint_batch, "kernels_of", lambda device: Kernels)
+    tensor = torch.arange(256 * BLOCK, dtype=torch.int16).view(256, -1).t()
+    plan = FingerprintPlan([Form(tuple(tensor.shape), tensor.dtype, tensor.dtype, 0, tensor.device)])
+    assert plan.values([tensor]).tolist() == [fingerprint(tensor)]
 
 
 def test_nothing_and_no_fingerprint() -> None:
