@@ -12,6 +12,8 @@ Shapes: N sequences of the step, X that extend, B that decode, n sequences of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
@@ -83,12 +85,15 @@ def gather_slots(table: torch.Tensor, rows_N: np.ndarray, first_N: np.ndarray, c
     not wait for them.
     """
     total, device = int(counts_N.sum()), table.device
-    ends_N = np.cumsum(counts_N)
-    host = _host_array((2, len(counts_N)), torch.int64, device)
+    begins_N = np.cumsum(counts_N) - counts_N
+    host = _host_array((3, len(counts_N)), torch.int64, device)
+    host.numpy()[:] = rows_N * table.stride(0) + first_N, counts_N, begins_N
+    spans = host.to(device, non_blocking=True)
+    if table.is_cuda:
+        by_kernel: Callable[..., torch.Tensor] = import_module("rollout.kernels.gpu.gather_slots").gather_slots
+        return by_kernel(table, spans, int(counts_N.max(initial=0)), total)
     # The p-th slot of all lies at base + p of the flat table, with the base of its sequence.
-    host.numpy()[:] = rows_N * table.stride(0) + first_N - (ends_N - counts_N), counts_N
-    bases_N, repeats_N = host.to(device, non_blocking=True)
-    places_P = torch.repeat_interleave(bases_N, repeats_N, output_size=total)
+    places_P = torch.repeat_interleave(spans[0] - spans[2], spans[1], output_size=total)
     places_P += torch.arange(total, device=device)
     return table.view(-1).index_select(0, places_P).to(torch.int32)
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from rollout.attention.flashinfer_sequences import gather_slots
 from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels, triton_form
 from rollout.kernels.operators import OPERATORS
 from rollout.kernels.operators.norm_route import RouterRule, of_best_groups
@@ -228,6 +230,15 @@ def test_sums_over_ranks_have_the_bits_of_plain_torch(
 ) -> None:
     parts = Numbers(dtype, device)(ranks, 33, 768)
     assert torch.equal(op("sum_in_order")(parts).cpu(), plain.sum_in_order(parts.cpu()))
+
+
+def test_slots_of_sequences_are_those_that_torch_gathers(device: torch.device) -> None:
+    table = torch.randint(0, 1 << 31, (65, 4096))
+    rows, first = np.arange(64), np.arange(64) * 3
+    counts = np.arange(64) ** 2 % 3900
+    assert torch.equal(
+        gather_slots(table.to(device), rows, first, counts).cpu(), gather_slots(table, rows, first, counts)
+    )
 
 
 @pytest.mark.parametrize("form", ["plain", "biased and clamped", "unsummed"])
