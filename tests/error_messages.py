@@ -25,7 +25,7 @@ EXCEPTIONS = frozenset(
 """Foreign classes: a `raise` of one with a text counts too, as messages of the project quote it."""
 MORE = frozenset(
     {
-        ("rollout/http/gate.py", "_refusal"),
+        ("rollout/http/gate.py", "refusal"),
         ("rollout/http/io.py", "error_content"),
         ("rollout/server/scheduler_process.py", "describe_exit"),
         ("rollout/server/scheduler_process.py", "first_end"),
