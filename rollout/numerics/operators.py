@@ -164,7 +164,7 @@ class Differentiable:
         self.stored: dict[int, torch.Tensor] = {}
         self.choose: Callable[[Mapping[str, Any], Sequence[torch.Tensor]], torch.Tensor | None] = lambda *_: None
         mine = {name: self._differentiable(one, getattr(ops, name)) for name, one in OPERATORS.items()}
-        # A deferred sum runs functions that are no operators, which have no gradient; the operators give its bits, too.
+        # A deferred sum runs plain functions, which have no gradient; the operators give its bits, too.
         self.ops = ops.replace(**mine, deferred_sum=None)
 
     def run(
