@@ -181,7 +181,8 @@ class StepRunner:
         batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, cache.pool)
         if cache.states is not None:
             cache.states.prepare(batch, [item.req for item in extends] if extends else (), decodes.reqs)
-        batch.adapters = self._adapters_of(plan)
+        is_known = self._decode_adapters[0] == decodes.generation and not plan.extends
+        batch.adapters = self._decode_adapters[1] if is_known else self._adapters_of(plan)
         if self._replays(plan):
             batch.forced_routes = _forced_routes(plan, cache.pool.device)
         return batch

@@ -102,7 +102,8 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
     native = [
         {"input_ids": [PROMPT, PROMPT], "sampling_params": [NATIVE_PARAMS, NATIVE_PARAMS], "rid": ["a", "b"],
          "return_logprob": [True, False], "logprob_start_len": [0, 1], "top_logprobs_num": [2, 0],
-         "token_ids_logprob": [[1, 2], None], "return_sampling_mask": [True, False]},
+         "token_ids_logprob": [[1, 2], None], "return_sampling_mask": [True, False],
+         "lora_path": [None, None]},
         {"text": ["hello", "END"], "sampling_params": NATIVE_PARAMS, "stream": True, "return_routed_experts": True},
         *({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "replay_routed_experts": routes}
           for routes in _replays(victim)),

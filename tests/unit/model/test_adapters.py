@@ -194,9 +194,9 @@ def test_adapters_keep_their_dtype_where_projections_are_held_in_8_bits(
     """The products of projections change by the error of their format, and adapters change what they changed."""
     plain = served(folder, adapters, dtype="bfloat16")
     held = served(folder, adapters, dtype="bfloat16", cpu_linear_format="w8")
-    base, adapted = (distance(scores(held, name), scores(plain, name)) for name in (None, "rank 8"))
-    assert 0 < base < 0.1 and 0 < adapted < 0.1
-    assert distance(scores(held, "rank 8"), scores(held, None)) > 0.2, "this adapter changes much"
+    base, adapted = (distance(scores(held, name), scores(plain, name)) for name in (None, "rank-8"))
+    assert 0 < base < 0.2 and 0 < adapted < 0.2
+    assert distance(scores(held, "rank-8"), scores(held, None)) > 0.5, "this adapter changes much"
 
 
 @torch.inference_mode()
