@@ -22,6 +22,7 @@ from tests.held_reference import held_of
 from tests.loopback_updater import LoopbackUpdater
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from tests.unit.weight_sync.test_int4_loading import Int4Case
+from weight_sync import shadow
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint import digest, fingerprint
@@ -43,9 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def folds_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fold tensors as they are written, as for weights on a device; only a kernel folds planned buckets."""
+    """Fold tensors as they are written, as for weights on a device; only a kernel folds planned buckets.
+
+    Memory of a device has no pages that could be traded.
+    """
     monkeypatch.setattr(ShadowStaging, "_folds_early", lambda self, storage: True)
     monkeypatch.setattr(ShadowStaging, "takes_spans", False)
+    monkeypatch.setattr(shadow, "tradable_spans", lambda pairs: [[] for _ in pairs])
 
 
 def ops_of(form: str) -> Ops:
