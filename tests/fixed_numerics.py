@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from triton.runtime import interpreter
 
 from rollout.attention.fixed_splits import FixedSplitsBackend
@@ -38,7 +39,16 @@ class OnInterpreter(FixedSplitsBackend):
 def deterministic_ops() -> Ops:
     """Return what `gpu_ops(deterministic=True)` returns, interpreted."""
     fixed = kernels("fixed_product")
-    return interpreted_ops().replace(linear=fixed.linear, norm_linear=fixed.norm_linear, batch_invariant=True)
+    return interpreted_ops().replace(
+        linear=fixed.linear, norm_linear=fixed.norm_linear, add_gated=_add_gated, batch_invariant=True
+    )
+
+
+def _add_gated(hidden: torch.Tensor, added: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute `add_gated` of each element alone, as a device does: torch's sigmoid on a CPU takes some together."""
+    if gate is None:
+        return hidden + added
+    return (hidden.double() + added.double() * gate.double().sigmoid()).to(hidden.dtype)
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
