@@ -85,10 +85,8 @@ class MergedLinear(AdaptedLinear):
 
         `adapters` are the slots of the tokens' adapters; None: no token has one.
         """
-        if self.lora is not None and adapters_T is not None:
+        if isinstance(hidden, ExpertOutputs) or (self.lora is not None and adapters_T is not None):
             return self.of_normed(norm(residual_TD, hidden), adapters_T)
-        if isinstance(hidden, ExpertOutputs):
-            return self.of_normed(norm(residual_TD, hidden))
         matrix = (self.weight, self.out_features, self.bias)
         return self.ops.norm_linear(residual_TD, hidden, norm.weight, norm.eps, *matrix, norm.weight_offset)
 

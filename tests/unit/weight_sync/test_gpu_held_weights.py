@@ -19,13 +19,13 @@ from tests.forward_harness import ForwardHarness
 from tests.fp8_reference import fp8_checkpoint, quantise, values_of
 from tests.fp8_reference import stored_tensors as fp8_tensors
 from tests.held_reference import held_of
-from tests.loopback_updater import LoopbackUpdater
+from tests.held_refresh import digest_of, newer, updater_of
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from tests.unit.weight_sync.test_int4_loading import Int4Case
 from weight_sync import shadow
 from weight_sync.checker import live_fingerprints
 from weight_sync.errors import ContentError
-from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.fingerprint import fingerprint
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import StagingMode
 from weight_sync.tensor_meta import Pair, TensorMeta
@@ -66,36 +66,12 @@ def held(tensors: Named, form: str) -> Named:
     return {name: held_of(form, x) if is_held(name) else x for name, x in tensors.items()}
 
 
-def newer(folder: Path) -> Named:
-    generator = torch.Generator().manual_seed(5)
-    return {
-        name: (x + 0.05 * torch.randn(x.shape, generator=generator)).bfloat16()
-        for name, x in logical_tensors(folder).items()
-    }
-
-
 def in_fp8(tensors: Named) -> Named:
     """Return the tensors; experts and projections become FP8 pairs."""
     found = {name: x for name, x in tensors.items() if not is_held(name)}
     for name in filter(is_held, tensors):
         found[name], found[f"{name}_scale_inv"] = quantise(tensors[name])
     return found
-
-
-def updater_of(folder: Path, form: str, mode: StagingMode = "host") -> LoopbackUpdater:
-    weights = load_tiny(folder, torch.bfloat16, ops=ops_of(form)).weights
-    return LoopbackUpdater(
-        weights,
-        device="cpu",
-        timeout_s=1.0,
-        vote=lambda mine: mine,
-        staging=mode,
-        quantised=weights.held_formats(),
-    )
-
-
-def digest_of(tensors: Named) -> str:
-    return digest((TensorMeta(name, x.dtype, tuple(x.shape)), fingerprint(x)) for name, x in tensors.items())
 
 
 @FORMS
@@ -137,7 +113,7 @@ def test_a_checkpoint_in_int4_is_copied(group: int, form: str, tmp_path: Path) -
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sent_as", ["bfloat16", "fp8"])
 def test_a_refresh_keeps_both_fingerprints(folder: Path, form: str, mode: StagingMode, sent_as: str) -> None:
-    updater, tensors = updater_of(folder, form, mode), newer(folder)
+    updater, tensors = updater_of(folder, ops_of(form), mode), newer(folder)
     sent = in_fp8(tensors) if sent_as == "fp8" else tensors
     values = values_of(sent, torch.bfloat16) if sent_as == "fp8" else tensors
     if not (sent_as == form == "fp8"):  # which is held as it came
@@ -154,7 +130,7 @@ def test_a_refresh_keeps_both_fingerprints(folder: Path, form: str, mode: Stagin
 @FORMS
 @pytest.mark.parametrize("mode", MODES)
 def test_a_part_of_a_refresh_leaves_the_rest(folder: Path, form: str, mode: StagingMode) -> None:
-    updater, tensors = updater_of(folder, form, mode), newer(folder)
+    updater, tensors = updater_of(folder, ops_of(form), mode), newer(folder)
     before, names = live_fingerprints(updater.weights), sorted(tensors)[::2]
     updater.begin("v2", coverage="partial")
     updater.send([(name, tensors[name]) for name in names])
@@ -167,7 +143,7 @@ def test_a_part_of_a_refresh_leaves_the_rest(folder: Path, form: str, mode: Stag
 @FORMS
 @pytest.mark.parametrize("mode", ["host", "journal"])
 def test_a_refresh_that_fails_leaves_every_bit(folder: Path, form: str, mode: StagingMode) -> None:
-    updater, tensors = updater_of(folder, form, mode), newer(folder)
+    updater, tensors = updater_of(folder, ops_of(form), mode), newer(folder)
     storages = {name: updater.weights.places(name)[0].storage for name in updater.weights.held_formats()}
     before = {name: storage.view(torch.uint8).clone() for name, storage in storages.items()}
     updater.begin("v2")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,16 @@ from tests.family_zoo import family_checkpoint
 from tests.fp8_reference import fp8_checkpoint, set_config
 from tests.fp8_reference import stored_tensors as fp8_tensors
 from tests.held_reference import held_of, int4, int4_values, packed
-from tests.loopback_updater import LoopbackUpdater
-from tests.model_zoo import load_tiny, logical_tensors, stored_tensors, tiny_checkpoint
+from tests.held_refresh import digest_of, newer, updater_of
+from tests.model_zoo import logical_tensors, stored_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
 from tests.unit.weight_sync.test_int4_loading import config as int4_config
 from weight_sync.checker import live_fingerprints, reset_tensors
 from weight_sync.errors import ContentError
-from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.fingerprint import fingerprint
 from weight_sync.staging import StagingMode
-from weight_sync.tensor_meta import Pair, TensorMeta
+from weight_sync.tensor_meta import Pair
 
 Named = dict[str, torch.Tensor]
 PROMPTS = [[7, 3, 9], list(range(20, 50)), [5], [4] * 17, [9, 9, 1]]
@@ -304,29 +303,11 @@ def test_a_refresh_of_ranks_leaves_what_a_start_does(wide: Path, tmp_path: Path,
 # --- a refresh --------------------------------------------------------------------------------------------------------
 
 
-def updater_of(folder: Path, ops: Ops, mode: StagingMode = "host") -> LoopbackUpdater:
-    weights = load_tiny(folder, torch.bfloat16, ops=ops).weights
-    formats = weights.held_formats()
-    return LoopbackUpdater(
-        weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging=mode, quantised=formats
-    )
-
-
-def newer_of(folder: Path) -> Named:
-    generator = torch.Generator().manual_seed(5)
-    add = partial(torch.randn, generator=generator)
-    return {name: (x + 0.05 * add(x.shape)).bfloat16() for name, x in logical_tensors(folder).items()}
-
-
-def digest_of(tensors: Named) -> str:
-    return digest((TensorMeta(name, x.dtype, tuple(x.shape)), fingerprint(x)) for name, x in tensors.items())
-
-
 @pytest.mark.parametrize("mode", ["host", "device", "journal", "in_place"])
 def test_a_refresh_keeps_both_fingerprints_and_a_failing_one_every_bit(
     folder: Path, ops: Ops, form: str, mode: StagingMode
 ) -> None:
-    updater, tensors = updater_of(folder, ops, mode), newer_of(folder)
+    updater, tensors = updater_of(folder, ops, mode), newer(folder)
     updater.begin("v2")
     updater.send(list(tensors.items()))
     updater.verify()

@@ -31,6 +31,7 @@ from tests.family_zoo import family_checkpoint
 from tests.fp8_reference import fp8_checkpoint, quantise, values_of
 from tests.fp8_reference import stored_tensors as fp8_tensors
 from tests.held_reference import held_of
+from tests.held_refresh import digest_of, newer, updater_of
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater
 from tests.model_zoo import load_tiny, logical_tensors, stored_tensors, tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
@@ -39,7 +40,7 @@ from weight_sync.checker import compare, live_fingerprints, reset_tensors, reset
 from weight_sync.content import TensorTable
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.errors import ContentError, TransactionStateError
-from weight_sync.fingerprint import digest, fingerprint
+from weight_sync.fingerprint import fingerprint
 from weight_sync.held_memory import Areas
 from weight_sync.int8_blocks import held_values
 from weight_sync.ledger import Coverage
@@ -215,26 +216,6 @@ def test_moved_experts_have_the_bits_of_bfloat16_that_was_moved(folder: Path, tm
             assert answer.success and answer.data["rebalanced"], answer
             found.append((first, samples(harness)))
     assert found[0] == found[1]
-
-
-def updater_of(folder: Path, ops: Ops, mode: StagingMode = "host") -> LoopbackUpdater:
-    weights = load_tiny(folder, torch.bfloat16, ops=ops).weights
-    formats = weights.held_formats()
-    return LoopbackUpdater(
-        weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging=mode, quantised=formats
-    )
-
-
-def newer(folder: Path) -> Named:
-    generator = torch.Generator().manual_seed(5)
-    return {
-        name: (x + 0.05 * torch.randn(x.shape, generator=generator)).bfloat16()
-        for name, x in logical_tensors(folder).items()
-    }
-
-
-def digest_of(tensors: Named) -> str:
-    return digest((TensorMeta(name, x.dtype, tuple(x.shape)), fingerprint(x)) for name, x in tensors.items())
 
 
 @pytest.mark.parametrize("mode", MODES)
