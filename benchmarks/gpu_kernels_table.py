@@ -3,7 +3,8 @@
 It compiles each `CompileCase` of `rollout.kernels.gpu` for compute capability 9.0 (H100, H200).  It prints the
 registers of a thread, the bytes that it spills to memory, the shared memory of a block, and the instructions that
 multiply matrices: `wgmma` of Hopper, `mma` of all since Ampere, or none.  Registers and spills are read from the binary
-by `cuobjdump`, which comes with triton; another release of triton compiles to others.
+by `cuobjdump`, which comes with triton; another release of triton compiles to others.  The last column is True if the
+kernel waits for its predecessor before it touches memory (`rollout.kernels.gpu.launch_options`).
 
     python -m benchmarks.gpu_kernels_table [--only WORDS] [--json FILE]
 
@@ -33,11 +34,18 @@ from benchmarks import experts_cases
 from benchmarks.compile_cases import HOPPER, CompileCase, compile_for
 
 DUMP_TIMEOUT_S = 60.0
+# Branches, ends, calls, and instructions that touch memory, except loads of arguments.
+_TOUCHES = re.compile(
+    r"(bra|brx|ret|exit|call|st|atom|red|cp|prefetch|prefetchu|ldu|ldmatrix|mbarrier|multimem)\b|ld\b(?!\.param)"
+)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel as compiled.  `spilled_bytes`: local memory of a thread, which holds what registers do not."""
+    """One kernel as compiled.  `spilled_bytes`: local memory of a thread, which holds what registers do not.
+
+    `waits_first`: see the function of this name.
+    """
 
     name: str
     registers: int
@@ -46,6 +54,7 @@ class Compiled:
     matrix_instruction: str
     warps: int
     stages: int
+    waits_first: bool
 
 
 def cases(only: str = "") -> list[CompileCase]:
@@ -62,7 +71,22 @@ def compile_case(case: CompileCase) -> Compiled:
     kernel = compile_for(case)
     registers, spilled = _resources(kernel.asm["cubin"])
     instruction = next((word for word in ("wgmma", "mma") if f"{word}." in kernel.asm["ptx"]), "")
-    return Compiled(case.name, registers, spilled, kernel.metadata.shared, instruction, case.num_warps, case.num_stages)
+    sizes = registers, spilled, kernel.metadata.shared
+    return Compiled(case.name, *sizes, instruction, case.num_warps, case.num_stages, waits_first(kernel.asm["ptx"]))
+
+
+def waits_first(ptx: str) -> bool:
+    """Return whether a kernel waits for its predecessor before anything else, and then lets its successor begin.
+
+    Before the wait it must not branch, end, or touch memory other than its arguments.  Each of the two instructions
+    occurs once, and no condition holds it back.
+    """
+    _, _, body = ptx.partition(".entry")[2].partition("{")
+    words = re.findall(r"^\s*((?:@!?%\w+\s+)?[a-z][\w.:]*)", body, re.MULTILINE)
+    places = [i for i, word in enumerate(words) if "griddepcontrol" in word]
+    if [words[i] for i in places] != ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]:
+        return False
+    return not any(_TOUCHES.match(word.split()[-1]) for word in words[: places[0]])
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -91,7 +115,7 @@ def main() -> None:
     if not chosen:
         raise SystemExit(f"no kernel's name holds {args.only!r}")
     rows = [compile_case(case) for case in track(chosen, "compiling", console=console, transient=True)]
-    columns = ("kernel", "registers", "spilled", "shared", "matrix product", "warps", "stages")
+    columns = ("kernel", "registers", "spilled", "shared", "matrix product", "warps", "stages", "waits")
     table = Table(*columns, title=f"sm_{HOPPER}, triton {triton.__version__}; bytes")
     for row in rows:
         table.add_row(*map(str, asdict(row).values()), style="red" if row.spilled_bytes else None)

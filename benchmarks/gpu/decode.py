@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,6 +19,7 @@ from benchmarks.gpu.model import GREEDY, MEANWHILE, driver, kv_token_bytes, num_
 from benchmarks.gpu.settings import Settings
 from benchmarks.profile.machine import Machine
 from examples.make_checkpoint.run import CheckpointSpec
+from rollout.kernels.gpu import launch_options
 
 BATCHES = (1, 4, 16, 64, 128, 256)
 CONTEXTS = (128, 4096)
@@ -29,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no capture": {"enable_return_routed_experts": False},
     "no graphs": {"disable_cuda_graph": True},
     "no overlap": {"disable_overlap_schedule": True},
+    "no dependent launch": {},
 }
 # name -> sampling of all requests of a row
 SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": GREEDY, "top-p 0.95": {"temperature": 1.0, "top_p": 0.95}}
@@ -52,7 +56,7 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
                 yield {"variant": name, "context": length, "batch": batch, "not run": _too_large(spec, length, batch)}
         common = {"dtype": settings.dtype, "enable_return_routed_experts": True, "max_running_requests": batches[-1]}
         common |= {"max_total_tokens": max(_pool(settings, *case) for case in fit)}
-        with driver(spec, settings.device, **common | different) as engine:
+        with _launches(name), driver(spec, settings.device, **common | different) as engine:
             for length, batch in fit:
                 for sampling in SAMPLINGS if name == "all on" else ("greedy",):
                     times = [
@@ -82,6 +86,13 @@ def run(settings: Settings) -> Iterator[dict[str, Any]]:
                         "start, s": engine.start_seconds,
                         "weights, s": engine.load_seconds,
                     }
+
+
+def _launches(variant: str) -> AbstractContextManager[object]:
+    """Launch and capture kernels without programmatic dependent launch in the variant that is named so."""
+    if variant == "no dependent launch":
+        return patch.object(launch_options, "FIRST_CAPABILITY", launch_options.NEVER)
+    return nullcontext()
 
 
 def _steps(settings: Settings) -> int:

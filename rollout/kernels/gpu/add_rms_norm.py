@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
+
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
@@ -48,6 +51,7 @@ def add_rms_norm_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    wait_for_predecessor()
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK_D)
@@ -107,6 +111,7 @@ def normed_rows(
         BLOCK_D=block,
         num_warps=norm_warps(block),
         enable_fp_fusion=False,
+        **launch_options(residual),
     )
     return out
 

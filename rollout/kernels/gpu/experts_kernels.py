@@ -27,6 +27,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
+
 SCALE_BLOCK = tl.constexpr(128)  # columns of FP8 that have one scale
 SCALE_GROUP = tl.constexpr(32)  # columns of 4 bits that have one scale
 FP8 = tl.constexpr(1)  # forms of `row_places`; 0: as in memory
@@ -50,6 +52,7 @@ def plan_kernel(
 
     Both leave out ids without an expert.
     """
+    wait_for_predecessor()
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     chunk = tl.arange(0, CHUNK)
@@ -135,6 +138,7 @@ def gate_up_kernel(
     FEW: 0, or a power of two that is not below A.  Then `order_ptr` points to the ids, and there is no table of blocks.
     FORM, STRIDE, SCALES_AT: see `row_sums`.
     """
+    wait_for_predecessor()
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     WIDTH: tl.constexpr = ROWS // 2  # inner features of a tile
     TILES: tl.constexpr = (I + WIDTH - 1) // WIDTH
@@ -216,6 +220,7 @@ def down_kernel(
 
     FORM, STRIDE, SCALES_AT: see `row_sums`.
     """
+    wait_for_predecessor()
     dtype: tl.constexpr = inner_ptr.dtype.element_ty
     TILES: tl.constexpr = (D + ROWS - 1) // ROWS
     block = tl.program_id(0) // TILES
@@ -364,19 +369,13 @@ def _rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def weighted_sum_kernel(
-    out_ptr,
-    ids_ptr,
-    weights_ptr,
-    sum_ptr,
-    D: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    out_ptr, ids_ptr, weights_ptr, sum_ptr, D: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Sum out [T, K, D] times weights [T, K] over slots [T, D]: rounded products, added in float32 in slot order.
 
     Empty slots count as zero, whatever their outputs and weights hold.
     """
+    wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = weighted(out_ptr, ids_ptr, weights_ptr, token, feature, D, K, P, BLOCK_D)

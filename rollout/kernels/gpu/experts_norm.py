@@ -18,6 +18,8 @@ import triton.language as tl
 
 from rollout.kernels.gpu.add_rms_norm import norm_warps, normed, rounded
 from rollout.kernels.gpu.experts_kernels import weighted
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 from rollout.kernels.operators.fused_experts import ExpertOutputs
 
 
@@ -38,6 +40,7 @@ def experts_norm_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    wait_for_predecessor()
     dtype: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK_D)
@@ -80,6 +83,7 @@ def experts_norm(
         BLOCK_D=block,
         num_warps=norm_warps(block),
         enable_fp_fusion=False,
+        **launch_options(residual),
     )
     return out
 

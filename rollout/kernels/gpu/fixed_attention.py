@@ -23,6 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
+
 SPLIT = 1024
 MAX_DEPTH, MAX_VALUES = 128, 128
 ENOUGH_PROGRAMS = 512  # every multiprocessor has work then
@@ -144,6 +147,7 @@ def attend_kernel(
     `tiles` [N, 4] int64: row of `table`, first token of the step, number of tokens, position of the first.  Parts are
     float32: the largest score [T, H, X], the total weight [T, H, X] and the weighted sums [T, H, X, V].
     """
+    wait_for_predecessor()
     block_of_tile = tl.program_id(0) % (HEAD_BLOCKS * VALUE_BLOCKS)
     tile = tiles + 4 * (tl.program_id(0) // (HEAD_BLOCKS * VALUE_BLOCKS)).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -238,6 +242,7 @@ def merge_kernel(
     SPLIT: tl.constexpr,
 ):
     """Merge the splits of one head of a decoding token, and write its result.  Tile n has the token n alone."""
+    wait_for_predecessor()
     position = tl.load(tiles + 4 * tl.program_id(0).to(tl.int64) + 3)
     head, value = tl.program_id(1), tl.arange(0, BLOCK_V)
     line = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head
@@ -327,6 +332,7 @@ def attend(
         num_warps=shape.num_warps,
         num_stages=_STAGES,
         enable_fp_fusion=False,
+        **launch_options(q_THD),
     )
     if parts is not None:
         merge_kernel[(tiles_N4.shape[0], heads)](
@@ -341,6 +347,7 @@ def attend(
             SPLIT=SPLIT,
             num_warps=_MERGE_WARPS,
             enable_fp_fusion=False,
+            **launch_options(out_THV),
         )
 
 

@@ -17,7 +17,9 @@ import triton.language as tl
 
 from rollout.kernels.gpu.add_rms_norm import add_rms_norm
 from rollout.kernels.gpu.fused_experts import HELD_WEIGHTS
+from rollout.kernels.gpu.launch_options import launch_options
 from rollout.kernels.gpu.linear import linear as held_linear
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 
 
 class Tile(NamedTuple):
@@ -56,6 +58,7 @@ def product_kernel(
     TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    wait_for_predecessor()
     feature = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -100,6 +103,7 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, out_size: int, bias: torc
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         enable_fp_fusion=False,
+        **launch_options(out_TO),
     )
     return out_TO
 

@@ -35,6 +35,7 @@ from rollout.kernels.gpu.experts_plan import (
     max_blocks,
     plan_chunk,
 )
+from rollout.kernels.gpu.launch_options import launch_options
 from rollout.kernels.operators.fused_experts import ExpertOutputs, has_grouped
 from rollout.kernels.operators.fused_experts import fused_experts as plain_experts
 from rollout.kernels.row_places import PACKED_INT4, fp8_parts, int4_parts
@@ -193,7 +194,15 @@ def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> _Blocks:
     table_N3 = torch.empty(num_blocks, 3, dtype=torch.int32, device=ids.device)
     constants = plan_constants(experts, tiles.tokens, plan_chunk(count))
     kernels.plan_kernel[(experts,)](
-        ids, order_A, table_N3, count, num_blocks, **constants, num_warps=PLAIN_WARPS, enable_fp_fusion=False
+        ids,
+        order_A,
+        table_N3,
+        count,
+        num_blocks,
+        **constants,
+        num_warps=PLAIN_WARPS,
+        enable_fp_fusion=False,
+        **launch_options(ids),
     )
     return _Blocks(order_A, table_N3, num_blocks, 0)
 
@@ -230,6 +239,7 @@ def _gate_up(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=False,
+        **launch_options(hidden),
     )
     return inner_AI
 
@@ -253,6 +263,7 @@ def _down(inner_AI: torch.Tensor, held: _Matrices, blocks: _Blocks, tiles: Tiles
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=False,
+        **launch_options(inner_AI),
     )
 
 
@@ -270,6 +281,7 @@ def _weighted_sum(out_TKD: torch.Tensor, ids: torch.Tensor, weights: torch.Tenso
         BLOCK_D=SUM_WIDTH,
         num_warps=PLAIN_WARPS,
         enable_fp_fusion=False,
+        **launch_options(out_TKD),
     )
     return sum_TD
 

@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.gpu.add_rms_norm import normed, rounded
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 from rollout.kernels.gpu.sigmoid_gate import sigmoid
 
 _CHANNELS = 256  # of a program of the convolution
@@ -75,6 +77,7 @@ def convolve_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    wait_for_predecessor()
     dtype: tl.constexpr = out.dtype.element_ty
     n = tl.program_id(0)
     channel = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -110,6 +113,7 @@ def keep_inputs_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Keep the last inputs.  Programs write rows that no other program reads."""
+    wait_for_predecessor()
     n, at = tl.program_id(0).to(tl.int64), tl.program_id(0)
     if OF_SNAPSHOTS:
         n = tl.load(snapshots + 3 * at)
@@ -156,6 +160,7 @@ def recur_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    wait_for_predecessor()
     dtype: tl.constexpr = out.dtype.element_ty
     C: tl.constexpr = 2 * HK * DK + H * DV
     n, head = tl.program_id(0), tl.program_id(1)
@@ -209,6 +214,7 @@ def norm_gate_kernel(
     HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    wait_for_predecessor()
     dtype: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head, v = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK_V)[None, :]
@@ -253,13 +259,30 @@ def gated_delta(
     sizes: dict[str, Any] = {"N": count, "C": channels, "TAPS": taps, "BLOCK_C": _CHANNELS, "BLOCK_N": _vector(count)}
     no_fusion: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
     convolve_kernel[(count, parts, blocks)](
-        projected, conv_weight, conv_pool, query_lens, sources, convolved, stride, PARTS=parts, **sizes, **no_fusion
+        projected,
+        conv_weight,
+        conv_pool,
+        query_lens,
+        sources,
+        convolved,
+        stride,
+        PARTS=parts,
+        **sizes,
+        **no_fusion,
+        **launch_options(projected),
     )
     for of_snapshots, programs in ((True, copies), (False, count)):
         if programs:
             tables = query_lens, rows, sources, snapshots
             keep_inputs_kernel[(programs, blocks)](
-                projected, conv_pool, *tables, stride, OF_SNAPSHOTS=of_snapshots, **sizes, **no_fusion
+                projected,
+                conv_pool,
+                *tables,
+                stride,
+                OF_SNAPSHOTS=of_snapshots,
+                **sizes,
+                **no_fusion,
+                **launch_options(projected),
             )
     recur_kernel[(count, heads, triton.cdiv(value_dim, _COLUMNS))](
         projected,
@@ -285,6 +308,7 @@ def gated_delta(
         BLOCK_M=_vector(copies),
         num_warps=1,
         enable_fp_fusion=False,
+        **launch_options(projected),
     )
     norm_gate_kernel[(num_tokens, triton.cdiv(heads, 4))](
         projected,
@@ -298,6 +322,7 @@ def gated_delta(
         HEADS=4,
         BLOCK_V=triton.next_power_of_2(value_dim),
         **no_fusion,
+        **launch_options(projected),
     )
     return out
 

@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
+
 _BLOCK = 1024
 _WARPS = 4
 
@@ -21,6 +24,7 @@ _WARPS = 4
 @triton.jit
 def gather_slots_kernel(table, spans, out, N, BLOCK: tl.constexpr):
     """Copy the slots of a sequence, with a program for each BLOCK positions of the longest one."""
+    wait_for_predecessor()
     sequence = tl.program_id(0)
     count = tl.load(spans + N + sequence)
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +42,9 @@ def gather_slots(table: torch.Tensor, spans: torch.Tensor, longest: int, total: 
     out_P = torch.empty(total, dtype=torch.int32, device=table.device)
     if total:
         grid = (spans.shape[1], triton.cdiv(longest, _BLOCK))
-        gather_slots_kernel[grid](table, spans, out_P, spans.shape[1], BLOCK=_BLOCK, num_warps=_WARPS)
+        gather_slots_kernel[grid](
+            table, spans, out_P, spans.shape[1], BLOCK=_BLOCK, num_warps=_WARPS, **launch_options(table)
+        )
     return out_P
 
 

@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
+
 _TOKENS, _COLUMNS, _DEPTH = 64, 64, 64  # of a tile
 _WARPS, _STAGES = 8, 3
 
@@ -38,6 +41,7 @@ def head_products_kernel(
     BLOCK_K: tl.constexpr,
 ):
     # Where a tile begins is counted in 64 bits, places in it in 32, which take fewer registers.
+    wait_for_predecessor()
     head, first_token = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * BLOCK_T
     x += first_token * x_token + head * x_head
     weight += head * w_head
@@ -81,6 +85,7 @@ def head_products(x_THK: torch.Tensor, weight_HKO: torch.Tensor, out_THO: torch.
         num_warps=_WARPS,
         num_stages=_STAGES,
         enable_fp_fusion=False,
+        **launch_options(x_THK),
     )
 
 

@@ -16,6 +16,8 @@ import triton.language as tl
 
 from rollout.kernels.gpu.add_rms_norm import normed, rounded
 from rollout.kernels.gpu.latent_heads import head_products
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 
 _HEADS = 16  # of a program
 _WARPS = 4
@@ -52,6 +54,7 @@ def latent_query_store_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_RD: tl.constexpr,
 ):
+    wait_for_predecessor()
     dtype: tl.constexpr = out.dtype.element_ty
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     own_angles = angles + token * 2 * RD
@@ -119,6 +122,7 @@ def latent_query_store(
         BLOCK_RD=triton.next_power_of_2(rotary_dim),
         num_warps=_WARPS,
         enable_fp_fusion=False,
+        **launch_options(query),
     )
     return out
 

@@ -21,6 +21,8 @@ import triton.language as tl
 from rollout.kernels.gpu.experts_kernels import row_sums
 from rollout.kernels.gpu.experts_plan import Tiles
 from rollout.kernels.gpu.fused_experts import HELD_WEIGHTS, product_constants, scales_of
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 from rollout.kernels.row_places import PACKED_INT4, row_bytes
 from weight_sync.fp8_blocks import QUANTISED
 
@@ -58,6 +60,7 @@ def linear_kernel(
 
     FORM, STRIDE, SCALES_AT: see `row_sums`.
     """
+    wait_for_predecessor()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     blocks = tl.cdiv(num_tokens, BLOCK_M)
     begin = tl.program_id(0) // blocks * ROWS
@@ -113,6 +116,7 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, out_size: int, bias: torc
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=False,
+        **launch_options(hidden),
     )
     return out_TO
 

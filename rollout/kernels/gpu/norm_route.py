@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.gpu.add_rms_norm import normed_rows
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 from rollout.kernels.gpu.sigmoid_gate import sigmoid
 from rollout.kernels.operators.norm_route import RouterRule
 
@@ -67,6 +69,7 @@ def route_kernel(
 
     `counts`: zero for each tile of rows.
     """
+    wait_for_predecessor()
     first_row = tl.program_id(0).to(tl.int64) * TILE_T
     store_logits(hidden, weight, bias, logits, first_row, num_tokens, E, D, HAS_BIAS, TILE_T, TILE_E, TILE_D)
     tl.debug_barrier()  # the release below covers the stores of all threads
@@ -273,6 +276,7 @@ def norm_route(
         num_warps=_WARPS,
         num_stages=_STAGES,
         enable_fp_fusion=False,
+        **launch_options(normed_TD),
     )
     return normed_TD, weights_TK, ids_TK
 

@@ -18,6 +18,8 @@ import triton.language as tl
 
 from rollout.kernels.gpu import fused_experts as experts
 from rollout.kernels.gpu.experts_plan import choose_tiles
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 
 _CHUNK = 1024  # places that a program of the plan writes at once
 
@@ -38,6 +40,7 @@ def packed_plan_kernel(
 
     A row's place is its assignment.  BINS: a power of two above P.
     """
+    wait_for_predecessor()
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     chunk = tl.arange(0, CHUNK)
@@ -91,6 +94,7 @@ def packed_experts(
         **experts.plan_constants(num_experts, tiles.tokens, _CHUNK),
         num_warps=experts.PLAIN_WARPS,
         enable_fp_fusion=False,
+        **launch_options(counts),
     )
     blocks = experts._Blocks(order_A, table_N3, num_blocks, 0)
     inner_AI = experts._gate_up(hidden.flatten(0, 1), held, blocks, 1, tiles, limit, alpha)

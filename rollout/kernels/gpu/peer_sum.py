@@ -20,6 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
+
 BLOCK = 1024
 """Elements of a block."""
 MAX_BLOCKS = 256
@@ -42,6 +45,7 @@ def peer_sum_kernel(
     x, out, rooms, size, RANK: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     HEADER: tl.constexpr,
 ):  # fmt: skip
+    wait_for_predecessor()
     dtype: tl.constexpr = x.dtype.element_ty
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -85,7 +89,14 @@ def peer_sum(x: torch.Tensor, rooms: torch.Tensor, rank: int) -> torch.Tensor:
     if x.numel():
         grid = (triton.cdiv(x.numel(), BLOCK),)
         peer_sum_kernel[grid](
-            x, out, rooms, x.numel(), **_constants(rank, ranks), num_warps=_WARPS, enable_fp_fusion=False
+            x,
+            out,
+            rooms,
+            x.numel(),
+            **_constants(rank, ranks),
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+            **launch_options(x),
         )
     return out
 

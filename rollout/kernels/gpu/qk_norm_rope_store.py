@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.gpu.add_rms_norm import normed, rounded
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 
 _HEADS = 4  # heads of a program, which is one warp
 
@@ -46,6 +48,7 @@ def qk_norm_rope_store_kernel(
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    wait_for_predecessor()
     dtype: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -134,6 +137,7 @@ def qk_norm_rope_store(
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=1,
         enable_fp_fusion=False,
+        **launch_options(qkv),
     )
     return out
 

@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 from rollout.kernels.gpu.sample_filter import id_of_last, is_kept, key_of, limits, raw_chunk
 
 _CHUNK = 2048
@@ -63,6 +65,7 @@ def chunk_kernel(
     CHUNK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
+    wait_for_predecessor()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token, raw = raw_chunk(logits + row * row_stride, chunk, V, CHUNK)
     x = tl.div_rn(raw, tl.load(temperatures + row))
@@ -195,6 +198,7 @@ def draw_kernel(
     CHUNKS: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     there = chunk < tl.cdiv(V, CHUNK)
@@ -284,6 +288,7 @@ def chunk_facts(
         **constants,
         num_warps=_WARPS,
         enable_fp_fusion=False,
+        **launch_options(logits_NV),
     )
     return facts, constants | {"CHUNKS": triton.next_power_of_2(num_chunks)}
 
@@ -335,6 +340,7 @@ def sample_rows(
         **constants,
         num_warps=_WARPS,
         enable_fp_fusion=False,
+        **launch_options(logits_NV),
     )
 
 

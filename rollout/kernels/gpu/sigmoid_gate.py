@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.gpu.add_rms_norm import rounded
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 
 _BLOCK = 1024
 _WARPS = 4
@@ -28,6 +30,7 @@ def sigmoid(x):
 def sigmoid_gate_kernel(
     hidden, gate, out, hidden_stride, gate_stride, N: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    wait_for_predecessor()
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -54,6 +57,7 @@ def sigmoid_gate(hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
             BLOCK=_BLOCK,
             num_warps=_WARPS,
             enable_fp_fusion=False,
+            **launch_options(hidden),
         )
     return out
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.gpu.add_rms_norm import rounded
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 
 _BLOCK = 1024
 _WARPS = 4
@@ -21,6 +23,7 @@ _WARPS = 4
 
 @triton.jit
 def silu_and_mul_kernel(gate_up, out, row_stride, I: tl.constexpr, BLOCK: tl.constexpr):
+    wait_for_predecessor()
     dtype: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -39,7 +42,14 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if out.numel():
         grid = (num_tokens, triton.cdiv(size, _BLOCK))
         silu_and_mul_kernel[grid](
-            gate_up, out, gate_up.stride(0), I=size, BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False
+            gate_up,
+            out,
+            gate_up.stride(0),
+            I=size,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+            **launch_options(gate_up),
         )
     return out
 

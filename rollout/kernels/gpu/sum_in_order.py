@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
+
 _BLOCK = 512
 _WARPS = 2  # a thread reads 16 bytes of bfloat16 from each part
 _AT_ONCE = 8  # parts that are read at once: their elements lie in registers
@@ -20,6 +23,7 @@ _AT_ONCE = 8  # parts that are read at once: their elements lie in registers
 
 @triton.jit
 def sum_in_order_kernel(parts, out, size, N: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    wait_for_predecessor()
     dtype: tl.constexpr = out.dtype.element_ty
     wide: tl.constexpr = dtype if dtype.primitive_bitwidth == 64 else tl.float32
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +45,13 @@ def sum_in_order(parts: torch.Tensor) -> torch.Tensor:
     out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
     if out.numel():
         sum_in_order_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
-            parts, out, out.numel(), **_constants(parts.shape[0]), num_warps=_WARPS, enable_fp_fusion=False
+            parts,
+            out,
+            out.numel(),
+            **_constants(parts.shape[0]),
+            num_warps=_WARPS,
+            enable_fp_fusion=False,
+            **launch_options(parts),
         )
     return out
 

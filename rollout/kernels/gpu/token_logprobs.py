@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
 from rollout.kernels.gpu.sample import chunk_facts, chunk_scales, logprob_of
 
 _WARPS = 8  # as of the kernel that draws: both add the chunks of a row in one order
@@ -31,6 +33,7 @@ def logprobs_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
+    wait_for_predecessor()
     pair = tl.program_id(0)
     row = tl.load(rows + pair)
     chunk = tl.arange(0, CHUNKS)
@@ -72,6 +75,7 @@ def token_logprobs(
         CHUNKS=constants["CHUNKS"],
         num_warps=_WARPS,
         enable_fp_fusion=False,
+        **launch_options(logits_NV),
     )
     return logprobs_C
 

@@ -77,6 +77,7 @@ def test_every_kernel_compiles_for_hopper_without_spills(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "table.json").read_text())
     assert not [row["name"] for row in rows if row["spilled_bytes"]]
+    assert [row["name"] for row in rows if not row["waits_first"]] == [], "a kernel that may begin early has to wait"
     names = {row["name"].split()[0] for row in rows}
     assert {
         "add_rms_norm",
@@ -90,3 +91,20 @@ def test_every_kernel_compiles_for_hopper_without_spills(tmp_path: Path) -> None
     } <= names
     routers = [row for row in rows if row["name"].startswith("router ") and "bf16" in row["name"]]
     assert routers and all(row["matrix_instruction"] for row in routers)
+
+
+_BOTH = """
+from benchmarks.compile_cases import CompileCase, compile_for
+from rollout.kernels.gpu.silu_and_mul import compile_cases
+for capability in (80, 90, 100):
+    ptx = compile_for(CompileCase(*compile_cases()[0]), capability).asm["ptx"]
+    print(capability, *(ptx.count(f"griddepcontrol.{word}") for word in ("wait", "launch_dependents")))
+"""
+
+
+def test_a_device_without_dependent_launch_gets_no_wait() -> None:
+    """Compute capability 8.0 does not have the instructions; PTX with them would not compile for it."""
+    environment = compiling_environment()
+    done = subprocess.run([sys.executable, "-c", _BOTH], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[:3] == ["80 0 0", "90 1 1", "100 1 1"]
