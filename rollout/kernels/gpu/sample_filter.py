@@ -70,9 +70,8 @@ def amounts(
             weights_1 += tl.where(key >= first, weights, 0.0)
             weights_2 += tl.where(key >= second, weights, 0.0)
             weights_3 += tl.where(key >= third, weights, 0.0)
-    of_first = tl.sum(counts_1, 0), tl.sum(weights_1, 0)
-    of_second = tl.sum(counts_2, 0), tl.sum(weights_2, 0)
-    return of_first, of_second, (tl.sum(counts_3, 0), tl.sum(weights_3, 0))
+    n_1, n_2, n_3 = tl.sum(counts_1, 0), tl.sum(counts_2, 0), tl.sum(counts_3, 0)
+    return n_1, n_2, n_3, tl.sum(weights_1, 0), tl.sum(weights_2, 0), tl.sum(weights_3, 0)
 
 
 @triton.jit
@@ -101,9 +100,7 @@ def search(
     while (high - low > 1) & (low_count - high_count > 1):
         width = high - low
         first, second, third = low + width // 4, low + width // 2, low + width * 3 // 4
-        (n_1, w_1), (n_2, w_2), (n_3, w_3) = amounts(
-            line, peaks, temperature, most, first, second, third, V, CHUNK, SHIFT
-        )
+        n_1, n_2, n_3, w_1, w_2, w_3 = amounts(line, peaks, temperature, most, first, second, third, V, CHUNK, SHIFT)
         in_1 = (n_1 >= count) | (w_1 >= mass)
         in_2 = (n_2 >= count) | (w_2 >= mass)
         in_3 = (n_3 >= count) | (w_3 >= mass)

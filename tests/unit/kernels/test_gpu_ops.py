@@ -5,6 +5,7 @@ Judged by plain torch in float64.  bfloat16 is left out: triton's interpreter co
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -248,6 +249,23 @@ def test_triton_forms_take_what_plain_forms_take() -> None:
     for name in register.TRITON_OPERATORS:
         ours, theirs = inspect.signature(register.triton_form(name)), inspect.signature(OPERATORS[name].plain)
         assert ours == theirs, name
+
+
+def nested_targets(source: str) -> list[int]:
+    """Return the lines of functions that triton compiles in which a tuple is assigned to a tuple with another in it."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    compiled = [node for node in functions if any("triton.jit" in ast.unparse(each) for each in node.decorator_list)]
+    assigned = [node for function in compiled for node in ast.walk(function) if isinstance(node, ast.Assign)]
+    tuples = [target for node in assigned for target in node.targets if isinstance(target, ast.Tuple)]
+    return [target.lineno for target in tuples if any(isinstance(part, ast.Tuple) for part in target.elts)]
+
+
+def test_kernels_have_no_nested_targets() -> None:
+    """Triton 3.6, which comes with torch 2.11, cannot read them: such a kernel is not compiled there."""
+    modules = [*Path(register.__file__).parent.glob("*.py"), *(ROOT / "weight_sync").glob("*gpu*.py")]
+    assert len(modules) > 25
+    assert {path.name: found for path in modules if (found := nested_targets(path.read_text()))} == {}
+    assert nested_targets("@triton.jit\ndef wrong(x):\n    (a, b), c = of(x)\n") == [3]
 
 
 def test_the_choice_of_operators() -> None:
