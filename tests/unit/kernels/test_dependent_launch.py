@@ -67,7 +67,7 @@ def test_every_kernel_is_launched_with_the_option_and_waits_first() -> None:
     launched = {kernel for text in sources().values() for kernel, _ in launches(ast.parse(text))}
     all_waits = {k: w for text in sources().values() for k, w in kernels_that_wait(ast.parse(text)).items()}
     assert launched == {name for name in all_waits if name.endswith("_kernel")}
-    assert len(launched) == 27
+    assert len(launched) >= 27, "the search sees too few kernels"
 
 
 def test_no_other_module_uses_the_option() -> None:
