@@ -16,7 +16,7 @@ import torch
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import DecodeRows, ForwardBatch, WindowOperands
 from rollout.core.specs.layer_specs import KVKind, WindowKV
-from rollout.memory.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool, KVScale
 from tests.kernels import error
 
 # Relative error in the 2-norm: a few roundings of the result.
@@ -55,7 +55,7 @@ class Layout:
 class AttentionSteps:
     """`layers` over one pool on `device`; the right results are computed on the CPU.
 
-    Keys and values are numbers of `stored`, the dtype of the pool, by default `dtype`.
+    Keys and values are numbers of `stored`, the dtype of the pool, by default `dtype`, times the layers' `scales`.
     """
 
     layers: Sequence[LayerCase]
@@ -65,6 +65,7 @@ class AttentionSteps:
     seed: int = 0
     device: str = "cpu"
     stored: torch.dtype | None = None
+    scales: Sequence[KVScale] | None = None
     pool: KVPool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class AttentionSteps:
             self.device,
             self._num_slots,
             self.stored,
+            self.scales,
         )
         shape = (self.max_requests, self.max_context)
         self.req_to_token = torch.randperm(self._num_slots - 1, generator=self._generator).view(shape)
@@ -151,6 +153,8 @@ class AttentionSteps:
         keys, values = (
             x[layer][request, : span.stop].double().repeat_interleave(group, 1) for x in (self.keys, self.values)
         )
+        if self.scales is not None:
+            keys, values = keys * self.scales[layer].k, values * self.scales[layer].v
         q = self.queries[layer][request, span.start : span.stop].double()
         scale = case.kind.key_size**-0.5 if case.scale is None else case.scale
         scores = torch.einsum("ihd,jhd->hij", q, keys) * scale

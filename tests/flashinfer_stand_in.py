@@ -8,6 +8,7 @@
     capture      only with fixed buffers; every replay must find all it read at the same addresses
     defaults     not causal, no window
     sinks        `run` takes them and ignores them
+    scales       `run` takes them as numbers of the host; that of values is a launch of its own, unless it is 1.0
 
 Signatures are the package's (`tests/flashinfer_signatures.py`).  Kernels compute in float64.
 """
@@ -219,6 +220,8 @@ class PagedWrapper(Planned):
         lse: torch.Tensor | None,
         return_lse: bool,
         window_left: int | None,
+        k_scale: float | None,
+        v_scale: float | None,
     ) -> Any:
         planned = self._planned
         if planned is None:
@@ -232,6 +235,7 @@ class PagedWrapper(Planned):
             raise ValueError(f"pages of {tuple(k.shape[1:])} with equal strides were planned otherwise")
         assert window_left is None or window_left == planned.window_left
         scale = q.shape[2] ** -0.5 if planned.sm_scale is None else planned.sm_scale
+        scale *= 1.0 if k_scale is None else k_scale
         out = torch.empty_like(q) if out is None else out
         if out.shape != q.shape or out.dtype != q.dtype:
             raise ValueError("out has another shape or dtype than q")
@@ -246,6 +250,9 @@ class PagedWrapper(Planned):
 
         reads = [self._float_workspace_buffer, workspace, q, k, v, indptr, indices, self._paged_kv_last_page_len_buf]
         self._launch(kernel, reads, scale, *mask, planned.num_rows)
+        if v_scale is not None and not (isinstance(v_scale, float) and v_scale == 1.0):
+            whole, factor = out, v_scale
+            self._launch(lambda: whole.mul_(factor), [], factor)
         return (out, lse) if return_lse else out
 
 

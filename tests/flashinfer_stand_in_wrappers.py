@@ -121,7 +121,7 @@ class BatchDecode(PagedWrapper):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
     ) -> Any:
-        return self._run_pages(q, paged_kv_cache, out, lse, return_lse, window_left)
+        return self._run_pages(q, paged_kv_cache, out, lse, return_lse, window_left, k_scale, v_scale)
 
 
 class BatchPrefill(PagedWrapper):
@@ -220,7 +220,7 @@ class BatchPrefill(PagedWrapper):
         use_fp16_softmax: bool | None = None,
         uses_spcompress: bool | None = None,
     ) -> Any:
-        return self._run_pages(q, paged_kv_cache, out, lse, return_lse, window_left)
+        return self._run_pages(q, paged_kv_cache, out, lse, return_lse, window_left, k_scale, v_scale)
 
 
 @dataclass(frozen=True)

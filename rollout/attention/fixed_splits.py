@@ -81,14 +81,15 @@ class FixedSplitsBackend(AttentionBackend):
         (num_tokens, heads, key_size), (_, kv_heads, value_size) = q.shape, v.shape
         table = batch.req_to_token if window is None else batch.window_table
         shape: Shape = self._kernels.Shape.of(heads // kv_heads, key_size, value_size, q.dtype)
-        scale = key_size**-0.5 if scale is None else scale
+        k_scale, v_scale = self.kv.scales[layer]
+        scale = (key_size**-0.5 if scale is None else scale) * k_scale
         out, cut = q.new_empty(num_tokens, heads, value_size), batch.num_extend_tokens
         rest = (shape, scale, window, sinks)
         if cut:
-            self._kernels.attend(q[:cut], k, v, table, self._tiles(shape.tokens), out[:cut], *rest)
+            self._kernels.attend(q[:cut], k, v, table, self._tiles(shape.tokens), out[:cut], *rest, None, v_scale)
         if self._decodes is not None:
             parts = self._parts(num_tokens - cut, heads, kv_heads, value_size, shape, window)
-            self._kernels.attend(q[cut:], k, v, table, self._decodes, out[cut:], *rest, parts)
+            self._kernels.attend(q[cut:], k, v, table, self._decodes, out[cut:], *rest, parts, v_scale)
         return out.flatten(1)
 
     def _tiles(self, tokens: int) -> torch.Tensor:

@@ -118,7 +118,7 @@ class FlashInferBackend(AttentionBackend):
             self._shared.kinds[kind] = None
             self._plan_kind(kind)
             self._copied.record()
-        return self._kinds[kind].run(q, k, v, sinks).flatten(1)
+        return self._kinds[kind].run(q, k, v, sinks, self.kv.scales[layer]).flatten(1)
 
     def _plan_kind(self, kind: LayerKind) -> None:
         assert self._sequences is not None, "plan comes before attend"

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from rollout.attention.flashinfer_sequences import CsrPart
 from rollout.core.errors import StartupError
+from rollout.memory.kv_pool import KVScale
 
 Dtypes = tuple[torch.dtype, torch.dtype]
 # The sum of a softmax comes as its logarithm to the base of 2.
@@ -56,7 +57,9 @@ class FixedBuffers(NamedTuple):
 class KindOfLayer(ABC):
     """Plans and runs the layers of one kind.  `dtypes`: of queries and results, and of keys and values.
 
-    Keys and values in float8_e4m3fn have a scale of 1, the default of FlashInfer's `k_scale` and `v_scale`.
+    Layers of one kind may have different scales of keys and values in float8_e4m3fn: `run` takes them.  FlashInfer
+    multiplies the scores' scale by that of the keys on the host, and the result by that of the values, unless it is 1,
+    with a launch of its own.
 
     `workspace` uint8 is zero before its first use, and may be shared by all kinds.  With `fixed` buffers there are only
     decoding requests, always the same number, and `run` can be captured.
@@ -80,7 +83,9 @@ class KindOfLayer(ABC):
         if decodes is not None:
             self._plan_decodes(decodes)
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scales: KVScale
+    ) -> torch.Tensor:
         """Attend with q [T, H, hd] to the pools k and v [S, kv heads, size] of a layer.
 
         Returns [T, H, value size].
@@ -88,9 +93,9 @@ class KindOfLayer(ABC):
         out = q.new_empty(q.shape[0], q.shape[1], self.kind.value_size)
         cut = self._num_extend_tokens
         if cut:
-            self._run_extends(q[:cut], k, v, sinks, out[:cut])
+            self._run_extends(q[:cut], k, v, sinks, scales, out[:cut])
         if self._has_decodes:
-            self._run_decodes(q[cut:], k, v, sinks, out[cut:])
+            self._run_decodes(q[cut:], k, v, sinks, scales, out[cut:])
         return out
 
     @abstractmethod
@@ -101,12 +106,24 @@ class KindOfLayer(ABC):
 
     @abstractmethod
     def _run_extends(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scales: KVScale,
+        out: torch.Tensor,
     ) -> None: ...
 
     @abstractmethod
     def _run_decodes(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scales: KVScale,
+        out: torch.Tensor,
     ) -> None: ...
 
 
@@ -176,26 +193,44 @@ class GroupedHeads(KindOfLayer):
         )
 
     def _run_extends(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scales: KVScale,
+        out: torch.Tensor,
     ) -> None:
-        _run_paged(self._extend, q, k, v, sinks, out)
+        _run_paged(self._extend, q, k, v, sinks, scales, out)
 
     def _run_decodes(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scales: KVScale,
+        out: torch.Tensor,
     ) -> None:
-        _run_paged(self._decode, q, k, v, sinks, out)
+        _run_paged(self._decode, q, k, v, sinks, scales, out)
 
 
 def _run_paged(
-    wrapper: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+    wrapper: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scales: KVScale,
+    out: torch.Tensor,
 ) -> None:
     pages = k.unsqueeze(1), v.unsqueeze(1)
     if sinks is None:
-        wrapper.run(q, pages, out=out)
+        wrapper.run(q, pages, out=out, k_scale=scales.k, v_scale=scales.v)
         return
     # `run` takes `sinks`, and ignores them where it does not run on Blackwell.  One more score in the sum of the
     # softmax, which has no value, scales the output.
-    _, log2_sums_TH = wrapper.run(q, pages, out=out, return_lse=True)
+    _, log2_sums_TH = wrapper.run(q, pages, out=out, return_lse=True, k_scale=scales.k, v_scale=scales.v)
     out.mul_(torch.sigmoid(log2_sums_TH * _LN_2 - sinks.float()).unsqueeze(-1))
 
 
@@ -252,7 +287,13 @@ class Latents(KindOfLayer):
         )
 
     def _run_extends(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scales: KVScale,
+        out: torch.Tensor,
     ) -> None:
         assert sinks is None and self._extend is not None, "no model has latent attention with sinks"
         missing = self._causal_heads - q.shape[1]
@@ -262,7 +303,13 @@ class Latents(KindOfLayer):
             self._extend.run(query=q, kv_cache=k, out=out)
 
     def _run_decodes(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scales: KVScale,
+        out: torch.Tensor,
     ) -> None:
         assert sinks is None, "no model has latent attention with sinks"
         self._decode.run(query=q, kv_cache=k, out=out)

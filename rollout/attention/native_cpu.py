@@ -70,11 +70,12 @@ class NativeCpuBackend(AttentionBackend):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        scale = q.shape[2] ** -0.5 if scale is None else scale
+        k_scale, v_scale = self.kv.scales[layer]
+        scale = (q.shape[2] ** -0.5 if scale is None else scale) * k_scale
         operands = self.operands
         if window is not None:
             operands = operands._replace(req_to_token=self._window_table)
-        out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *operands, scale, window, sinks)
+        out = self._paged_attention(q, self.kv.k[layer], self.kv.v[layer], *operands, scale, window, sinks, v_scale)
         rows: torch.Tensor = out.flatten(1)
         return rows
 

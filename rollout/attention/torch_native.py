@@ -54,7 +54,10 @@ class _DecodeBucket:
 
 
 class TorchNativeBackend(AttentionBackend):
-    """Attention in plain torch.  Keys and values in FP8 are widened when they are gathered."""
+    """Attention in plain torch.  Keys and values in FP8 are widened when they are gathered.
+
+    Their scales are factors of the scores' scale and of the result.
+    """
 
     def __init__(self, kv: KVPool) -> None:
         super().__init__(kv)
@@ -78,6 +81,15 @@ class TorchNativeBackend(AttentionBackend):
         scale: float | None = None,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        k_scale, v_scale = self.kv.scales[layer]
+        if k_scale != 1.0:
+            scale = (q.shape[2] ** -0.5 if scale is None else scale) * k_scale
+        out = self._attend(layer, q, scale, window, sinks)
+        return out if v_scale == 1.0 else out.mul_(v_scale)
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, scale: float | None, window: int | None, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         k_pool, v_pool = self.kv.k[layer], self.kv.v[layer]
         out = q.new_empty(q.shape[0], q.shape[1] * v_pool.shape[2])

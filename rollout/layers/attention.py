@@ -95,6 +95,7 @@ class Attention(Layer):
             context.batch.kv_slots(self.window),
             self._norm.eps,
             self._norm.weight_offset,
+            *kv.scales[self.layer_id],
         )
         sinks = None if self.sinks is None else self.sinks.weight
         attended = context.attention.attend(self.layer_id, query, window=self.window, sinks=sinks)

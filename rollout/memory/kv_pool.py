@@ -9,6 +9,7 @@ Shapes: S slots, T tokens of a step, H_kv key-value heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,13 @@ import torch
 from rollout.core.errors import InvariantError, StartupError
 from rollout.core.host_copy import to_device
 from rollout.core.specs.layer_specs import KVKind, LatentKV, WindowKV
+
+
+class KVScale(NamedTuple):
+    """The factors of what a layer's pools hold in FP8: keys are k times it, values v times it.  Numbers of float32."""
+
+    k: float = 1.0
+    v: float = 1.0
 
 
 class KVPool:
@@ -26,6 +34,8 @@ class KVPool:
     or `window_padding_slot`, belongs to no request: padding rows of a captured step write there.
 
     `dtype` is the dtype of queries and of results.  Keys and values are held in `stored`, by default the same.
+    `scales` are of the layers, by default 1.  They never change: slots that were written keep their meaning, and
+    captured steps the numbers that they were captured with.
     """
 
     def __init__(
@@ -36,8 +46,11 @@ class KVPool:
         device: torch.device | str = "cpu",
         num_window_slots: int | None = None,
         stored: torch.dtype | None = None,
+        scales: Sequence[KVScale] | None = None,
     ) -> None:
         self.dtype, self.stored = dtype, stored or dtype
+        self.scales = (KVScale(),) * len(layers) if scales is None else tuple(scales)
+        assert len(self.scales) == len(layers), "a scale for each layer"
         self.padding_slot = num_slots
         self.window_padding_slot = apart = num_slots if num_window_slots is None else num_window_slots
         counts = [1 + (apart if isinstance(x, WindowKV) else num_slots) for x in layers]

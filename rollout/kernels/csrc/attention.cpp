@@ -62,7 +62,7 @@ struct Arguments {
   at::Tensor& out;
   const std::optional<at::Tensor>& sinks;
   Sequences sequences;
-  float scale;
+  float scale, value_scale;
   int64_t window;
 
   bool is_fp8() const { return k_pool.scalar_type() == at::kFloat8_e4m3fn; }
@@ -216,7 +216,7 @@ class Step {
         first_of_head<Fp8>(k, work.kv_head),
         first_of_head<Fp8>(v, work.kv_head)};
     float* memory = thread_memory(Workspace::floats(rows, sizes, arguments_.is_fp8()));
-    return {tile, Workspace(memory, rows, sizes), sizes, arguments_.scale};
+    return {tile, Workspace(memory, rows, sizes), sizes, arguments_.scale, arguments_.value_scale};
   }
 
   // Of slot 0; null for a pool of another dtype.
@@ -272,7 +272,7 @@ class Step {
 
 void check(const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& v_pool, const at::Tensor& req_to_token,
            const at::Tensor& rows, const at::Tensor& query_lens, const at::Tensor& kv_lens, double scale,
-           std::optional<int64_t> window, const std::optional<at::Tensor>& sinks) {
+           std::optional<int64_t> window, const std::optional<at::Tensor>& sinks, double value_scale) {
   TORCH_CHECK_VALUE(q.dim() == 3 && k_pool.dim() == 3 && v_pool.dim() == 3, "q and the pools have three dimensions");
   const int64_t hd = q.size(2), kv_heads = k_pool.size(1);
   const int64_t vd = v_pool.size(2);
@@ -300,7 +300,7 @@ void check(const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& v_po
                     "the slot table is two-dimensional with positions next to each other");
   TORCH_CHECK_VALUE(rows.dim() == 1 && rows.sizes() == query_lens.sizes() && rows.sizes() == kv_lens.sizes(),
                     "rows and lengths are vectors of one size");
-  TORCH_CHECK_VALUE(scale > 0, "the scale is not positive");
+  TORCH_CHECK_VALUE(scale > 0 && value_scale > 0, "a scale is not positive");
 }
 
 Sequences read_sequences(const at::Tensor& q, const at::Tensor& req_to_token, const at::Tensor& rows,
@@ -328,12 +328,12 @@ Sequences read_sequences(const at::Tensor& q, const at::Tensor& req_to_token, co
 // its keys and values, their own included, lie in the slots req_to_token[rows[n], 0 : kv_lens[n]].  Query head h reads
 // key/value head h / G.  With a window a query sees the keys of its own position and of the window - 1 before; the others
 // are not read, but for those that a neighbouring query sees.  `sinks` [H] are one more logit, without a value.  A row of scores that are all -inf gives NaN.  NaN or infinity in a value makes NaN, and may
-// also do so at the positions of the same call and block before it.  Raises ValueError, TypeError, IndexError.
+// also do so at the positions of the same call and block before it.  Results are multiplied by `value_scale`.  Raises ValueError, TypeError, IndexError.
 at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_pool, const at::Tensor& v_pool,
                            const at::Tensor& req_to_token, const at::Tensor& rows, const at::Tensor& query_lens,
                            const at::Tensor& kv_lens, double scale, std::optional<int64_t> window,
-                           const std::optional<at::Tensor>& sinks) {
-  check(q, k_pool, v_pool, req_to_token, rows, query_lens, kv_lens, scale, window, sinks);
+                           const std::optional<at::Tensor>& sinks, double value_scale) {
+  check(q, k_pool, v_pool, req_to_token, rows, query_lens, kv_lens, scale, window, sinks, value_scale);
   at::Tensor out = at::empty({q.size(0), q.size(1), v_pool.size(2)}, q.options());
   const Arguments arguments{.q = q,
                             .k_pool = k_pool,
@@ -342,6 +342,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_pool, const 
                             .sinks = sinks,
                             .sequences = read_sequences(q, req_to_token, rows, query_lens, kv_lens),
                             .scale = static_cast<float>(scale),
+                            .value_scale = static_cast<float>(value_scale),
                             .window = std::min(window.value_or(kNoWindow), kNoWindow)};
   const int threads = team_size(arguments.nanoseconds());
   switch (q.scalar_type()) {
@@ -358,7 +359,7 @@ at::Tensor paged_attention(const at::Tensor& q, const at::Tensor& k_pool, const 
 
 TORCH_LIBRARY_FRAGMENT(lockstep, m) {
   m.def("paged_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor req_to_token, Tensor rows, Tensor query_lens, "
-        "Tensor kv_lens, float scale, int? window=None, Tensor? sinks=None) -> Tensor");
+        "Tensor kv_lens, float scale, int? window=None, Tensor? sinks=None, float value_scale=1.0) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(lockstep, CPU, m) { m.impl("paged_attention", &lockstep::attention::paged_attention); }

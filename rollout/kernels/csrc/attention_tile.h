@@ -10,7 +10,8 @@
 // So it does not matter which rows share a tile, how a sequence was cut into chunks, or which thread came by.
 //
 // Keys and values in FP8 are widened a block and head at a time, which is exact.  The arithmetic is that of the queries'
-// dtype: results are those of pools that hold the widened numbers.
+// dtype: results are those of pools that hold the widened numbers.  The scale of the keys is a factor of the scores', that
+// of the values a factor of the result in float.
 #pragma once
 
 #include <algorithm>
@@ -85,14 +86,15 @@ class TileAttention {
  public:
   using Scalar = typename U::Scalar;
 
-  TileAttention(const Tile<Scalar>& tile, const Workspace& space, HeadSizes sizes, float scale)
+  TileAttention(const Tile<Scalar>& tile, const Workspace& space, HeadSizes sizes, float scale, float value_scale)
       : tile_(tile),
         space_(space),
         sizes_(sizes),
         units_(sizes.key / U::kPerUnit),
         query_stride_(round_up(units_, kLanes)),
         columns_(sizes.value_columns()),
-        scale_(scale * kLog2E) {}
+        scale_(scale * kLog2E),
+        value_scale_(value_scale) {}
 
   void pack_queries() const {
     if (is_in_place()) return transpose_queries();
@@ -144,10 +146,10 @@ class TileAttention {
       Scalar* target = out + position * position_stride + head * sizes_.value;
       float total = sum(load(denominators)), factor = 1.0f;
       if (tile_.sinks != nullptr) add_sink(static_cast<float>(tile_.sinks[head]), *maxima, total, factor);
-      const F32x16 denominator = splat(total), numerator = splat(factor);
+      const F32x16 denominator = splat(total), numerator = splat(factor), unit = splat(value_scale_);
       for (int d = 0; d < sizes_.value; d += kLanes) {
         // Adding zero makes -0 and 0 one: which of them a masked key leaves behind depends on its value.
-        const F32x16 average = load(numerators + d) * numerator / denominator + zeros();
+        const F32x16 average = load(numerators + d) * numerator / denominator * unit + zeros();
         store_some(target + d, average, first_of(sizes_.value - d));
       }
       numerators += columns_;
@@ -309,7 +311,7 @@ class TileAttention {
   const Workspace space_;
   const HeadSizes sizes_;
   const int units_, query_stride_, columns_;
-  const float scale_;
+  const float scale_, value_scale_;
 };
 
 }  // namespace lockstep::attention

@@ -1,7 +1,8 @@
 // Between FP8 (e4m3fn: 4 bits of exponent, 3 of mantissa, no infinity) and the dtypes of models.
 //
 // Plain loops over integers, which the compiler turns into vectors.  Widening is exact.  Narrowing rounds to nearest even
-// and saturates: beyond 448 a number becomes 448, NaN stays NaN.  So it equals torch's `.clamp(-448, 448).to(...)`.
+// and saturates: beyond 448 a number becomes 448, NaN stays NaN.  So it equals torch's `.clamp(-448, 448).to(...)`, of the
+// quotient in float where there is a scale.
 #pragma once
 
 #include <algorithm>
@@ -50,8 +51,8 @@ inline void widen(const Fp8* from, c10::Half* to, int64_t count) {
 
 // Of float or bf16.
 template <class Scalar>
-inline void narrow(const Scalar* from, Fp8* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) to[i].x = fp8_bits_of_float(static_cast<float>(from[i]));
+inline void narrow(const Scalar* from, Fp8* to, int64_t count, float scale = 1.0f) {
+  for (int64_t i = 0; i < count; ++i) to[i].x = fp8_bits_of_float(static_cast<float>(from[i]) / scale);
 }
 
 }  // namespace lockstep

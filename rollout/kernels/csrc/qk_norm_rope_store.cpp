@@ -1,7 +1,7 @@
 // The path of queries, keys and values from projection to KV pool.
 //
 // Rounding as in plain torch: norms as in norm.h; both products of the rotation and their sum rounded one by one.  Pools
-// in FP8 take the rounded keys and values, rounded once more.
+// in FP8 take the rounded keys and values over their scales, rounded once more.
 //
 // Shapes: T tokens, H query heads, Hkv key/value heads, hd head size, rd of it that is rotated, S slots of the KV pool.
 #include <vector>
@@ -25,6 +25,7 @@ struct HeadPath {
   T* q;
   T *k_pool, *v_pool;      // null where the pools are FP8
   Fp8 *k_pool_8, *v_pool_8;  // null elsewhere
+  float k_scale, v_scale;    // of FP8
   const int64_t* slots;
   int64_t row_stride, num_heads, num_kv_heads, head_dim, rotary_dim;
   NormRule rule;
@@ -67,9 +68,9 @@ struct HeadPath {
       const bool narrows = h >= num_heads && k_pool == nullptr;
       T* place = narrows ? key : h < num_heads ? q + (t * num_heads + h) * head_dim : k_pool + key_offset;
       norm_and_rotate(row + h * head_dim, weight == nullptr ? nullptr : weight + h * head_dim, c, s, place, normed);
-      if (narrows) narrow(key, k_pool_8 + key_offset, head_dim);
+      if (narrows) narrow(key, k_pool_8 + key_offset, head_dim, k_scale);
     }
-    if (v_pool == nullptr) return narrow(value, v_pool_8 + pool_offset, values);
+    if (v_pool == nullptr) return narrow(value, v_pool_8 + pool_offset, values, v_scale);
     std::memcpy(v_pool + pool_offset, value, values * sizeof(T));
   }
 };
@@ -81,7 +82,7 @@ T* data_if(at::Tensor& pool) {
 
 at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Tensor>& weight, const at::Tensor& angles,
                               at::Tensor& k_pool, at::Tensor& v_pool, const at::Tensor& slots, double eps,
-                              std::optional<double> weight_offset) {
+                              std::optional<double> weight_offset, double k_scale, double v_scale) {
   TORCH_CHECK(qkv.dim() == 2 && angles.dim() == 3 && k_pool.dim() == 3 && k_pool.sizes() == v_pool.sizes(),
               "projections must be [T, (H + 2 Hkv) hd], angles [T, 2, rd] and both pools [S, Hkv, hd]");
   const int64_t num_tokens = slots.numel(), num_kv_heads = k_pool.size(1), head_dim = k_pool.size(2);
@@ -100,6 +101,8 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Ten
               "all arguments must be contiguous, but for what lies between rows of the projections");
   check_same_dtype(qkv, {weight ? *weight : qkv, angles});
   check_same_dtype(k_pool.scalar_type() == at::kFloat8_e4m3fn ? k_pool : qkv, {k_pool, v_pool});
+  TORCH_CHECK(k_pool.scalar_type() == at::kFloat8_e4m3fn ? k_scale > 0 && v_scale > 0 : k_scale == 1 && v_scale == 1,
+              "keys and values in FP8 have positive scales, others have none");
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < num_tokens; ++t) {
     TORCH_CHECK(slot[t] >= 0 && slot[t] < k_pool.size(0), "slot ", slot[t], " is outside the pool");
@@ -116,6 +119,8 @@ at::Tensor qk_norm_rope_store(const at::Tensor& qkv, const std::optional<at::Ten
         .v_pool = data_if<T>(v_pool),
         .k_pool_8 = data_if<Fp8>(k_pool),
         .v_pool_8 = data_if<Fp8>(v_pool),
+        .k_scale = static_cast<float>(k_scale),
+        .v_scale = static_cast<float>(v_scale),
         .slots = slot,
         .row_stride = qkv.stride(0),
         .num_heads = num_heads,

@@ -6,7 +6,8 @@
 
 Splits begin at multiples of SPLIT, blocks at multiples of BLOCK, whatever part of the sequence a step computes.  What a
 token does not see changes neither its sums nor its largest score.  So its bits do not depend on the batch, on chunks,
-or on whether it was a prompt's token.
+or on whether it was a prompt's token.  The scale of keys in FP8 is a factor of the scores', that of values a factor of
+the sums of each split.
 
 One program takes a tile: some tokens of a sequence times the query heads of one key/value head.  For many programs it
 takes all splits, one after the other.  For few it takes one split, and `merge_kernel` merges.  The arithmetic of both
@@ -119,6 +120,7 @@ def attend_kernel(
     part_total,
     part_sums,
     scale,
+    value_scale,
     table_row,
     q_token,
     q_head,
@@ -206,6 +208,8 @@ def attend_kernel(
             split_total = split_total * before + tl.sum(weights, 1)
             split_sums = split_sums * before[:, None]
             split_sums = tl.dot(weights.to(dtype), values.to(dtype), split_sums, input_precision="ieee")
+        if v.dtype.element_ty == tl.float8e4nv:
+            split_sums = split_sums * value_scale
         largest, before, own = scales_of(largest, split_largest)
         total = total * before + split_total * own
         sums = sums * before[:, None] + split_sums * own[:, None]
@@ -299,11 +303,12 @@ def attend(
     window: int | None,
     sinks_H: torch.Tensor | None,
     parts: Parts | None = None,
+    value_scale: float = 1.0,
 ) -> None:
     """Attend with the queries of the tiles [N, 4] (see `attend_kernel`) to pools [slots, Hkv, size], into `out`.
 
     `table` [rows, positions] int64 has the slots.  With `parts` every tile is one token, tile n the token n: programs
-    take one split each, of at most as many as there is room for.
+    take one split each, of at most as many as there is room for.  `value_scale`: of values in FP8.
     """
     (_, heads, key_size), (_, kv_heads, value_size) = q_THD.shape, v_pool.shape
     assert table.stride(1) == q_THD.stride(2) == k_pool.stride(2) == v_pool.stride(2) == 1 and out_THV.is_contiguous()
@@ -321,6 +326,7 @@ def attend(
         out_THV,
         *room,
         scale * _LOG2_E.value,
+        value_scale,
         table.stride(0),
         *q_THD.stride()[:2],
         *k_pool.stride()[:2],
@@ -367,7 +373,12 @@ def compile_cases() -> list[tuple[Any, ...]]:
         of = torch.float32 if dtype == "fp32" else torch.bfloat16
         shape = Shape.of(group, key, value, of)
         signature = dict.fromkeys(("q", "sinks", "out"), f"*{dtype}") | dict.fromkeys(("k", "v"), f"*{stored}")
-        signature |= parts | {"table": "*i64", "tiles": "*i64", "scale": "fp32"} | dict.fromkeys(numbers, "i32")
+        signature |= (
+            parts
+            | {"table": "*i64", "tiles": "*i64", "scale": "fp32"}
+            | {"value_scale": "fp32"}
+            | dict.fromkeys(numbers, "i32")
+        )
         limits = {"WINDOW": window, "HAS_SINKS": window > 0}
         constants = limits | shape.constants(group, key, value)
         cases.append((f"fixed attention {name} {dtype}", attend_kernel, signature, constants, shape.num_warps, _STAGES))

@@ -2,8 +2,8 @@
 
 One Triton program takes some heads of one token: it norms queries and keys by head, rotates their first elements, and
 stores keys and values in the token's slot.  It rounds as plain torch does: the norm as in `add_rms_norm`, both products
-of the rotation and their sum one by one.  Pools in FP8 take the rounded keys and values, rounded once more, with
-numbers beyond 448 as 448.  A token's bits depend on that token alone.
+of the rotation and their sum one by one.  Pools in FP8 take the rounded keys and values over their scales, rounded once
+more, with numbers beyond 448 as 448.  A token's bits depend on that token alone.
 
 Shapes: T tokens, H query heads, Hkv key/value heads, hd head size, rd rotated elements of it, S slots of the KV pool.
 """
@@ -39,6 +39,8 @@ def qk_norm_rope_store_kernel(
     v_head_stride,
     eps,
     weight_offset,
+    k_scale,
+    v_scale,
     H: tl.constexpr,
     HKV: tl.constexpr,
     HD: tl.constexpr,
@@ -78,16 +80,16 @@ def qk_norm_rope_store_kernel(
     tl.store(out + (token * H + head) * HD + at, x, mask=query_or_key & (head < H))
     slot = tl.load(slots + token)
     key_place = k_pool + slot * k_slot_stride + (head - H) * k_head_stride + at
-    tl.store(key_place, as_stored(x, k_pool), mask=query_or_key & (head >= H))
+    tl.store(key_place, as_stored(x, k_scale, k_pool), mask=query_or_key & (head >= H))
     value_place = v_pool + slot * v_slot_stride + (head - turned) * v_head_stride + at
-    tl.store(value_place, as_stored(value.to(dtype), v_pool), mask=inside & (head >= turned))
+    tl.store(value_place, as_stored(value.to(dtype), v_scale, v_pool), mask=inside & (head >= turned))
 
 
 @triton.jit
-def as_stored(x, pool):
-    """Return x as the pool holds it."""
+def as_stored(x, scale, pool):
+    """Return x as the pool holds it.  `scale`: of FP8; other pools have none."""
     if pool.dtype.element_ty == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.clamp(tl.div_rn(x.to(tl.float32), scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(pool.dtype.element_ty)
 
 
@@ -100,6 +102,8 @@ def qk_norm_rope_store(
     slots: torch.Tensor,
     eps: float,
     weight_offset: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, and store keys and values in the pools' `slots`; return the queries.
 
@@ -127,6 +131,8 @@ def qk_norm_rope_store(
         *v_pool.stride()[:2],
         eps,
         weight_offset or 0.0,
+        k_scale,
+        v_scale,
         H=num_heads,
         HKV=num_kv_heads,
         HD=head_dim,
@@ -147,7 +153,7 @@ def compile_cases() -> list[tuple[Any, ...]]:
     signature = dict.fromkeys(("qkv", "weight", "angles", "k_pool", "v_pool"), "*bf16")
     signature |= {"slots": "*i64", "out": "*bf16"}
     strides = ("qkv_stride", "k_slot_stride", "k_head_stride", "v_slot_stride", "v_head_stride")
-    signature |= dict.fromkeys(strides, "i32") | dict.fromkeys(("eps", "weight_offset"), "fp32")
+    signature |= dict.fromkeys(strides, "i32") | dict.fromkeys(("eps", "weight_offset", "k_scale", "v_scale"), "fp32")
     return [
         (
             f"qk_norm_rope_store hd={size}{' norm' if norms else ''}{' offset' if offset else ''}{pools}",

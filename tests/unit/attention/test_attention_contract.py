@@ -15,7 +15,7 @@ from rollout.attention.flashinfer import FlashInferBackend
 from rollout.attention.native_cpu import NativeCpuBackend
 from rollout.attention.torch_native import TorchNativeBackend
 from rollout.core.specs.layer_specs import FullKV, LatentKV, WindowKV
-from rollout.memory.kv_pool import KVPool
+from rollout.memory.kv_pool import KVPool, KVScale
 from tests.attention_steps import AttentionSteps, LayerCase, Layout
 from tests.flashinfer_stand_in import stand_in
 from tests.kernels import native_ops
@@ -73,13 +73,28 @@ def test_every_backend_agrees_with_float64(model: str, dtype: torch.dtype, backe
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_keys_and_values_in_fp8(dtype: torch.dtype, backend: str) -> None:
-    """Keys and values that were widened before would give the same results."""
+    """Keys and values that were widened before would give the same results, times their scales if there are any."""
     for model in ("grouped heads", "one group, scaled", "windows and sinks"):
-        steps = AttentionSteps(MODELS[model], dtype, stored=torch.float8_e4m3fn)
-        assert steps.pool.k[0].dtype == torch.float8_e4m3fn
-        made = BACKENDS[backend](steps.pool)
-        for layout in LAYOUTS.values():
-            steps.check(made, layout)
+        for scales in (None, [KVScale(0.31, 1.7), KVScale(2.0, 0.013)]):
+            layers = MODELS[model]
+            steps = AttentionSteps(layers, dtype, stored=torch.float8_e4m3fn, scales=scales and scales[: len(layers)])
+            assert steps.pool.k[0].dtype == torch.float8_e4m3fn
+            made = BACKENDS[backend](steps.pool)
+            for layout in LAYOUTS.values():
+                steps.check(made, layout)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("read", [KVScale(1.0, 1.7), KVScale(0.31, 1.0)], ids=["no scale of keys", "nor of values"])
+def test_a_scale_that_is_left_out_is_noticed(read: KVScale, backend: str) -> None:
+    steps = AttentionSteps(
+        MODELS["grouped heads"], torch.float32, stored=torch.float8_e4m3fn, scales=[KVScale(0.31, 1.7)]
+    )
+    made = BACKENDS[backend](steps.pool)
+    steps.check(made, LAYOUTS["mixed"])
+    steps.pool.scales = (read,)
+    with pytest.raises(AssertionError, match="layer 0"):
+        steps.check(made, LAYOUTS["mixed"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

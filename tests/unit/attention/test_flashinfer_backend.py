@@ -23,7 +23,7 @@ from rollout.core.errors import StartupError
 from rollout.core.forward_batch import ForwardBatch, WindowOperands
 from rollout.core.specs.layer_specs import FullKV, KVKind, LatentKV, WindowKV
 from rollout.executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
-from rollout.memory.kv_pool import KVPool, ReqToTokenPool
+from rollout.memory.kv_pool import KVPool, KVScale, ReqToTokenPool
 from tests.attention_steps import AttentionSteps, LayerCase, Layout
 from tests.flashinfer_signatures import differences
 from tests.flashinfer_stand_in import stand_in
@@ -141,9 +141,34 @@ def test_captured_steps_replay_correctly_while_requests_come_and_go(layers: list
     assert not wrong_replays(layers, lambda backend, batch: backend.plan(batch))
 
 
-def wrong_replays(layers: list[LayerCase], plan: Callable[[Any, ForwardBatch], None]) -> list[str]:
-    """List the replays that raised or got wrong results; `plan` prepares each replay."""
-    steps = AttentionSteps(layers, torch.bfloat16)
+def test_layers_with_other_scales_share_a_plan_and_can_be_captured() -> None:
+    """The scale of the values is a launch of its own, which there is not for a scale of 1."""
+    layers, scales = [LAYERS[0], LAYERS[1], LAYERS[0]], [KVScale(0.31, 1.7), KVScale(2.0, 0.5), KVScale()]
+    assert not wrong_replays(layers, lambda backend, batch: backend.plan(batch), scales)
+    steps = AttentionSteps(layers, torch.bfloat16, stored=torch.float8_e4m3fn, scales=scales)
+    backend, library = on_stand_in(steps)
+    steps.check(backend, MIXED)
+    assert len(backend._kinds) == 2
+    decodes = Layout(decodes=[(5, 70), (4, 8)])
+    made = backend.for_graph(2)
+    assert made is not None
+    made.plan(steps.batch(decodes))
+    launches = []
+    for layer in range(len(layers)):
+        call = _call(steps, made, layer, steps.q(layer, decodes))
+        call()
+        launches.append(len(library.Graph(call)._kernels))
+    assert launches == [2, 2, 1]
+
+
+def wrong_replays(
+    layers: list[LayerCase],
+    plan: Callable[[Any, ForwardBatch], None],
+    scales: list[KVScale] | None = None,
+) -> list[str]:
+    """List the replays that raised or got wrong results; `plan` prepares each replay.  With scales KV is in FP8."""
+    stored = None if scales is None else torch.float8_e4m3fn
+    steps = AttentionSteps(layers, torch.bfloat16, stored=stored, scales=scales)
     backend, library = on_stand_in(steps)
     steps.check(backend, MIXED)
     graphs = {}
@@ -324,7 +349,7 @@ WRONG: dict[str, tuple[Any, str, str, str]] = {
     "scale of the keys": (GroupedHeads, "_plan_decodes", "sm_scale=kind.scale", "sm_scale=None"),
     "latents not causal": (Latents, "_plan_extends", "causal=True", "causal=False"),
     "all heads as they are": (Latents, "_plan_extends", "self._causal_heads", "self.kind.num_heads"),
-    "rows swapped": (KindOfLayer, "run", "q[cut:], k, v, sinks, out[cut:]", "q[:-cut], k, v, sinks, out[cut:]"),
+    "rows swapped": (KindOfLayer, "run", "q[cut:], k, v, sinks, scales", "q[:-cut], k, v, sinks, scales"),
     "plans of the first kind": (FlashInferBackend, "plan", "in self._shared.kinds", "in list(self._shared.kinds)[:1]"),
     "table without windows": (StepSequences, "_read", "self._tables[window is not None]", "self._tables[0]"),
 }
@@ -385,7 +410,13 @@ def test_keys_and_values_swapped_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.mutant
 def test_sinks_that_the_library_ignores_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(
-        wrapper: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, out: torch.Tensor
+        wrapper: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor,
+        _: KVScale,
+        out: torch.Tensor,
     ) -> None:
         wrapper.run(q, (k.unsqueeze(1), v.unsqueeze(1)), out=out, sinks=sinks)
 

@@ -37,7 +37,9 @@ def numbers() -> torch.Tensor:
     return torch.cat((exact, *around, special))
 
 
-def stored(form: Callable[..., torch.Tensor], values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def stored(
+    form: Callable[..., torch.Tensor], values: torch.Tensor, dtype: torch.dtype, scales: tuple[float, float]
+) -> tuple[torch.Tensor, ...]:
     """Return the rows of both pools [S, 1, hd] for one query, key and value head; keys do not turn."""
     head_dim = 16
     rows = torch.nn.functional.pad(values, (0, -len(values) % head_dim)).view(-1, head_dim).to(dtype)
@@ -45,17 +47,24 @@ def stored(form: Callable[..., torch.Tensor], values: torch.Tensor, dtype: torch
     angles = torch.stack((torch.ones(count, 2), torch.zeros(count, 2)), 1).to(dtype)
     slots = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     pools = [torch.zeros(count, 1, head_dim).to(FP8) for _ in range(2)]
-    form(torch.cat((rows, rows, rows), 1), None, angles, *pools, slots, 1e-6)
+    form(torch.cat((rows, rows, rows), 1), None, angles, *pools, slots, 1e-6, None, *scales)
     return tuple(pool_rows(pool, slots).view(torch.uint8) for pool in pools)
 
 
-def rounds_all(form: Callable[..., torch.Tensor], values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether both pools hold the numbers nearest to `values`, at most 448."""
-    want = values.to(dtype).float().clamp(-FP8_MAX, FP8_MAX).to(FP8).float()
-    assert want.abs().nan_to_num(0).max() == FP8_MAX
-    keys, values_8 = (rows.view(FP8).float().flatten()[: len(want)] for rows in stored(form, values, dtype))
-    kept = torch.arange(len(want)) % 16 >= 2  # turned by zero, infinity would be NaN
-    pairs = (keys[kept], want[kept]), (values_8, want)
+def rounds_all(
+    form: Callable[..., torch.Tensor],
+    values: torch.Tensor,
+    dtype: torch.dtype,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> bool:
+    """Return whether both pools hold the numbers nearest to `values` over their scale, at most 448."""
+    wanted = [
+        (values.to(dtype).float() / torch.tensor(scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8).float() for scale in scales
+    ]
+    assert all(want.abs().nan_to_num(0).max() == FP8_MAX for want in wanted)
+    keys, values_8 = (rows.view(FP8).float().flatten()[: len(values)] for rows in stored(form, values, dtype, scales))
+    kept = torch.arange(len(values)) % 16 >= 2  # turned by zero, infinity would be NaN
+    pairs = (keys[kept], wanted[0][kept]), (values_8, wanted[1])
     return all(((one == two) | (one.isnan() & two.isnan())).all() for one, two in pairs)
 
 
@@ -70,6 +79,30 @@ def test_every_number_is_rounded_and_saturated(form: str, dtype: torch.dtype) ->
     if form == "triton":  # its interpreter does not round as a device does: numbers between two are left out
         values = values[(values.clamp(-FP8_MAX, FP8_MAX).to(FP8).float() == values) | (values.abs() > FP8_MAX)]
     assert rounds_all(FORMS[form], values, dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quotients_are_rounded_and_saturated(form: str) -> None:
+    """Plain torch and the compiled operator agree bit for bit; the interpreter divides by powers of two."""
+    if form == "triton":
+        exact = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+        assert rounds_all(FORMS[form], exact[exact.isfinite()] * 4, torch.float32, (4.0, 0.5))
+        return
+    for scales in ((0.0131, 3.0), (1e-3, 117.5)):
+        values = torch.cat([numbers(), *(numbers() * scale for scale in scales)])
+        for dtype in DTYPES:
+            assert rounds_all(FORMS[form], values, dtype, scales)
+
+
+def test_a_reciprocal_is_noticed() -> None:
+    """To multiply by the scale's reciprocal, which is rounded, rounds some numbers otherwise."""
+
+    def multiplies(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
+        *rest, k_scale, v_scale = rest
+        assert k_scale == v_scale
+        return qk_norm_rope_store.plain(qkv * (1 / torch.tensor(k_scale)), *rest)
+
+    assert not rounds_all(multiplies, numbers() * 0.0131, torch.float32, (0.0131, 0.0131))
 
 
 def test_other_roundings_are_noticed() -> None:
@@ -100,7 +133,8 @@ class Paged:
         q = torch.cat([self.q[row, start:stop] for row, start, stop in spans])
         scale = q.shape[2] ** -0.5
         out: torch.Tensor = torch.ops.lockstep.paged_attention(
-            q, *pools, self.table, rows, stops - starts, stops, scale, given.get("window"), given.get("sinks")
+            *(q, *pools, self.table, rows, stops - starts, stops, given.get("scale", scale)),
+            *(given.get("window"), given.get("sinks"), given.get("value_scale", 1.0)),
         )
         return out
 
@@ -125,6 +159,21 @@ def test_attention_is_that_of_widened_pools(heads: tuple[int, int, int], dtype: 
             assert torch.equal(whole, parts)
     last = torch.cumsum(torch.tensor([stop - start for _, start, stop in chunks]), 0) - 1
     assert torch.equal(paged.attend(chunks, paged.pools)[last], paged.attend(decodes, paged.pools))
+
+
+def test_scales_of_powers_of_two_give_the_bits_of_scaled_pools() -> None:
+    native_ops()
+    for heads in ((8, 2, 64), (4, 4, 40)):
+        paged = Paged([1, 130, 520], torch.bfloat16, heads)
+        scaled = [pool.bfloat16() * factor for pool, factor in zip(paged.pools, (0.125, 4.0), strict=True)]
+        spans = [(row, length // 3, length) for row, length in enumerate(paged.lengths)]
+        usual = heads[2] ** -0.5
+        for given in ({}, {"window": 100}):
+            want = paged.attend(spans, scaled, **given)
+            got = paged.attend(spans, paged.pools, scale=usual * 0.125, value_scale=4.0, **given)
+            assert torch.equal(got, want)
+            assert not torch.equal(paged.attend(spans, paged.pools, scale=usual * 0.125, **given), want)
+            assert not torch.equal(paged.attend(spans, paged.pools, value_scale=4.0, **given), want)
 
 
 def test_wrong_pools_fail_the_check() -> None:

@@ -14,6 +14,7 @@ from rollout.attention.base import AttentionBackend
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.specs.layer_specs import FullKV, LatentKV, WindowKV
 from rollout.kernels.ops import plain_ops
+from rollout.memory.kv_pool import KVScale
 from rollout.sampling.base import SampledTokens
 from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.sampling.torch_sampler import TorchSampler
@@ -119,6 +120,21 @@ def ways(steps: AttentionSteps) -> list[torch.Tensor]:
 def test_bits_do_not_depend_on_the_step(layer: str) -> None:
     first, *others = ways(AttentionSteps([LAYERS[layer]], torch.float32))
     assert all(torch.equal(found, first) for found in others)
+
+
+def test_keys_and_values_in_fp8_at_scales() -> None:
+    """Against float64, and the same bits in every step, whatever program multiplies by the scale."""
+    case, scales = LAYERS["grouped heads"], [KVScale(0.31, 1.7)]
+    steps = AttentionSteps([case], torch.float32, stored=torch.float8_e4m3fn, scales=scales)
+    backend, layout = OnInterpreter(steps.pool), Layout([(3, 50, 30)], [(1, 1), (5, 90)])
+    backend.plan(steps.batch(layout))
+    steps.compare(steps.attend(backend, 0, layout), 0, layout)
+    first, *others = ways(steps)
+    assert all(torch.equal(found, first) for found in others)
+    steps.pool.scales = (KVScale(0.31, 1.0),)
+    backend.plan(steps.batch(layout))
+    with pytest.raises(AssertionError, match="layer 0"):
+        steps.compare(steps.attend(backend, 0, layout), 0, layout)
 
 
 def test_a_split_that_the_batch_chooses_is_noticed(patch: pytest.MonkeyPatch) -> None:
