@@ -182,6 +182,7 @@ class StandInScheduler:
             "device": "cpu",
             "model_bytes": 2**30,
             "kv_bytes": 2**29,
+            "kv_scales": None,
             "overlap_schedule": False,
             "num_threads": 1,
             "step_time_ms": {},

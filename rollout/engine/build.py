@@ -49,6 +49,7 @@ from rollout.memory.state_pool import SnapshotRows, StatePool, num_state_rows, s
 from rollout.memory.state_rows import StateRows
 from rollout.memory.window_pages import WindowPages, WindowSizes, check_window_bytes, window_sizes
 from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.kv_scales import KVScales, read_kv_scales
 from rollout.model.load import load_model
 from rollout.model.model_state import ModelState
 from rollout.sampling.base import Sampler
@@ -104,6 +105,8 @@ def build_scheduler(
             "--quantize-weight-updates quantises as an FP8 checkpoint is; this config.json has no quantization_config"
         )
     dtype = getattr(torch, config.torch_dtype if args.dtype == "auto" else args.dtype)
+    is_fp8 = args.kv_cache_dtype == "fp8_e4m3"
+    kv_scales = read_kv_scales(args.model_path, args.quantization_param_path, is_fp8, config, parallel)
     placement = initial_placement(args, config, device, parallel)
     kernels = _load_kernels(args, device)
     formats = args.cpu_weight_format, args.cpu_linear_format, args.quantization
@@ -136,7 +139,7 @@ def build_scheduler(
     limits = _limits(args, config, model, kv_dtype, model_bytes, parallel, device, largest)
     window_slots = None if limits.window is None else limits.window.num_slots
     with nullcontext() if pages is None else pages.pool("kv_cache"):
-        kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots, kv_dtype)
+        kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots, kv_dtype, kv_scales.layers)
         rows = limits.num_state_rows
         state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
     route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
@@ -147,7 +150,7 @@ def build_scheduler(
     inbox: Channel = channel if is_alone else SharedChannel(channel, parallel, lambda: state.epoch.mark)
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel, ops.rest)
     layout = expert_layout(config, placement, args.nnodes)
-    static_state = _static_state(args, limits, model_bytes, kv_pool)
+    static_state = _static_state(args, limits, model_bytes, kv_pool, kv_scales)
     static_state |= {"cpu_isa": kernels.isa, "plain_torch_reason": plain_reason} | batch_invariance(
         {
             "layers": ops.batch_invariant,
@@ -378,7 +381,9 @@ def _tokenizer(args: ServerArgs) -> Tokenizer | None:
     return None if args.skip_tokenizer_init or not has_tokenizer(folder) else read_tokenizer(folder).backend
 
 
-def _static_state(args: ServerArgs, limits: Limits, model_bytes: int, kv_pool: KVPool) -> dict[str, Any]:
+def _static_state(
+    args: ServerArgs, limits: Limits, model_bytes: int, kv_pool: KVPool, kv_scales: KVScales
+) -> dict[str, Any]:
     return {
         "max_running_requests": args.max_running_requests,
         "context_length": limits.context_length,
@@ -386,6 +391,7 @@ def _static_state(args: ServerArgs, limits: Limits, model_bytes: int, kv_pool: K
         "device": args.device,
         "overlap_schedule": args.overlaps,
         "model_bytes": model_bytes,
+        "kv_scales": kv_scales.facts,
         "kv_bytes": sum(tensor.nbytes for tensor in kv_pool.tensors),
         "num_threads": torch.get_num_threads(),
     }

@@ -21,6 +21,7 @@ from rollout.distributed.parallel import Parallel
 from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.kv_scales import layer_and_part
 from rollout.model.weight_loading import WeightIndex
 from weight_sync import int4_wire
 from weight_sync.assembly import PairedTensors, WireTensor
@@ -59,13 +60,17 @@ def load_model(
 
     `parallel` is this rank's view, of an engine of one rank by default; `placement` is of the same rank.  Names, shapes
     and coverage are checked before any tensor is read.  FP8, INT4 and MXFP4 weights become their values, but for those
-    that `ops` hold as they come.  `memory`: entered while the tensors of the weights are made.  Raises `StartupError`
-    in one line.
+    that `ops` hold as they come.  Scales of keys and values are left to `read_kv_scales`.  `memory`: entered while the
+    tensors of the weights are made.  Raises `StartupError` in one line.
     """
     with memory or nullcontext():
         model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
     shards = open_checkpoint(model_path)
-    metas = [_widened(meta) for shard in shards for meta in shard.metas]
+
+    def is_kv_scale(name: str) -> bool:
+        return layer_and_part(name, config.renamed_prefixes) is not None
+
+    metas = [_widened(meta) for shard in shards for meta in shard.metas if not is_kv_scale(meta.name)]
     total = sum(meta.nbytes for meta in metas)
     try:
         _check(model.weights, metas, config.stored_format)
@@ -73,6 +78,8 @@ def load_model(
         reader = _Reader(model.weights)
         for shard in shards:
             for name, tensor in read_tensors(shard):
+                if is_kv_scale(name):
+                    continue
                 for each in reader.take(name, tensor):
                     store(reader.arrivals(each, ledger), sink, ledger)
                 done += tensor.nbytes

@@ -14,6 +14,7 @@ import torch
 
 from rollout.layers.layer import Layer
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
+from rollout.model.kv_scales import layer_and_part
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError, shown
 from weight_sync.held_format import HeldFormats
 from weight_sync.mxfp4 import is_mxfp4
@@ -72,6 +73,10 @@ class WeightIndex:
             return []
         if is_mxfp4(wire) and wire.name.removesuffix("_blocks").removesuffix("_scales") in self._fused:
             raise UnknownTensorError(f"{wire.name} is in MXFP4, which only a start reads: send its values in bfloat16")
+        if layer_and_part(name):
+            raise UnknownTensorError(
+                f"{wire.name} is a scale of keys and values, which only a start reads: leave it out of refreshes"
+            )
         raise UnknownTensorError(f"the model has no tensor {shown(wire.name)}", wire.name)
 
     def nearest(self, name: str) -> str | None:

@@ -97,6 +97,10 @@ def _check_requests(args: ServerArgs) -> None:
 
 def _check_memory(args: ServerArgs) -> None:
     """Check KV and other memory."""
+    _require(
+        args.quantization_param_path is None or args.kv_cache_dtype == "fp8_e4m3",
+        "--quantization-param-path has scales of keys and values in FP8: give --kv-cache-dtype fp8_e4m3",
+    )
     _require(args.max_total_tokens is None or args.max_total_tokens >= 2, "--max-total-tokens must be at least 2")
     _require(args.context_length is None or args.context_length >= 2, "--context-length must be at least 2")
     _require(0.0 < args.memory_fraction <= 0.95, "--mem-fraction-static must be in (0, 0.95]")

@@ -38,7 +38,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("pause_timeout", "drain_timeout"),
     ),
     "KV cache and memory": (
-        *("max_total_tokens", "kv_cache_dtype", "mem_fraction_static", "disable_radix_cache", "max_kv_version_lag"),
+        *(
+            "max_total_tokens",
+            "kv_cache_dtype",
+            "quantization_param_path",
+            "mem_fraction_static",
+            "disable_radix_cache",
+            "max_kv_version_lag",
+        ),
         *("session_pin_fraction", "session_pin_timeout", "max_state_rows", "state_snapshot_interval"),
         *("kv_events_config", "enable_memory_saver", "enable_weights_cpu_backup"),
     ),

@@ -121,8 +121,7 @@ _OWN_MODELS = "the server has its own models, which it builds from config.json"
 _SPLIT = "prefill and decode run on the same ranks"
 REFUSED = {
     "torchao_config": _QUANTISATION,
-    "quantization_param_path": _QUANTISATION,
-    "calculate_kv_scales": "KV of --kv-cache-dtype fp8_e4m3 has a scale of 1",
+    "calculate_kv_scales": "scales of KV come from the checkpoint or from --quantization-param-path",
     "logprobs_mode": "log-probabilities belong to the distribution that tokens are sampled from",
     "generation_config": _DEFAULTS,
     "override_generation_config": _DEFAULTS,

@@ -66,7 +66,12 @@ class ServerArgs:
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8_e4m3"] = _arg(
         "auto",
         "dtype of keys and values in the cache; auto: as --dtype. fp8_e4m3 takes half the memory of bfloat16: "
-        "each number is rounded to 8 bits at a scale of 1. Not for latent attention",
+        "each number is rounded to 8 bits, at the checkpoint's scales (k_scale, v_scale), else at 1. Not for latent "
+        "attention",
+    )
+    quantization_param_path: str | None = _arg(
+        None,
+        "JSON file with a scale of each rank and layer for keys and values in FP8; it replaces the checkpoint's",
     )
     latent_norm_eps: float | None = _arg(
         None,

@@ -75,6 +75,7 @@ class SchedulerState(Reply, kw_only=True):
     overlap_schedule: bool  # whether a step is launched before the one before it is finished
     model_bytes: Total
     kv_bytes: Total
+    kv_scales: dict[str, Any] | None  # of keys and values in FP8: source, and [smallest, largest] of "k" and "v"
     num_threads: int
     cpu_isa: str  # "" without compiled operators
     plain_torch_reason: str  # why the operators run on plain torch; "" if the device's own are loaded

@@ -32,10 +32,20 @@ _FORMATS: dict[StoredFormat, dict[str, tuple[Any, ...]]] = {
         "quant_method": ("compressed-tensors",),
         "format": ("pack-quantized",),
         "quantization_status": ("compressed",),
-        "kv_cache_scheme": (None,),
         "sparsity_config": ({}, None),
         "transform_config": ({}, None),
     },
+}
+# Of keys and values: a scale for the keys and one for the values of a layer, among the tensors.
+_KV_CACHE: dict[str, tuple[Any, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "strategy": ("tensor",),
+    "symmetric": (True,),
+    "dynamic": (False,),
+    "group_size": (None,),
+    "block_structure": (None,),
+    "actorder": (None,),
 }
 # Of the weights of each group of `config_groups`.
 _INT4_WEIGHTS: dict[str, tuple[Any, ...]] = {
@@ -48,7 +58,7 @@ _INT4_WEIGHTS: dict[str, tuple[Any, ...]] = {
     "block_structure": (None,),
     "dynamic": (False,),
 }
-_INT4_FREE = ("config_groups", "ignore", "version", "global_compression_ratio")
+_INT4_FREE = ("config_groups", "ignore", "version", "global_compression_ratio", "kv_cache_scheme")
 _OF_QUANTISING = ("observer", "observer_kwargs")
 _REQUIRED = {"quant_method", "weight_block_size"}
 _LISTS_OF_PLAIN = ("modules_to_not_convert", "ignored_layers")
@@ -68,12 +78,29 @@ def stored_format_of(raw: Mapping[str, Any]) -> StoredFormat:
     method = stated.get("quant_method")
     stored_format = by_method.get(method, "fp8") if isinstance(method, str) else "fp8"
     if stored_format == "int4":
+        if _has_kv_cache_alone(stated):
+            return "plain"
         _require(stated, _FORMATS["int4"], {"quant_method", "format"}, _INT4_FREE)
         _require_int4_groups(stated.get("config_groups"))
     else:
         required = _REQUIRED if stored_format == "fp8" else {"quant_method"}
         _require(stated, _FORMATS[stored_format], required, _LISTS_OF_PLAIN)
     return stored_format
+
+
+def _has_kv_cache_alone(stated: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint by compressed-tensors has scales of keys and values, and plain weights."""
+    scheme = stated.get("kv_cache_scheme")
+    if scheme is None:
+        return False
+    if not isinstance(scheme, Mapping):
+        raise _refusal(f"kv_cache_scheme {str(scheme)[:60]!r}")
+    _require(scheme, _KV_CACHE, {"num_bits", "type", "strategy"}, _OF_QUANTISING)
+    if stated.get("config_groups"):
+        return False
+    served = {key: _FORMATS["int4"][key] for key in ("quant_method", "sparsity_config", "transform_config")}
+    _require(stated, served, {"quant_method"}, (*_INT4_FREE, "format", "quantization_status"))
+    return True
 
 
 def _require_int4_groups(groups: Any) -> None:

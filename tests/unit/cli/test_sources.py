@@ -81,7 +81,7 @@ def test_each_format_holds_the_same(tmp_path: Path, name: str, text: str) -> Non
         ("a.yaml", "port: true", "port must be one text or number"),
         ("a.yaml", "enable_eplb: 1", "enable_eplb is 1: it must be true or false"),
         ("a.yaml", "dtype: bfloat", "did you mean bfloat16?"),
-        ("a.yaml", "calculate_kv_scales: true", "--calculate-kv-scales of vLLM or SGLang is not taken: KV of"),
+        ("a.yaml", "calculate_kv_scales: true", "--calculate-kv-scales of vLLM or SGLang is not taken: scales of KV"),
         ("a.yaml", "tp: 1\ntp_size: 2", "tp and tp_size are the same setting; give only one"),
         ("a.yaml", "port: 1\nport: 2", "the key port is given twice"),
         ("a.json", '{"port": 1, "port": 2}', "the key port is given twice"),

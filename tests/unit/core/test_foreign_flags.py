@@ -136,7 +136,7 @@ def test_flags_that_only_tune_are_named_in_a_warning_n14(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "flag", "reason"),
     [
-        ("--calculate-kv-scales", "--calculate-kv-scales", "has a scale of 1"),
+        ("--calculate-kv-scales", "--calculate-kv-scales", "come from the checkpoint or from"),
         ("--generation-config auto", "--generation-config", "send sampling parameters with each request"),
         ("--torchao-config=int4wo", "--torchao-config", "holds weights in 8 or 4 bits on CUDA"),
     ],
@@ -235,7 +235,7 @@ def test_a_call_in_python_has_the_same_table() -> None:
         args_of_call({"model": "m", "enable_multimodal": False})
     for name, value, message in [
         ("enable_multimodal", True, "enable_multimodal: the server generates text"),
-        ("calculate_kv_scales", True, "has a scale of 1"),
+        ("calculate_kv_scales", True, "come from the checkpoint or from"),
         ("prot", 1, r"prot: unknown setting; did you mean port\?"),
     ]:
         with pytest.raises(StartupError, match=message):

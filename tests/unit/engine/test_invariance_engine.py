@@ -6,6 +6,7 @@ engine that breaks the promise on purpose.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -346,6 +347,20 @@ def test_keys_and_values_in_fp8(folder: Path, dtype: str) -> None:
     test_a_prompt_with_a_cached_prefix_gets_the_same_bits(folder, dtype)
     test_before_and_after_retraction(folder, dtype)
     test_seeds_give_the_same_samples_in_every_batch(folder, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16, KV in fp8_e4m3"])
+def test_keys_and_values_in_fp8_at_scales(folder: Path, dtype: str, tmp_path: Path) -> None:
+    path, layers = tmp_path / "scales.json", 3
+    factors = {"0": {str(layer): 0.0131 * (layer + 1) for layer in range(layers)}}
+    path.write_text(json.dumps({"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors}}))
+    batch, given = asks(6, seed=4), {"quantization_param_path": str(path)}
+    want = Server(folder, dtype, disable_radix_cache=True, **given).alone(batch)
+    assert any_differs(want, alone(folder, dtype, batch))
+    server = Server(folder, dtype, chunked_prefill_size=7, **given)
+    assert_same(server.together(batch, gaps=[0, 2, 5]), want)
+    assert_same(server.together(batch), want)
+    assert_same(server.rescored(batch, want), want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16, KV in fp8_e4m3"])
