@@ -51,6 +51,7 @@ class KVPool:
         self.dtype, self.stored = dtype, stored or dtype
         self.scales = (KVScale(),) * len(layers) if scales is None else tuple(scales)
         assert len(self.scales) == len(layers), "a scale for each layer"
+        assert scales is None or self.stored == torch.float8_e4m3fn or set(self.scales) <= {KVScale()}, "not in FP8"
         self.padding_slot = num_slots
         self.window_padding_slot = apart = num_slots if num_window_slots is None else num_window_slots
         counts = [1 + (apart if isinstance(x, WindowKV) else num_slots) for x in layers]
