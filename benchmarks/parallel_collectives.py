@@ -87,7 +87,8 @@ def _needs(engine: Engine, rank: int, step: StepShape, routes: bool) -> Iterator
     dense = config.num_hidden_layers - sparse
     yield Need("inbox, clock, epoch", "tp", "broadcast", 1, 0 if rank else INBOX_BYTES * (layout.tp_size - 1))
     if layout.attn_dp_size > 1:
-        yield Need("token counts", "attn_dp", "all_gather", 1, COUNT_BYTES * (layout.attn_dp_size - 1))
+        num_bytes = 2 * COUNT_BYTES * (layout.attn_dp_size - 1)
+        yield Need("token counts and kinds of steps", "attn_dp", "all_gather", 1, num_bytes)
     members = _Members("attn_tp", shared, place.attn_tp_rank)
     summed = 2 * dense + (0 if engine.scatters else sparse)
     yield from members.sums("sums after attention and dense blocks", tokens, engine.row_bytes, summed)
