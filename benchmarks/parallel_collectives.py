@@ -19,7 +19,8 @@ from rollout.distributed.layout import ParallelLayout
 INBOX_BYTES = 24 + 4096  # the time, what is served, a size, and room for the messages that most turns bring
 ONE_ROUND_BYTES = 64 << 10  # a sum of up to this size goes in one round, a larger one in two
 COUNT_BYTES = 8
-PACKED_ID_BYTES = 4
+PAIR_ID_BYTES = 4  # of the `all_to_all` dispatcher
+ID_BYTES = 8
 
 Tally = dict[tuple[str, str], tuple[int, int]]  # (group, collective) -> calls, bytes sent to others
 
@@ -114,13 +115,13 @@ def _experts(engine: Engine, rank: int, step: StepShape, sparse: int) -> Iterato
         yield Need("pairs: counts", "tp", "all_gather", sparse, sparse * COUNT_BYTES * size * (size - 1))
         away, arrived = sent - step.pairs[rank][rank], received - step.pairs[rank][rank]
         # Called by all ranks, also by ranks that send nothing.
-        there, back = away * (row + PACKED_ID_BYTES), arrived * row
+        there, back = away * (row + PAIR_ID_BYTES), arrived * row
         yield Need("pairs: there and back", "tp", "all_to_all", 2 * sparse, there + back)
         return
     if layout.attn_dp_size == 1:
         yield from _Members("tp", size, place.tp_rank).sums("sums after experts", tokens, row, sparse)
         return
-    packed = row + config.num_experts_per_tok * (engine.itemsize + PACKED_ID_BYTES)
+    packed = row + config.num_experts_per_tok * (engine.itemsize + ID_BYTES)
     gathered = max(step.tokens) * packed * (layout.attn_dp_size - 1)
     yield Need("all tokens to all ranks", "attn_dp", "all_gather", sparse, sparse * gathered)
     parts = layout.attn_tp_size * sum(step.tokens) - tokens

@@ -43,10 +43,17 @@ class CapturedGloo(GlooTransport):
     """Gloo, whose exchanges of tensors are recorded by a capture."""
 
     def all_gather(self, *arguments: Any) -> None:
-        launch(lambda: GlooTransport.all_gather(self, *arguments))
+        launch(lambda: GlooTransport.all_gather(self, *arguments), "all_gather over ranks")
+
+    def all_gather_several(self, *arguments: Any) -> None:
+        launch(lambda: self._gathered(*arguments), "all_gather over ranks")
+
+    def _gathered(self, outs: Sequence[torch.Tensor], mine: Sequence[torch.Tensor], timeout_s: float) -> None:
+        for out, one in zip(outs, mine, strict=True):
+            GlooTransport.all_gather(self, out, one, timeout_s)
 
     def all_to_all(self, *arguments: Any) -> None:
-        launch(lambda: GlooTransport.all_to_all(self, *arguments))
+        launch(lambda: GlooTransport.all_to_all(self, *arguments), "all_to_all over ranks")
 
 
 def captured_gloo(store: dist.Store, rank: int, size: int, timeout_s: float) -> CapturedGloo:
@@ -67,8 +74,9 @@ def _select_ops(*arguments: Any, **named: Any) -> Ops:
     def fused_experts(
         hidden_RD: torch.Tensor, ids_RS: torch.Tensor, weights_RS: torch.Tensor | None, *rest: Any
     ) -> torch.Tensor:
-        filled_RS = ids_RS >= 0
-        out_RSD = ops.fused_experts(hidden_RD, ids_RS.clamp(min=0), None, *rest)
+        most = rest[0].shape[0] - 1
+        filled_RS = (ids_RS >= 0) & (ids_RS <= most)
+        out_RSD = ops.fused_experts(hidden_RD, ids_RS.clamp(0, most), None, *rest)
         out_RSD = out_RSD.masked_fill(~filled_RS.unsqueeze(2), 0.0)
         return out_RSD if weights_RS is None else weighted_sum(out_RSD, weights_RS.masked_fill(~filled_RS, 0.0))
 

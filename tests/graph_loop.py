@@ -40,7 +40,7 @@ class PlainNativeSampler(NativeSampler):
     def sample_plain(
         self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor, out: PlainTokens
     ) -> None:
-        launch(lambda: self._kernel(logits_NV, rows, positions_N, out))
+        launch(lambda: self._kernel(logits_NV, rows, positions_N, out), "sampler")
 
     def _kernel(self, logits_NV: torch.Tensor, rows: PlainRows, positions_N: torch.Tensor, out: PlainTokens) -> None:
         table_NS = self._table_1S.expand(len(logits_NV), -1).clone()

@@ -59,18 +59,19 @@ def forbid_in_capture(method: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def launch(kernel: Callable[[], None]) -> None:
+def launch(kernel: Callable[[], None], name: str = "kernel") -> None:
     """Run a kernel that is not an operator of torch; one that is launched in a capture runs at every replay, too."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         kernel()
     if _here.captures:
-        _here.captures[-1].calls.append(_Call(kernel, (), {}, []))
+        _here.captures[-1].calls.append(_Call(name, kernel, (), {}, []))
 
 
 @dataclass
 class _Call:
     """A captured call.  `args`: the memory that it was given; `fresh`: its results that lie in memory of the pool."""
 
+    name: str
     operator: Any
     args: Any
     kwargs: dict[str, Any]
@@ -128,16 +129,22 @@ class _Capture(TorchDispatchMode):
             return result
         if fresh or func._schema.is_mutable:  # a view is one still
             held = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, (args, kwargs))
-            self.calls.append(_Call(func, *held, fresh))
+            self.calls.append(_Call(name, func, *held, fresh))
         return result
 
 
 class StandInGraphPool:
-    """A `GraphPool`.  `num_captures` and `num_replays` count over all pools: `reset_counts`."""
+    """A `GraphPool`.  `num_captures` and `num_replays` count over all pools: `reset_counts`.
+
+    `recordings`: the names of the calls of each whole recording of this pool, in the order of their captures.
+    """
 
     num_captures = 0
     num_replays = 0
     warm_ups = 1
+
+    def __init__(self) -> None:
+        self.recordings: list[list[str]] = []
 
     @classmethod
     def reset_counts(cls) -> None:
@@ -150,6 +157,7 @@ class StandInGraphPool:
             if run() is not None:
                 raise CaptureError("what a capture returns lies in the pool's memory: write it to a tensor of your own")
         StandInGraphPool.num_captures += 1
+        self.recordings.append([call.name for call in capture.calls])
         _poison(capture.allocated)
         return lambda: self._replay([(capture, None)])
 

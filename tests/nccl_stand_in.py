@@ -156,7 +156,10 @@ class Backend:
             [tensor], [] if keeps else [tensor], lambda real: self._gloo.broadcast(real[0], root, self._timeout_s)
         )
 
-    def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor, options: Any) -> Work:
+    def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor, options: Any) -> Work | None:
+        if self._group is not None:
+            self._group += [("gathered", out, -1), ("given", mine, -1)]
+            return None
         return self._call([out, mine], [out], lambda real: self._gloo.all_gather(real[0], real[1], self._timeout_s))
 
     def alltoall_base(
@@ -183,10 +186,14 @@ class Backend:
         group, self._group = self._group, None
         assert group, "an empty group of calls has no work"
         tensors = [tensor for _, tensor, _ in group]
-        outs = [tensor for kind, tensor, _ in group if kind == "receive"]
+        outs = [tensor for kind, tensor, _ in group if kind in ("receive", "gathered")]
+        assert len({kind in ("gathered", "given") for kind, _, _ in group}) == 1, "gathers beside sends in one group"
 
         def exchange(real: list[torch.Tensor]) -> None:
             parcels = [(kind, tensor, peer) for (kind, _, peer), tensor in zip(group, real, strict=True)]
+            if group[0][0] == "gathered":
+                self._gloo.all_gather_several(real[::2], real[1::2], self._timeout_s)
+                return
             sends = [(tensor, peer) for kind, tensor, peer in parcels if kind == "send"]
             receives = [(tensor, peer) for kind, tensor, peer in parcels if kind == "receive"]
             self._gloo.send_receive(sends, receives, self._timeout_s)

@@ -127,6 +127,25 @@ class Communicator:
         gathered = self.all_gather(padded)
         return torch.cat([rows[:count] for rows, count in zip(gathered, counts)])
 
+    def all_gather_parts(self, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return the rows of all ranks of several tensors, each as `all_gather_rows` does, in one exchange.
+
+        The tensors [T, n] have `counts[rank]` rows, and may have different dtypes and widths.  On devices nothing is
+        copied before or after the exchange if all ranks have equally many rows.
+        """
+        if self.size == 1:
+            return list(tensors)
+        if min(counts) != max(counts) or max(counts) == 0 or not is_on_device(tensors[0]):
+            return unpack_rows(self.all_gather_rows(pack_rows(tensors), counts), tensors)
+        assert all(tensor.shape[0] == counts[self.rank] for tensor in tensors)
+        mine = [_as_bytes(tensor) for tensor in tensors]
+        outs = [part.new_empty(self.size * part.numel()) for part in mine]
+        sent = sum(part.numel() for part in mine) * (self.size - 1)
+        self._run(
+            "all_gather", sent, tensors[0], lambda transport: transport.all_gather_several(outs, mine, self.timeout_s)
+        )
+        return [out.view(like.dtype).view(-1, *like.shape[1:]) for out, like in zip(outs, tensors, strict=True)]
+
     def all_to_all(self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> torch.Tensor:
         """Send the next `send_counts[r]` of `rows` to each rank r; return the rows from all ranks, in rank order."""
         if self.size == 1:

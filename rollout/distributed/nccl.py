@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rollout.core.errors import StartupError
-from rollout.distributed.transport import Parcel, Transport
+from rollout.distributed.transport import Parcel, Transport, gather_options
 
 WATCHDOG_GRACE_S = 60.0  # a deadline of our own has passed by then, with a better reason
 CONNECT_TIMEOUT_S = 300.0  # ranks come as late as they come to the rendezvous
@@ -34,6 +34,13 @@ _HANDLING, _HANDLING_THAT_GOES_ON = "TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0", "2"
 
 class NcclTransport(Transport):
     """A transport over NCCL: no call blocks the host, and a CUDA graph may capture any call."""
+
+    def all_gather_several(self, outs: Sequence[torch.Tensor], mine: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Gather all tensors in one group of calls, which NCCL launches together."""
+        self.backend._start_coalescing()
+        for out, one in zip(outs, mine, strict=True):
+            self.backend._allgather_base(out, one, gather_options())
+        self._wait(self.backend._end_coalescing(), timeout_s)
 
     def send_receive(self, sends: Sequence[Parcel], receives: Sequence[Parcel], timeout_s: float) -> None:
         """Exchange all parcels in one group of calls: a lone send would wait for a receive not yet launched."""

@@ -39,8 +39,11 @@ class Transport(ABC):
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor, timeout_s: float) -> None:
         """Gather the tensors of all ranks into `out`, one after the other."""
-        options = _in_stream_order(AllgatherOptions())
-        self._wait(self.backend._allgather_base(out, mine, options), timeout_s)
+        self._wait(self.backend._allgather_base(out, mine, gather_options()), timeout_s)
+
+    @abstractmethod
+    def all_gather_several(self, outs: Sequence[torch.Tensor], mine: Sequence[torch.Tensor], timeout_s: float) -> None:
+        """Gather several tensors as `all_gather` does, each into its own of `outs`."""
 
     def all_to_all(
         self,
@@ -67,6 +70,10 @@ class Transport(ABC):
 class GlooTransport(Transport):
     """Each call blocks the host, for `timeout_s` at most."""
 
+    def all_gather_several(self, outs: Sequence[torch.Tensor], mine: Sequence[torch.Tensor], timeout_s: float) -> None:
+        for out, one in zip(outs, mine, strict=True):
+            self.all_gather(out, one, timeout_s)
+
     def send_receive(self, sends: Sequence[Parcel], receives: Sequence[Parcel], timeout_s: float) -> None:
         works = [self.backend.recv([tensor], peer, 0) for tensor, peer in receives]
         works += [self.backend.send([tensor], peer, 0) for tensor, peer in sends]
@@ -87,6 +94,11 @@ def gloo_transport(store: dist.Store, rank: int, size: int, timeout_s: float, *,
         else dist.ProcessGroupGloo.create_default_device()
     ]
     return GlooTransport(dist.ProcessGroupGloo(store, rank, size, options))
+
+
+def gather_options() -> Any:
+    """Return the options of a gather that a backend with streams runs on the caller's stream."""
+    return _in_stream_order(AllgatherOptions())
 
 
 def _in_stream_order(options: Any) -> Any:

@@ -189,10 +189,10 @@ class Ops:
 
     `batch_invariant`: a row of every result has the same bits in every batch and with any number of threads.
     `graph_safe`: no operator waits for the device, or allocates by numbers there, so that a step can be captured.
-    `takes_empty_slots`: ids of -1 are slots of `fused_experts` without an expert, whose output is zero and whose weight
-    is not used.  `packed_experts`: the function of `gpu/packed_experts.py`, if there is one.  `deferred_sum`: the next
-    norm can sum the outputs of experts.  `rest` lets threads that look for the next operator sleep: call it where no
-    operator follows soon.
+    `takes_empty_slots`: ids below 0 or from P on are slots of `fused_experts` without an expert.  Their output is zero,
+    their weight is not used.  `packed_experts`: the function of `gpu/packed_experts.py`, if there is one.
+    `deferred_sum`: the next norm can sum the outputs of experts.  `rest` lets threads that look for the next operator
+    sleep: call it where no operator follows soon.
     """
 
     def __init__(

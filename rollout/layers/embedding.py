@@ -72,6 +72,8 @@ class OutputHead(WeightLayer):
 
     def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
         lengths = share_sizes(self.rows.total, self._ranks.size)
+        if lengths[0] == lengths[-1]:
+            return self._ranks.all_gather(mine).transpose(0, 1).flatten(1)
         padded = F.pad(mine, (0, lengths[0] - mine.shape[1]))
         logits_NV = mine.new_empty(mine.shape[0], self.rows.total)
         for part, columns in zip(self._ranks.all_gather(padded), logits_NV.split(lengths, dim=1), strict=True):

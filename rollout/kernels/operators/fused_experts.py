@@ -2,7 +2,8 @@
 [T, D].
 
 Biases are w13_bias [P, 2I], gate first, and w2_bias [P, D].  With a limit it is `ClampedSwiGLU`.  Where
-`Ops.takes_empty_slots` is true, an id of -1 is a slot without an expert: its output is zero, its weight is not used.
+`Ops.takes_empty_slots` is true, an id below 0 or from P on is a slot without an expert: its output is zero, its weight
+is not used.
 
 The plain form has three ways to apply many experts to many rows, and a rule that picks one:
 

@@ -134,7 +134,7 @@ class Experts(WeightLayer):
         The host waits for the number of filled slots.
         """
         hidden_RD, ids_RS, weights_RS = work.hidden_RD, work.ids_RS, work.weights_RS
-        filled_RS = ids_RS >= 0
+        filled_RS = (ids_RS >= 0) & (ids_RS < self.placement.num_local_experts)
         rows_A = filled_RS.nonzero()[:, 0]
         out_RSD = hidden_RD.new_zeros(*ids_RS.shape, self.hidden_size)
         if rows_A.shape[0]:

@@ -55,7 +55,14 @@ def exercise(tp: Communicator, placed: Any) -> dict[str, torch.Tensor]:
         [(placed(torch.full((9,), float(rank))), peer_out), (nothing, peer_out)], [(got, peer_in), (nothing, peer_in)]
     )
     float8 = placed(torch.arange(4.0).to(torch.float8_e4m3fn))
+    ids = placed(torch.arange(15).view(5, 3) + 100 * rank)
+    parts = tp.all_gather_parts([rows, ids], [5] * size)
+    ragged = tp.all_gather_parts([rows[: rank % 2], ids[: rank % 2]], [peer % 2 for peer in range(size)])
     return {
+        "parts, rows": parts[0],
+        "parts, ids": parts[1],
+        "ragged parts, rows": ragged[0],
+        "ragged parts, ids": ragged[1],
         "sum": tp.all_reduce(rows),
         "long sum": tp.all_reduce(long_rows),
         "share": tp.reduce_scatter_rows(rows, counts),

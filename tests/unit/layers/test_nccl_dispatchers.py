@@ -36,9 +36,9 @@ def all_to_all(parallel: Parallel) -> Dispatcher:
     return AllToAllDispatcher(parallel, EXPERTS)
 
 
-def experts(work: DispatchOutput, first: int) -> torch.Tensor:
+def experts(work: DispatchOutput, first: int, num_local: int) -> torch.Tensor:
     """Run the experts: expert e multiplies by e + 1."""
-    ids_RS = work.ids_RS
+    ids_RS = work.ids_RS.masked_fill(work.ids_RS >= num_local, -1)
     scale_RS = (ids_RS + first + 1).masked_fill(ids_RS < 0, 0).to(work.hidden_RD.dtype)
     out_RSD = work.hidden_RD.unsqueeze(1) * scale_RS.unsqueeze(2)
     if work.weights_RS is None:
@@ -56,7 +56,8 @@ def steps(parallel: Parallel, dispatcher: Dispatcher, shares_tokens: bool, place
         weights_TK = torch.rand(counts[rank], TOP_K, generator=random).bfloat16()
         dispatcher.plan_step(counts)
         work = dispatcher.dispatch(placed(hidden_TD), placed(ids_TK), placed(weights_TK))
-        sums = experts(work, rank * EXPERTS // parallel.tp.size)
+        num_local = EXPERTS // parallel.tp.size
+        sums = experts(work, rank * num_local, num_local)
         out.append(dispatcher.combine(sums, work.handle))
     return out
 

@@ -219,8 +219,12 @@ class AddsNothingUp(AllTokensDispatcher):
 class TakesOthersSlots(AllTokensDispatcher):
     """A wrong dispatcher: it takes a slot of another rank for its own slot of the same number."""
 
-    def _local_ids(self, physical_ids_RK: torch.Tensor) -> torch.Tensor:
-        return physical_ids_RK % self._num_local_experts
+    def dispatch(
+        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> DispatchOutput:
+        work = super().dispatch(hidden_TD, physical_ids_TK, weights_TK)
+        work.local_physical_ids_RS = work.ids_RS % (EXPERTS // 2)  # of two ranks
+        return work
 
 
 class KeepsTheOrderOfArrival(AllToAllDispatcher):
@@ -260,12 +264,13 @@ def test_wrong_dispatchers_are_caught(name: str, wrong: type[Dispatcher]) -> Non
 def test_experts_leave_holes_at_zero() -> None:
     experts = filled_experts(Parallel(), TRIVIAL, row_ops())
     hidden_RD = torch.randn(3, HIDDEN, dtype=F64)
-    ids_RS = torch.tensor([[4, -1, 0], [-1, -1, -1], [-1, 7, 2]])
+    ids_RS = torch.tensor([[4, -1, 0], [-1, EXPERTS, -5], [EXPERTS + 3, 7, 2]])
+    is_empty_RS = (ids_RS < 0) | (ids_RS >= EXPERTS)
     weights_RS = torch.rand(3, 3, dtype=F64)
-    weights_RS[ids_RS < 0] = float("nan")
+    weights_RS[is_empty_RS] = float("nan")
     unweighted = experts(DispatchOutput(hidden_RD, ids_RS, None, None, has_holes=True))
-    full = experts(DispatchOutput(hidden_RD, ids_RS.clamp(min=0), None, None))
-    assert torch.equal(unweighted, torch.where((ids_RS >= 0)[..., None], full, 0.0))
+    full = experts(DispatchOutput(hidden_RD, ids_RS.clamp(0, EXPERTS - 1), None, None))
+    assert torch.equal(unweighted, torch.where(is_empty_RS[..., None], 0.0, full))
     weighted = experts(DispatchOutput(hidden_RD, ids_RS, weights_RS, None, has_holes=True))
     assert torch.equal(weighted, (unweighted * weights_RS.nan_to_num(0.0)[..., None]).sum(1))
     nothing = experts(DispatchOutput(hidden_RD, torch.full((3, 3), -1), weights_RS, None, has_holes=True))

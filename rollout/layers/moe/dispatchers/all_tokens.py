@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 
-from rollout.distributed.communicator import pack_rows, unpack_rows
 from rollout.distributed.parallel import Parallel
 from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
 
@@ -26,8 +25,7 @@ class AllTokensDispatcher(Dispatcher):
         layout = parallel.layout
         self._tp, self._attn_dp = parallel.tp, parallel.attn_dp
         self._attn_tp_size = layout.attn_tp_size
-        self._num_local_experts = num_physical_experts // layout.ep_size
-        self._first_slot = parallel.position.ep_rank * self._num_local_experts
+        self._first_slot = parallel.position.ep_rank * (num_physical_experts // layout.ep_size)
         self._is_spread = layout.ep_size > 1
         self._tokens_by_rank: list[int] = []
 
@@ -47,13 +45,12 @@ class AllTokensDispatcher(Dispatcher):
     ) -> DispatchOutput:
         hidden_RD, ids_RK, weights_RK = hidden_TD, physical_ids_TK, weights_TK
         if self._attn_dp.size > 1:
-            mine = [hidden_TD, weights_TK, physical_ids_TK.to(torch.int32)]
             counts = self._tokens_by_rank[:: self._attn_tp_size]
-            rows = self._attn_dp.all_gather_rows(pack_rows(mine), counts)
-            hidden_RD, weights_RK, ids_RK = unpack_rows(rows, mine)
+            mine = [hidden_TD, weights_TK, physical_ids_TK]
+            hidden_RD, weights_RK, ids_RK = self._attn_dp.all_gather_parts(mine, counts)
         if self._is_spread:
-            ids_RK = self._local_ids(ids_RK)
-        return DispatchOutput(hidden_RD, ids_RK.long(), weights_RK, None, has_holes=self._is_spread)
+            ids_RK = ids_RK - self._first_slot  # slots of other ranks become ids that no expert of this rank has
+        return DispatchOutput(hidden_RD, ids_RK, weights_RK, None, has_holes=self._is_spread)
 
     def combine(self, expert_out: torch.Tensor, handle: None) -> torch.Tensor:
         if self._attn_dp.size == 1:
@@ -63,8 +60,3 @@ class AllTokensDispatcher(Dispatcher):
         by_dp_rank = expert_out.split(self._tokens_by_rank[:: self._attn_tp_size])
         wanted = [by_dp_rank[rank // self._attn_tp_size] for rank in range(self._tp.size)]
         return self._tp.reduce_scatter_rows(torch.cat(wanted), self._tokens_by_rank)
-
-    def _local_ids(self, physical_ids_RK: torch.Tensor) -> torch.Tensor:
-        """Return ids that count this rank's slots from zero on, with -1 for slots of other ranks."""
-        local_RK = physical_ids_RK - self._first_slot
-        return local_RK.masked_fill_((local_RK < 0) | (local_RK >= self._num_local_experts), -1)

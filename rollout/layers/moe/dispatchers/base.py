@@ -42,7 +42,8 @@ class DispatchOutput:
     With `weights_RS` the experts return the weighted sum over a row's slots [R, D], in slot order.  Without weights
     they return the outputs [R, S, D], which `combine` then weights and sums.
 
-    With `has_holes`, slots may be empty, marked by the id -1.  Their output is zero, and their weight is not read.
+    With `has_holes`, slots may be empty: their id, such as -1, is none of this rank's experts'.  Their output is zero,
+    and their weight is not read.
 
     With `packed`, rows have one slot and no ids: their place tells the expert.  Nothing reads the output of empty
     places.
@@ -57,7 +58,7 @@ class DispatchOutput:
 
     @property
     def ids_RS(self) -> torch.Tensor:
-        """The local expert of each slot [R, S] int64, -1 for none."""
+        """The local expert of each slot [R, S] int64; any other id for none."""
         if self.packed is not None:
             return self.packed.local_ids(self.hidden_RD.shape[0])
         assert self.local_physical_ids_RS is not None
