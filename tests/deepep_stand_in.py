@@ -10,6 +10,7 @@
                 by the second next dispatch, from when on their handle is refused; normal mode dirties what low-latency
                 needs clean; elastic results without a wait have G * M rows, garbage past the count, ids too
     handles     of another mode are refused
+    captures    low-latency dispatch and combine do their work again at each replay, in the memory of the capture
     refusals    dtypes, contiguity, hidden sizes, rank counts, more tokens than were announced, ranks that disagree
 
 Expanded rows, cached handles, bias, events and several NVLink domains are not here.

@@ -1,5 +1,7 @@
 """The stand-in's `Buffer`: normal mode, and low-latency mode.  What it promises is listed in `deepep_stand_in`.
 
+Calls of low-latency mode can be captured (`tests/graph_stand_in.py`), the other ones wait for the device.
+
 Shapes: T tokens, H hidden, K top-k, A (token, choice) pairs, G ranks, E experts on all ranks, C = E / G on this one,
 M most tokens of a rank, N rows received.
 """
@@ -16,11 +18,11 @@ from tests.deepep_stand_in_wire import (
     align,
     check_choices,
     check_rows,
-    garbage,
     local_ids,
     ranks_of_tokens,
     sum_of_ranks,
 )
+from tests.graph_stand_in import launch
 
 NVL_BYTES_OF_A_ROW = 128
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -165,40 +167,74 @@ class Buffer(NormalBuffer):
     ) -> tuple[Any, ...]:
         most, size, hidden = num_max_dispatch_tokens_per_rank, self.wire.size, x.shape[1]
         self._check_low_latency(x, topk_idx, most, num_experts)
-        self.wire.agree("low_latency_dispatch", most, num_experts, hidden)
         local_experts = num_experts // size
+        recv_x = x.new_empty(local_experts, size * most, hidden)
+        src_info = topk_idx.new_empty(local_experts, size * most, dtype=torch.int32)
+        layout_range = topk_idx.new_empty(local_experts, size, dtype=torch.int64)
+        recv_count = topk_idx.new_empty(local_experts, dtype=torch.int32)
+        results = recv_x, src_info, layout_range, recv_count
+        launch(lambda: self._dispatch_into(results, x, topk_idx, most, num_experts), "low_latency_dispatch")
+        handle = (src_info, layout_range, most, hidden, num_experts)
+        result = self._packed_fp8(recv_x) if use_fp8 else recv_x
+        return result, recv_count, handle, SimpleNamespace(event=None), None
+
+    def _dispatch_into(
+        self,
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        most: int,
+        num_experts: int,
+    ) -> None:
+        """Do a dispatch's work on the device, which a replay of a capture does again."""
+        assert not self.is_dirty, "clean_low_latency_buffer was not called after normal mode"
+        check_choices(topk_idx, None, num_experts, self.wire.size)
+        self.wire.agree("low_latency_dispatch", most, num_experts, x.shape[1])
+        recv_x, src_info, layout_range, recv_count = results
+        recv_x.fill_(torch.nan)
+        src_info.fill_(-7)
+        local_experts = num_experts // self.wire.size
         tokens_A, slots_A = (topk_idx >= 0).nonzero().unbind(1)
         experts_A = topk_idx[tokens_A, slots_A]
         counts, (rows, experts, tokens) = self.wire.exchange(
             experts_A // local_experts, x[tokens_A], experts_A % local_experts, tokens_A.int()
         )
-        sources = torch.arange(size).repeat_interleave(torch.tensor(counts))
-        recv_x = garbage(local_experts, size * most, hidden)
-        src_info = torch.full((local_experts, size * most), -7, dtype=torch.int32)
-        layout_range = torch.zeros(local_experts, size, dtype=torch.int64)
-        recv_count = torch.bincount(experts, minlength=local_experts).int()
+        sources = torch.arange(self.wire.size).repeat_interleave(torch.tensor(counts))
+        recv_count.copy_(torch.bincount(experts, minlength=local_experts))
         for expert in range(local_experts):
             begin = 0
-            for source in self.wire.shuffled(size).tolist():
+            for source in self.wire.shuffled(self.wire.size).tolist():
                 mine = ((experts == expert) & (sources == source)).nonzero().squeeze(1)
                 mine = mine[self.wire.shuffled(len(mine))]
                 recv_x[expert, begin : begin + len(mine)] = rows[mine]
                 src_info[expert, begin : begin + len(mine)] = tokens[mine]
                 layout_range[expert, source] = (begin << 32) | len(mine)
                 begin += len(mine)
-        handle = (src_info, layout_range, most, hidden, num_experts)
         self._remember(src_info, recv_x)
-        result = self._packed_fp8(recv_x) if use_fp8 else recv_x
-        return result, recv_count, handle, SimpleNamespace(event=None), None
 
     def low_latency_combine(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         assert isinstance(handle, tuple) and len(handle) == 5, "the handle of another mode"
-        src_info, layout_range, most, hidden, num_experts = handle
-        assert any(src_info is alive for alive, _ in self._results), "the third live low-latency result"
+        _, _, most, hidden, num_experts = handle
         size, local_experts = self.wire.size, num_experts // self.wire.size
         assert x.shape == (local_experts, size * most, hidden) and x.dtype == torch.bfloat16 and x.is_contiguous()
+        combined = x.new_empty(topk_idx.shape[0], hidden)
+        launch(lambda: self._combine_into(combined, x, topk_idx, topk_weights, handle), "low_latency_combine")
+        return combined, SimpleNamespace(event=None), None
+
+    def _combine_into(
+        self,
+        combined: torch.Tensor,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: tuple[Any, ...],
+    ) -> None:
+        """Do a combine's work on the device, which a replay of a capture does again."""
+        src_info, layout_range, most, hidden, num_experts = handle
+        size, local_experts = self.wire.size, num_experts // self.wire.size
+        assert any(src_info is alive for alive, _ in self._results), "the third live low-latency result"
         check_choices(topk_idx, topk_weights, num_experts, size)
         self.wire.agree("low_latency_combine", most, num_experts, hidden)
         places, to, experts = [torch.zeros(0, dtype=torch.int64)], [], []
@@ -209,6 +245,8 @@ class Buffer(NormalBuffer):
                 to += [source] * count
                 experts += [expert + self.wire.rank * local_experts] * count
         places_A = torch.cat(places)
+        is_filled = bool((places_A < src_info.numel()).all()) and bool((src_info.flatten()[places_A] >= 0).all())
+        assert self.wire.communicator.all_agree(is_filled), "the handle names places without a row"
         _, (rows, of_experts, tokens) = self.wire.exchange(
             torch.tensor(to, dtype=torch.int64),
             x.flatten(0, 1)[places_A],
@@ -221,13 +259,11 @@ class Buffer(NormalBuffer):
         for ids_T, weights_T in zip(topk_idx.T, topk_weights.T, strict=True):
             chosen = (ids_T >= 0).nonzero().squeeze(1)
             total[chosen] += weights_T[chosen, None] * rows[lookup[chosen, ids_T[chosen]]].float()
-        return total.bfloat16(), SimpleNamespace(event=None), None
+        combined.copy_(total)
 
     def _check_low_latency(self, x: torch.Tensor, topk_idx: torch.Tensor, most: int, num_experts: int) -> None:
         check_rows(x)
-        check_choices(topk_idx, None, num_experts, self.wire.size)
         assert self.low_latency_mode and not self.destroyed
-        assert not self.is_dirty, "clean_low_latency_buffer was not called after normal mode"
         assert self.num_qps_per_rank == num_experts // self.wire.size
         needed = self.get_low_latency_rdma_size_hint(most, x.shape[1], self.wire.size, num_experts)
         assert self.num_rdma_bytes >= needed
@@ -237,7 +273,9 @@ class Buffer(NormalBuffer):
     def _remember(self, src_info: torch.Tensor, recv_x: torch.Tensor) -> None:
         self._results.append((src_info, recv_x))
         if len(self._results) > 2:
-            self._results.pop(0)[1].fill_(torch.nan)
+            _, over = self._results.pop(0)
+            if all(over is not alive for _, alive in self._results):  # a replay has its memory again
+                over.fill_(torch.nan)
 
     def _packed_fp8(self, recv_x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantise rows to float8 with a scale for 128 channels; scales are column-major in the last two dimensions."""

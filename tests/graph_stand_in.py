@@ -60,9 +60,16 @@ def forbid_in_capture(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def launch(kernel: Callable[[], None], name: str = "kernel") -> None:
-    """Run a kernel that is not an operator of torch; one that is launched in a capture runs at every replay, too."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        kernel()
+    """Run a kernel that is not an operator of torch; one that is launched in a capture runs at every replay, too.
+
+    What the kernel itself calls is not recorded.
+    """
+    captures, _here.captures = _here.captures, []
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            kernel()
+    finally:
+        _here.captures = captures
     if _here.captures:
         _here.captures[-1].calls.append(_Call(name, kernel, (), {}, []))
 
