@@ -34,6 +34,7 @@ from tests.captured_ranks import captured_gloo, captured_ranks
 from tests.deepep_stand_in import stand_in
 from tests.graph_stand_in import StandInGraphPool, launch
 from tests.kernels import native_ops
+from tests.late_loop import overlap
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 
@@ -188,6 +189,35 @@ def test_replays_give_what_steps_in_python_give(folder: Path, engine: str) -> No
     assert found.answers == plain.answers and found.location == plain.location
     assert plain.num_replays == 0 and found.num_replays > 20
     check_loads(loads)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["dp2, low_latency", "dp2, auto"])
+def test_replays_give_the_same_while_the_host_is_a_step_ahead(folder: Path, engine: str) -> None:
+    with deep_ep([]) as patch:
+        overlap(patch)
+        plain = run(folder, captures=False, **ENGINES[engine])
+        found = run(folder, captures=True, **ENGINES[engine])
+    assert found.answers == plain.answers and found.num_replays > 20
+
+
+CAPTURED = {"auto": [1, 2, MOST], "low_latency": [1, 2, MOST, MOST + 2], "normal": None}
+
+
+@pytest.mark.parametrize("mode", CAPTURED)
+def test_mode_and_size_decide_which_steps_are_captured(
+    folder: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    settings = SETTINGS | DP2 | {"deepep_mode": mode, "max_running_requests": MOST + 2}
+    with deep_ep([]), ParallelHarness(folder, captured_gloo, **settings) as harness:
+        runners = [scheduler.runner.graphs for scheduler in harness.schedulers]
+    assert [None if runner is None else runner.sizes for runner in runners] == [CAPTURED[mode]] * 2
+    said = capsys.readouterr().err
+    reason = "deep_ep waits on the host for the number of rows, in steps of"
+    assert (f"steps of more than {MOST} requests are not captured: {reason} {MOST + 2} tokens" in said) == (
+        mode == "auto"
+    )
+    assert (f"steps are not captured, decoding is slower: {reason} 1 tokens" in said) == (mode == "normal")
 
 
 def check_loads(loads: list[Load]) -> None:
