@@ -1,4 +1,4 @@
-"""Small checkpoints of model families, plain and in FP8, whose matrices have several blocks, the last ones cut.
+"""Small checkpoints of model families, plain and quantised, whose matrices have several blocks, the last ones cut.
 
 All experts fused in one tensor have no block's edge where the two halves of each meet.
 """
@@ -11,8 +11,9 @@ import torch
 
 from tests.family_zoo import FAMILIES as ZOO
 from tests.family_zoo import family_checkpoint
-from tests.fp8_reference import Named, fp8_checkpoint, quantised, values_of
+from tests.fp8_reference import Named, fp8_checkpoint, quantised, set_config, stored_tensors
 from tests.model_zoo import logical_tensors
+from tests.pair_forms import FP8_FORM, PairForm
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 SIZES = {"hidden_size": 160, "moe_intermediate_size": 136, "intermediate_size": 200}
@@ -20,19 +21,28 @@ _HEAD_DIM = 48  # of families whose heads are of one size
 DTYPE = torch.bfloat16
 
 
-class Fp8Case:
-    """`plain`: bfloat16, as a trainer has it; `fp8`: the same, quantised.  `values`: the values served of `fp8`."""
+class QuantisedCase:
+    """`plain`: bfloat16, as a trainer has it; `stored`: the same, in `form`.
 
-    def __init__(self, folder: Path, family: str, seed: int = 3) -> None:
-        self.family = family
+    `values`: the values served of `stored`.
+    """
+
+    def __init__(self, folder: Path, family: str, seed: int = 3, form: PairForm = FP8_FORM) -> None:
+        self.family, self.form = family, form
         sizes = SIZES if "qk_rope_head_dim" in ZOO[family] else {**SIZES, "head_dim": _HEAD_DIM}
         self.plain = family_checkpoint(folder / "plain", family, seed, DTYPE, **sizes)
-        self.fp8 = fp8_checkpoint(folder / "fp8", self.plain)
-        self.tensors = logical_tensors(self.fp8)
-        self.values = values_of(self.tensors, DTYPE)
+        self.stored = self.written(folder / "stored", form.quantised(stored_tensors(self.plain)))
+        self.tensors = logical_tensors(self.stored)
+        self.values = form.values_of(self.tensors, DTYPE)
+
+    def written(self, folder: Path, tensors: Named) -> Path:
+        """Write a checkpoint of these tensors in this form."""
+        fp8_checkpoint(folder, self.plain, lambda _: tensors)
+        set_config(folder, self.form.config)
+        return folder
 
     def newer(self, seed: int) -> tuple[Named, Named, Named]:
-        """Return other weights: as a trainer has them, in FP8, and the values served of the FP8."""
+        """Return other weights: as a trainer has them, quantised, and the values served of these."""
         generator = torch.Generator().manual_seed(seed)
         sent = {
             name: (tensor + 0.05 * torch.randn(tensor.shape, generator=generator)).to(
@@ -40,8 +50,8 @@ class Fp8Case:
             )
             for name, tensor in logical_tensors(self.plain).items()
         }
-        fp8 = quantised(sent)
-        return sent, fp8, values_of(fp8, DTYPE)
+        stored = self.form.quantised(sent)
+        return sent, stored, self.form.values_of(stored, DTYPE)
 
 
 def more_layers(family: str) -> Named:

@@ -52,3 +52,9 @@ def packed(integers: torch.Tensor) -> torch.Tensor:
     words = (integers.numpy().astype(np.int64) + 8).reshape(integers.shape[0], -1, 8)
     sums = (words << (4 * np.arange(8))).sum(-1)
     return torch.from_numpy(sums.astype(np.uint32).view(np.int32))
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """Return the integers of words, int8 [R, C]."""
+    sums = words.numpy().view(np.uint32).astype(np.int64)[:, :, None]
+    return torch.from_numpy(((sums >> (4 * np.arange(8)) & 15) - 8).reshape(len(sums), -1).astype(np.int8))

@@ -1,25 +1,25 @@
 """Parts of tensors, in any order and in different calls, which are put together before anything is made of them.
 
-`Assembly`       boxes of wire tensors.  So come tensors that are converted as a whole (halves of FP8 pairs, weights
-                 that an engine quantises), and all tensors where no plan is replayed (`plan`).
-`PairedTensors`  FP8 weights and their scales (`fp8_wire`)
+`Assembly`       boxes of wire tensors.  So come tensors that are converted as a whole (parts of quantised weights,
+                 weights that an engine quantises), and all tensors where no plan is replayed (`plan`).
+`PairedTensors`  quantised weights and their scales (`paired_wire`)
 
-Memory: one copy of each such tensor or half, from its first part until its last.
+Memory: one copy of each such tensor or part, from its first part until its last.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from weight_sync.boxes import Box, box_text, first_gap, index_of, overlapping, whole_box
 from weight_sync.errors import CoverageError, DtypeMismatchError, WeightRequestError, listed
-from weight_sync.fp8_blocks import QUANTISED, SCALE_SUFFIX, dequantise
-from weight_sync.fp8_wire import Kind, kind_of, require_pairs, value_dtype, weight_name
+from weight_sync.paired_wire import GatheredParts, WirePart, part_of, value_dtype
 from weight_sync.tensor_meta import LogicalWeights, Pair, TensorMeta, dtype_name
 
 
@@ -89,34 +89,38 @@ class Assembly:
         waiting.missing -= content.numel()
 
 
-# --- halves of FP8 pairs ----------------------------------------------------------------------------------------------
+# --- parts of quantised weights ---------------------------------------------------------------------------------------
 
 
 class WireTensor(NamedTuple):
-    """A tensor by its wire name; `content` of a pair are its values."""
+    """A tensor by its wire name; `content` of a quantised weight are its values.
+
+    Such a weight has its `pair`, and its `parts` as they came, by suffix (`paired_wire`).
+    """
 
     name: str
     content: torch.Tensor
     pair: Pair | None = None
+    parts: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class PairedTensors:
-    """Quantised weights and scales of one load or one refresh.
+    """The quantised weights of one load or one refresh.
 
-    The half of a pair that came first is copied and kept until the other comes.  `num_bytes`: memory of the waiting
-    halves, never more than the model's.
+    Parts that come before the last one are copied and kept until it comes.  `num_bytes`: memory of the waiting parts,
+    never more than the model's.  With `only_here`, a weight that lives on other ranks alone gets no values, but zeros.
     """
 
-    def __init__(self, weights: LogicalWeights) -> None:
+    def __init__(self, weights: LogicalWeights, *, only_here: bool = False) -> None:
         self._weights = weights
-        self._waiting: dict[str, tuple[Kind, torch.Tensor]] = {}  # by the weight's name
-        self._paired: set[str] = set()
+        self._only_here = only_here
+        self._parts: GatheredParts[torch.Tensor] = GatheredParts()
         self.num_bytes = 0
 
     @property
     def num_waiting(self) -> int:
-        """The number of tensors that came without the other half of their pair."""
-        return len(self._waiting)
+        """The number of tensors that wait for other parts of their weights."""
+        return self._parts.num_waiting
 
     @functools.cached_property
     def _max_bytes(self) -> int:
@@ -130,65 +134,51 @@ class PairedTensors:
         """
         whole = []
         for name, tensor in named:
-            kind = self._kind_of(name, tensor)
-            if kind == "plain":
-                if name in self._waiting:
+            part = self._part_of(name, tensor)
+            if part is None:
+                if name in self._parts:
                     raise DtypeMismatchError(
-                        f"{name} is {dtype_name(tensor.dtype)}, which has no scales, but came with {name}{SCALE_SUFFIX}"
+                        f"{name} is {dtype_name(tensor.dtype)}, which has no scales, but came with "
+                        f"{self._parts.found(name)[0]}"
                     )
                 whole.append(WireTensor(name, tensor))
-            elif (pair := self._pair(name, kind, tensor.detach())) is not None:
-                whole.append(self._values(name if kind == "weight" else weight_name(name), pair))
+            elif (parts := self._gathered(part, tensor.detach())) is not None:
+                whole.append(self._values(part, parts))
         return whole
 
     def settle(self) -> None:
-        """Raise `CoverageError` for the tensors that wait for the other half of their pair; it names them."""
-        if not self._waiting:
-            return
-        by_kind: dict[Kind, set[str]] = {"weight": set(), "scale": set()}
-        for name, (kind, _) in self._waiting.items():
-            by_kind[kind].add(name)
-        require_pairs(by_kind["weight"], by_kind["scale"])
+        """Raise `CoverageError` for the weights that lack a part; it names them."""
+        self._parts.settle()
 
     def clear(self) -> None:
         """Release what waits."""
-        self._waiting.clear()
+        self._parts.clear()
         self.num_bytes = 0
 
-    def _kind_of(self, name: str, tensor: torch.Tensor) -> Kind:
-        """Return `kind_of` the tensor, with a short cut for the many plain ones."""
-        if tensor.dtype != QUANTISED and not name.endswith(SCALE_SUFFIX):
-            return "plain"
-        return kind_of(self._weights, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
+    def _part_of(self, name: str, tensor: torch.Tensor) -> WirePart | None:
+        return part_of(self._weights, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
 
-    def _pair(self, name: str, kind: Kind, tensor: torch.Tensor) -> Pair | None:
-        """Return the pair that this half makes whole, if it does."""
-        key = name if kind == "weight" else weight_name(name)
-        waiting = self._waiting.get(key)
-        if key in self._paired or (waiting is not None and waiting[0] == kind):
-            raise CoverageError(f"{name} came twice")
-        if waiting is None:
-            self._wait(key, kind, tensor)
-            return None
-        del self._waiting[key]
-        self.num_bytes -= waiting[1].nbytes
-        self._paired.add(key)
-        return Pair(tensor, waiting[1]) if kind == "weight" else Pair(waiting[1], tensor)
+    def _gathered(self, part: WirePart, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """Return the parts of the weight that this one makes whole, if it does; else keep a copy of it."""
+        parts = self._parts.add(part, tensor, functools.partial(self._copied, part.name))
+        if parts is not None:
+            self.num_bytes -= sum(other.nbytes for suffix, other in parts.items() if suffix != part.suffix)
+        return parts
 
-    def _wait(self, key: str, kind: Kind, tensor: torch.Tensor) -> None:
+    def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if self.num_bytes + tensor.nbytes > self._max_bytes:
             raise WeightRequestError(
-                f"{key}: FP8 tensors that wait for their scales or weights exceed the model's "
+                f"{name}: tensors that wait for other parts of their weights exceed the model's "
                 f"{self._max_bytes} bytes. Send scales with their weights."
             )
-        self._waiting[key] = (kind, tensor.clone())
         self.num_bytes += tensor.nbytes
+        return tensor.clone()
 
-    def _values(self, name: str, pair: Pair) -> WireTensor:
-        meta = TensorMeta(name, pair.weight.dtype, tuple(pair.weight.shape))
-        dtype = value_dtype(self._weights, meta)
-        assert dtype is not None, "it was found to be a weight before"
-        try:
-            return WireTensor(name, dequantise(pair.weight, pair.scale, dtype), pair)
-        except WeightRequestError as error:
-            raise type(error)(f"{name}{SCALE_SUFFIX}: {error}") from None
+    def _values(self, part: WirePart, parts: Mapping[str, torch.Tensor]) -> WireTensor:
+        suffix, first = next(iter(parts.items()))
+        shape = part.kind.value_shape(TensorMeta(part.name + suffix, first.dtype, tuple(first.shape)))
+        meta = TensorMeta(part.name, first.dtype, shape)
+        if self._only_here and not any(self._weights.places(piece.name) for piece in self._weights.split(meta)):
+            return WireTensor(part.name, torch.zeros((), dtype=torch.bfloat16).expand(shape))
+        values, pair = part.kind.put_together(part.name, parts, value_dtype(self._weights, meta) or torch.bfloat16)
+        return WireTensor(part.name, values, pair, parts)

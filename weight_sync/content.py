@@ -24,7 +24,9 @@ _DTYPES = tuple(DTYPES.values())
 
 
 class Content(NamedTuple):
-    """One logical tensor: the tensors sent for it (two for an FP8 pair) with F of each, and F of the values held."""
+    """One logical tensor: the tensors sent for it (its parts, if it came in parts) with F of each, and F of the values
+    held.
+    """
 
     sent: tuple[tuple[TensorMeta, int], ...]
     held: int

@@ -1,63 +1,83 @@
-"""INT4 weights of checkpoints, in compressed-tensors' form `pack-quantized`, read as pairs.
+"""INT4 weights on the wire and in checkpoints, in compressed-tensors' form `pack-quantized`.
 
     X.weight_packed   int32 [R, C / 8]        eight integers a word, the first in the lowest bits, each plus 8
     X.weight_scale    bfloat16 [R, C / group] groups of 32 or 128 neighbouring elements of a row
     X.weight_shape    int64 or int32 [2]      R and C
+
+Checkpoints have these names, and so have trainers that pack the weights of each step themselves (slime, miles, SkyRL).
 
 Shapes: R output features, C input features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 
-from weight_sync.errors import ContentError, CoverageError, ShapeMismatchError
+from weight_sync.errors import ContentError, CoverageError, DtypeMismatchError, ShapeMismatchError, shown
 from weight_sync.int4_groups import dequantise
-from weight_sync.tensor_meta import LogicalWeights, Pair, TensorMeta
+from weight_sync.tensor_meta import LogicalWeights, Pair, TensorMeta, dtype_name
 
 GROUPS = (32, 128)
-_PACKED, _SCALE, _SHAPE = _PARTS = ("_packed", "_scale", "_shape")
+_PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"
+_DTYPES = {_PACKED: (torch.int32,), _SCALE: (torch.bfloat16,), _SHAPE: (torch.int64, torch.int32)}
 _OF_WORD = 8
 _OFFSET = 8
 
 
-def part_of(meta: TensorMeta) -> str:
-    """Return which of the three parts of a weight the tensor is; "" if none."""
-    found = next((part for part in _PARTS if meta.name.endswith(f".weight{part}")), "")
-    is_part = {
-        _PACKED: meta.dtype == torch.int32,
-        _SCALE: meta.dtype == torch.bfloat16,
-        _SHAPE: meta.dtype in (torch.int32, torch.int64) and meta.shape == (2,),
-    }
-    return found if is_part.get(found, False) else ""
+class Int4Wire:
+    """The `PairKind` of INT4: words, scales and the shape of a weight."""
 
+    label = "INT4"
+    suffixes = (_PACKED, _SCALE, _SHAPE)
 
-def value_metas(metas: Sequence[TensorMeta]) -> list[TensorMeta]:
-    """Return the tensors of a checkpoint as they will be read: each packed one under its own name, in bfloat16.
+    def suffix_of(self, meta: TensorMeta) -> str | None:
+        """Return the suffix of a part; None for another tensor."""
+        return next((suffix for suffix in self.suffixes if meta.name.endswith(f".weight{suffix}")), None)
 
-    Raises `CoverageError` for a part that is missing, `ShapeMismatchError` for parts that do not belong together.
-    """
-    parts: dict[str, dict[str, TensorMeta]] = {}
-    values: list[TensorMeta] = []
-    for meta in metas:
-        part = part_of(meta)
-        if not part:
-            values.append(meta)
-            continue
-        found = parts.setdefault(_weight_name(meta.name, part), {})
-        found[part] = meta
-        if len(found) == len(_PARTS):
-            name = _weight_name(meta.name, part)
-            group_of(name, found[_PACKED].shape, found[_SCALE].shape)
-            rows, words = found[_PACKED].shape
-            values.append(TensorMeta(name, torch.bfloat16, (rows, words * _OF_WORD)))
-    for name, found in parts.items():
-        missing = [f"{name}{part}" for part in _PARTS if part not in found]
-        if missing:
-            raise CoverageError(f"{missing[0]} is missing, another part of {next(iter(found.values())).name}")
-    return values
+    def check_part(self, weights: LogicalWeights, name: str, suffix: str, meta: TensorMeta) -> None:
+        """Check one part.  Raises `DtypeMismatchError`, `ShapeMismatchError`."""
+        if meta.dtype not in _DTYPES[suffix]:
+            wanted = " or ".join(map(dtype_name, _DTYPES[suffix]))
+            raise DtypeMismatchError(
+                f"{shown(meta.name)} is a part of INT4 and must be {wanted}, got {dtype_name(meta.dtype)}"
+            )
+        is_right, expected = (meta.shape == (2,), "[2]") if suffix == _SHAPE else (len(meta.shape) == 2, "a matrix's")
+        if not is_right:
+            raise ShapeMismatchError(f"{meta.name} has shape {list(meta.shape)}, expected {expected}")
+
+    def check_parts(self, name: str, parts: Mapping[str, TensorMeta]) -> None:
+        """Check that words and scales have rows and groups of one matrix.  Raises `ShapeMismatchError`."""
+        group_of(name, parts[_PACKED].shape, parts[_SCALE].shape)
+
+    def value_shape(self, first: TensorMeta) -> tuple[int, ...]:
+        """Return the shape of a weight by its words."""
+        rows, words = first.shape
+        return rows, words * _OF_WORD
+
+    def missing(self, name: str, found: Collection[str]) -> CoverageError:
+        """Return the error of a weight that lacks a part."""
+        absent = next(suffix for suffix in self.suffixes if suffix not in found)
+        return CoverageError(f"{name}{absent} is missing, another part of {name}{next(iter(found))}")
+
+    def put_together(
+        self, name: str, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Pair]:
+        """Return the values, rounded to bfloat16 and then to `dtype`, and the pair.
+
+        Raises `ShapeMismatchError`, `ContentError` for another shape than that of the words, and for a scale that is
+        not finite and above zero.
+        """
+        packed, scale = parts[_PACKED], parts[_SCALE]
+        group = group_of(name, tuple(packed.shape), tuple(scale.shape))
+        shape, found = parts[_SHAPE].tolist(), [packed.shape[0], packed.shape[1] * _OF_WORD]
+        if shape != found:
+            raise ContentError(f"{name}{_SHAPE} is {shape}, but {name}{_PACKED} has {found}")
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise ContentError(f"{name}{_SCALE}: a scale is zero, negative or not finite")
+        pair = Pair(unpacked(packed), scale, (1, group))
+        return dequantise(pair, torch.bfloat16).to(dtype), pair
 
 
 def group_of(name: str, packed: tuple[int, ...], scale: tuple[int, ...]) -> int:
@@ -77,43 +97,3 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
     bytes_RB = packed.contiguous().view(torch.uint8)  # of a word the lowest first
     halves_RB2 = torch.stack((bytes_RB & 15, bytes_RB >> 4), -1).to(torch.int8)
     return halves_RB2.flatten(1) - _OFFSET
-
-
-class Int4Weights:
-    """A converter of a checkpoint's tensors, in any order, to pairs.  `value_metas` has checked them."""
-
-    def __init__(self, weights: LogicalWeights) -> None:
-        self._weights = weights
-        self._waiting: dict[str, dict[str, torch.Tensor]] = {}
-
-    def take(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, Pair | None]]:
-        """Yield the tensor itself; for a part nothing, or if the others came before, the weight's values and pair.
-
-        Parts that came before are kept, as they are.  Raises `ContentError` for a shape that is not that of the words.
-        """
-        part = part_of(TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
-        if not part:
-            yield name, tensor, None
-            return
-        whole = _weight_name(name, part)
-        found = self._waiting.setdefault(whole, {})
-        found[part] = tensor
-        if len(found) == len(_PARTS):
-            del self._waiting[whole]
-            yield self._weight(whole, found[_PACKED], found[_SCALE], found[_SHAPE].tolist())
-
-    def _weight(
-        self, name: str, packed: torch.Tensor, scale: torch.Tensor, shape: list[int]
-    ) -> tuple[str, torch.Tensor, Pair | None]:
-        rows, columns = packed.shape[0], packed.shape[1] * _OF_WORD
-        if shape != [rows, columns]:
-            raise ContentError(f"{name}{_SHAPE} is {shape}, but {name}{_PACKED} has {[rows, columns]}")
-        pieces = self._weights.split(TensorMeta(name, torch.bfloat16, (rows, columns)))
-        if not any(self._weights.places(piece.name) for piece in pieces):
-            return name, torch.zeros(1, 1, dtype=torch.bfloat16).expand(rows, columns), None  # on other ranks
-        pair = Pair(unpacked(packed), scale, (1, group_of(name, tuple(packed.shape), tuple(scale.shape))))
-        return name, dequantise(pair, torch.bfloat16), pair
-
-
-def _weight_name(name: str, part: str) -> str:
-    return name.removesuffix(part)

@@ -2,7 +2,7 @@
 
     wire tensors -> boxes, pairs put together -> split -> content checked as it was sent -> converted -> checked again
 
-    FP8 pair                                      its values are held
+    quantised weight, in parts                    its values are held
     plain tensor of another dtype                 cast
     plain tensor of one that is to be quantised   what its `HeldFormat` makes of it is held
     any other                                     held as it was sent
@@ -22,17 +22,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weight_sync.assembly import Assembly, PairedTensors
+from weight_sync.assembly import Assembly, PairedTensors, WireTensor
 from weight_sync.content import Content, Contents, TensorTable, by_name
 from weight_sync.content_check import check_content, is_finite, matching
 from weight_sync.errors import ContentError, CoverageError, listed
 from weight_sync.fingerprint import fingerprint
-from weight_sync.fp8_blocks import BLOCK, SCALE_SUFFIX, scales_of
-from weight_sync.fp8_wire import value_metas
+from weight_sync.fp8_blocks import BLOCK, scales_of
 from weight_sync.held_format import AS_SENT, HeldFormat, HeldFormats
 from weight_sync.int4_groups import regrouped
 from weight_sync.ledger import Numbers, WeightLedger
 from weight_sync.manifest import Stated
+from weight_sync.paired_wire import value_metas
 from weight_sync.plan import BucketPlan
 from weight_sync.rank_cover import RankCover, RankShares
 from weight_sync.rank_parts import Exchange
@@ -122,7 +122,7 @@ class Intake:
         tensors = self.pairs.take(bucket)
         named = [(tensor.name, tensor.content) for tensor in tensors]
         arrivals = split_tensors(self._weights, named, ledger, cast, announced=self._announced)
-        pairs = {tensor.name: tensor.pair for tensor in tensors if tensor.pair is not None}
+        pairs = {tensor.name: tensor for tensor in tensors if tensor.pair is not None}
         found = self._plain([arrival for arrival in arrivals if arrival.wire_name not in pairs] if pairs else arrivals)
         for arrival in arrivals if pairs else ():
             if arrival.wire_name in pairs:
@@ -217,24 +217,27 @@ class Intake:
                 contents[arrival.name] = Content.plain(sent, found[arrival.name])
         return contents
 
-    def _of_pair(self, arrival: Arrival, pair: Pair) -> Content:
-        meta = self._weights.metas()[arrival.name]
+    def _of_pair(self, arrival: Arrival, tensor: WireTensor) -> Content:
         if not is_finite(arrival.content):
             raise ContentError(f"values that are not finite in {arrival.name}")
-        mine = _piece_of(arrival.piece, pair)
-        halves = {meta.name: mine.weight, f"{meta.name}{SCALE_SUFFIX}": mine.scale}
+        parts = tensor.parts
+        if arrival.piece != Piece(arrival.name):
+            assert tensor.pair is not None
+            parts = dict(zip(parts, _piece_of(arrival.piece, tensor.pair)[:2], strict=True))
         sent = tuple(
-            (TensorMeta(name, half.dtype, tuple(half.shape)), fingerprint(half)) for name, half in halves.items()
+            (TensorMeta(arrival.name + suffix, part.dtype, tuple(part.shape)), fingerprint(part))
+            for suffix, part in parts.items()
         )
         content = Content(sent, fingerprint(arrival.content))
         matching(by_name([content]), self._stated)
         return content
 
     def _converted(
-        self, arrivals: list[Arrival], found: dict[str, Content], pairs: Mapping[str, Pair]
+        self, arrivals: list[Arrival], found: dict[str, Content], pairs: Mapping[str, WireTensor]
     ) -> list[Arrival]:
         """Return the arrivals as they are held, where that is not as they came; so noted in `found`."""
-        held = [self._held(arrival, pairs.get(arrival.wire_name)) for arrival in arrivals]
+        came = {name: tensor.pair for name, tensor in pairs.items()}
+        held = [self._held(arrival, came.get(arrival.wire_name)) for arrival in arrivals]
         changed = [new for new, old in zip(held, arrivals, strict=True) if new.content is not old.content]
         if changed:
             checked = check_content([(arrival.name, arrival.content) for arrival in changed], {})
@@ -280,7 +283,7 @@ def with_pair(arrival: Arrival, pair: Pair | None, held: HeldFormat | None) -> A
     if pair.block != held.block:  # so that a rank's shard cuts no group
         pair = regrouped(pair, held.block[1])
     piece = arrival.piece
-    if piece.index == () and not piece.transposed:
+    if piece == Piece(piece.name):
         return arrival._replace(pair=_with_scales_that_fit(pair, arrival.name, held))
     spans = (*piece.index, *[slice(None)] * (pair.weight.dim() - len(piece.index)))[-2:]
     for span, size in zip(spans, pair.weight.shape[-2:], strict=True):
@@ -300,7 +303,11 @@ def _with_scales_that_fit(pair: Pair, name: str, held: HeldFormat) -> Pair:
 
 
 def _piece_of(piece: Piece, pair: Pair) -> Pair:
-    """Return the piece of both halves of an FP8 pair; of scales one for every block that the piece touches."""
+    """Return the piece of both halves of an FP8 pair; of scales one for every block that the piece touches.
+
+    No model splits a matrix that comes in another kind.
+    """
+    assert pair.block == (BLOCK, BLOCK), piece
     of_scale = replace(piece, index=scales_of(piece.index, pair.weight.shape))
     return Pair(piece.of(pair.weight), of_scale.of(pair.scale), pair.block)
 

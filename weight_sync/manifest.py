@@ -15,16 +15,15 @@ import numpy as np
 from weight_sync.content import TensorTable
 from weight_sync.errors import ContentError, CoverageError, WeightRequestError, listed
 from weight_sync.fingerprint import parse_fingerprint, wrong_fingerprint
-from weight_sync.fp8_blocks import SCALE_SUFFIX
-from weight_sync.fp8_wire import weight_name, whole_metas
 from weight_sync.ledger import Numbers, WeightLedger
+from weight_sync.paired_wire import part_of, whole_metas
 from weight_sync.splitting import split_wire
 from weight_sync.tensor_meta import Lists, LogicalWeights, MetaParser, TensorMeta, parse_metas
 
 _DIGITS = 16
 _NOTHING, _SPLIT = -1, -2
-"""Targets of a fingerprint that belongs to no logical tensor.  The model keeps nothing of it, or it is of scales; or
-the model splits its tensor."""
+"""Targets of a fingerprint that belongs to no logical tensor.  The model keeps nothing of it, or it is of a part such
+as scales; or the model splits its tensor."""
 
 
 Entries = Sequence[tuple[TensorMeta, int | None]]
@@ -86,13 +85,13 @@ def _parsed(fingerprints: str, count: int) -> np.ndarray:
 
 
 class Stated:
-    """The fingerprints that a sender announced: of the logical tensors of `table`, and of scales by name."""
+    """The fingerprints that a sender announced: of the tensors of `table`, and of parts such as scales by name."""
 
     def __init__(self, table: TensorTable) -> None:
         self._table = table
         self._is_stated = np.zeros(len(table), dtype=np.bool_)
         self._values = np.zeros(len(table), dtype=np.uint64)
-        self._of_scales: dict[str, int] = {}
+        self._of_parts: dict[str, int] = {}
 
     def put_all(self, numbers: Numbers, values: np.ndarray) -> None:
         """Note F, uint64, of tensors by number.  Raises `WeightRequestError` for a tensor that has two."""
@@ -102,16 +101,16 @@ class Stated:
         if len(wrong):
             raise _contradicting(self._table.names[numbers[wrong[0]]])
 
-    def put_scale(self, name: str, value: int) -> None:
-        """Note F of scales.  Raises as `put_all`."""
-        if self._of_scales.setdefault(name, value) != value:
+    def put_part(self, name: str, value: int) -> None:
+        """Note F of a part, such as scales.  Raises as `put_all`."""
+        if self._of_parts.setdefault(name, value) != value:
             raise _contradicting(name)
 
     def get(self, name: str, default: int) -> int:
-        """Return the fingerprint of a tensor or of scales; `default` where none was stated."""
+        """Return the fingerprint of a tensor or of a part; `default` where none was stated."""
         number = self._table.number_of.get(name)
         if number is None:
-            return self._of_scales.get(name, default)
+            return self._of_parts.get(name, default)
         return int(self._values[number]) if self._is_stated[number] else default
 
     def require(self, numbers: Numbers, found: np.ndarray) -> None:
@@ -133,13 +132,13 @@ class ManifestPlan:
     """The relation of a manifest to the model.  `announced`: the numbers of the logical tensors in its tensors.
 
     `names` [N] of its tensors.  `targets` [N]: the number of the logical tensor that an F is of; negative where it is
-    of none.  `scales`: the names of scales, by place in the manifest.
+    of none.  `parts`: the names of scales and other parts, by place in the manifest.
     """
 
     names: Sequence[str]
     announced: Numbers
     targets: Numbers
-    scales: dict[int, str]
+    parts: dict[int, str]
 
     @property
     def num_tensors(self) -> int:
@@ -165,9 +164,9 @@ class ManifestPlan:
             raise WeightRequestError(f"manifest: the model splits {name}; give fingerprints of its parts")
         (whole,) = (is_stated & (self.targets >= 0)).nonzero()
         stated.put_all(self.targets[whole], values[whole])
-        for place, name in self.scales.items():
+        for place, name in self.parts.items():
             if is_stated[place]:
-                stated.put_scale(name, int(values[place]))
+                stated.put_part(name, int(values[place]))
 
 
 def plan_manifest(weights: LogicalWeights, table: TensorTable, manifest: Manifest, cast: bool) -> ManifestPlan:
@@ -183,20 +182,20 @@ def plan_manifest(weights: LogicalWeights, table: TensorTable, manifest: Manifes
     if refusals:
         raise CoverageError(f"manifest: {listed(refusals)}")
     pieces_of = {meta.name: pieces for meta, pieces in zip(values, split, strict=True)}
-    targets, scales = np.full(len(metas), _NOTHING, dtype=np.int64), dict[int, str]()
+    targets, parts = np.full(len(metas), _NOTHING, dtype=np.int64), dict[int, str]()
     for place, meta in enumerate(metas):
-        is_scale = meta.name not in pieces_of
-        pieces = pieces_of[weight_name(meta.name) if is_scale else meta.name]
+        part = part_of(weights, meta)
+        pieces = pieces_of[meta.name if part is None else part.name]
         if not pieces:
             continue  # the model keeps nothing of it
         if len(pieces) != 1 or pieces[0].index != ():
             targets[place] = _SPLIT
-        elif is_scale:
-            scales[place] = pieces[0].name + SCALE_SUFFIX
+        elif part is not None and part.suffix:
+            parts[place] = pieces[0].name + part.suffix
         else:
             targets[place] = table.number_of[pieces[0].name]
     announced = {table.number_of[piece.name] for pieces in split for piece in pieces}
-    return ManifestPlan([meta.name for meta in metas], np.array(sorted(announced), dtype=np.int64), targets, scales)
+    return ManifestPlan([meta.name for meta in metas], np.array(sorted(announced), dtype=np.int64), targets, parts)
 
 
 def parse_manifest(entries: Iterable[tuple[str, str, Sequence[int], str | None]]) -> Entries:

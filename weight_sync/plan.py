@@ -8,9 +8,9 @@
 wire tensor may come as a box of it (`TensorMeta.box`).  Then so do the logical tensors in it, unless they lie in the
 box as a whole.
 
-Tensors that the tables cannot express are listed in `rest`, and go the way of single tensors (`intake`): halves of FP8
-pairs, tensors that are quantised here to anything but blocks of 8 bits or come so in boxes, and places that only their
-own `write` can fill.
+Tensors that the tables cannot express are listed in `rest`, and go the way of single tensors (`intake`): parts of
+quantised weights, tensors that are quantised here to anything but blocks of 8 bits or come so in boxes, and places that
+only their own `write` can fill.
 
 A plan is of one layout, one state of the places (`LogicalWeights.places_key`), and one answer to whether casts that
 lose something are taken.  Memory: about 430 bytes a tensor that has one place.
@@ -31,11 +31,11 @@ import torch
 from weight_sync.boxes import Box, box_text, whole_box
 from weight_sync.content import TensorTable
 from weight_sync.errors import CoverageError
-from weight_sync.fp8_wire import value_metas, weight_name
 from weight_sync.held_format import HeldFormats
 from weight_sync.ledger import Numbers, PlannedBoxes
 from weight_sync.manifest import Manifest, ManifestPlan, plan_manifest
 from weight_sync.moves import Move, lead_of, matrix_of
+from weight_sync.paired_wire import value_metas, weight_name
 from weight_sync.picks import parts_of_box
 from weight_sync.rank_cover import RankCover
 from weight_sync.spans import (
@@ -144,19 +144,19 @@ def plan_bucket(
     table: TensorTable,
     quantised: HeldFormats,
 ) -> BucketPlan:
-    """Return the plan of a layout.  `pieces`: the logical tensors in each wire tensor, but for halves of pairs.
+    """Return the plan of a layout.  `pieces`: the logical tensors in each wire tensor, but for parts of pairs.
 
     Whether the boxes of a tensor are planned does not depend on the boxes: all of them go the same way.  Raises
     `CoverageError` for a tensor that comes whole in one box, while another brings some of it.
     """
     rows, rest, seen = _Rows(table, quantised), [], set[str]()
-    halves = {weight_name(wire.name) for wire in layout.metas if wire not in pieces}
+    in_parts = {weight_name(wire.name) for wire in layout.metas if wire not in pieces}
     for place, (wire, offset) in enumerate(zip(layout.metas, layout.offsets, strict=True)):
         parts = pieces.get(wire)
         names = {part.name for part in parts or ()}
         is_plain = (
             parts is not None
-            and wire.name not in halves
+            and wire.name not in in_parts
             and (wire.box is not None or seen.isdisjoint(names))
             and all(name not in quantised or (quantised[name].is_int8_blocks and wire.box is None) for name in names)
         )

@@ -14,7 +14,7 @@ from typing import Any
 from weight_sync.boxes import Box, parse_box
 from weight_sync.content import TensorTable
 from weight_sync.errors import WeightRequestError
-from weight_sync.fp8_wire import kind_of
+from weight_sync.paired_wire import part_of
 from weight_sync.rank_cover import RankCover
 from weight_sync.splitting import split_wire
 from weight_sync.tensor_meta import LogicalWeights, Piece, Region, TensorMeta
@@ -40,10 +40,10 @@ class RankBoxes:
     ) -> RankBoxes:
         """Return the parts of wire tensors.
 
-        One that the model splits, that needs scales, or whose content comes twice under two names, goes whole to all
+        One that the model splits, that has other parts, or whose content comes twice under two names, goes whole to all
         ranks.  Raises as `split_wire` for tensors that the model does not have.
         """
-        plain = [meta for meta in metas if kind_of(weights, meta) == "plain"]
+        plain = [meta for meta in metas if part_of(weights, meta) is None]
         pieces = dict(zip(plain, split_wire(weights, plain, cast=True), strict=True))
         came = Counter(piece.name for found in pieces.values() for piece in found)
         places: dict[object, int] = {}

@@ -19,7 +19,7 @@ from weight_sync.errors import (
     shown,
     unquoted,
 )
-from weight_sync.fp8_blocks import SCALE_SUFFIX
+from weight_sync.paired_wire import weight_name
 from weight_sync.tensor_meta import LogicalWeights, Piece, TensorMeta, dtype_name
 
 Announced = Mapping[TensorMeta, list[Piece]]
@@ -55,7 +55,7 @@ def split_wire(
         try:
             pieces = weights.split(meta)
         except (UnknownTensorError, ShapeMismatchError) as error:
-            problems.add(meta, _scale_error(meta, error))
+            problems.add(meta, _part_error(meta, error))
             continue
         for dtype in {expected[piece.name].dtype for piece in pieces}:
             if not (dtype == meta.dtype or is_exact_cast(meta.dtype, dtype) or (cast and _is_float_cast(meta, dtype))):
@@ -107,11 +107,11 @@ class _Problems:
         return "" if near is None else f"; the nearest that it has is {near!r}"
 
 
-def _scale_error(meta: TensorMeta, error: WeightRequestError) -> WeightRequestError:
-    """Return the error; of scales it is their weight that the model does not have."""
-    if not isinstance(error, UnknownTensorError) or not meta.name.endswith(SCALE_SUFFIX):
+def _part_error(meta: TensorMeta, error: WeightRequestError) -> WeightRequestError:
+    """Return the error; of scales and other parts it is their weight that the model does not have."""
+    name = weight_name(meta.name)
+    if not isinstance(error, UnknownTensorError) or name == meta.name:
         return error
-    name = meta.name.removesuffix(SCALE_SUFFIX)
     return UnknownTensorError(
         f"{unquoted(meta.name)} has no matching weight: the model has no tensor {shown(name)}", name
     )

@@ -23,17 +23,15 @@ from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.kv_scales import layer_and_part
 from rollout.model.weight_loading import WeightIndex
-from weight_sync import int4_wire
 from weight_sync.assembly import PairedTensors, WireTensor
 from weight_sync.bucket import runs_of
 from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.content_check import is_finite
 from weight_sync.errors import ContentError, WeightSyncError
-from weight_sync.fp8_wire import kind_of, whole_metas
-from weight_sync.int4_wire import Int4Weights
 from weight_sync.intake import Arrival, split_tensors, store, with_pair
 from weight_sync.ledger import WeightLedger
 from weight_sync.mxfp4 import Mxfp4Experts, value_metas
+from weight_sync.paired_wire import FP8, INT4, part_of, whole_metas
 from weight_sync.safetensors_file import SafetensorsFile
 from weight_sync.splitting import split_wire
 from weight_sync.staging import DirectSink
@@ -97,18 +95,14 @@ class _Reader:
 
     def __init__(self, weights: WeightIndex) -> None:
         self._weights, self._formats = weights, weights.held_formats()
-        self._int4, self._mxfp4, self._fp8 = Int4Weights(weights), Mxfp4Experts(weights), PairedTensors(weights)
+        self._mxfp4, self._pairs = Mxfp4Experts(weights), PairedTensors(weights, only_here=True)
 
     def take(self, name: str, tensor: torch.Tensor) -> Iterator[WireTensor]:
         """Yield the tensors that are whole now.  Raises `ContentError` for quantised values that are not finite."""
-        for whole, values, pair in self._int4.take(name, tensor):
-            found = [WireTensor(whole, values, pair)]
-            if pair is None:
-                found = self._fp8.take(self._mxfp4.take(whole, values))
-            for each in found:
-                if each.pair is not None and not is_finite(each.content):
-                    raise ContentError(f"values that are not finite in {each.name}")
-                yield each
+        for each in self._pairs.take(self._mxfp4.take(name, tensor)):
+            if each.pair is not None and not is_finite(each.content):
+                raise ContentError(f"values that are not finite in {each.name}")
+            yield each
 
     def arrivals(self, tensor: WireTensor, ledger: WeightLedger) -> list[Arrival]:
         """Return the logical tensors in a tensor, as they are held.  Raises as `split_tensors` and `with_pair`."""
@@ -121,16 +115,15 @@ def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: 
 
     Raises `WeightSyncError`.
     """
-    quantised = [meta.name for meta in metas if kind_of(weights, meta) == "weight"]
-    if quantised and stored_format != "fp8":
+    parts = ((meta, part_of(weights, meta)) for meta in reversed(metas))
+    first = {part.kind.label: meta.name for meta, part in parts if part is not None and part.is_first}
+    if FP8.label in first and stored_format != "fp8":
         raise ContentError(
-            f"{quantised[0]} is float8_e4m3fn, but there is no quantization_config with the size of its blocks"
+            f"{first[FP8.label]} is float8_e4m3fn, but there is no quantization_config with the size of its blocks"
         )
-    packed = next((meta.name for meta in metas if int4_wire.part_of(meta)), None)
-    if packed is not None and stored_format != "int4":
-        raise ContentError(f"{packed} is in INT4, but the quantization_config does not say so")
-    plain = value_metas(int4_wire.value_metas(metas)) if packed else value_metas(metas)
-    values, announced = whole_metas(weights, plain), WeightLedger(weights.metas())
+    if INT4.label in first and stored_format != "int4":
+        raise ContentError(f"{first[INT4.label]} is in INT4, but the quantization_config does not say so")
+    values, announced = whole_metas(weights, value_metas(metas)), WeightLedger(weights.metas())
     for meta, pieces in zip(values, split_wire(weights, values, cast=True), strict=True):
         for piece in pieces:
             announced.record(meta.name, piece.name)
@@ -148,7 +141,8 @@ def quantised_names(model_path: str | Path, weights: LogicalWeights) -> frozense
     Raises `StartupError`, also if there are none.
     """
     metas = [meta for shard in open_checkpoint(model_path) for meta in shard.metas]
-    quantised = (meta for meta in metas if kind_of(weights, meta) == "weight")
+    parts = ((meta, part_of(weights, meta)) for meta in metas)
+    quantised = (meta for meta, part in parts if part is not None and part.kind is FP8 and part.is_first)
     names = frozenset(piece.name for meta in quantised for piece in weights.split(meta))
     if not names:
         raise StartupError(f"--quantize-weight-updates needs FP8 tensors, but {model_path} has none")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save
 
-from tests.fp8_checkpoints import Fp8Case
+from tests.fp8_checkpoints import QuantisedCase
 from tests.fp8_reference import Named, fp8_checkpoint, set_config
 from tests.parameter_server_stand_in import ParameterServerStandIn
 from tests.server_process import ServerProcess
@@ -27,23 +27,25 @@ SETTINGS = {"dtype": "bfloat16", "max_total_tokens": 1024, "num_threads": 1, "sk
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Fp8Case:
-    return Fp8Case(tmp_path_factory.mktemp("fp8"), "qwen3_moe")
+def case(tmp_path_factory: pytest.TempPathFactory) -> QuantisedCase:
+    return QuantisedCase(tmp_path_factory.mktemp("fp8"), "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
-def newer(case: Fp8Case) -> tuple[Named, Named, Named]:
+def newer(case: QuantisedCase) -> tuple[Named, Named, Named]:
     return case.newer(1)
 
 
 @pytest.fixture(scope="module")
-def newer_folder(case: Fp8Case, newer: tuple[Named, Named, Named], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def newer_folder(
+    case: QuantisedCase, newer: tuple[Named, Named, Named], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     return fp8_checkpoint(tmp_path_factory.mktemp("newer") / "fp8", case.plain, lambda _: newer[1])
 
 
 @pytest.fixture(scope="module")
-def server(case: Fp8Case) -> Iterator[ServerProcess]:
-    with ServerProcess(case.fp8, weight_version="v0", **SETTINGS) as running:
+def server(case: QuantisedCase) -> Iterator[ServerProcess]:
+    with ServerProcess(case.stored, weight_version="v0", **SETTINGS) as running:
         yield running
 
 
@@ -53,7 +55,7 @@ def old(server: ServerProcess) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(newer_folder: Path, case: Fp8Case, newer: tuple[Named, Named, Named], old: list[Any]) -> list[Any]:
+def expected(newer_folder: Path, case: QuantisedCase, newer: tuple[Named, Named, Named], old: list[Any]) -> list[Any]:
     """Return the facts of a server that starts from the newer FP8 checkpoint; from its values they are the same."""
     values = fp8_checkpoint(newer_folder.parent / "values", case.plain, lambda _: newer[2])
     set_config(values, None)
@@ -144,7 +146,7 @@ TRANSPORTS: dict[str, Send | str | None] = {
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_fp8_by_every_transport(
     server: ServerProcess,
-    case: Fp8Case,
+    case: QuantisedCase,
     newer: tuple[Named, Named, Named],
     expected: list[Any],
     old: list[Any],
@@ -171,13 +173,13 @@ def test_fp8_by_every_transport(
     assert facts(server) == expected
     info = server.http.get("/model_info").json()
     assert (info["content_digest"], info["held_digest"]) == (digest_of(fp8), digest_of(values))
-    ok(server, "/update_weights_from_disk", model_path=str(case.fp8), weight_version="v0")
+    ok(server, "/update_weights_from_disk", model_path=str(case.stored), weight_version="v0")
     assert facts(server) == old
 
 
 @pytest.mark.full
 def test_fp8_by_our_own_sender(
-    server: ServerProcess, case: Fp8Case, newer: tuple[Named, Named, Named], expected: list[Any], old: list[Any]
+    server: ServerProcess, case: QuantisedCase, newer: tuple[Named, Named, Named], expected: list[Any], old: list[Any]
 ) -> None:
     _, fp8, _ = newer
     sender = WeightSender(server.client, timeout_s=30.0)
@@ -188,7 +190,7 @@ def test_fp8_by_our_own_sender(
         sender.close()
     assert report.digest == digest_of(fp8) == server.http.get("/model_info").json()["content_digest"]
     assert facts(server) == expected
-    ok(server, "/update_weights_from_disk", model_path=str(case.fp8), weight_version="v0")
+    ok(server, "/update_weights_from_disk", model_path=str(case.stored), weight_version="v0")
     assert facts(server) == old
 
 
@@ -209,7 +211,7 @@ def test_half_a_pair_is_a_refused_update(
 @pytest.mark.full(but="1 rank")
 @pytest.mark.parametrize("ranks", [1, 2], ids=["1 rank", "2 ranks"])
 def test_bf16_is_quantised_at_the_write(
-    case: Fp8Case,
+    case: QuantisedCase,
     newer: tuple[Named, Named, Named],
     expected: list[Any],
     ranks: int,
@@ -217,7 +219,7 @@ def test_bf16_is_quantised_at_the_write(
     """The server serves what the FP8 checkpoint of the trainer's weights gives, and tells both digests."""
     sent, _, values = newer
     names = sorted(sent)
-    with ServerProcess(case.fp8, quantize_weight_updates=True, tp_size=ranks, **SETTINGS) as server:
+    with ServerProcess(case.stored, quantize_weight_updates=True, tp_size=ranks, **SETTINGS) as server:
         server.client.begin_weight_update("v1", manifest=manifest_of(sent))
         for part in range(2):
             by_safetensors(server, {name: sent[name] for name in names[part::2]})
@@ -236,7 +238,7 @@ def test_bf16_is_quantised_at_the_write(
 
 
 @pytest.mark.full
-def test_the_option_needs_an_fp8_checkpoint(case: Fp8Case) -> None:
+def test_the_option_needs_an_fp8_checkpoint(case: QuantisedCase) -> None:
     server = ServerProcess(case.plain, quantize_weight_updates=True, **SETTINGS)
     try:
         assert server.process.wait(60) != 0

@@ -22,9 +22,9 @@ from weight_sync.delta.tensor_list import TensorList
 from weight_sync.errors import DtypeMismatchError, TransactionStateError, WeightRequestError
 from weight_sync.fingerprint import fingerprint
 from weight_sync.fingerprint_words import SIGNED
-from weight_sync.fp8_wire import kind_of
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.intake import ProvenPart
+from weight_sync.paired_wire import part_of
 from weight_sync.plan import Homes, KnownCalls
 from weight_sync.rank_parts import Exchange, alone, share_of
 from weight_sync.receivers.base import BucketSource, KnownCall
@@ -171,11 +171,11 @@ def require_bases(metas: Sequence[TensorMeta], weights: LogicalWeights, quantise
     """Check that each tensor is one of the model's, and that memory holds what it is to be changed from.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError`, `WeightRequestError` for a tensor that the
-    model splits, `TransactionStateError` where memory holds values of FP8, or quantised ones.
+    model splits, `TransactionStateError` where memory holds values of quantised tensors, or quantised ones.
     """
     for meta in metas:
-        if kind_of(weights, meta) != "plain":
-            raise TransactionStateError(f"{meta.name}: the engine holds values of FP8 tensors; {_ADVICE}")
+        if (part := part_of(weights, meta)) is not None:
+            raise TransactionStateError(f"{meta.name}: the engine holds values of {part.kind.label} tensors; {_ADVICE}")
         if (held := quantised.get(meta.name)) is not None:
             raise TransactionStateError(
                 f"{meta.name}: a delta changes the sent values, but this engine holds quantised values "

@@ -21,9 +21,9 @@ from weight_sync.checkpoint_folder import CheckpointFolder, RawFolder, files_in_
 from weight_sync.delta.durable import locked
 from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, require_settled
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
-from weight_sync.fp8_wire import whole_metas, with_other_halves
 from weight_sync.held_memory import Areas
 from weight_sync.ledger import WeightLedger
+from weight_sync.paired_wire import whole_metas, with_other_parts
 from weight_sync.plan import KnownCalls
 from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.safetensors_file import FileTensor, SafetensorsFile, open_regular, read_into
@@ -42,7 +42,8 @@ class FilePart(NamedTuple):
 class DiskSource(BucketSource):
     """The checkpoint in `path`.
 
-    `complete`: it must hold every tensor of the model, once.  `names`: take only these, and other halves of FP8 pairs.
+    `complete`: it must hold every tensor of the model, once.  `names`: take only these, and other parts of their
+    weights.
 
     Tensors are delivered as they are, and floating-point ones cast to the model's dtype, as at start.  `timeout_s`: how
     long to wait for a pull into the folder.  `version`: of a folder that `/pull_weights` keeps, what must be in it.
@@ -98,7 +99,7 @@ class DiskSource(BucketSource):
         return call.messages
 
     def _parse(self, folder: CheckpointFolder, max_bytes: int) -> KnownCall:
-        metas, wanted = folder.metas, None if self._names is None else with_other_halves(self._names)
+        metas, wanted = folder.metas, None if self._names is None else with_other_parts(self._names)
         if wanted is not None:
             metas = [meta for meta in metas if meta.name in wanted]
         kept, total = check_against_model(self._weights, metas, complete=self._complete)
@@ -151,7 +152,7 @@ def check_against_model(
     """Return the tensors of which the model keeps something, if all fit it; and how many bytes it will hold of them.
 
     Raises `UnknownTensorError`, `ShapeMismatchError`, `DtypeMismatchError` (a cast that is not between floating-point
-    types), `CoverageError` (repeated, half a pair or, if `complete`, missing).
+    types), `CoverageError` (repeated, a part missing or, if `complete`, missing).
     """
     values, ledger, num_bytes = whole_metas(weights, metas), WeightLedger(weights.metas()), 0
     ignored = set()

@@ -49,7 +49,7 @@ class EndedUpdateState(msgspec.Struct, kw_only=True):
 class UpdateStateReply(Reply, kw_only=True):
     """The state of the open update, `busy` to `poisoned`; or the `outcome` and `reason` of a named update.
 
-    `unpaired`: tensors that wait for their FP8 scales, or scales for their tensor; `unpaired_bytes`: memory of them.
+    `unpaired`: tensors that wait for other parts of their FP8 or INT4 weights; `unpaired_bytes`: memory of them.
     For a committed update, the fields of its commit's reply are set too.
     """
 

@@ -12,7 +12,7 @@ import torch
 from rollout.core.errors import StartupError
 from rollout.families.registry import load_model_config
 from rollout.model.load import quantised_names
-from tests.fp8_checkpoints import FAMILIES, Fp8Case, fused, more_layers
+from tests.fp8_checkpoints import FAMILIES, QuantisedCase, fused, more_layers
 from tests.fp8_reference import QUANTIZATION_CONFIG, Named, fp8_checkpoint, is_quantised, quantised, set_config
 from tests.fp8_reference import values_of as reference_values
 from tests.model_zoo import load_tiny, logical_tensors
@@ -23,13 +23,13 @@ SCALE = f"{WEIGHT}_scale_inv"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fp8Case:
-    return Fp8Case(tmp_path_factory.mktemp("fp8"), request.param)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> QuantisedCase:
+    return QuantisedCase(tmp_path_factory.mktemp("fp8"), request.param)
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Fp8Case:
-    return Fp8Case(tmp_path_factory.mktemp("fp8"), "qwen3_moe")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> QuantisedCase:
+    return QuantisedCase(tmp_path_factory.mktemp("fp8"), "qwen3_moe")
 
 
 def held(folder: Path, dtype: torch.dtype) -> Named:
@@ -43,20 +43,20 @@ def assert_same(found: Named, expected: Named) -> None:
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_layers_that_are_left_out_may_be_quantised(case: Fp8Case, tmp_path: Path) -> None:
+def test_layers_that_are_left_out_may_be_quantised(case: QuantisedCase, tmp_path: Path) -> None:
     folder = fp8_checkpoint(tmp_path / "more", case.plain, lambda tensors: tensors | more_layers(case.family))
     assert_same(held(folder, torch.bfloat16), case.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_values_are_loaded(case: Fp8Case, dtype: torch.dtype) -> None:
-    found = held(case.fp8, dtype)
+def test_the_values_are_loaded(case: QuantisedCase, dtype: torch.dtype) -> None:
+    found = held(case.stored, dtype)
     assert_same(found, reference_values(case.tensors, dtype))
     differing = [name for name, tensor in held(case.plain, dtype).items() if not torch.equal(tensor, found[name])]
     assert differing == [name for name in found if f"{name}_scale_inv" in case.tensors], "only what is quantised"
 
 
-def test_fused_experts_are_loaded_though_blocks_span_both_halves(case: Fp8Case, tmp_path: Path) -> None:
+def test_fused_experts_are_loaded_though_blocks_span_both_halves(case: QuantisedCase, tmp_path: Path) -> None:
     plain = fused(logical_tensors(case.plain))
     tensors = quantised(plain)
     folder = fp8_checkpoint(tmp_path / "fused", case.plain, lambda _: tensors)
@@ -70,15 +70,15 @@ def test_fused_experts_are_loaded_though_blocks_span_both_halves(case: Fp8Case, 
             assert torch.equal(found[f"{layer}.experts.{expert}.{projection}.weight"], rows)
 
 
-def test_the_names_of_what_is_quantised(case: Fp8Case) -> None:
-    weights = load_tiny(case.fp8, torch.bfloat16).weights
+def test_the_names_of_what_is_quantised(case: QuantisedCase) -> None:
+    weights = load_tiny(case.stored, torch.bfloat16).weights
     expected = {name for name, tensor in logical_tensors(case.plain).items() if is_quantised(name, tensor)}
-    assert quantised_names(case.fp8, weights) == expected
+    assert quantised_names(case.stored, weights) == expected
     with pytest.raises(StartupError, match="has none"):
         quantised_names(case.plain, weights)
 
 
-def test_modules_that_are_not_converted_are_plain(moe: Fp8Case, tmp_path: Path) -> None:
+def test_modules_that_are_not_converted_are_plain(moe: QuantisedCase, tmp_path: Path) -> None:
     def not_attention(name: str, tensor: torch.Tensor) -> bool:
         return is_quantised(name, tensor) and "self_attn" not in name
 
@@ -135,7 +135,7 @@ WRONG: dict[str, tuple[Callable[[Named], Named], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_tensors_are_refused_by_name(moe: Fp8Case, name: str, tmp_path: Path) -> None:
+def test_wrong_tensors_are_refused_by_name(moe: QuantisedCase, name: str, tmp_path: Path) -> None:
     change, message = WRONG[name]
     folder = fp8_checkpoint(tmp_path / "wrong", moe.plain, change)
     with pytest.raises(StartupError) as error:
@@ -144,7 +144,7 @@ def test_wrong_tensors_are_refused_by_name(moe: Fp8Case, name: str, tmp_path: Pa
     assert "\n" not in str(error.value)
 
 
-def test_fp8_without_the_config_that_says_so_is_refused(moe: Fp8Case, tmp_path: Path) -> None:
+def test_fp8_without_the_config_that_says_so_is_refused(moe: QuantisedCase, tmp_path: Path) -> None:
     folder = fp8_checkpoint(tmp_path / "unsaid", moe.plain)
     set_config(folder, None)
     with pytest.raises(StartupError, match="there is no quantization_config"):
@@ -164,17 +164,17 @@ CONFIGS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_other_quantisations_are_refused_by_key(moe: Fp8Case, name: str, tmp_path: Path) -> None:
+def test_other_quantisations_are_refused_by_key(moe: QuantisedCase, name: str, tmp_path: Path) -> None:
     change, message = CONFIGS[name]
-    (tmp_path / "config.json").write_bytes((moe.fp8 / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((moe.stored / "config.json").read_bytes())
     set_config(tmp_path, QUANTIZATION_CONFIG | change)
     with pytest.raises(StartupError) as error:
         load_model_config(tmp_path)
     assert f"quantization_config with {message} is not supported" in str(error.value)
 
 
-def test_configs_of_this_kind_are_taken(moe: Fp8Case, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((moe.fp8 / "config.json").read_bytes())
+def test_configs_of_this_kind_are_taken(moe: QuantisedCase, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((moe.stored / "config.json").read_bytes())
     for more in (
         {},
         {"modules_to_not_convert": ["lm_head"]},
@@ -191,7 +191,7 @@ def test_configs_of_this_kind_are_taken(moe: Fp8Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scales_may_have_16_bits(case: Fp8Case, kind: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_scales_may_have_16_bits(case: QuantisedCase, kind: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
     """B10: the values are the same as with equal scales in float32; Qwen publishes such checkpoints."""
     narrow = with_scales(case.tensors, kind)
     folder = fp8_checkpoint(tmp_path / "narrow", case.plain, lambda _: narrow)
@@ -205,7 +205,7 @@ def with_scales(tensors: Named, dtype: torch.dtype) -> Named:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scales_may_be_powers_of_two_in_eight_bits(moe: Fp8Case, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_scales_may_be_powers_of_two_in_eight_bits(moe: QuantisedCase, dtype: torch.dtype, tmp_path: Path) -> None:
     narrow = with_scales(moe.tensors, torch.float8_e8m0fnu)
     folder = fp8_checkpoint(tmp_path / "e8m0", moe.plain, lambda _: narrow)
     set_config(folder, QUANTIZATION_CONFIG | {"scale_fmt": "ue8m0"})
@@ -214,7 +214,7 @@ def test_scales_may_be_powers_of_two_in_eight_bits(moe: Fp8Case, dtype: torch.dt
     assert any(not torch.equal(wide[name], moe.tensors[name]) for name in wide), "rounding them changed some"
 
 
-def test_other_tensors_in_e8m0_are_refused(moe: Fp8Case, tmp_path: Path) -> None:
+def test_other_tensors_in_e8m0_are_refused(moe: QuantisedCase, tmp_path: Path) -> None:
     exponents = torch.full((2, 2), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     folder = fp8_checkpoint(tmp_path / "e8m0", moe.plain, lambda tensors: tensors | {"model.norm.weight": exponents})
     with pytest.raises(StartupError, match="'F8_E8M0'"):

@@ -1,4 +1,4 @@
-"""FP8 blocks in a weight update: pairs in any order and in any buckets, and bf16 that the engine quantises itself."""
+"""Quantised weights in a weight update: parts in any order and in any buckets, and bf16 that the engine quantises."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.model.load import quantised_names
-from tests.fp8_checkpoints import DTYPE, FAMILIES, Fp8Case, fused, more_layers
+from tests.fp8_checkpoints import DTYPE, FAMILIES, QuantisedCase, fused, more_layers
 from tests.fp8_reference import Named, fp8_checkpoint, is_quantised, quantised, values_of
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater
 from tests.model_zoo import load_tiny
+from tests.pair_forms import FORMS, INT4_FORM
 from weight_sync.checker import live_fingerprints
 from weight_sync.delta.encoder import DeltaEncoder
 from weight_sync.errors import (
@@ -36,32 +37,45 @@ from weight_sync.tensor_meta import LogicalWeights, TensorMeta, parts_of
 
 WEIGHT = "model.layers.1.mlp.experts.2.down_proj.weight"
 SCALE = f"{WEIGHT}_scale_inv"
+UP = INT4_FORM.weight
+PACKED = f"{UP}_packed"
 MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fp8Case:
-    return Fp8Case(tmp_path_factory.mktemp("fp8"), request.param)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> QuantisedCase:
+    return QuantisedCase(tmp_path_factory.mktemp("fp8"), request.param)
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=lambda form: form.name)
+def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> QuantisedCase:
+    """Return weights in one of the forms in which a trainer sends parts."""
+    return QuantisedCase(tmp_path_factory.mktemp("pairs"), "qwen3_moe", form=request.param)
 
 
 @pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Fp8Case:
-    return Fp8Case(tmp_path_factory.mktemp("fp8"), "qwen3_moe")
+def sent_pairs(pairs: QuantisedCase) -> Named:
+    return pairs.newer(1)[1]
 
 
 @pytest.fixture(scope="module")
-def newer(moe: Fp8Case) -> tuple[Named, Named, Named]:
+def moe(tmp_path_factory: pytest.TempPathFactory) -> QuantisedCase:
+    return QuantisedCase(tmp_path_factory.mktemp("fp8"), "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def newer(moe: QuantisedCase) -> tuple[Named, Named, Named]:
     return moe.newer(1)
 
 
-def updater_of(case: Fp8Case, *, quantises: bool = False, mode: StagingMode = "host") -> LoopbackUpdater:
-    weights = load_tiny(case.fp8, DTYPE).weights
-    held = dict.fromkeys(quantised_names(case.fp8, weights) if quantises else (), FP8_BLOCKS)
+def updater_of(case: QuantisedCase, *, quantises: bool = False, mode: StagingMode = "host") -> LoopbackUpdater:
+    weights = load_tiny(case.stored, DTYPE).weights
+    held = dict.fromkeys(quantised_names(case.stored, weights) if quantises else (), FP8_BLOCKS)
     return LoopbackUpdater(weights, device="cpu", timeout_s=1.0, vote=lambda mine: mine, staging=mode, quantised=held)
 
 
 @pytest.fixture
-def updater(moe: Fp8Case) -> LoopbackUpdater:
+def updater(moe: QuantisedCase) -> LoopbackUpdater:
     return updater_of(moe)
 
 
@@ -96,32 +110,41 @@ def send(updater: LoopbackUpdater, buckets: Sequence[Named], manifest: Entries |
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
-def test_pairs_may_come_in_any_order_and_in_any_buckets(
-    moe: Fp8Case, newer: tuple[Named, Named, Named], data: st.DataObject
+def test_parts_may_come_in_any_order_and_in_any_buckets(
+    pairs: QuantisedCase, sent_pairs: Named, data: st.DataObject
 ) -> None:
-    updater, (_, fp8, values) = updater_of(moe), newer
-    names = data.draw(st.permutations(sorted(fp8)))
+    updater, stored, values = updater_of(pairs), sent_pairs, pairs.form.values_of(sent_pairs, DTYPE)
+    names = data.draw(st.permutations(sorted(stored)))
     ends = sorted(data.draw(st.lists(st.integers(0, len(names)), max_size=6)))
     buckets = [
-        {name: fp8[name].clone() for name in names[start:end]}
+        {name: stored[name].clone() for name in names[start:end]}
         for start, end in zip([0, *ends], [*ends, len(names)], strict=True)
     ]
-    updater.begin("v2", manifest=manifest_of(fp8) if data.draw(st.booleans()) else None)
+    updater.begin("v2", manifest=manifest_of(stored) if data.draw(st.booleans()) else None)
     for bucket in buckets:
         updater.send(list(bucket.items()))
         for tensor in bucket.values():  # a transport's memory is used again
-            tensor.view(torch.uint8).fill_(0x7F)
+            tensor.view(-1).view(torch.uint8).fill_(0x7F)
     assert updater.status()["unpaired"] == 0
     updater.verify()
     result = updater.commit()
     assert holds(updater, values)
-    assert result.digests.sent == digest_of(fp8)
+    assert result.digests.sent == digest_of(stored)
     assert result.digests.held == digest_of(values) != result.digests.sent
     assert result.num_bytes == sum(tensor.nbytes for tensor in values.values())
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_staging_mode_and_family(case: Fp8Case, mode: StagingMode) -> None:
+def test_every_staging_mode_takes_parts(pairs: QuantisedCase, mode: StagingMode) -> None:
+    updater, (_, stored, values) = updater_of(pairs, mode=mode), pairs.newer(2)
+    names = sorted(stored, reverse=True)
+    send(updater, [{name: stored[name] for name in names[part::3]} for part in range(3)], manifest_of(stored))
+    assert holds(updater, values)
+    assert updater.model.content.digests == (digest_of(stored), digest_of(values))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_staging_mode_and_family(case: QuantisedCase, mode: StagingMode) -> None:
     updater, (_, fp8, values) = updater_of(case, mode=mode), case.newer(2)
     names = sorted(fp8, reverse=True)
     send(updater, [{name: fp8[name] for name in names[part::3]} for part in range(3)], manifest_of(fp8))
@@ -129,7 +152,7 @@ def test_every_staging_mode_and_family(case: Fp8Case, mode: StagingMode) -> None
     assert updater.model.content.digests.held == digest_of(held(updater.weights))
 
 
-def test_layers_that_are_left_out_may_come(case: Fp8Case, tmp_path: Path) -> None:
+def test_layers_that_are_left_out_may_come(case: QuantisedCase, tmp_path: Path) -> None:
     updater, (_, fp8, values) = updater_of(case), case.newer(5)
     more = more_layers(case.family)
     send(updater, [more, fp8], manifest_of(fp8 | more))
@@ -145,7 +168,7 @@ def test_layers_that_are_left_out_may_come(case: Fp8Case, tmp_path: Path) -> Non
     assert holds(updater, case.values)
 
 
-def test_fused_experts_are_quantised_as_they_were_fused(updater: LoopbackUpdater, moe: Fp8Case) -> None:
+def test_fused_experts_are_quantised_as_they_were_fused(updater: LoopbackUpdater, moe: QuantisedCase) -> None:
     sent, _, _ = moe.newer(3)
     fp8 = quantised(fused(sent))
     values = values_of(fp8, DTYPE)
@@ -163,21 +186,21 @@ def test_fused_experts_are_quantised_as_they_were_fused(updater: LoopbackUpdater
     assert updater.model.content.digests.sent not in (None, updater.model.content.digests.held)
 
 
-def test_what_waits_is_counted_and_given_back(updater: LoopbackUpdater, newer: tuple[Named, Named, Named]) -> None:
-    _, fp8, values = newer
-    weights = {name: tensor for name, tensor in fp8.items() if f"{name}_scale_inv" in fp8}
+def test_what_waits_is_counted_and_given_back(pairs: QuantisedCase, sent_pairs: Named) -> None:
+    updater, stored = updater_of(pairs), sent_pairs
+    firsts = pairs.form.firsts(stored)
     updater.begin("v2")
     assert (updater.status()["unpaired"], updater.status()["unpaired_bytes"]) == (0, 0)
-    updater.send(list(weights.items()))
+    updater.send(list(firsts.items()))
     status = updater.status()
     assert status["received"] == 0
-    assert status["unpaired"] == len(weights)
-    assert status["unpaired_bytes"] == sum(tensor.nbytes for tensor in weights.values())
-    updater.send([(name, tensor) for name, tensor in fp8.items() if name not in weights])
+    assert status["unpaired"] == len(firsts)
+    assert status["unpaired_bytes"] == sum(tensor.nbytes for tensor in firsts.values())
+    updater.send([(name, tensor) for name, tensor in stored.items() if name not in firsts])
     assert (updater.status()["unpaired"], updater.status()["unpaired_bytes"]) == (0, 0)
     updater.verify()
     updater.commit()
-    assert holds(updater, values)
+    assert holds(updater, pairs.form.values_of(stored, DTYPE))
 
 
 def test_no_more_waits_than_the_model_has(updater: LoopbackUpdater) -> None:
@@ -189,33 +212,41 @@ def test_no_more_waits_than_the_model_has(updater: LoopbackUpdater) -> None:
     assert updater.status()["unpaired_bytes"] == 0
 
 
-@pytest.mark.parametrize("left_out", [WEIGHT, SCALE])
-def test_half_a_pair_at_the_end_is_refused_by_name(
-    updater: LoopbackUpdater, newer: tuple[Named, Named, Named], moe: Fp8Case, left_out: str
-) -> None:
-    _, fp8, _ = newer
+@pytest.mark.parametrize("left_out", [0, 1, -1])
+def test_a_part_that_never_comes_is_refused_by_name(pairs: QuantisedCase, sent_pairs: Named, left_out: int) -> None:
+    updater, form = updater_of(pairs), pairs.form
+    rest = {name: x for name, x in sent_pairs.items() if name != form.parts[left_out]}
     updater.begin("v2")
-    updater.send([(name, tensor) for name, tensor in fp8.items() if name != left_out])
+    updater.send(list(rest.items()))
     assert updater.status()["missing"] > 0
-    message = f"{SCALE} has no float8_e4m3fn {WEIGHT}" if left_out == WEIGHT else f"{WEIGHT} .* has no {SCALE}"
+    message = form.missing(form.weight, form.suffixes[left_out])
     with pytest.raises(CoverageError, match=message):
         updater.verify()
-    assert holds(updater, moe.values), "the old weights serve"
+    assert holds(updater, pairs.values), "the old weights serve"
     with pytest.raises(CoverageError, match=message):
-        updater.begin("v3", manifest=manifest_of({n: t for n, t in fp8.items() if n != left_out}))
+        updater.begin("v3", manifest=manifest_of(rest))
 
 
-@pytest.mark.parametrize("again", [WEIGHT, SCALE])
-@pytest.mark.parametrize("is_paired", [False, True])
-def test_a_half_that_comes_twice_is_refused(
-    updater: LoopbackUpdater, newer: tuple[Named, Named, Named], again: str, is_paired: bool
+@pytest.mark.parametrize("again", [0, 1, -1])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_part_that_comes_twice_is_refused(
+    pairs: QuantisedCase, sent_pairs: Named, again: int, is_whole: bool
 ) -> None:
-    _, fp8, _ = newer
+    updater, name = updater_of(pairs), pairs.form.parts[again]
     updater.begin("v2")
-    updater.send([(name, fp8[name]) for name in ((WEIGHT, SCALE) if is_paired else (again,))])
-    with pytest.raises(CoverageError, match=f"{again} came twice"):
-        updater.send([(again, fp8[again])])
+    updater.send([(each, sent_pairs[each]) for each in (pairs.form.parts if is_whole else (name,))])
+    with pytest.raises(CoverageError, match=f"{name} came twice"):
+        updater.send([(name, sent_pairs[name])])
     assert updater.status()["unpaired"] == 0, "given back"
+
+
+def test_parts_of_two_forms_are_refused(moe: QuantisedCase, newer: tuple[Named, Named, Named]) -> None:
+    updater, form = updater_of(moe), INT4_FORM
+    stored = newer[1] | form.quantised(newer[0])
+    updater.begin("v2")
+    message = f"{form.scale} is part of a weight in INT4, but {form.weight} came, which is in FP8"
+    with pytest.raises(CoverageError, match=message):
+        updater.send([(form.weight, stored[form.weight]), (form.scale, stored[form.scale])])
 
 
 WRONG = {
@@ -241,6 +272,22 @@ WRONG = {
         "model.norm.weight is float8_e4m3fn but not a matrix",
     ),
     "e5m2": (WEIGHT, torch.ones(160, 136).to(torch.float8_e5m2), DtypeMismatchError, "got float8_e5m2"),
+    "words of nothing": (
+        "model.nothing.weight_packed",
+        torch.ones(1, 4, dtype=torch.int32),
+        UnknownTensorError,
+        "has no matching weight: the model has no tensor 'model.nothing.weight'",
+    ),
+    "words' dtype": (
+        PACKED,
+        torch.ones(136, 20),
+        DtypeMismatchError,
+        f"'{PACKED}' is a part of INT4 and must be int32",
+    ),
+    "words' shape": (PACKED, torch.ones(136, 17, dtype=torch.int32), ShapeMismatchError, "expects"),
+    "words' rank": (PACKED, torch.ones(136, dtype=torch.int32), ShapeMismatchError, "expected a matrix's"),
+    "groups' dtype": (f"{UP}_scale", torch.ones(136, 5), DtypeMismatchError, "must be bfloat16, got float32"),
+    "shape's shape": (f"{UP}_shape", torch.tensor([1, 2, 3]), ShapeMismatchError, r"expected \[2\]"),
 }
 
 
@@ -269,31 +316,98 @@ def test_wrong_content_is_refused(updater: LoopbackUpdater, newer: tuple[Named, 
         updater.drop("wrong")
 
 
-def test_a_plain_tensor_with_scales_is_refused(updater: LoopbackUpdater, newer: tuple[Named, Named, Named]) -> None:
-    sent, fp8, _ = newer
+WRONG_INT4 = {
+    "zero": (1, lambda x: x.index_fill(0, torch.tensor([5]), 0), f"{UP}_scale: a scale is zero, negative or not"),
+    "negative": (1, lambda x: -x, "a scale is zero, negative or not finite"),
+    "not finite": (1, lambda x: x.index_fill(1, torch.tensor([2]), float("nan")), "a scale is zero, negative or not"),
+    "too large": (1, lambda x: torch.full_like(x, 3e38), f"values that are not finite in {UP}"),
+    "groups of 64": (1, lambda x: x[:, :2], f"{UP} is not in INT4"),
+    "rows of scales": (1, lambda x: x[1:], f"{UP} is not in INT4"),
+    "another shape": (-1, lambda x: x.flip(0), rf"{UP}_shape is \[160, 136\], but {PACKED} has \[136, 160\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_INT4)
+def test_parts_of_int4_that_are_wrong_are_refused(
+    moe: QuantisedCase, newer: tuple[Named, Named, Named], name: str
+) -> None:
+    """The same is refused where the first bytes come, at the end, and from a folder."""
+    place, change, message = WRONG_INT4[name]
+    updater, form = updater_of(moe), INT4_FORM
+    stored = {each: x for each, x in form.quantised(newer[0]).items() if each in form.parts}
+    stored[form.parts[place]] = change(stored[form.parts[place]])
+    for order in (1, -1):
+        updater.begin("v2", coverage="partial")
+        with pytest.raises((ContentError, ShapeMismatchError), match=message):
+            updater.send(list(stored.items())[::order])
+        updater.drop("wrong")
+    assert holds(updater, moe.values), "nothing was changed"
+
+
+def test_a_plain_tensor_with_scales_is_refused(pairs: QuantisedCase, sent_pairs: Named) -> None:
+    updater, form, plain = updater_of(pairs), pairs.form, pairs.newer(1)[0]
+    weight, scale = form.weight, form.scale
     updater.begin("v2")
-    with pytest.raises(DtypeMismatchError, match=f"{WEIGHT} is bfloat16, which has no scales, but came with {SCALE}"):
-        updater.send([(SCALE, fp8[SCALE]), (WEIGHT, sent[WEIGHT])])
+    message = f"{weight} is bfloat16, which has no scales, but came with {scale}"
+    with pytest.raises(DtypeMismatchError, match=message):
+        updater.send([(scale, sent_pairs[scale]), (weight, plain[weight])])
     updater.drop("wrong")
     updater.begin("v2", coverage="partial")
-    updater.send([(WEIGHT, sent[WEIGHT]), (SCALE, fp8[SCALE])])
-    with pytest.raises(CoverageError, match=f"{SCALE} has no float8_e4m3fn"):
+    updater.send([(weight, plain[weight]), (scale, sent_pairs[scale])])
+    with pytest.raises(CoverageError, match=form.missing(weight, form.suffixes[0])):
         updater.verify()
+    updater.begin("v2", coverage="partial")
+    with pytest.raises(CoverageError, match=f"{weight} came twice"):
+        updater.send([(weight, plain[weight])])
+        updater.send([(name, sent_pairs[name]) for name in form.parts])
 
 
-@pytest.mark.parametrize("name", [WEIGHT, SCALE])
-def test_each_half_is_checked_against_the_manifest(
-    updater: LoopbackUpdater, newer: tuple[Named, Named, Named], moe: Fp8Case, name: str
-) -> None:
-    _, fp8, _ = newer
-    other = {**fp8, name: fp8[name].clone()}
+@pytest.mark.parametrize("part", [0, 1])
+def test_each_part_is_checked_against_the_manifest(pairs: QuantisedCase, sent_pairs: Named, part: int) -> None:
+    updater, name = updater_of(pairs), pairs.form.parts[part]
+    other = {**sent_pairs, name: sent_pairs[name].clone()}
     other[name].view(torch.uint8)[0, 0] ^= 1
     with pytest.raises(ContentError, match=f"{name}: fingerprint"):
-        send(updater, [other], manifest_of(fp8))
-    assert holds(updater, moe.values)
+        send(updater, [other], manifest_of(sent_pairs))
+    assert holds(updater, pairs.values)
 
 
-def test_refresh_from_a_folder(moe: Fp8Case, newer: tuple[Named, Named, Named], tmp_path: Path) -> None:
+def test_refresh_from_a_folder_of_any_form(pairs: QuantisedCase, sent_pairs: Named, tmp_path: Path) -> None:
+    """A start from the folder holds the same."""
+    stored, form = sent_pairs, pairs.form
+    folder = pairs.written(tmp_path / "newer", stored)
+    updater = updater_of(pairs)
+    take_folder(updater, folder)
+    assert holds(updater, form.values_of(stored, DTYPE))
+    assert updater.model.content.digests.sent == digest_of(stored)
+    assert live_fingerprints(load_tiny(folder, DTYPE).weights) == live_fingerprints(updater.weights)
+    for name in form.parts:  # a delta between versions may change any part
+        updater = updater_of(pairs)
+        take_folder(updater, folder, [name])
+        changed = pairs.values | {form.weight: form.values_of(stored, DTYPE)[form.weight]}
+        assert holds(updater, changed)
+    left = pairs.written(tmp_path / "left", {name: x for name, x in stored.items() if name != form.scale})
+    with pytest.raises(CoverageError, match=form.missing(form.weight, form.suffixes[1])):
+        take_folder(updater, left)
+
+
+def take_folder(updater: LoopbackUpdater, folder: Path, names: Sequence[str] | None = None) -> None:
+    updater.begin("v2", "full" if names is None else "partial")
+    updater.receive(
+        DiskSource(
+            folder,
+            updater.weights,
+            complete=names is None,
+            timeout_s=1.0,
+            known_calls=updater.model.known_calls,
+            names=names,
+        )
+    )
+    updater.verify()
+    updater.commit()
+
+
+def test_refresh_from_a_folder(moe: QuantisedCase, newer: tuple[Named, Named, Named], tmp_path: Path) -> None:
     """An engine with FP8 or plain weights takes a folder of either kind."""
     sent, fp8, values = newer
     folder = fp8_checkpoint(tmp_path / "fp8", moe.plain, lambda _: fp8)
@@ -335,7 +449,7 @@ def test_refresh_from_a_folder(moe: Fp8Case, newer: tuple[Named, Named, Named], 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", ["buckets", "folder"])
 def test_scales_of_16_bits_refresh(
-    moe: Fp8Case, newer: tuple[Named, Named, Named], kind: torch.dtype, way: str, tmp_path: Path
+    moe: QuantisedCase, newer: tuple[Named, Named, Named], kind: torch.dtype, way: str, tmp_path: Path
 ) -> None:
     """B10: values are as with float32 scales; fingerprints, digest and manifest are of the tensors as sent."""
     fp8 = {name: tensor.to(kind) if name.endswith("_scale_inv") else tensor for name, tensor in newer[1].items()}
@@ -376,7 +490,7 @@ def test_without_the_option_bf16_is_held_as_it_was_sent(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ["per expert", "fused"])
 def test_with_the_option_an_fp8_checkpoint_of_it_is_held(
-    case: Fp8Case, mode: StagingMode, form: str, tmp_path: Path
+    case: QuantisedCase, mode: StagingMode, form: str, tmp_path: Path
 ) -> None:
     updater, (sent, fp8, values) = updater_of(case, quantises=True, mode=mode), case.newer(4)
     on_the_wire = fused(sent) if form == "fused" else sent
@@ -391,7 +505,7 @@ def test_with_the_option_an_fp8_checkpoint_of_it_is_held(
         assert live_fingerprints(started) == live_fingerprints(updater.weights)
 
 
-def test_only_what_the_checkpoint_quantises_is_quantised(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+def test_only_what_the_checkpoint_quantises_is_quantised(moe: QuantisedCase, newer: tuple[Named, Named, Named]) -> None:
     sent, _, values = newer
     updater = updater_of(moe, quantises=True)
     assert updater.model.quantised.keys() == {name for name, tensor in sent.items() if is_quantised(name, tensor)}
@@ -401,7 +515,7 @@ def test_only_what_the_checkpoint_quantises_is_quantised(moe: Fp8Case, newer: tu
     assert all(not torch.equal(values[name], sent[name]) for name in updater.model.quantised)
 
 
-def test_with_the_option_fp8_is_held_as_it_came(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+def test_with_the_option_fp8_is_held_as_it_came(moe: QuantisedCase, newer: tuple[Named, Named, Named]) -> None:
     _, fp8, values = newer
     updater = updater_of(moe, quantises=True)
     send(updater, [fp8], manifest_of(fp8))
@@ -409,7 +523,9 @@ def test_with_the_option_fp8_is_held_as_it_came(moe: Fp8Case, newer: tuple[Named
     assert updater.model.content.digests == (digest_of(fp8), digest_of(values))
 
 
-def test_with_the_option_wrong_content_is_refused_as_sent(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+def test_with_the_option_wrong_content_is_refused_as_sent(
+    moe: QuantisedCase, newer: tuple[Named, Named, Named]
+) -> None:
     sent, _, _ = newer
     updater = updater_of(moe, quantises=True)
     bad = {**sent, WEIGHT: sent[WEIGHT].clone()}
@@ -422,7 +538,7 @@ def test_with_the_option_wrong_content_is_refused_as_sent(moe: Fp8Case, newer: t
         send(updater, [bad], manifest_of(sent))
 
 
-def test_a_partial_refresh_keeps_both_digests(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+def test_a_partial_refresh_keeps_both_digests(moe: QuantisedCase, newer: tuple[Named, Named, Named]) -> None:
     sent, _, values = newer
     updater = updater_of(moe, quantises=True)
     send(updater, [sent])
@@ -447,7 +563,7 @@ def frame(old: Named, new: Named) -> LoopbackSource:
     return LoopbackSource([("delta", torch.frombuffer(bytearray(payload), dtype=torch.uint8))])
 
 
-def test_deltas_are_over_what_is_held(moe: Fp8Case, newer: tuple[Named, Named, Named]) -> None:
+def test_deltas_are_over_what_is_held(moe: QuantisedCase, newer: tuple[Named, Named, Named]) -> None:
     """After FP8 came, deltas are over its values.  An engine that quantises takes none: it does not hold the base."""
     sent, fp8, values = newer
     changed = {WEIGHT: values[WEIGHT] * 2}

@@ -16,11 +16,12 @@ from rollout.kernels.row_places import ROW_FORMS, fp8_parts, int4_parts
 from rollout.model.expert_slots import ModelExpertSlots
 from tests.family_zoo import family_checkpoint
 from tests.forward_harness import ForwardHarness
-from tests.fp8_reference import fp8_checkpoint, quantise, values_of
+from tests.fp8_reference import fp8_checkpoint
 from tests.fp8_reference import stored_tensors as fp8_tensors
 from tests.held_reference import held_of
 from tests.held_refresh import digest_of, newer, updater_of
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
+from tests.pair_forms import FORM_OF
 from tests.unit.weight_sync.test_int4_loading import Int4Case
 from weight_sync import shadow
 from weight_sync.checker import live_fingerprints
@@ -66,14 +67,6 @@ def held(tensors: Named, form: str) -> Named:
     return {name: held_of(form, x) if is_held(name) else x for name, x in tensors.items()}
 
 
-def in_fp8(tensors: Named) -> Named:
-    """Return the tensors; experts and projections become FP8 pairs."""
-    found = {name: x for name, x in tensors.items() if not is_held(name)}
-    for name in filter(is_held, tensors):
-        found[name], found[f"{name}_scale_inv"] = quantise(tensors[name])
-    return found
-
-
 @FORMS
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_a_load_quantises_experts_and_projections(family: str, form: str, tmp_path: Path) -> None:
@@ -111,13 +104,18 @@ def test_a_checkpoint_in_int4_is_copied(group: int, form: str, tmp_path: Path) -
 
 @FORMS
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sent_as", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("sent_as", ["bfloat16", "fp8", "int4"])
 def test_a_refresh_keeps_both_fingerprints(folder: Path, form: str, mode: StagingMode, sent_as: str) -> None:
-    updater, tensors = updater_of(folder, ops_of(form), mode), newer(folder)
-    sent = in_fp8(tensors) if sent_as == "fp8" else tensors
-    values = values_of(sent, torch.bfloat16) if sent_as == "fp8" else tensors
-    if not (sent_as == form == "fp8"):  # which is held as it came
-        values = held(values, form)
+    if (sent_as, form) == ("int4", "int4-128"):
+        return  # which is refused
+    updater, tensors, parts = updater_of(folder, ops_of(form), mode), newer(folder), FORM_OF.get(sent_as)
+    sent = tensors if parts is None else parts.quantised(tensors, lambda name, _: is_held(name))
+    values = tensors if parts is None else parts.values_of(sent, torch.bfloat16)
+    wanted = held(values, form)
+    if parts is not None and sent_as == form:  # what has parts is held as it came
+        came = parts.in_parts(sent)
+        wanted |= {name: x for name, x in values.items() if name in came}
+    values = wanted
     updater.begin("v2", manifest=[(TensorMeta(n, x.dtype, tuple(x.shape)), fingerprint(x)) for n, x in sent.items()])
     updater.send(list(sent.items()))
     updater.verify()

@@ -23,12 +23,12 @@ from tests import kernels
 from tests.family_zoo import family_checkpoint
 from tests.fp8_reference import fp8_checkpoint, set_config
 from tests.fp8_reference import stored_tensors as fp8_tensors
-from tests.held_reference import held_of, int4, int4_values, packed
+from tests.held_reference import held_of, int4, int4_values
 from tests.held_refresh import digest_of, newer, updater_of
 from tests.model_zoo import logical_tensors, stored_tensors, tiny_checkpoint
+from tests.pair_forms import int4_config, int4_parts
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
-from tests.unit.weight_sync.test_int4_loading import config as int4_config
 from weight_sync.checker import live_fingerprints, reset_tensors
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint import fingerprint
@@ -228,8 +228,7 @@ def test_a_checkpoint_in_int4_is_held_bit_for_bit(native: Ops, tmp_path: Path, g
     stored = {name: x for name, x in tensors.items() if name not in names}
     values = held(stored, "int4") | {name: int4_values(*pair, group, torch.bfloat16) for name, pair in pairs.items()}
     for name, (integers, scales) in pairs.items():
-        stored[f"{name}_packed"], stored[f"{name}_scale"] = packed(integers), scales
-        stored[f"{name}_shape"] = torch.tensor(integers.shape)
+        stored |= int4_parts(name, integers, scales)
     given, found = PLAIN | {"tp_size": ranks}, list[Any]()
     for target, content, form in ((tmp_path / "int4", stored, "int4"), (tmp_path / "values", values, "plain")):
         shutil.copytree(path, target, ignore=shutil.ignore_patterns("*.safetensors*"))

@@ -28,12 +28,13 @@ from rollout.kernels.held_places import HELD_FORMS
 from rollout.kernels.ops import Ops, PackedHeld, compiled_ops, select_ops
 from tests import kernels
 from tests.family_zoo import family_checkpoint
-from tests.fp8_reference import fp8_checkpoint, quantise, values_of
+from tests.fp8_reference import fp8_checkpoint, quantise
 from tests.fp8_reference import stored_tensors as fp8_tensors
 from tests.held_reference import held_of
 from tests.held_refresh import digest_of, newer, updater_of
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater
 from tests.model_zoo import load_tiny, logical_tensors, stored_tensors, tiny_checkpoint
+from tests.pair_forms import FORM_OF, int4_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness
 from weight_sync.checker import compare, live_fingerprints, reset_tensors, resettable, take_snapshot
@@ -219,33 +220,32 @@ def test_moved_experts_have_the_bits_of_bfloat16_that_was_moved(folder: Path, tm
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sent_as", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("sent_as", ["bfloat16", "fp8", "int4"])
 def test_a_refresh_keeps_the_fingerprints_of_what_was_sent_and_of_what_is_held(
     folder: Path, ops: Ops, form: str, mode: StagingMode, sent_as: str
 ) -> None:
-    updater, tensors = updater_of(folder, ops, mode), newer(folder)
-    sent = in_fp8(tensors) if sent_as == "fp8" else tensors
-    values = values_of(sent, torch.bfloat16) if sent_as == "fp8" else tensors
-    if not (sent_as == form == "fp8"):  # which is held as it came
-        values = held(values, form)
+    updater, tensors, parts = updater_of(folder, ops, mode), newer(folder), FORM_OF.get(sent_as)
+    sent = tensors if parts is None else parts.quantised(tensors, lambda name, _: ".experts." in name)
+    values = tensors if parts is None else parts.values_of(sent, torch.bfloat16)
+    wanted = held(values, form)
+    if parts is not None and sent_as == form:  # what has parts is held as it came
+        came = parts.in_parts(sent)
+        wanted |= {name: x for name, x in values.items() if name in came}
+    values = wanted
+    before = live_fingerprints(updater.weights)
     updater.begin("v2", manifest=[(TensorMeta(n, x.dtype, tuple(x.shape)), fingerprint(x)) for n, x in sent.items()])
+    if (sent_as, form) == ("int4", "int4-128"):
+        with pytest.raises(ContentError, match="has groups of 32, but --cpu-weight-format int4-128 holds groups of 1"):
+            updater.send(list(sent.items()))
+        updater.drop("refused")
+        assert live_fingerprints(updater.weights) == before
+        return
     updater.send(list(sent.items()))
     updater.verify()
     result = updater.commit()
     assert result.digests.sent == digest_of(sent)
     assert result.digests.held == digest_of(values) != digest_of(tensors)
     assert live_fingerprints(updater.weights) == {name: fingerprint(x) for name, x in values.items()}
-
-
-def in_fp8(tensors: Named) -> Named:
-    """Return the tensors with experts as FP8 pairs of weights and scales."""
-    found: Named = {}
-    for name, x in tensors.items():
-        if ".experts." in name:
-            found[name], found[f"{name}_scale_inv"] = quantise(x)
-        else:
-            found[name] = x
-    return found
 
 
 @pytest.mark.parametrize("mode", ["host", "journal"])
@@ -389,11 +389,13 @@ def test_layouts_hold_the_bits_of_bfloat16_with_these_values(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("sent_as", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("sent_as", ["bfloat16", "fp8", "int4"])
 def test_a_refresh_of_ranks_leaves_what_a_start_does(wide: Path, tmp_path: Path, form: str, sent_as: str) -> None:
     sizes = {"hidden_size": 192, "moe_intermediate_size": 256}
     newer = tiny_checkpoint(tmp_path / "newer", "moe_dense_first", seed=5, dtype="bfloat16", **sizes)
     path = fp8_checkpoint(tmp_path / "fp8", newer) if sent_as == "fp8" else newer
+    if sent_as == "int4":
+        path = int4_checkpoint(tmp_path / "int4", newer, 128 if form == "int4-128" else 32)
     found = []
     for start, sends in ((wide, True), (path, False)):
         with ParallelHarness(start, tp_size=2, **settings_of(form)) as harness:

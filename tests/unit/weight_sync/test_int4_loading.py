@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,40 +13,16 @@ from safetensors.torch import save_file
 from rollout.core.errors import StartupError
 from rollout.families.registry import load_model_config
 from tests.fp8_reference import set_config
-from tests.held_reference import int4, int4_values, packed
+from tests.held_reference import int4, int4_values
 from tests.kernels import native_ops
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
+from tests.pair_forms import int4_config, int4_parts
 from tests.scheduler_harness import Harness
 from weight_sync.tensor_meta import Pair
 
 Named = dict[str, torch.Tensor]
 PROMPTS = [[7, 3, 9], list(range(20, 50)), [5]]
 DOWN = "model.layers.1.mlp.experts.0.down_proj.weight"
-
-
-def config(group: int) -> dict[str, Any]:
-    """Return the `quantization_config` of Kimi-K2-Thinking, with another size of groups."""
-    weights = {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": group,
-        "num_bits": 4,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "strategy": "group",
-        "symmetric": True,
-        "type": "int",
-    }
-    one = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
-    return {
-        "config_groups": {"group_0": one},
-        "format": "pack-quantized",
-        "ignore": ["lm_head", "re:.*self_attn.*"],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    }
 
 
 class Int4Case:
@@ -66,10 +41,9 @@ class Int4Case:
         self.values = written(folder / "values", self.plain, tensors | values)
         self.stored = {name: x for name, x in tensors.items() if name not in experts}
         for name, (integers, scales) in self.pairs.items():
-            self.stored[f"{name}_packed"], self.stored[f"{name}_scale"] = packed(integers), scales
-            self.stored[f"{name}_shape"] = torch.tensor(integers.shape)
+            self.stored |= int4_parts(name, integers, scales)
         self.int4 = written(folder / "int4", self.plain, self.stored)
-        set_config(self.int4, config(group))
+        set_config(self.int4, int4_config(group))
 
 
 def written(folder: Path, like: Path, tensors: Named) -> Path:
@@ -125,7 +99,7 @@ def test_float32_serves_the_values_of_bfloat16(case: Int4Case) -> None:
 @pytest.mark.parametrize("part", ["_packed", "_scale", "_shape"])
 def test_a_part_that_is_missing_is_named(case: Int4Case, tmp_path: Path, part: str) -> None:
     left = {name: x for name, x in case.stored.items() if name != f"{DOWN}{part}"}
-    set_config(written(tmp_path / "m", case.plain, left), config(case.group))
+    set_config(written(tmp_path / "m", case.plain, left), int4_config(case.group))
     with pytest.raises(StartupError, match=rf"{DOWN}{part} is missing, another part of"):
         load_tiny(tmp_path / "m", torch.bfloat16)
 
@@ -138,7 +112,7 @@ def test_parts_that_do_not_belong_together_are_refused(case: Int4Case, tmp_path:
     }
     for number, (message, change) in enumerate(wrong.items()):
         path = written(tmp_path / str(number), case.plain, case.stored | change)
-        set_config(path, config(case.group))
+        set_config(path, int4_config(case.group))
         with pytest.raises(StartupError, match=message):
             load_tiny(path, torch.bfloat16)
     path = written(tmp_path / "unsaid", case.plain, case.stored)
@@ -158,7 +132,7 @@ def test_parts_that_do_not_belong_together_are_refused(case: Int4Case, tmp_path:
     ],
 )
 def test_other_forms_are_refused_by_name(case: Int4Case, tmp_path: Path, key: str, value: object) -> None:
-    stated = deepcopy(config(32))
+    stated = deepcopy(int4_config(32))
     stated["config_groups"]["group_0"]["weights"][key] = value
     (tmp_path / "config.json").write_text(json.dumps(json.loads((case.plain / "config.json").read_text())))
     set_config(tmp_path, stated)

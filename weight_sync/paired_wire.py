@@ -1,0 +1,230 @@
+"""Quantised weights on the wire and in checkpoints: each comes as several tensors, its parts.
+
+    kind    parts of a weight X.weight                               in
+    FP8     X.weight, X.weight_scale_inv                             fp8_wire
+    INT4    X.weight_packed, X.weight_scale, X.weight_shape          int4_wire
+
+Nothing downstream sees the parts: they become values, in the model's dtype, under the name of the weight (`assembly`).
+Another kind is one more `PairKind` in `KINDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from weight_sync.errors import CoverageError, ShapeMismatchError, UnknownTensorError, listed
+from weight_sync.fp8_wire import Fp8Wire, refuse_other_fp8
+from weight_sync.int4_wire import Int4Wire
+from weight_sync.tensor_meta import LogicalWeights, Pair, TensorMeta
+
+
+class PairKind(Protocol):
+    """A form of quantised weights.  `label` is its name in messages.
+
+    `suffixes`: what the names of its parts have behind the name of the weight.  The first part has the elements: it
+    shows the shape of the weight.
+    """
+
+    label: str
+    suffixes: tuple[str, ...]
+
+    def suffix_of(self, meta: TensorMeta) -> str | None:
+        """Return the suffix of a tensor that is a part, going by its name and dtype alone; None if it is none."""
+
+    def check_part(self, weights: LogicalWeights, name: str, suffix: str, meta: TensorMeta) -> None:
+        """Check one part of the weight `name`.  Raises `DtypeMismatchError`, `ShapeMismatchError`."""
+
+    def check_parts(self, name: str, parts: Mapping[str, TensorMeta]) -> None:
+        """Check that all parts of a weight, by suffix, belong together.  Raises `ShapeMismatchError`."""
+
+    def value_shape(self, first: TensorMeta) -> tuple[int, ...]:
+        """Return the shape of a weight by its first part."""
+
+    def missing(self, name: str, found: Collection[str]) -> CoverageError:
+        """Return the error of a weight of which only the parts with the suffixes `found` came."""
+
+    def put_together(
+        self, name: str, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Pair]:
+        """Return the values of a weight in `dtype`, and its pair.
+
+        Raises `DtypeMismatchError`, `ShapeMismatchError`, `ContentError` for parts that do not belong together, and for
+        a wrong scale.
+        """
+
+
+FP8 = Fp8Wire()
+INT4 = Int4Wire()
+KINDS: tuple[PairKind, ...] = (FP8, INT4)
+
+
+class WirePart(NamedTuple):
+    """A wire tensor that is the part with `suffix` of the weight `name`, in the form `kind`."""
+
+    kind: PairKind
+    suffix: str
+    name: str
+
+    @property
+    def is_first(self) -> bool:
+        """True for the part that has the elements."""
+        return self.suffix == self.kind.suffixes[0]
+
+
+def part_of(weights: LogicalWeights, meta: TensorMeta) -> WirePart | None:
+    """Return which part of a weight a wire tensor is; None for a plain tensor.
+
+    One that the model does not take, or keeps nothing of, counts as plain.
+    """
+    for kind in KINDS:
+        suffix = kind.suffix_of(meta)
+        if suffix is None:
+            continue
+        name = meta.name.removesuffix(suffix)
+        if suffix == "":
+            is_part = value_dtype(weights, meta) is not None
+        else:
+            is_part = meta.name not in weights.metas() and _keeps_some(weights, name)
+        return WirePart(kind, suffix, name) if is_part else None
+    return None
+
+
+def weight_name(name: str) -> str:
+    """Return the name of the weight that a tensor of this name would be a part of; else the name itself."""
+    by_name = TensorMeta(name, torch.bool, ())  # of a dtype that no part has
+    suffixes = (kind.suffix_of(by_name) for kind in KINDS)
+    return name.removesuffix(next(filter(None, suffixes), ""))
+
+
+def with_other_parts(names: Iterable[str]) -> set[str]:
+    """Return these names, and the names of all parts of their weights, whether there are any or not."""
+    found = set(names)
+    wholes = found | set(map(weight_name, found))
+    return wholes | {f"{name}{suffix}" for name in wholes for kind in KINDS for suffix in kind.suffixes}
+
+
+def value_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[TensorMeta]:
+    """Return the wire tensors of one call as they will be put together: each quantised weight as its values.
+
+    Of the parts of a weight, the first stands for it.  Raises `DtypeMismatchError`, `ShapeMismatchError` for parts that
+    cannot be right.
+    """
+    found = []
+    for meta in metas:
+        part = part_of(weights, meta)
+        if part is None:
+            refuse_other_fp8(meta, value_dtype(weights, meta))
+            found.append(meta)
+            continue
+        part.kind.check_part(weights, part.name, part.suffix, meta)
+        if part.is_first:
+            shape = part.kind.value_shape(meta)
+            dtype = value_dtype(weights, TensorMeta(part.name, meta.dtype, shape)) or torch.bfloat16
+            box = meta.box if shape == meta.shape else None
+            found.append(TensorMeta(part.name, dtype, shape, box))
+    return found
+
+
+def whole_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[TensorMeta]:
+    """Return `value_metas` of all tensors of a checkpoint or update.
+
+    Raises also `CoverageError` for a weight that lacks a part, or has one twice.
+    """
+    values = value_metas(weights, metas)
+    gathered: GatheredParts[TensorMeta] = GatheredParts()
+    complete: list[tuple[WirePart, Mapping[str, TensorMeta]]] = []
+    for meta in metas:
+        part = part_of(weights, meta)
+        if part is not None and (parts := gathered.add(part, meta, lambda kept: kept)) is not None:
+            complete.append((part, parts))
+    gathered.settle()
+    for part, parts in complete:
+        part.kind.check_parts(part.name, parts)
+    return values
+
+
+def value_dtype(weights: LogicalWeights, meta: TensorMeta) -> torch.dtype | None:
+    """Return the floating-point type in which the model holds a quantised tensor of this name and shape.
+
+    None where it takes the tensor as it is, or not at all.
+    """
+    try:
+        held = {weights.metas()[piece.name].dtype for piece in weights.split(meta)}
+    except (UnknownTensorError, ShapeMismatchError):
+        return None
+    dtype = held.pop() if len(held) == 1 else meta.dtype
+    return dtype if dtype.is_floating_point and dtype != meta.dtype else None
+
+
+def _keeps_some(weights: LogicalWeights, name: str) -> bool:
+    """Return whether the model has a weight of this name, and keeps something of it."""
+    if name in weights.metas():
+        return True
+    try:
+        return bool(weights.split(TensorMeta(name, torch.float8_e4m3fn, ())))  # of no tensor's shape
+    except ShapeMismatchError:
+        return True
+    except UnknownTensorError:
+        return False
+
+
+# --- parts that wait for others ---------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class GatheredParts(Generic[T]):
+    """Parts of weights, by the weight's name, until all of a weight are there."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[PairKind, dict[str, T]]] = {}
+        self._whole: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether a part of the weight `name` waits for another."""
+        return name in self._waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of parts that wait."""
+        return sum(len(parts) for _, parts in self._waiting.values())
+
+    def found(self, name: str) -> list[str]:
+        """Return the names of the parts that wait of a weight."""
+        return [f"{name}{suffix}" for suffix in self._waiting[name][1]]
+
+    def add(self, part: WirePart, value: T, kept: Callable[[T], T]) -> dict[str, T] | None:
+        """Add a part; return all of its weight, by suffix in the order of their kind, if it was the last one.
+
+        Of any other, `kept` gives what is kept of it.  Raises `CoverageError` for a part that came before, or in
+        another kind.
+        """
+        kind, parts = self._waiting.get(part.name, (part.kind, {}))
+        if kind is not part.kind:
+            raise CoverageError(
+                f"{part.name}{part.suffix} is part of a weight in {part.kind.label}, but {self.found(part.name)[0]} "
+                f"came, which is in {kind.label}"
+            )
+        if part.name in self._whole or part.suffix in parts:
+            raise CoverageError(f"{part.name}{part.suffix} came twice")
+        if len(parts) + 1 < len(kind.suffixes):
+            parts[part.suffix] = kept(value)
+            self._waiting[part.name] = kind, parts
+            return None
+        del self._waiting[part.name]
+        self._whole.add(part.name)
+        parts[part.suffix] = value
+        return {suffix: parts[suffix] for suffix in kind.suffixes}
+
+    def settle(self) -> None:
+        """Raise `CoverageError` for the weights that lack a part; it names them."""
+        if self._waiting:
+            errors = (kind.missing(name, parts) for name, (kind, parts) in self._waiting.items())
+            raise CoverageError(listed(sorted(map(str, errors))))
+
+    def clear(self) -> None:
+        """Release what waits."""
+        self._waiting.clear()
