@@ -9,6 +9,7 @@ Scales may also be bfloat16, as Qwen's checkpoints have them, or float16: float3
 
 To quantise: scale = largest magnitude of the block / 448, weight = value / scale, both in float32, rounded to the
 nearest, ties to even.  A block whose scale would be zero (all its values are, or are below 448 * 2^-150) has scale 1.
+`torch.ops.weight_sync` has operators for both ways; engines on a CPU bring compiled kernels for them.
 """
 
 from __future__ import annotations
@@ -66,15 +67,20 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) ->
         raise ContentError("a scale is negative or not finite")
     scale = scale.to(torch.float32)
     values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    columns = weight.shape[-1]
     for source, scale_rc, target in zip(_matrices(weight), _matrices(scale), _matrices(values), strict=True):
-        for rows in _bands(*source.shape):
-            blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
-            scale_rC = scale_rc[blocks].repeat_interleave(BLOCK, 1)[:, :columns]
-            x_rBC = _padded(source[rows].to(torch.float32), columns).view(-1, BLOCK, columns)
-            product_RC = x_rBC.mul_(scale_rC[:, None]).view(-1, columns)
-            target[rows] = product_RC[: rows.stop - rows.start].to(dtype)
+        torch.ops.weight_sync.dequantise_fp8(source, scale_rc, target)
     return values
+
+
+def dequantise_plainly(weight: torch.Tensor, scale: torch.Tensor, values: torch.Tensor) -> None:
+    """Compute the operator without a kernel: fill in the values [R, C]."""
+    columns = weight.shape[-1]
+    for rows in _bands(*weight.shape):
+        blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        scale_rC = scale[blocks].repeat_interleave(BLOCK, 1)[:, :columns]
+        x_rBC = _padded(weight[rows].to(torch.float32), columns).view(-1, BLOCK, columns)
+        product_RC = x_rBC.mul_(scale_rC[:, None]).view(-1, columns)
+        values[rows] = product_RC[: rows.stop - rows.start].to(values.dtype)
 
 
 def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,21 +90,34 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     scale = torch.empty(scale_shape(values.shape), dtype=torch.float32, device=values.device)
     weight = torch.empty(values.shape, dtype=QUANTISED, device=values.device)
-    columns = values.shape[-1]
-    for source, scale_rc, target in zip(_matrices(values), _matrices(scale), _matrices(weight), strict=True):
-        for rows in _bands(*source.shape):
-            whole = -(-columns // BLOCK) * BLOCK
-            x_rBcB = _padded(source[rows].to(torch.float32), whole).view(-1, BLOCK, whole // BLOCK, BLOCK)
-            largest_rc = x_rBcB.abs().amax((1, 3))
-            if not bool(largest_rc.isfinite().all()):
-                raise ContentError("values that are not finite cannot be quantised")
-            found_rc = largest_rc / LARGEST
-            found_rc = torch.where(found_rc > 0, found_rc, 1.0)
-            scale_rc[rows.start // BLOCK : -(-rows.stop // BLOCK)] = found_rc
-            # A scale below the normal numbers is rough: the quotient may be beyond the largest number.
-            quotient = (x_rBcB / found_rc[:, None, :, None]).clamp_(-LARGEST, LARGEST).view(-1, whole)
-            target[rows] = quotient[: rows.stop - rows.start, :columns].to(QUANTISED)
+    for source, scale_rc, target in zip(_matrices(values.detach()), _matrices(scale), _matrices(weight), strict=True):
+        if not torch.ops.weight_sync.quantise_fp8(source, target, scale_rc):
+            raise ContentError("values that are not finite cannot be quantised")
     return weight, scale
+
+
+def quantise_plainly(values: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Compute the operator without a kernel: fill in weight [R, C] and scale.  False: a value is not finite."""
+    columns = values.shape[-1]
+    for rows in _bands(*values.shape):
+        whole = -(-columns // BLOCK) * BLOCK
+        x_rBcB = _padded(values[rows].to(torch.float32), whole).view(-1, BLOCK, whole // BLOCK, BLOCK)
+        largest_rc = x_rBcB.abs().amax((1, 3))
+        if not bool(largest_rc.isfinite().all()):
+            return False
+        found_rc = largest_rc / LARGEST
+        found_rc = torch.where(found_rc > 0, found_rc, 1.0)
+        scale[rows.start // BLOCK : -(-rows.stop // BLOCK)] = found_rc
+        # A scale below the normal numbers is rough: the quotient may be beyond the largest number.
+        quotient = (x_rBcB / found_rc[:, None, :, None]).clamp_(-LARGEST, LARGEST).view(-1, whole)
+        weight[rows] = quotient[: rows.stop - rows.start, :columns].to(QUANTISED)
+    return True
+
+
+torch.library.define("weight_sync::quantise_fp8", "(Tensor values, Tensor(a!) weight, Tensor(b!) scale) -> bool")
+torch.library.impl("weight_sync::quantise_fp8", "CompositeExplicitAutograd", quantise_plainly)
+torch.library.define("weight_sync::dequantise_fp8", "(Tensor weight, Tensor scale, Tensor(a!) values) -> ()")
+torch.library.impl("weight_sync::dequantise_fp8", "CompositeExplicitAutograd", dequantise_plainly)
 
 
 def requantised(values: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ them (symmetric, `pack-quantized`).
 
 To quantise: scale = largest magnitude of the group / 7.5, rounded to bfloat16; integer = value / scale in float32,
 rounded to the nearest, ties to even, and cut to -8 .. 7.  A group whose scale would be zero has scale 1.
+
+`torch.ops.weight_sync` has operators for both ways; engines on a CPU bring compiled kernels for them.
 """
 
 from __future__ import annotations
@@ -30,26 +32,50 @@ def quantise(values: torch.Tensor, group: int) -> Pair:
     rows, columns = values.shape
     weight = torch.empty(rows, columns, dtype=torch.int8, device=values.device)
     scale = torch.empty(rows, -(-columns // group), dtype=torch.bfloat16, device=values.device)
+    if not torch.ops.weight_sync.quantise_int4(values.detach(), weight, scale, group):
+        raise ContentError("values that are not finite cannot be quantised")
+    return Pair(weight, scale, (1, group))
+
+
+def quantise_plainly(values: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int) -> bool:
+    """Compute the operator without a kernel: fill in weight and scale.  False: a value is not finite."""
+    rows, columns = values.shape
     for band in _bands(rows, columns):
         x_RgG = pad(values[band].float(), (0, -columns % group)).unflatten(1, (-1, group))
         largest_Rg = x_RgG.abs().amax(2)
         if not bool(largest_Rg.isfinite().all()):
-            raise ContentError("values that are not finite cannot be quantised")
+            return False
         found_Rg = (largest_Rg / 7.5).to(torch.bfloat16)
         scale[band] = found_Rg = torch.where(found_Rg > 0, found_Rg, 1.0).to(torch.bfloat16)
         integers_RgG = (x_RgG / found_Rg.float().unsqueeze(2)).round_().clamp_(LEAST, LARGEST)
         weight[band] = integers_RgG.flatten(1)[:, :columns].to(torch.int8)
-    return Pair(weight, scale, (1, group))
+    return True
 
 
 def dequantise(pair: Pair, dtype: torch.dtype) -> torch.Tensor:
     """Return the values [R, C] of a pair, in `dtype`."""
     rows, columns = pair.weight.shape
     values = torch.empty(rows, columns, dtype=dtype, device=pair.weight.device)
-    for band in _bands(rows, columns):
-        scale_RC = pair.scale[band].float().repeat_interleave(pair.block[1], 1)[:, :columns]
-        values[band] = (pair.weight[band].float() * scale_RC).to(dtype)
+    torch.ops.weight_sync.dequantise_int4(pair.weight, pair.scale, values, pair.block[1])
     return values
+
+
+def dequantise_plainly(weight: torch.Tensor, scale: torch.Tensor, values: torch.Tensor, group: int) -> None:
+    """Compute the operator without a kernel: fill in the values."""
+    rows, columns = weight.shape
+    for band in _bands(rows, columns):
+        scale_RC = scale[band].float().repeat_interleave(group, 1)[:, :columns]
+        values[band] = (weight[band].float() * scale_RC).to(values.dtype)
+
+
+torch.library.define(
+    "weight_sync::quantise_int4", "(Tensor values, Tensor(a!) weight, Tensor(b!) scale, int group) -> bool"
+)
+torch.library.impl("weight_sync::quantise_int4", "CompositeExplicitAutograd", quantise_plainly)
+torch.library.define(
+    "weight_sync::dequantise_int4", "(Tensor weight, Tensor scale, Tensor(a!) values, int group) -> ()"
+)
+torch.library.impl("weight_sync::dequantise_int4", "CompositeExplicitAutograd", dequantise_plainly)
 
 
 def regrouped(pair: Pair, group: int) -> Pair:
