@@ -1,4 +1,4 @@
-"""Real servers with FP8 checkpoints: FP8 by every transport, bf16 that is quantised at the write, and refusals."""
+"""Real servers with FP8 checkpoints: FP8 and INT4 by every transport, bf16 quantised at the write, and refusals."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save
 
 from tests.fp8_checkpoints import QuantisedCase
 from tests.fp8_reference import Named, fp8_checkpoint, set_config
+from tests.pair_forms import FP8_FORM, INT4_FORM, PairForm
 from tests.parameter_server_stand_in import ParameterServerStandIn
 from tests.server_process import ServerProcess
 from tests.trainer_process import TrainerProcess
@@ -142,6 +144,38 @@ TRANSPORTS: dict[str, Send | str | None] = {
 }
 
 
+def refreshed_in_parts(
+    server: ServerProcess, transport: str, folder: Path, stored: Named, form: PairForm
+) -> dict[str, Any]:
+    """Refresh with a bucket of the elements of weights, then one of scales and plain tensors; return the answer."""
+    send, close = TRANSPORTS[transport], lambda: None
+    if not callable(send):
+        send, close = by_broadcast(send, folder, stored)
+    try:
+        server.client.begin_weight_update("v1", manifest=manifest_of(stored))
+        firsts = form.firsts(stored)
+        send(server, firsts)
+        state = server.http.get("/weight_update").json()
+        assert (state["received"], state["unpaired"]) == (0, len(firsts))
+        send(server, {name: tensor for name, tensor in stored.items() if name not in firsts})
+        return server.client.end_weight_update()
+    finally:
+        close()
+
+
+@pytest.mark.full(but="flattened")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_int4_by_every_transport(
+    server: ServerProcess, case: QuantisedCase, newer: tuple[Named, Named, Named], transport: str, tmp_path: Path
+) -> None:
+    """A server with FP8 takes parts in INT4."""
+    stored = INT4_FORM.quantised(newer[0])
+    values = INT4_FORM.values_of(stored, torch.bfloat16)
+    ended = refreshed_in_parts(server, transport, tmp_path, stored, INT4_FORM)
+    assert (ended["content_digest"], ended["held_digest"]) == (digest_of(stored), digest_of(values))
+    ok(server, "/update_weights_from_disk", model_path=str(case.stored), weight_version="v0")
+
+
 @pytest.mark.full(but=("safetensors", "flattened"))
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_fp8_by_every_transport(
@@ -155,20 +189,8 @@ def test_fp8_by_every_transport(
 ) -> None:
     """Every pair is cut apart: a bucket of weights, then one of scales and plain tensors."""
     _, fp8, values = newer
-    send, close = TRANSPORTS[transport], lambda: None
-    if not callable(send):
-        send, close = by_broadcast(send, tmp_path, fp8)
     assert facts(server) == old
-    try:
-        server.client.begin_weight_update("v1", manifest=manifest_of(fp8))
-        weights = {name: tensor for name, tensor in fp8.items() if f"{name}_scale_inv" in fp8}
-        send(server, weights)
-        state = server.http.get("/weight_update").json()
-        assert (state["received"], state["unpaired"]) == (0, len(weights))
-        send(server, {name: tensor for name, tensor in fp8.items() if name not in weights})
-        ended = server.client.end_weight_update()
-    finally:
-        close()
+    ended = refreshed_in_parts(server, transport, tmp_path, fp8, FP8_FORM)
     assert (ended["content_digest"], ended["held_digest"]) == (digest_of(fp8), digest_of(values))
     assert facts(server) == expected
     info = server.http.get("/model_info").json()
