@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,11 +58,12 @@ class LoraWeights(NamedTuple):
 class Adapter:
     """The content of an adapter: `modules` by their names in the trained model, on the host.
 
-    `digest` names the content: tensors and scales, by module.
+    `digest` names the content: tensors and scales, by module.  `source`: the folder that it was read from, if it was.
     """
 
     modules: Mapping[str, LoraWeights]
     digest: str
+    source: str | None = None
 
     @property
     def rank(self) -> int:
@@ -78,7 +79,7 @@ def read_adapter(folder: Path) -> Adapter:
     """
     try:
         config = LoraConfig.of(_parsed(folder / CONFIG))
-        return _adapter(_read_pairs(_tensor_file(folder)), config)
+        return replace(_adapter(_read_pairs(_tensor_file(folder)), config), source=str(folder))
     except WeightSyncError as error:
         raise AdapterError(str(error)) from None
 

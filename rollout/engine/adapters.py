@@ -1,4 +1,4 @@
-"""Loads the adapters of `--lora-paths` at start."""
+"""Makes the table of adapters, and loads those of `--lora-paths` at start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from rollout.layers.lora import SlotSizes
 from rollout.model.adapters import AdapterTable
 from rollout.model.decoder import DecoderForCausalLM
 
+DEFAULT_LORA_RANK = 16
+"""Of a server that starts without adapters, as in vLLM."""
+
 
 def load_adapters(args: ServerArgs, model: DecoderForCausalLM, device: torch.device) -> AdapterTable:
-    """Return the table of the adapters that the settings name, all of them loaded.
+    """Return the table of adapters, with those that the settings name.
 
     Raises `StartupError` in one line, with the name of the adapter that cannot be served; on every rank where ranks
     read other contents, as each serves its share of one adapter.
@@ -32,17 +35,11 @@ def load_adapters(args: ServerArgs, model: DecoderForCausalLM, device: torch.dev
             found[name] = read_adapter(Path(folder))
             if found[name].rank > MAX_LORA_RANK:
                 raise AdapterError(f"its rank {found[name].rank} is over {MAX_LORA_RANK}")
-        rank = args.max_lora_rank or max(adapter.rank for adapter in found.values())
-        table = AdapterTable(model, SlotSizes(args.max_loras_per_batch, rank))
+        rank = args.max_lora_rank or max((adapter.rank for adapter in found.values()), default=DEFAULT_LORA_RANK)
+        table = AdapterTable(model, SlotSizes(args.max_loras_per_batch, rank), args.names)
         for name, adapter in found.items():
-            label = table.add(name, adapter).label
+            label = table.load(name, adapter).label
             say(f"adapter {name}: {len(adapter.modules)} modules, rank {adapter.rank}, content {label.content_digest}")
     except AdapterError as error:
         raise StartupError(f"--lora-paths {name}={args.adapter_folders[name]}: {error}") from None
-    read = model.parallel.world.gather_ints([int(label.content_digest[:15], 16) for label in table.labels])
-    for label, *digests in zip(table.labels, *read, strict=True):
-        if len(set(digests)) > 1:
-            raise StartupError(
-                f"--lora-paths {label.name}: ranks read folders of other contents: copy one to all machines"
-            )
     return table

@@ -56,6 +56,10 @@ class LoraSlots:
         self._b = build.empty(sizes.slots, sizes.rank, self._columns[-1]).zero_()
         self._ranks = torch.zeros(sizes.slots, len(modules), dtype=torch.int64, device=build.device)
 
+    def clear(self, slot: int) -> None:
+        """Empty a slot: it adapts no module."""
+        self._ranks[slot] = 0
+
     def write(self, slot: int, part: int, a_RD: torch.Tensor, b_OR: torch.Tensor) -> None:
         """Put whole matrices, the scale within B, into a slot: this rank keeps its share of them."""
         module, rank = self._modules[part], a_RD.shape[0]

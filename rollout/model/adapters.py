@@ -1,129 +1,205 @@
 """`AdapterTable`: sole owner of the adapters that a model serves: their slots, names and versions.
 
-    slot 0..S-1   one adapter, in every layer that any adapter changes
+    slot 0..S-1   one version of an adapter, in every layer that adapters may change
     slot -1       no adapter
 
-A module is found by the name of its weight, as a tensor of a refresh is.
+    poet@3   newest: serves requests that name `poet`            stays
+    poet@2   older, of requests that began with it               stays until they have ended
+    poet@1   older, of no request                                stays until a load needs its slot
+    poet@0   evicted                                             a request that names it is refused
+
+A version is one content for ever: a name that comes back after its unload goes on counting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
 
-from rollout.adapters.peft_folder import Adapter, LoraWeights
-from rollout.core.errors import AdapterError, NotFound
-from rollout.core.messages.req_output import AdapterLabel
-from rollout.layers.linear import AdaptedLinear
-from rollout.layers.lora import LoraModule, SlotSizes
+from rollout.adapters.peft_folder import Adapter
+from rollout.core.adapter_names import adapter_ref, fault_of_name
+from rollout.core.errors import AdapterError, Conflict, NotFound
+from rollout.core.messages.req_output import AdapterCard, AdapterLabel
+from rollout.layers.lora import SlotSizes
+from rollout.model.adapter_places import AdapterPlaces, Write
 from rollout.model.decoder import DecoderForCausalLM
-from weight_sync.errors import WeightSyncError
 
 _NO_SIZES = SlotSizes(0, 0)
-_REASONS = {
-    ".experts": "adapters of routed experts are not served",
-    "embed_tokens": "the embedding is not adapted",
-    "lm_head": "the output head is not adapted",
-    "kv_b_proj": "kv_b_proj is absorbed into queries and values, and not adapted",
-}
 
 
 class ServedAdapter(NamedTuple):
-    """An adapter in its slot."""
+    """A version of an adapter in its slot."""
 
     label: AdapterLabel
     slot: int
 
 
-class _Place(NamedTuple):
-    layer: AdaptedLinear
-    module: LoraModule
+@dataclass(frozen=True)
+class PreparedAdapter:
+    """An adapter that this rank can serve: what is to be written into a slot."""
 
-
-class _Write(NamedTuple):
-    """Matrices of an adapter, checked and in the dtype of the layer, with the scale within B."""
-
-    place: _Place
-    a: torch.Tensor
-    b: torch.Tensor
+    name: str
+    content: Adapter
+    pinned: bool
+    writes: Sequence[Write]
 
 
 class AdapterTable:
-    """The adapters of `model`, in at most `sizes.slots` slots of rank `sizes.rank`."""
+    """The adapters of `model`, in at most `sizes.slots` slots of rank `sizes.rank`.
 
-    def __init__(self, model: DecoderForCausalLM, sizes: SlotSizes = _NO_SIZES) -> None:
-        self._model, self._sizes = model, sizes
-        self._by_name: dict[str, ServedAdapter] = {}
-        self._places = {
-            name: _Place(layer, module)
-            for prefix, layer in model.named_layers()
-            if isinstance(layer, AdaptedLinear)
-            for name, module in layer.lora_modules(prefix).items()
-        }
+    `reserved`: the names of the model, which no adapter can have.  Every rank of every engine has a table, and all
+    make the same changes in the same order, each between two steps.
+    """
+
+    def __init__(self, model: DecoderForCausalLM, sizes: SlotSizes = _NO_SIZES, reserved: Sequence[str] = ()) -> None:
+        self._sizes, self._reserved = sizes, reserved
+        self._world = model.parallel.world
+        self._places = AdapterPlaces(model, sizes)
+        self._cards: dict[int, AdapterCard] = {}  # by slot, in the order of the loads
+        self._newest: dict[str, int] = {}  # the slot of the version that serves a name
+        self._num_versions: dict[str, int] = {}  # of each name, ever
+        self._users: Callable[[], Iterable[ServedAdapter | None]] = tuple
+        self._on_change: Callable[[list[AdapterCard]], None] = lambda _: None
+
+    def connect(
+        self,
+        users: Callable[[], Iterable[ServedAdapter | None]],
+        on_change: Callable[[list[AdapterCard]], None],
+    ) -> None:
+        """Set the function that returns what each unfinished request holds, and the one to tell of changes.
+
+        The requests are the only record of what is in use, so that no count of it can be wrong.
+        """
+        self._users, self._on_change = users, on_change
+
+    @property
+    def cards(self) -> list[AdapterCard]:
+        """All versions in memory, oldest load first."""
+        return list(self._cards.values())
 
     @property
     def labels(self) -> list[AdapterLabel]:
-        return [served.label for served in self._by_name.values()]
+        return [card.label for card in self._cards.values()]
+
+    def serves(self, name: str) -> bool:
+        """Return whether a request may name this adapter."""
+        return name in self._newest
 
     def find(self, name: str) -> ServedAdapter:
-        """Return the adapter of this name.  Raises `NotFound`."""
-        if name not in self._by_name:
-            raise NotFound(unknown_adapter(name, list(self._by_name)))
-        return self._by_name[name]
+        """Return the newest version of an adapter, or for NAME@3 that version.  Raises `NotFound`."""
+        wanted, version = adapter_ref(name)
+        if wanted not in self._newest:
+            raise NotFound(unknown_adapter(name, list(self._newest)))
+        newest = self._newest[wanted]
+        if version is None:
+            return ServedAdapter(self._cards[newest].label, newest)
+        for slot, card in self._cards.items():
+            if (card.label.name, card.label.version) == (wanted, version):
+                return ServedAdapter(card.label, slot)
+        there = ", ".join(str(card.label.version) for card in self._cards.values() if card.label.name == wanted)
+        raise NotFound(f"there is no version {version} of the adapter {wanted!r}; this server has {there}")
 
-    def add(self, name: str, adapter: Adapter) -> ServedAdapter:
-        """Put an adapter into a free slot, as version 0 of its name.
+    def prepare(self, name: str, adapter: Adapter, *, pinned: bool = False) -> PreparedAdapter:
+        """Check an adapter, and convert it for this rank.  Changes nothing, and may be called on any thread.
 
-        Raises `AdapterError`, and changes nothing, for modules that the model lacks or that are not adapted, other
-        shapes than the model's, a rank over that of the slots, and where no slot is free.
+        Raises `AdapterError` for a name that no adapter can have, and for what `AdapterPlaces.prepared` refuses.
         """
-        if len(self._by_name) >= self._sizes.slots:
-            raise AdapterError(f"all {self._sizes.slots} slots are taken (--max-loras-per-batch)")
-        writes = self._prepared(adapter)
-        served = ServedAdapter(AdapterLabel(name, 0, adapter.digest), len(self._by_name))
-        for (layer, module), a_RD, b_OR in writes:
-            layer.reserve_lora(self._sizes).write(served.slot, module.part, a_RD, b_OR)
-        self._by_name[name] = served
-        return served
+        fault = fault_of_name(name)
+        if not self._sizes.slots:
+            raise AdapterError("this server has no slots for adapters: start it with --enable-lora")
+        if fault is not None or name in self._reserved:
+            raise AdapterError(fault or f"{name!r} is the name of the model")
+        return PreparedAdapter(name, adapter, pinned, self._places.prepared(adapter))
 
-    def _prepared(self, adapter: Adapter) -> list[_Write]:
-        found: dict[str, _Write] = {}
-        for name, weights in adapter.modules.items():
-            canonical = self._canonical(name)
-            if canonical in found:
-                raise AdapterError(f"{name} is there under two names")
-            found[canonical] = self._checked(name, self._places[canonical], weights)
-        return list(found.values())
+    def check(self, name: str, adapter: Adapter) -> None:
+        """Raise the `AdapterError` that `load` would, as far as this rank can tell."""
+        self._slot_for(self.prepare(name, adapter).name, self._slots_in_use())
 
-    def _canonical(self, name: str) -> str:
-        """Return the model's name of a module that may be adapted.  Raises `AdapterError`."""
-        reason = next((reason for part, reason in _REASONS.items() if part in name), None)
-        if reason is not None:
-            raise AdapterError(f"{name}: {reason}")
+    def load(self, name: str, adapter: Adapter, *, pinned: bool = False) -> ServedAdapter:
+        """Put an adapter into a slot, as the next version of its name, for requests that are admitted from now on.
+
+        Called by all ranks of all engines between two steps.  Raises `AdapterError` on all of them, and changes
+        nothing, where one of them refuses it (`prepare`), where they have other contents, and where each slot holds a
+        version that is the newest of its name, in use or pinned.
+        """
+        prepared, error = None, None
         try:
-            canonical = self._model.weights.canonical_name(f"{name}.weight").removesuffix(".weight")
-        except WeightSyncError as error:
-            raise AdapterError(f"{error}: the adapter belongs to another model") from None
-        if canonical not in self._places:
-            raise AdapterError(f"{name} is not a linear layer that adapters may change")
-        return canonical
+            prepared = self.prepare(name, adapter, pinned=pinned)
+        except AdapterError as raised:
+            error = raised
+        if not self._world.all_agree(error is None) or prepared is None:
+            raise error or AdapterError(f"another rank cannot serve the adapter {name!r}")
+        return self.put(prepared)
 
-    def _checked(self, name: str, place: _Place, weights: LoraWeights) -> _Write:
-        a_RD, b_OR, scale = weights
-        wanted = (place.module.outputs.total, place.module.inputs.total)
-        got = (b_OR.shape[0], a_RD.shape[1])
-        if got != wanted:
-            raise AdapterError(f"{name} is adapted from {got[1]} to {got[0]} features; the model has {wanted[::-1]}")
-        if weights.rank > self._sizes.rank:
-            raise AdapterError(f"{name} has rank {weights.rank}; --max-lora-rank is {self._sizes.rank}")
-        dtype = place.layer.storage.build.dtype
-        wide = torch.promote_types(b_OR.dtype, torch.float32)
-        stored = _Write(place, a_RD.to(dtype), (b_OR.to(wide) * scale).to(dtype))
-        if not (stored.a.isfinite().all() and stored.b.isfinite().all()):
-            raise AdapterError(f"{name} has values beyond {str(dtype).removeprefix('torch.')}")
-        return stored
+    def put(self, prepared: PreparedAdapter) -> ServedAdapter:
+        """Load an adapter that every rank has prepared.  See `load`."""
+        name, digest = prepared.name, prepared.content.digest
+        label = AdapterLabel(name, self._num_versions.get(name, 0), digest)
+        mark = int.from_bytes(blake2b(repr((label, prepared.pinned)).encode(), digest_size=7).digest(), "little")
+        told = self._world.gather_ints([mark, *self._slots_in_use()])
+        if len({other for other, *_ in told}) > 1:
+            raise AdapterError(f"the ranks read other contents of the adapter {name!r}: copy one to all machines")
+        slot = self._slot_for(name, [sum(each) for each in list(zip(*told))[1:]])
+        self._cards.pop(slot, None)
+        self._places.write(slot, prepared.writes)
+        self._cards[slot] = AdapterCard(label, prepared.content.source, pinned=prepared.pinned)
+        self._newest[name] = slot
+        self._num_versions[name] = label.version + 1
+        self._on_change(self.cards)
+        return ServedAdapter(label, slot)
+
+    def unload(self, name: str) -> bool:
+        """Remove all versions of an adapter.  Returns False for a name that is not served.
+
+        Called as `load` is.  Raises `Conflict`, and changes nothing, while requests use one of its versions.
+        """
+        if name not in self._newest:
+            return False
+        in_use = [sum(each) for each in zip(*self._world.gather_ints(self._slots_in_use()))]
+        slots = [slot for slot, card in self._cards.items() if card.label.name == name]
+        if any(in_use[slot] for slot in slots):
+            raise Conflict(f"the adapter {name!r} is in use: unload it once its requests have ended, or abort them")
+        for slot in slots:
+            del self._cards[slot]
+        del self._newest[name]
+        self._on_change(self.cards)
+        return True
+
+    def _slots_in_use(self) -> list[int]:
+        """Return how many requests of this rank hold each slot [S]."""
+        counts = [0] * self._sizes.slots
+        for served in self._users():
+            if served is not None:
+                counts[served.slot] += 1
+        return counts
+
+    def _slot_for(self, name: str, in_use: Sequence[int]) -> int:
+        """Return a free slot, or that of the oldest version that nothing needs.  Raises `AdapterError`.
+
+        The newest version of this name is needed no more, as it is about to be an older one, but comes last.
+        """
+        free = next((slot for slot in range(self._sizes.slots) if slot not in self._cards), None)
+        if free is not None:
+            return free
+        unneeded = [slot for slot, card in self._cards.items() if not (in_use[slot] or card.pinned)]
+        mine = self._newest.get(name)
+        older = [slot for slot in unneeded if slot not in self._newest.values()]
+        for slot in (*older, *(each for each in unneeded if each == mine)):
+            return slot
+        raise AdapterError(f"all {self._sizes.slots} slots are taken (--max-loras-per-batch): {self._held_by(in_use)}")
+
+    def _held_by(self, in_use: Sequence[int]) -> str:
+        """Return what holds each slot, and why it stays."""
+        held = []
+        for slot, card in self._cards.items():
+            reasons = ["newest"] * (slot in self._newest.values()) + ["in use"] * bool(in_use[slot])
+            reasons += ["pinned"] * card.pinned
+            held.append(f"{card.label.name}@{card.label.version} ({', '.join(reasons)})")
+        return "; ".join(held)
 
 
 def unknown_adapter(name: str, known: Sequence[str]) -> str:

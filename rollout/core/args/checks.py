@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eplb.algorithms.registry import PLANNERS
+from rollout.core.adapter_names import fault_of_name
 from rollout.core.args.addresses import is_address, objection_to_base_url
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
@@ -127,10 +128,11 @@ def _check_adapters(args: ServerArgs) -> None:
     _require(args.lora_paths is None or args.enable_lora, "--lora-paths needs --enable-lora")
     if not args.enable_lora:
         return
-    _require(args.lora_paths is not None, "--enable-lora needs --lora-paths: adapters are loaded at start only")
+    _require(args.max_loras_per_batch > 0, f"--max-loras-per-batch must be at least 1, got {args.max_loras_per_batch}")
     _require(args.device in ("cpu", "auto"), f"--enable-lora serves adapters on a CPU, got --device {args.device}")
     names = list(args.adapter_folders)
-    _require(all(name.isprintable() and len(name) <= 128 for name in names), "--lora-paths: a name must be short text")
+    for fault in map(fault_of_name, names):
+        _require(fault is None, f"--lora-paths: {fault}")
     _require(
         len(names) <= args.max_loras_per_batch,
         f"--lora-paths names {len(names)} adapters, but --max-loras-per-batch is {args.max_loras_per_batch}",

@@ -169,9 +169,9 @@ class ServerArgs:
     lora_paths: str | None = _arg(
         None, "adapters to load at start: NAME=FOLDER of PEFT, several with commas or spaces between them"
     )
-    max_loras_per_batch: int = _arg(8, "adapter slots: the most adapters that are loaded, and used in one step")
+    max_loras_per_batch: int = _arg(8, "adapter slots: the most versions of adapters in memory, and in one step")
     max_lora_rank: int | None = _arg(
-        None, "greatest rank of an adapter, up to 256; default: the greatest in --lora-paths"
+        None, "greatest rank of an adapter, up to 256; default: the greatest in --lora-paths, or 16"
     )
 
     enable_return_routed_experts: bool = _arg(False, "record each token's experts so that requests may ask for them")
@@ -328,7 +328,7 @@ class ServerArgs:
     def adapter_folders(self) -> dict[str, str]:
         """The folder of each adapter by name, in order.  Raises `StartupError`."""
         folders: dict[str, str] = {}
-        for entry in (self.lora_paths or "").split(","):
+        for entry in [] if self.lora_paths is None else self.lora_paths.split(","):
             name, equals, folder = entry.strip().partition("=")
             if not (name and equals and folder):
                 raise StartupError(f"--lora-paths takes NAME=FOLDER, got {entry[:200]!r}")

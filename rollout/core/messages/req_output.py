@@ -40,6 +40,17 @@ class AdapterLabel(msgspec.Struct, array_like=True, frozen=True):
     content_digest: str
 
 
+class AdapterCard(msgspec.Struct, frozen=True):
+    """A version of an adapter in memory.
+
+    `source`: the folder that it was read from, None for tensors; a `pinned` version is never evicted.
+    """
+
+    label: AdapterLabel
+    source: str | None = None
+    pinned: bool = False
+
+
 class RoutedExpertsPayload(msgspec.Struct, kw_only=True):
     """Rows `[num_rows, L, K]` of logical expert ids, MoE layers only, raw little-endian `dtype` bytes."""
 

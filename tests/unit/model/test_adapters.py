@@ -297,14 +297,14 @@ def test_what_the_model_cannot_serve_is_refused(tmp_path: Path, what: str) -> No
             Q: modules[Q]._replace(a=modules[Q].a[:, :1].repeat(1, shape[1]), b=modules[Q].b[:1].repeat(shape[0], 1))
         }
     with pytest.raises(AdapterError, match=reason) as caught:
-        table.add("a", Adapter(fits | modules, "digest"))
+        table.load("a", Adapter(fits | modules, "digest"))
     assert "\n" not in str(caught.value) and table.labels == []
     with pytest.raises(NotFound, match="no adapter 'a'; this server has none"):
         table.find("a")
     for name in "bc":
-        table.add(name, Adapter(fits, "digest"))
-    with pytest.raises(AdapterError, match=r"all 2 slots are taken"):
-        table.add("d", Adapter(fits, "digest"))
+        table.load(name, Adapter(fits, "digest"))
+    with pytest.raises(AdapterError, match=r"all 2 slots are taken .*: b@0 \(newest\); c@0 \(newest\)$"):
+        table.load("d", Adapter(fits, "digest"))
 
 
 def test_a_start_names_the_adapter_that_it_refuses(folder: Path, adapters: dict[str, Path], tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""Names of adapters: NAME is the newest version of an adapter, NAME@3 its version 3."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from rollout.core.known_fields import shown
+
+_MAX_CHARS = 128
+_SIGN = "@"
+_PINNED = re.compile(rf"(?P<name>[^{_SIGN}]+){_SIGN}(?P<version>\d{{1,9}})")
+
+
+class AdapterRef(NamedTuple):
+    """An adapter by its name, and one version of it; None: the newest one."""
+
+    name: str
+    version: int | None
+
+
+def adapter_ref(text: str) -> AdapterRef:
+    """Return the adapter that a request names.  What no adapter can be called is a name that none has."""
+    match = _PINNED.fullmatch(text)
+    return AdapterRef(text, None) if match is None else AdapterRef(match["name"], int(match["version"]))
+
+
+def fault_of_name(name: str) -> str | None:
+    """Return the reason why no adapter can have this name; None for a name that one can have."""
+    if not (name and name.isprintable() and len(name) <= _MAX_CHARS):
+        return f"the name of an adapter is printable text of 1 to {_MAX_CHARS} characters, got {shown(repr(name))}"
+    if _SIGN in name:
+        return f"the name of an adapter holds no {_SIGN!r}, which stands before a version: {shown(repr(name))}"
+    return None
