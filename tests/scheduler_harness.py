@@ -161,7 +161,7 @@ class Harness:
             if isinstance(message, BatchTokenOutput):
                 for output in message.outputs:
                     self._append(output)
-            else:
+            elif isinstance(message, ControlReqOutput):
                 self.answers[message.request_id] = plain(message)
 
     def _append(self, output: Any) -> None:

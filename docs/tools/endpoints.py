@@ -28,6 +28,7 @@ DIALECTS = {
     "info": ("information", "SGLang, vLLM"),
     "sessions": ("sessions", "Lockstep"),
     "control": ("control", "SGLang"),
+    "adapters": ("control", "SGLang"),
     "profile": ("control", "SGLang"),
     "experts": ("experts", "SGLang"),
     "weights": ("weights", "SGLang"),

@@ -29,6 +29,7 @@ from rollout.client.wire import (
     verb_call,
     verb_result,
 )
+from rollout.core.messages.adapters import LoadLoraAdapterReqInput, UnloadLoraAdapterReqInput
 from rollout.core.messages.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
@@ -130,6 +131,20 @@ class Calls(GenerationCalls, WeightCalls):
     def resume_memory_occupation(self, tags: Sequence[MemoryTag] | None = None) -> Call[JsonObject]:
         """Let the server take released memory again.  None: all of it."""
         return method_call(ResumeMemoryOccupationReqInput, locals())
+
+    @method
+    def load_adapter(self, lora_name: str, lora_path: str, *, pinned: bool = False) -> Call[JsonObject]:
+        """Load an adapter from a folder of PEFT that the server can read, as the next version of its name.
+
+        Later requests get it, and requests that run keep their version.  `pinned`: the server keeps this version until
+        its name is unloaded.  The answer has `version` and `content_digest`.
+        """
+        return method_call(LoadLoraAdapterReqInput, locals())
+
+    @method
+    def unload_adapter(self, lora_name: str) -> Call[JsonObject]:
+        """Remove all versions of an adapter.  Raises `ServerError`: 409 while requests use one, 404 for other names."""
+        return method_call(UnloadLoraAdapterReqInput, locals())
 
     @method
     def start_profile(

@@ -1,4 +1,4 @@
-"""Makes the table of adapters, and loads those of `--lora-paths` at start."""
+"""Makes the table of adapters, and loads the ones that `--lora-paths` names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollout.model.adapters import AdapterTable
 from rollout.model.decoder import DecoderForCausalLM
 
 DEFAULT_LORA_RANK = 16
-"""Of a server that starts without adapters, as in vLLM."""
+"""The rank of a server that starts without adapters, as in vLLM."""
 
 
 def load_adapters(args: ServerArgs, model: DecoderForCausalLM, device: torch.device) -> AdapterTable:
-    """Return the table of adapters, with those that the settings name.
+    """Return the table of adapters, with the adapters that the settings name.
 
     Raises `StartupError` in one line, with the name of the adapter that cannot be served; on every rank where ranks
     read other contents, as each serves its share of one adapter.

@@ -21,6 +21,7 @@ from rollout.control.eplb_parts import expert_layout, initial_placement
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import StartupError
+from rollout.core.messages.adapters import AdaptersChanged
 from rollout.core.messages.io_struct import SchedulerReady
 from rollout.core.specs.layer_specs import WindowKV
 from rollout.core.specs.model_config import ModelConfig
@@ -151,6 +152,7 @@ def build_scheduler(
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel, ops.rest)
     layout = expert_layout(config, placement, args.nnodes)
     static_state = _static_state(args, limits, model_bytes, kv_pool, kv_scales)
+    static_state["max_lora_rank"] = state.adapters.max_rank
     static_state |= {"cpu_isa": kernels.isa, "plain_torch_reason": plain_reason} | batch_invariance(
         {
             "layers": ops.batch_invariant,
@@ -162,7 +164,10 @@ def build_scheduler(
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     check_deterministic(args, static_state, model.parallel.tp)
-    state.adapters.connect(lambda: [req.adapter for req in scheduler.queues.all()], lambda cards: None)
+    state.adapters.connect(
+        users=lambda: [req.adapter for req in scheduler.queues.all()],
+        on_change=lambda cards: inbox.send(AdaptersChanged(cards=cards)),
+    )
     build_control(args, scheduler, model, layout, channel.wake, static_state, device, pages)
     capture_all(args, runner, scheduler.cache, sampler, ops)
     keep_freed_memory()
@@ -175,7 +180,7 @@ def build_scheduler(
         num_parameters=sum(meta.numel for meta in model.weights.metas().values()),
         model_bytes=model_bytes,
         weight_version=args.weight_version,
-        adapters=state.adapters.labels,
+        adapters=state.adapters.cards,
     )
 
 

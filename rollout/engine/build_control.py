@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from eplb.algorithms.types import ExpertLayout
+from rollout.control.adapter_control import AdapterControl
 from rollout.control.control import Control
 from rollout.control.eplb_parts import build_eplb, fresh_plan, rebalance_policy, start_counting
 from rollout.control.expert_distribution import ExpertDistribution
@@ -111,7 +112,8 @@ def build_control(
     control = Control(scheduler, weights, memory, experts, eplb, static_state | {"plain_linears": plain_linears(model)})
     profiler = StepProfiler(scheduler, NamedFolders.of(args))
     sessions = SessionControl(scheduler)
-    weights.add_jobs(checker.jobs | disk.jobs | memory.jobs)
+    adapters = AdapterControl(runner.state.adapters, NamedFolders.of(args))
+    weights.add_jobs(checker.jobs | disk.jobs | memory.jobs | adapters.jobs)
     commit.followers = (memory.notice_refresh, kv_age.advance, scheduler.cache.pins.retire)
     scheduler.connect(
         weights.verbs | eplb.verbs | experts.verbs | control.verbs | profiler.verbs | sessions.verbs,

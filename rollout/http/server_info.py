@@ -39,7 +39,9 @@ def vllm_config(args: ServerArgs, state: SchedulerState, context_length: int) ->
             "world_size_across_dp": num_ranks(args),
         },
         "cache_config": {"block_size": 1, "num_gpu_blocks": state.max_total_num_tokens},
-        "lora_config": None,
+        "lora_config": None
+        if state.max_lora_rank is None
+        else {"max_lora_rank": state.max_lora_rank, "max_loras": args.max_loras_per_batch},
         "weight_transfer_config": {"backend": "nccl"},
     }
 

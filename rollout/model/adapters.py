@@ -22,7 +22,7 @@ import torch
 
 from rollout.adapters.peft_folder import Adapter
 from rollout.core.adapter_names import adapter_ref, fault_of_name
-from rollout.core.errors import AdapterError, Conflict, NotFound
+from rollout.core.errors import AdapterError, Conflict, FatalError, NotFound
 from rollout.core.messages.req_output import AdapterCard, AdapterLabel
 from rollout.layers.lora import SlotSizes
 from rollout.model.adapter_places import AdapterPlaces, Write
@@ -72,18 +72,28 @@ class AdapterTable:
     ) -> None:
         """Set the function that returns what each unfinished request holds, and the one to tell of changes.
 
-        The requests are the only record of what is in use, so that no count of it can be wrong.
+        Nothing else records which slots are in use, so that no count of them can be wrong.
         """
         self._users, self._on_change = users, on_change
 
     @property
     def cards(self) -> list[AdapterCard]:
-        """All versions in memory, oldest load first."""
+        """The versions in memory, oldest load first."""
         return list(self._cards.values())
 
     @property
     def labels(self) -> list[AdapterLabel]:
         return [card.label for card in self._cards.values()]
+
+    @property
+    def sources(self) -> dict[str, str | None]:
+        """The source of the newest version of each adapter, by name."""
+        return {name: self._cards[slot].source for name, slot in self._newest.items()}
+
+    @property
+    def max_rank(self) -> int | None:
+        """The greatest rank of an adapter; None without slots."""
+        return self._sizes.rank or None
 
     def serves(self, name: str) -> bool:
         """Return whether a request may name this adapter."""
@@ -145,7 +155,10 @@ class AdapterTable:
             raise AdapterError(f"the ranks read other contents of the adapter {name!r}: copy one to all machines")
         slot = self._slot_for(name, [sum(each) for each in list(zip(*told))[1:]])
         self._cards.pop(slot, None)
-        self._places.write(slot, prepared.writes)
+        try:
+            self._places.write(slot, prepared.writes)
+        except Exception as error:
+            raise FatalError(f"the adapter {name!r} could not be written; other ranks may have it: {error}") from error
         self._cards[slot] = AdapterCard(label, prepared.content.source, pinned=prepared.pinned)
         self._newest[name] = slot
         self._num_versions[name] = label.version + 1

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from rollout.core.errors import BadRequest, LockstepError
+from rollout.core.messages.adapters import LoadLoraAdapterReqInput, UnloadLoraAdapterReqInput
 from rollout.core.messages.experts import DumpExpertDistributionReqInput
 from rollout.core.messages.io_struct import FlushCacheReqInput, PauseGenerationReqInput
 from rollout.core.messages.weight_parts import WeightPartsReqInput
@@ -43,6 +44,7 @@ from rollout.http.native.tokenize import TokenizeRoutes
 from rollout.http.openai.routes import OpenAIRoutes
 from rollout.http.server_info import num_ranks
 from rollout.http.sessions import SessionRoutes
+from rollout.http.vllm.adapter_routes import AdapterRoutes
 from rollout.http.vllm.control_routes import VllmControlRoutes
 from rollout.http.vllm.generate import VllmGenerateRoutes
 from rollout.http.vllm.rpc_routes import RpcRoutes
@@ -70,7 +72,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     app.state.strict_requests = args.strict_requests
     verbs, sglang = VerbRoutes(manager, metrics), ControlRoutes(manager)
     weights, vllm_weights = WeightRoutes(verbs, args), VllmWeightRoutes(verbs)
-    vllm_control = VllmControlRoutes(manager)
+    vllm_control, adapters = VllmControlRoutes(manager), AdapterRoutes(verbs)
     admin_verbs, api_verbs = verbs.routers(
         {
             PauseGenerationReqInput: sglang.pause_generation,
@@ -79,6 +81,8 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
             WeightPartsReqInput: weights.parts,
             WeightsCheckerReqInput: weights.check_weights,
             DumpExpertDistributionReqInput: ExpertRoutes(verbs, args).dump,
+            LoadLoraAdapterReqInput: adapters.load,
+            UnloadLoraAdapterReqInput: adapters.unload,
         },
         {
             FlushCacheReqInput: sglang.flush_cache,
@@ -92,6 +96,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         sglang.router(),
         vllm_control.router(),
         vllm_weights.router(),
+        adapters.router(),
         RpcRoutes(verbs, weights, vllm_weights, vllm_control, num_ranks(args)).router(),
     ]
     open_to_clients = [

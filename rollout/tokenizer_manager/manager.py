@@ -19,6 +19,7 @@ import msgspec
 
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import LockstepError, StartupError, Unavailable, UnsupportedFeature
+from rollout.core.messages.adapters import AdaptersChanged
 from rollout.core.messages.io_struct import (
     AbortReqInput,
     BatchTokenOutput,
@@ -272,10 +273,7 @@ class TokenizerManager:
     # --- messages ------------------------------------------------------------------------------------------------
 
     def handle_message(self, message: SchedulerOutput | Unreadable) -> None:
-        """Act on one message of the scheduler.
-
-        Raises `StartupError` for one that cannot be read before the server serves.
-        """
+        """Act on one message.  Raises `StartupError` for one that cannot be read before the server serves."""
         self.num_messages += 1
         if isinstance(message, BatchTokenOutput):
             now = time.monotonic()
@@ -285,6 +283,9 @@ class TokenizerManager:
             self.communicator.resolve(message)
         elif isinstance(message, Unreadable):
             self._on_unreadable(message)
+        elif isinstance(message, AdaptersChanged):
+            if self._limits is not None:
+                self._limits.names.set_adapters(message.cards)
         else:
             self._on_startup(message)
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
+from rollout.core.adapter_names import adapter_ref
 from rollout.core.errors import BadRequest, NotFound, UnsupportedFeature
 from rollout.core.known_fields import shown
+from rollout.core.messages.req_output import AdapterCard
 from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput
 
 
-@dataclass(frozen=True)
 class ServedNames:
-    """The names of the base model and of the adapters; `adapters` None: the server has no slots for any."""
+    """The names of the base model, and the newest version of each adapter, by name.
 
-    base: Collection[str] = ()
-    adapters: Collection[str] | None = None
+    `adapters` None: the server has no slots for any.  The scheduler tells of changes, and decides: it alone knows which
+    older versions a request may pin.
+    """
+
+    def __init__(self, base: Sequence[str] = (), cards: Iterable[AdapterCard] | None = None) -> None:
+        self.base = base
+        self.adapters: dict[str, AdapterCard] | None = None
+        if cards is not None:
+            self.set_adapters(cards)
+
+    def set_adapters(self, cards: Iterable[AdapterCard]) -> None:
+        """Take note of the versions in memory, oldest load first."""
+        self.adapters = {card.label.name: card for card in cards}
 
     def complete(self, expanded: ExpandedRequest, request: GenerateReqInput) -> None:
         """Fill in the adapter of each message, and check that it is served.
@@ -37,11 +48,11 @@ class ServedNames:
         """Return the adapter that `model` names: alone, or as BASE:ADAPTER in SGLang's way."""
         if model is None or self.adapters is None or model in self.base:
             return None
-        if model in self.adapters:
+        if adapter_ref(model).name in self.adapters:
             return model
         base = next((base for base in self.base if model.startswith(f"{base}:")), None)
         name = None if base is None else model.removeprefix(f"{base}:")
-        if name not in self.adapters:
+        if name is None or adapter_ref(name).name not in self.adapters:
             raise NotFound(
                 f"the model {shown(model)!r} does not exist; this server has {', '.join((*self.base, *self.adapters))}"
             )
@@ -50,9 +61,9 @@ class ServedNames:
     def _require(self, name: str) -> None:
         if self.adapters is None:
             raise UnsupportedFeature(
-                "lora_path is not supported: this server has no adapters; start it with --enable-lora and --lora-paths"
+                "lora_path is not supported: this server has no adapters; start it with --enable-lora"
             )
-        if name not in self.adapters:
+        if adapter_ref(name).name not in self.adapters:
             raise NotFound(
-                f"lora_path: there is no adapter {shown(name)!r}; this server has {', '.join(self.adapters)}"
+                f"lora_path: there is no adapter {shown(name)!r}; this server has {', '.join(self.adapters) or 'none'}"
             )

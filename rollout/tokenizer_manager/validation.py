@@ -66,7 +66,7 @@ class ServingLimits:
                 mask_tokens=args.sampling_mask_max_tokens,
             ),
             dp_size=args.dp_size,
-            names=ServedNames(args.names, [each.name for each in ready.adapters] if args.enable_lora else None),
+            names=ServedNames(args.names, ready.adapters if args.enable_lora else None),
         )
 
     def room(self, prompt_len: int) -> int:

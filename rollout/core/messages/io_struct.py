@@ -14,11 +14,13 @@ from typing import Any, Literal, Union
 
 import msgspec
 
+from rollout.core.messages import adapters as adapter_io_struct
 from rollout.core.messages import experts as expert_io_struct
 from rollout.core.messages import profile as profile_io_struct
 from rollout.core.messages import sessions as session_io_struct
 from rollout.core.messages import weight_check as weight_check_io_struct
 from rollout.core.messages import weights as weight_io_struct
+from rollout.core.messages.adapters import AdaptersChanged
 from rollout.core.messages.message import (
     GET_AND_POST,
     AnyRank,
@@ -30,7 +32,7 @@ from rollout.core.messages.message import (
     Reply,
     Total,
 )
-from rollout.core.messages.req_output import AdapterLabel, ReqOutput
+from rollout.core.messages.req_output import AdapterCard, ReqOutput
 from rollout.core.messages.scheduler_state import SchedulerState
 from rollout.core.messages.update_state import CommitReply
 from rollout.core.sampling_params import SamplingLogprobsMode, SamplingParams
@@ -240,6 +242,7 @@ VERBS: tuple[type[ControlReqInput[Any]], ...] = (
     *weight_io_struct.VERBS,
     *weight_check_io_struct.VERBS,
     *expert_io_struct.VERBS,
+    *adapter_io_struct.VERBS,
 )
 """Every control verb."""
 
@@ -263,7 +266,7 @@ class SchedulerReady(Message):
     num_parameters: int  # of the whole model
     model_bytes: int  # of this rank's share
     weight_version: str
-    adapters: list[AdapterLabel] = []
+    adapters: list[AdapterCard] = []
 
 
 class SchedulerFailed(Message):
@@ -273,7 +276,7 @@ class SchedulerFailed(Message):
     traceback: str = ""
 
 
-SchedulerOutput = BatchTokenOutput | ControlReqOutput[Any] | SchedulerReady | SchedulerFailed
+SchedulerOutput = BatchTokenOutput | ControlReqOutput[Any] | AdaptersChanged | SchedulerReady | SchedulerFailed
 
 
 _encoder = msgspec.msgpack.Encoder()

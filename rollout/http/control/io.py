@@ -65,8 +65,11 @@ def reply_fields(answer: ControlReqOutput[Any]) -> dict[str, Any]:
 
 
 def refusal(kind: str, message: str, status_code: int) -> Response:
-    content = {"success": False, "message": message, "error": {"type": kind, "message": message}}
-    return json_response(content, status_code)
+    return json_response(refusal_content(kind, message), status_code)
+
+
+def refusal_content(kind: str, message: str) -> dict[str, Any]:
+    return {"success": False, "message": message, "error": {"type": kind, "message": message}}
 
 
 def failed_status(answer: ControlReqOutput[Any]) -> int:

@@ -177,19 +177,17 @@ class OpenAIRoutes:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        args = self._manager.server_args
-        return (*args.names, *(args.adapter_folders if args.enable_lora else ()))
+        return (*self._manager.server_args.names, *(self._manager.limits.names.adapters or ()))
 
     def _model_card(self, name: str) -> dict[str, Any]:
-        args = self._manager.server_args
-        folder = None if name in args.names else args.adapter_folders[name]
+        args, adapters = self._manager.server_args, self._manager.limits.names.adapters or {}
         return {
             "id": name,
             "object": "model",
             "created": int(self._manager.started_at),
             "owned_by": "lockstep",
-            "root": folder or args.model_path,
-            "parent": None if folder is None else args.name,
+            "root": adapters[name].source if name in adapters else args.model_path,
+            "parent": args.name if name in adapters else None,
             "max_model_len": self._manager.limits.context_length,
         }
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.adapters.peft_folder import read_adapter
-from rollout.client import RolloutClient
+from rollout.client import RolloutClient, ServerError
 from tests.adapters import ATTENTION, save_adapter
 from tests.engine_thread import EngineThread
 from tests.family_zoo import family_checkpoint
@@ -107,3 +107,75 @@ def test_a_server_without_adapters_refuses_their_names_alone(live: Live) -> None
     assert status == 400 and "start it with --enable-lora" in message
     answer = live.client.post("/v1/completions", json={"prompt": [5], "model": "anything", "max_tokens": 1})
     assert answer.status_code == 200
+
+
+# --- loads and unloads ---------------------------------------------------------------------------------------------
+
+
+def names_of(model: Live) -> list[str]:
+    return [card["id"] for card in model.client.get("/v1/models").json()["data"]]
+
+
+def served_by(model: Live, name: str) -> Any:
+    answer = model.generate(input_ids=PROMPT, sampling_params=GREEDY, lora_path=name)
+    return answer["meta_info"]["adapter"]
+
+
+def test_sglangs_clients_load_and_unload(model: Live, adapters: dict[str, Path]) -> None:
+    body = {"lora_name": "bard", "lora_path": str(adapters["poet"]), "pinned": False}
+    answer = model.client.post("/load_lora_adapter", json=body).json()
+    assert answer["success"] and answer["error_message"] is None
+    assert set(answer["loaded_adapters"]) == {"poet", "clerk", "bard"}
+    assert (answer["version"], answer["content_digest"]) == (0, served_by(model, "bard")["content_digest"])
+    assert model.client.post("/load_lora_adapter", json=body).json()["version"] == 1
+    assert served_by(model, "bard")["version"] == 1 and served_by(model, "bard@0")["version"] == 0
+    assert names_of(model) == ["tiny", "poet", "clerk", "bard"]
+    answer = model.client.post("/unload_lora_adapter", json={"lora_name": "bard"}).json()
+    assert answer["success"] and set(answer["loaded_adapters"]) == {"poet", "clerk"}
+    refused = model.client.post("/unload_lora_adapter", json={"lora_name": "bard"})
+    assert refused.status_code == 404 and refused.json()["error_message"] == refused.json()["message"]
+    assert names_of(model) == ["tiny", "poet", "clerk"]
+    assert model.refused(input_ids=PROMPT, lora_path="bard@0")[0] == 404
+
+
+def test_vllms_clients_load_and_unload(model: Live, adapters: dict[str, Path]) -> None:
+    body = {"lora_name": "scribe", "lora_path": str(adapters["clerk"])}
+    for path, more, status in (
+        ("/v1/load_lora_adapter", {}, 200),
+        ("/v1/load_lora_adapter", {}, 400),
+        ("/v1/load_lora_adapter", {"load_inplace": True}, 200),
+        ("/skyrl/v1/load_lora_adapter", {}, 200),
+    ):
+        answer = model.client.post(path, json=body | more)
+        assert answer.status_code == status, answer.text
+        if status == 200:
+            assert answer.text == "Success: LoRA adapter 'scribe' added successfully."
+        else:
+            assert "load_inplace makes this its next version" in answer.json()["message"]
+    assert served_by(model, "scribe")["version"] == 2
+    cards = {card["id"]: card for card in model.client.get("/v1/models").json()["data"]}
+    assert (cards["scribe"]["parent"], cards["scribe"]["root"]) == ("tiny", str(adapters["clerk"]))
+    for _ in range(2):  # a name that is not served is no mistake
+        answer = model.client.post("/v1/unload_lora_adapter", json={"lora_name": "scribe"})
+        assert answer.text == "Success: LoRA adapter 'scribe' removed successfully."
+
+
+def test_trls_clients_see_what_can_be_loaded(model: Live) -> None:
+    config = model.client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]["lora_config"]
+    assert config == {"max_lora_rank": 4, "max_loras": 8}
+
+
+def test_skyrls_adapters_come_from_folders(model: Live) -> None:
+    status, message = model.refused("/skyrl/v1/load_lora_adapter", lora_name="a", in_memory=True)
+    assert status == 400 and "in_memory" in message
+
+
+def test_our_client_loads_and_unloads(model: Live, adapters: dict[str, Path]) -> None:
+    with RolloutClient(model.url) as client:
+        loaded = client.load_adapter("ours", str(adapters["poet"]), pinned=True)
+        assert (loaded["lora_name"], loaded["version"]) == ("ours", 0)
+        output = client.generate(input_ids=PROMPT, sampling_params=GREEDY, lora_path="ours@0")
+        assert output.meta_info["adapter"]["content_digest"] == loaded["content_digest"]
+        assert set(client.unload_adapter("ours")["loaded_adapters"]) == {"poet", "clerk"}
+        with pytest.raises(ServerError, match="no adapter 'ours'"):
+            client.unload_adapter("ours")

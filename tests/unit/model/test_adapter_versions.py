@@ -158,7 +158,7 @@ def test_a_request_of_another_rank_holds_its_version(
     assert versions(table) == ["poet@0", "poet@1"]
 
 
-def test_names_of_versions() -> None:
+def test_a_name_may_pin_a_version() -> None:
     assert adapter_ref("org/poet:a@12") == ("org/poet:a", 12)
     for text in ("poet", "poet@", "@3", "poet@x", "a@b@3", "poet@1234567890"):
         assert adapter_ref(text) == (text, None)

@@ -251,7 +251,7 @@ def test_the_record_names_the_adapter(folder: Path, adapters: dict[str, Path]) -
     labels = [output.adapter for output in sent]
     assert [None if label is None else (label.name, label.version) for label in labels] == [("rank-8", 0), None]
     assert labels[0].content_digest == read_adapter(adapters["rank-8"]).digest
-    assert harness.ready.adapters == harness.scheduler.runner.state.adapters.labels
+    assert [card.label for card in harness.ready.adapters] == harness.scheduler.runner.state.adapters.labels
 
 
 def test_an_unknown_adapter_ends_its_request_alone(folder: Path, adapters: dict[str, Path]) -> None:

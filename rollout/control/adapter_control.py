@@ -1,0 +1,61 @@
+"""The verbs over adapters: read and convert on the I/O thread, then change the table of every rank in one turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollout.adapters.peft_folder import read_adapter
+from rollout.control.weight_queue import Job, nothing
+from rollout.core.args.named_folders import NamedFolders
+from rollout.core.errors import AdapterError, NotFound
+from rollout.core.messages.adapters import (
+    AdapterReply,
+    LoadLoraAdapterReqInput,
+    UnloadLoraAdapterReqInput,
+    UnloadReply,
+)
+from rollout.model.adapters import AdapterTable, PreparedAdapter, unknown_adapter
+
+
+class AdapterControl:
+    """Plans loads and unloads, which take their turns in the queue of the weight verbs.
+
+    A rank that cannot read or convert the adapter has failed for all, before any table is changed.
+    """
+
+    def __init__(self, table: AdapterTable, folders: NamedFolders) -> None:
+        self._table, self._folders = table, folders
+
+    @property
+    def jobs(self) -> dict[type, Callable[[Any], Job]]:
+        return {LoadLoraAdapterReqInput: self._load, UnloadLoraAdapterReqInput: self._unload}
+
+    def _load(self, verb: LoadLoraAdapterReqInput) -> Job:
+        folder = self._folders.readable(verb.lora_path)
+        if not verb.load_inplace and self._table.serves(verb.lora_name):
+            raise AdapterError(f"the adapter {verb.lora_name!r} is served; load_inplace makes this its next version")
+
+        def io() -> PreparedAdapter:
+            return self._table.prepare(verb.lora_name, read_adapter(folder), pinned=verb.pinned)
+
+        def step(prepared: PreparedAdapter) -> tuple[str, AdapterReply]:
+            label = self._table.put(prepared).label
+            reply = AdapterReply(
+                lora_name=label.name,
+                version=label.version,
+                content_digest=label.content_digest,
+                loaded_adapters=self._table.sources,
+            )
+            return f"Adapter {label.name!r} loaded as version {label.version}.", reply
+
+        return Job(verb, io, step)
+
+    def _unload(self, verb: UnloadLoraAdapterReqInput) -> Job:
+        def step(_: Any) -> tuple[str, UnloadReply]:
+            known = list(self._table.sources)
+            if not self._table.unload(verb.lora_name) and not verb.missing_ok:
+                raise NotFound(unknown_adapter(verb.lora_name, known))
+            return f"Adapter {verb.lora_name!r} unloaded.", UnloadReply(loaded_adapters=self._table.sources)
+
+        return Job(verb, nothing, step)

@@ -1,0 +1,57 @@
+"""The control verbs that concern adapters, and the message that tells of a change."""
+
+from __future__ import annotations
+
+from rollout.core.messages.message import ControlReqInput, Endpoint, Message, Name, Reply
+from rollout.core.messages.req_output import AdapterCard
+
+
+class AdaptersChanged(Message):
+    """Sent by a scheduler before the answer of the call that changed its adapters: all versions in memory."""
+
+    cards: list[AdapterCard]
+
+
+class AdapterReply(Reply, kw_only=True):
+    """The version that later requests get, and the source of each adapter by name, in SGLang's form."""
+
+    lora_name: str
+    version: int
+    content_digest: str
+    loaded_adapters: dict[str, str | None]
+
+
+class LoadLoraAdapterReqInput(ControlReqInput[AdapterReply]):
+    """Load an adapter from a folder of PEFT, as the next version of its name, for requests admitted from then on.
+
+    `lora_path` must be readable on every machine of the server.  `pinned`: keep this version until its name is
+    unloaded.  `load_inplace` false: refuse a name that is served.
+    """
+
+    endpoint = Endpoint(path="/load_lora_adapter", tag="adapters", client_waits="weights")
+
+    lora_name: Name
+    lora_path: Name
+    pinned: bool = False
+    load_inplace: bool = True
+
+
+class UnloadReply(Reply, kw_only=True):
+    loaded_adapters: dict[str, str | None]
+
+
+class UnloadLoraAdapterReqInput(ControlReqInput[UnloadReply]):
+    """Remove all versions of an adapter.  409 while requests use one; 404 for a name that is not served.
+
+    `missing_ok`: answer as if the name had been served.
+    """
+
+    endpoint = Endpoint(
+        path="/unload_lora_adapter", tag="adapters", client_waits="weights", hidden=frozenset({"missing_ok"})
+    )
+
+    lora_name: Name
+    missing_ok: bool = False
+
+
+VERBS = (LoadLoraAdapterReqInput, UnloadLoraAdapterReqInput)
