@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,13 +78,15 @@ def read_adapter(folder: Path) -> Adapter:
     its other half, ranks that differ from the configuration, and values that are not finite.
     """
     try:
-        config = LoraConfig.of(_parsed(folder / CONFIG))
-        return replace(_adapter(_read_pairs(_tensor_file(folder)), config), source=str(folder))
+        config = LoraConfig.of(read_config(folder))
+        return replace(adapter_of(_read_pairs(_tensor_file(folder)), config), source=str(folder))
     except WeightSyncError as error:
         raise AdapterError(str(error)) from None
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the object of a folder's `adapter_config.json`.  Raises `AdapterError`, `WeightSyncError`."""
+    path = folder / CONFIG
     try:
         content = json.loads(read_small(path, _MAX_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
@@ -107,17 +109,37 @@ def _read_pairs(path: Path) -> dict[str, dict[str, torch.Tensor]]:
     header = read_header(path)
     with open_regular(path) as file:
         for tensor in header.tensors:
-            module, side = _parts_of(tensor.meta)
-            if side in pairs.setdefault(module, {}):
-                raise AdapterError(f"{tensor.meta.name}: {module} has two tensors lora_{side}")
+            module, side = _place_in(pairs, tensor.meta)
             pairs[module][side] = read_tensor(file, path, tensor)
     if not pairs:
         raise AdapterError(f"{path.name} holds no tensors")
     return pairs
 
 
-def _parts_of(meta: TensorMeta) -> tuple[str, str]:
-    """Return the module and the side of a tensor, by its name.  Raises `AdapterError`."""
+def adapter_of_tensors(config: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> Adapter:
+    """Return the adapter of tensors by PEFT's names, which are copied, and of a parsed `adapter_config.json`.
+
+    Raises `AdapterError` as `read_adapter`.
+    """
+    read, pairs = LoraConfig.of(config), dict[str, dict[str, torch.Tensor]]()
+    for name, tensor in tensors:
+        module, side = _place_in(pairs, TensorMeta(name, tensor.dtype, tuple(tensor.shape)))
+        pairs[module][side] = tensor.clone()
+    if not pairs:
+        raise AdapterError("the adapter has no tensors")
+    return adapter_of(pairs, read)
+
+
+def _place_in(pairs: dict[str, dict[str, torch.Tensor]], meta: TensorMeta) -> tuple[str, str]:
+    """Return the module and the side of a tensor that is to come.  Raises `AdapterError`, also for a second one."""
+    module, side = side_of(meta)
+    if side in pairs.setdefault(module, {}):
+        raise AdapterError(f"{meta.name}: {module} has two tensors lora_{side}")
+    return module, side
+
+
+def side_of(meta: TensorMeta) -> tuple[str, str]:
+    """Return the module and the side, "A" or "B", of a tensor, by its name.  Raises `AdapterError`."""
     for part, reason in _REFUSED_NAMES.items():
         if part in meta.name:
             raise AdapterError(f"{shown(meta.name)}: {reason}")
@@ -129,7 +151,8 @@ def _parts_of(meta: TensorMeta) -> tuple[str, str]:
     return _WRAPPERS.sub("", match["module"]), match["side"]
 
 
-def _adapter(pairs: Mapping[str, Mapping[str, torch.Tensor]], config: LoraConfig) -> Adapter:
+def adapter_of(pairs: Mapping[str, Mapping[str, torch.Tensor]], config: LoraConfig) -> Adapter:
+    """Return the adapter of these tensors, by module and side.  Raises `AdapterError` as `read_adapter`."""
     modules, entries = {}, []
     for module, sides in sorted(pairs.items()):
         for side in "AB":

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollout.adapters.peft_folder import read_adapter
+from rollout.adapters.peft_folder import Adapter, adapter_of_tensors, read_adapter
 from rollout.control.weight_queue import Job, nothing
 from rollout.core.args.named_folders import NamedFolders
 from rollout.core.errors import AdapterError, NotFound
 from rollout.core.messages.adapters import (
     AdapterReply,
+    LoadLoraAdapterFromTensorsReqInput,
     LoadLoraAdapterReqInput,
     UnloadLoraAdapterReqInput,
     UnloadReply,
 )
 from rollout.model.adapters import AdapterTable, PreparedAdapter, unknown_adapter
+from weight_sync.receivers.tensor import TensorSource
+from weight_sync.updater import WeightUpdater
 
 
 class AdapterControl:
@@ -24,20 +27,52 @@ class AdapterControl:
     A rank that cannot read or convert the adapter has failed for all, before any table is changed.
     """
 
-    def __init__(self, table: AdapterTable, folders: NamedFolders) -> None:
-        self._table, self._folders = table, folders
+    def __init__(self, table: AdapterTable, folders: NamedFolders, updater: WeightUpdater) -> None:
+        self._table, self._folders, self._updater = table, folders, updater
 
     @property
     def jobs(self) -> dict[type, Callable[[Any], Job]]:
-        return {LoadLoraAdapterReqInput: self._load, UnloadLoraAdapterReqInput: self._unload}
+        return {
+            LoadLoraAdapterReqInput: self._load_folder,
+            LoadLoraAdapterFromTensorsReqInput: self._load_tensors,
+            UnloadLoraAdapterReqInput: self._unload,
+        }
 
-    def _load(self, verb: LoadLoraAdapterReqInput) -> Job:
+    def _load_folder(self, verb: LoadLoraAdapterReqInput) -> Job:
         folder = self._folders.readable(verb.lora_path)
+        return self._load(verb, lambda: read_adapter(folder))
+
+    def _load_tensors(self, verb: LoadLoraAdapterFromTensorsReqInput) -> Job:
+        payload = verb.payload if verb.payloads is None else verb.payloads[self._updater.rank]
+
+        def read() -> Adapter:
+            updater = self._updater
+            source = TensorSource(
+                payload or bytearray(),
+                verb.load_format,
+                updater.receiver,
+                rank=updater.rank,
+                ranks=updater.ranks,
+                is_shared=verb.serialized_once,
+                may_be_dict=True,
+            )
+            try:
+                source.announce(self._table.max_bytes)
+                named = (each for bucket in source.receive() for each in bucket.named())
+                return adapter_of_tensors(verb.config_dict, named)
+            finally:
+                source.refuse("it was read, or will not be")  # gives shared memory back
+
+        return self._load(verb, read)
+
+    def _load(
+        self, verb: LoadLoraAdapterReqInput | LoadLoraAdapterFromTensorsReqInput, read: Callable[[], Adapter]
+    ) -> Job:
         if not verb.load_inplace and self._table.serves(verb.lora_name):
             raise AdapterError(f"the adapter {verb.lora_name!r} is served; load_inplace makes this its next version")
 
         def io() -> PreparedAdapter:
-            return self._table.prepare(verb.lora_name, read_adapter(folder), pinned=verb.pinned)
+            return self._table.prepare(verb.lora_name, read(), pinned=verb.pinned)
 
         def step(prepared: PreparedAdapter) -> tuple[str, AdapterReply]:
             label = self._table.put(prepared).label

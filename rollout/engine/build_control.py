@@ -112,7 +112,7 @@ def build_control(
     control = Control(scheduler, weights, memory, experts, eplb, static_state | {"plain_linears": plain_linears(model)})
     profiler = StepProfiler(scheduler, NamedFolders.of(args))
     sessions = SessionControl(scheduler)
-    adapters = AdapterControl(runner.state.adapters, NamedFolders.of(args))
+    adapters = AdapterControl(runner.state.adapters, NamedFolders.of(args), updater)
     weights.add_jobs(checker.jobs | disk.jobs | memory.jobs | adapters.jobs)
     commit.followers = (memory.notice_refresh, kv_age.advance, scheduler.cache.pins.retire)
     scheduler.connect(

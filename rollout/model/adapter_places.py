@@ -56,6 +56,12 @@ class AdapterPlaces:
             if modules and sizes.slots:
                 self._slots.append(layer.reserve_lora(sizes))
 
+    @property
+    def max_bytes(self) -> int:
+        """The bytes of an adapter of the greatest rank of all modules, in the widest dtype."""
+        features = sum(place.module.inputs.total + place.module.outputs.total for place in self._places.values())
+        return features * self._sizes.rank * torch.float64.itemsize
+
     def prepared(self, adapter: Adapter) -> list[Write]:
         """Return what is to be written into a slot.  Changes nothing, and may be called on any thread.
 

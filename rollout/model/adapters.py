@@ -95,6 +95,11 @@ class AdapterTable:
         """The greatest rank of an adapter; None without slots."""
         return self._sizes.rank or None
 
+    @property
+    def max_bytes(self) -> int:
+        """The bytes of the largest adapter that a slot can hold."""
+        return self._places.max_bytes
+
     def serves(self, name: str) -> bool:
         """Return whether a request may name this adapter."""
         return name in self._newest

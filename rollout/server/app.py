@@ -13,7 +13,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from rollout.core.errors import BadRequest, LockstepError
-from rollout.core.messages.adapters import LoadLoraAdapterReqInput, UnloadLoraAdapterReqInput
+from rollout.core.messages.adapters import (
+    LoadLoraAdapterFromTensorsReqInput,
+    LoadLoraAdapterReqInput,
+    UnloadLoraAdapterReqInput,
+)
 from rollout.core.messages.experts import DumpExpertDistributionReqInput
 from rollout.core.messages.io_struct import FlushCacheReqInput, PauseGenerationReqInput
 from rollout.core.messages.weight_parts import WeightPartsReqInput
@@ -72,7 +76,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     app.state.strict_requests = args.strict_requests
     verbs, sglang = VerbRoutes(manager, metrics), ControlRoutes(manager)
     weights, vllm_weights = WeightRoutes(verbs, args), VllmWeightRoutes(verbs)
-    vllm_control, adapters = VllmControlRoutes(manager), AdapterRoutes(verbs)
+    vllm_control, adapters = VllmControlRoutes(manager), AdapterRoutes(verbs, args)
     admin_verbs, api_verbs = verbs.routers(
         {
             PauseGenerationReqInput: sglang.pause_generation,
@@ -88,6 +92,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
             FlushCacheReqInput: sglang.flush_cache,
             UpdateWeightsFromDistributedReqInput: weights.bucket,
             UpdateWeightsFromTensorReqInput: weights.from_tensor,
+            LoadLoraAdapterFromTensorsReqInput: adapters.load_tensors,
         },
     )
     sessions = SessionRoutes(manager, metrics.sessions)

@@ -66,6 +66,11 @@ def good_bodies(victim: Victim) -> dict[str, Body]:
         "/start_profile": {"output_dir": str(victim.folder), "num_steps": 2},
         "/dump_expert_distribution_record": {"path": str(victim.folder / "dump.json")},
         "/eplb_rebalance": {"dry_run": True},
+        "/load_lora_adapter_from_tensors": {
+            "lora_name": "a",
+            "config_dict": {"peft_type": "LORA", "r": 2, "lora_alpha": 4},
+            "serialized_named_tensors": [payload({name: tensor})],
+        },
     }
 
 

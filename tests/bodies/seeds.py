@@ -152,6 +152,9 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
             path: [lists, lists | {"boxes": boxes, "tensors_per_rank": [len(names)]}]
             for path in ("/update_weights_from_distributed", "/areal_set_update_weight_meta")
         },
+        "/load_lora_adapter_from_tensors": [
+            {"lora_name": "a", "config_dict": {"peft_type": "LORA", "r": 2}, "serialized_tensors": [payload(tensors)]}
+        ],
         "/weight_checker": [{"action": "compare", "baseline": dict.fromkeys(names, "0" * 16)}],
         "/weights_checker": [{"action": "checksum", "skip_tensor_list": names}],
         "/eplb_rebalance": [{"dry_run": True} | moved],

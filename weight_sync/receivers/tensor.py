@@ -109,7 +109,7 @@ def _nothing() -> None:
 
 class TensorSource(StoredSource):
     """One call's payload for one rank: `payload` are the pickled bytes, base64 taken off.  `is_shared`: several ranks
-    read the same one.
+    read the same one.  `may_be_dict`: tensors by name are taken for the list, as the tensors of adapters come.
 
     Shared memory is released when the content is read or refused, at the latest with the source itself.
     """
@@ -123,8 +123,10 @@ class TensorSource(StoredSource):
         rank: int = 0,
         ranks: int = 1,
         is_shared: bool = False,
+        may_be_dict: bool = False,
     ) -> None:
         super().__init__(receiver)
+        self._may_be_dict = may_be_dict
         self._payload = payload
         self._load_format = load_format
         self._rank = rank
@@ -154,6 +156,7 @@ class TensorSource(StoredSource):
             value = value.values
         if self._load_format == FLATTENED or (isinstance(value, dict) and "flattened_tensor" in value):
             return split_flattened(value)
+        value = list(value.items()) if self._may_be_dict and isinstance(value, dict) else value
         return [self._named(item) for item in _as_list(value, "a list of (name, tensor)")]
 
     def _named(self, item: Any) -> StoredTensor:

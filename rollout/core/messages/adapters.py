@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rollout.core.messages.message import ControlReqInput, Endpoint, Message, Name, Reply
 from rollout.core.messages.req_output import AdapterCard
 
@@ -36,6 +38,35 @@ class LoadLoraAdapterReqInput(ControlReqInput[AdapterReply]):
     load_inplace: bool = True
 
 
+class LoadLoraAdapterFromTensorsReqInput(ControlReqInput[AdapterReply]):
+    """Load an adapter whose tensors are in the body, as SGLang's clients make them: once, or once for each rank.
+
+    `config_dict`: the content of `adapter_config.json`.  `payload`, `payloads`, `serialized_once`: the same as for
+    /update_weights_from_tensor.
+    """
+
+    endpoint = Endpoint(
+        path="/load_lora_adapter_from_tensors",
+        tag="adapters",
+        client_waits="weights",
+        hidden=frozenset({"payload", "payloads", "serialized_once"}),
+        accepts={
+            "serialized_tensors": (str | list[str] | None, None),
+            "serialized_named_tensors": (list[str] | None, None),
+        },
+        refuses=frozenset({"expected_checksums", "added_tokens_config"}),
+    )
+
+    lora_name: Name
+    config_dict: dict[str, Any]
+    payload: bytearray | None = None
+    payloads: list[bytearray] | None = None
+    serialized_once: bool = False
+    load_format: str | None = None
+    pinned: bool = False
+    load_inplace: bool = True
+
+
 class UnloadReply(Reply, kw_only=True):
     loaded_adapters: dict[str, str | None]
 
@@ -54,4 +85,4 @@ class UnloadLoraAdapterReqInput(ControlReqInput[UnloadReply]):
     missing_ok: bool = False
 
 
-VERBS = (LoadLoraAdapterReqInput, UnloadLoraAdapterReqInput)
+VERBS = (LoadLoraAdapterReqInput, LoadLoraAdapterFromTensorsReqInput, UnloadLoraAdapterReqInput)

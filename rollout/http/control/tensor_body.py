@@ -1,4 +1,7 @@
-"""The body of POST /update_weights_from_tensor: its limits, base64, and one payload for all ranks or one for each."""
+"""The bodies that carry tensors: their limits, base64, and one payload for all ranks or one for each.
+
+POST /update_weights_from_tensor, POST /load_lora_adapter_from_tensors
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from fastapi import Request
 
 from rollout.core.errors import BadRequest, TooLarge
+from rollout.core.messages.adapters import LoadLoraAdapterFromTensorsReqInput
 from rollout.core.messages.weights import UpdateWeightsFromTensorReqInput
 from rollout.http.control.body import body_of, fields_of
 from rollout.http.io import accepted, parse_body, parsed, read_limited
@@ -23,9 +27,29 @@ async def read_tensor_body(
     `ranks`: ranks of an engine; `replicas`: engines that each take the call.  Raises `BadRequest`, and `TooLarge` for a
     payload over `max_payload_bytes`, or a body larger than one such payload for each rank needs.
     """
-    limit = ranks * -(-max_payload_bytes // 3) * 4 + _BESIDE_PAYLOAD_BYTES
-    data = await read_limited(request, limit)
+    data = await read_limited(request, _body_bytes(max_payload_bytes, ranks))
     return await parsed(request, data, lambda data: _fields(request, data, max_payload_bytes, ranks, replicas))
+
+
+async def read_adapter_body(
+    request: Request, max_payload_bytes: int, ranks: int = 1, replicas: int = 1
+) -> dict[str, Any]:
+    """Return the fields of `LoadLoraAdapterFromTensorsReqInput`.  Its arguments and errors: `read_tensor_body`."""
+
+    def fields(data: bytes) -> dict[str, Any]:
+        verb = LoadLoraAdapterFromTensorsReqInput
+        body: Any = accepted(request, parse_body(body_of(verb), data))
+        given = [texts for texts in (body.serialized_tensors, body.serialized_named_tensors) if texts is not None]
+        if len(given) != 1:
+            raise BadRequest("give either serialized_tensors or serialized_named_tensors")
+        texts = [given[0]] if isinstance(given[0], str) else given[0]
+        return fields_of(verb, body) | _payloads(texts, max_payload_bytes, ranks, replicas)
+
+    return await parsed(request, await read_limited(request, _body_bytes(max_payload_bytes, ranks)), fields)
+
+
+def _body_bytes(max_payload_bytes: int, ranks: int) -> int:
+    return ranks * -(-max_payload_bytes // 3) * 4 + _BESIDE_PAYLOAD_BYTES
 
 
 def _fields(request: Request, data: bytes, max_payload_bytes: int, ranks: int, replicas: int) -> dict[str, Any]:
@@ -42,12 +66,17 @@ def _fields(request: Request, data: bytes, max_payload_bytes: int, ranks: int, r
     texts = body.serialized_named_tensors
     if texts is None:
         raise BadRequest("give serialized_named_tensors or shm_name")
+    return fields | _payloads(texts, max_payload_bytes, ranks, replicas)
+
+
+def _payloads(texts: list[str], max_payload_bytes: int, ranks: int, replicas: int) -> dict[str, Any]:
+    """Return the fields of a verb that carry its payloads."""
     if len(texts) not in (1, ranks):
         raise BadRequest(f"serialized_named_tensors has {len(texts)} payloads; this engine has {ranks} ranks")
-    fields["serialized_once"] = len(texts) < ranks * replicas
+    once = {"serialized_once": len(texts) < ranks * replicas}
     if len(set(texts)) == 1:
-        return fields | {"payload": _payload(texts, 0, max_payload_bytes)}
-    return fields | {"payloads": [_payload(texts, rank, max_payload_bytes) for rank in range(ranks)]}
+        return once | {"payload": _payload(texts, 0, max_payload_bytes)}
+    return once | {"payloads": [_payload(texts, rank, max_payload_bytes) for rank in range(ranks)]}
 
 
 def _payload(texts: list[str], rank: int, max_payload_bytes: int) -> bytes:

@@ -12,10 +12,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import PlainTextResponse, Response
 
-from rollout.core.messages.adapters import LoadLoraAdapterReqInput, UnloadLoraAdapterReqInput
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.messages.adapters import (
+    LoadLoraAdapterFromTensorsReqInput,
+    LoadLoraAdapterReqInput,
+    UnloadLoraAdapterReqInput,
+)
 from rollout.core.messages.message import ControlReqOutput, Name
 from rollout.http.control.body import fields_of
 from rollout.http.control.io import ControlRoute, add_route, failed_status, refusal_content, reply
+from rollout.http.control.tensor_body import read_adapter_body
 from rollout.http.control.verbs import VerbRoutes
 from rollout.http.io import json_body, json_response
 from rollout.http.protocol import Body
@@ -54,10 +60,10 @@ SkyrlLoadBody = Annotated[SkyrlLoadRequest, Depends(json_body(SkyrlLoadRequest))
 
 
 class AdapterRoutes:
-    """Sends the same two verbs for all forms, so that an adapter reaches every rank of every engine or none."""
+    """Sends the same verbs for all forms, so that an adapter reaches every rank of every engine or none."""
 
-    def __init__(self, verbs: VerbRoutes) -> None:
-        self._verbs = verbs
+    def __init__(self, verbs: VerbRoutes, args: ServerArgs) -> None:
+        self._verbs, self._args = verbs, args
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=ControlRoute, tags=["vLLM control"])
@@ -70,6 +76,12 @@ class AdapterRoutes:
         return _with_error_message(
             await self._verbs.ask(LoadLoraAdapterReqInput, **fields_of(LoadLoraAdapterReqInput, body))
         )
+
+    async def load_tensors(self, request: Request) -> Response:
+        args = self._args
+        replicas = 1 if args.enable_dp_attention else args.dp_size
+        fields = await read_adapter_body(request, args.max_payload_bytes, args.tp_size, replicas)
+        return _with_error_message(await self._verbs.ask(LoadLoraAdapterFromTensorsReqInput, **fields))
 
     async def unload(self, _: Request, body: Any) -> Response:
         return _with_error_message(await self._verbs.ask(UnloadLoraAdapterReqInput, lora_name=body.lora_name))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rollout.adapters.peft_folder import read_adapter
 from rollout.client import RolloutClient, ServerError
@@ -14,6 +20,7 @@ from tests.adapters import ATTENTION, save_adapter
 from tests.engine_thread import EngineThread
 from tests.family_zoo import family_checkpoint
 from tests.http_harness import Live, live_server
+from tests.tensor_sender import make_payload
 
 PROMPT = [5, 9, 200, 31, 7, 8]
 GREEDY = {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}
@@ -35,6 +42,15 @@ def model(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     settings |= {"max_total_tokens": 2048, "disable_radix_cache": True}
     with live_server(folder, with_tokenizer=False, engine=EngineThread, **settings) as server:
         yield server
+
+
+@pytest.fixture
+def file_system() -> Iterator[None]:
+    """Let torch share memory by names, as SGLang's clients on CPUs must."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
 
 
 def test_answers_name_the_adapter(model: Live, adapters: dict[str, Path]) -> None:
@@ -158,6 +174,59 @@ def test_vllms_clients_load_and_unload(model: Live, adapters: dict[str, Path]) -
     for _ in range(2):  # a name that is not served is no mistake
         answer = model.client.post("/v1/unload_lora_adapter", json={"lora_name": "scribe"})
         assert answer.text == "Success: LoRA adapter 'scribe' removed successfully."
+
+
+def tensors_body(folder: Path, form: str = "flattened", **changes: Any) -> dict[str, Any]:
+    """Return the body of an adapter whose tensors are in it, as SGLang's clients make it."""
+    tensors = load_file(folder / "adapter_model.safetensors") | changes.pop("tensors", {})
+    kept: list[Any] = []
+    content = pickle.dumps(tensors) if form == "dict" else make_payload(form, list(tensors.items()), kept)
+    body = {
+        "lora_name": "sent",
+        "config_dict": json.loads((folder / "adapter_config.json").read_text()),
+        "serialized_named_tensors": [base64.b64encode(content).decode()],
+        "load_format": "flattened_bucket" if form == "flattened" else None,
+    }
+    return body | changes
+
+
+@pytest.mark.parametrize("form", ["dict", "plain", "flattened"])
+def test_sglangs_clients_send_the_tensors_of_an_adapter(
+    model: Live, adapters: dict[str, Path], form: str, file_system: None
+) -> None:
+    body = tensors_body(adapters["clerk"], form)
+    if form == "dict":  # older clients
+        body["serialized_tensors"] = body.pop("serialized_named_tensors")[0]
+    answer = model.client.post("/load_lora_adapter_from_tensors", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["content_digest"] == read_adapter(adapters["clerk"]).digest
+    assert served_by(model, "sent")["content_digest"] == read_adapter(adapters["clerk"]).digest
+    assert model.client.get("/v1/models/sent").json()["root"] is None
+    assert model.client.post("/unload_lora_adapter", json={"lora_name": "sent"}).status_code == 200
+
+
+class RunsCode:
+    """Calls a function where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("exit 1",)
+
+
+def test_tensors_that_make_no_adapter_are_refused(model: Live, adapters: dict[str, Path], file_system: None) -> None:
+    folder = adapters["clerk"]
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    run_code = base64.b64encode(pickle.dumps(RunsCode())).decode()
+    for changes, reason in (
+        ({"tensors": {name: torch.full((4, 64), float("nan"))}}, "values that are not finite"),
+        ({"tensors": {"model.norm.weight": torch.ones(64)}}, "is not the name of a tensor of a LoRA adapter"),
+        ({"config_dict": {"peft_type": "IA3"}}, "only LORA is served"),
+        ({"serialized_named_tensors": [run_code]}, "system"),
+        ({"serialized_named_tensors": None}, "give either serialized_tensors or serialized_named_tensors"),
+        ({"expected_checksums": {"a": "b"}}, "expected_checksums"),
+    ):
+        status, message = model.refused("/load_lora_adapter_from_tensors", **tensors_body(folder, **changes))
+        assert status == 400 and reason in message and "\n" not in message, message
+    assert names_of(model) == ["tiny", "poet", "clerk"]
 
 
 def test_trls_clients_see_what_can_be_loaded(model: Live) -> None:
