@@ -92,8 +92,10 @@ def open_checkpoint_folder(path: Path) -> CheckpointFolder:
     return read_folder(path).parse()
 
 
-def read_folder(path: Path, files_of: Callable[[bytes], Sequence[str]] | None = None) -> RawFolder:
-    """Read the index and all headers.
+def read_folder(
+    path: Path, files_of: Callable[[bytes], Sequence[str]] | None = None, file: str | None = None
+) -> RawFolder:
+    """Read the index and all headers; or the header of `file` alone, if it is given.
 
     An index lists its files, which `files_of` returns; by default it is parsed.  Without one it is `model.safetensors`
     alone, or else all `*.safetensors` but those whose names say that they are something else.
@@ -104,7 +106,9 @@ def read_folder(path: Path, files_of: Callable[[bytes], Sequence[str]] | None = 
     require_folder(path)
     _let_clocks_tick(path)
     index, stamp = None, _stamp(path / INDEX_FILE)
-    if stamp is not None:
+    if file is not None:
+        names: Sequence[str] = [file]
+    elif stamp is not None:
         index = read_small(path / INDEX_FILE, MAX_INDEX_BYTES)
         names = files_in_index(path, index) if files_of is None else files_of(index)
     else:

@@ -5,13 +5,16 @@ whole, and then written.
 
     JournalStaging    the old content of a storage goes to a file before it is first written to; `undo` writes it back
     InPlaceStaging    nothing is kept; `undo` after a write raises
+
+    ApartStaging      the same ways into storages that nothing reads before the commit: steps run on
 """
 
 from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -107,6 +110,40 @@ class InPlaceStaging(_InModelStaging):
 
     def _before(self, storages: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         self._num_written += len(names)
+
+
+class Apart(NamedTuple):
+    """The way in which content that lies apart from the model comes into force.
+
+    `ready()`, on the I/O thread of each rank, raises what keeps the content from serving.  `publish()`, on the thread
+    of steps of all ranks, puts it in force on all of them, or raises on all of them and changes nothing.
+    """
+
+    ready: Callable[[], None]
+    publish: Callable[[], None]
+
+
+class ApartStaging(_InModelStaging):
+    """Writes into storages that nothing reads before the commit: until then there is nothing to undo."""
+
+    num_bytes, dirty = 0, False
+
+    def __init__(self, weights: LogicalWeights, apart: Apart, homes: Homes | None = None) -> None:
+        super().__init__(weights, homes=homes)
+        self._apart = apart
+        self._is_published = False
+
+    def prepare(self) -> None:
+        self._apart.ready()
+
+    def commit(self) -> None:
+        self._apart.publish()
+        self._is_published = True
+
+    def undo(self) -> None:
+        self.close()
+        if self._is_published:
+            raise StagingError("it is in force on this rank")
 
 
 class JournalStaging(_InModelStaging):

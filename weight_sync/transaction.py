@@ -35,7 +35,7 @@ from weight_sync.errors import (
 )
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import Areas
-from weight_sync.in_model import InPlaceStaging, JournalStaging
+from weight_sync.in_model import Apart, ApartStaging, InPlaceStaging, JournalStaging
 from weight_sync.intake import Arrival, Intake, ProvenPart, load_part, store
 from weight_sync.ledger import Coverage, Numbers, WeightLedger
 from weight_sync.manifest import Entries, Manifest, Stated
@@ -381,12 +381,16 @@ def new_staging(
     memory: Areas | None = None,
     device: torch.device | str = "cpu",
     homes: Homes | None = None,
+    apart: Apart | None = None,
 ) -> Staging:
     """Return the staging of one transaction.
 
     `journal_dir`: where mode "journal" keeps its file; None: the temporary directory.  `memory`: what stagings take
-    from; by default their own.  `device`: where the weights lie.  `homes`: their places, where known.
+    from; by default their own.  `device`: where the weights lie.  `homes`: their places, where known.  `apart`: of
+    weights that nothing reads before the commit, whatever the mode.
     """
+    if apart is not None:
+        return ApartStaging(weights, apart, homes)
     queue = queue_of(device)
     if mode == "journal":
         return JournalStaging(weights, journal_dir, queue, memory, homes)

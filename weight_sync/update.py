@@ -36,6 +36,7 @@ from typing import Any, Literal
 from weight_sync.content import ContentBook, Digests, TensorTable
 from weight_sync.errors import TransactionStateError, WeightSyncError
 from weight_sync.held_format import HeldFormats
+from weight_sync.in_model import Apart
 from weight_sync.ledger import Coverage
 from weight_sync.plan import KnownCalls, Planner
 from weight_sync.receivers.base import BucketSource, KnownCall, deliver
@@ -75,6 +76,7 @@ class EndedUpdate:
     stall_s: float = 0.0
     steps_held: bool
     ended_at: float = field(default_factory=time.time)
+    target: str = "model"
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class UpdateTarget:
     """The weights that an update refreshes.  The storages, the known content, the plans and `torn` are its own.
 
     `placed(coverage)`, called when an update opens: the weights in which it is staged.  `quantised`: see `Intake`.
+    `apart`: of weights that nothing reads before the commit; None: steps read them.
     `torn`: why the content is neither the old version nor a new one, until a complete refresh is committed.
     """
 
@@ -113,10 +116,11 @@ class UpdateTarget:
     weights: LogicalWeights
     placed: Callable[[Coverage], LogicalWeights]
     quantised: HeldFormats
+    apart: Apart | None = None
     content: ContentBook = field(init=False)
     planner: Planner = field(init=False)
     known_calls: KnownCalls[KnownCall] = field(init=False)
-    torn: str | None = None
+    torn: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         table = TensorTable(self.weights.metas())
@@ -291,6 +295,7 @@ class WeightUpdate:
         """Return counts, and the first names."""
         lease = {"lease_s": self.lease.seconds, "lease_left_s": self.lease.left_s}
         identity = {"update_id": self.id, "bound": self.is_bound, "implicit": self.is_implicit}
+        identity["target"] = self.target.name
         return self.transaction.status() | lease | identity
 
     def ended(self, kind: Literal["lost", "aborted"], reason: str, *, steps_held: bool) -> EndedUpdate:
@@ -307,6 +312,7 @@ class WeightUpdate:
             staging_s=transaction.age_s,
             receiving_s=self.receiving_s,
             steps_held=steps_held,
+            target=self.target.name,
         )
 
 

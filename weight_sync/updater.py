@@ -107,10 +107,12 @@ class WeightUpdater:
         bound: bool = False,
         cast: bool | None = None,
         per_rank: bool = False,
+        target: UpdateTarget | None = None,
         **facts: Any,
     ) -> None:
         """Open an update.  `bound`: every call must carry `update_id`.  `cast`: see `WeightTransaction`; None: the
-        updater's.  `per_rank`: each rank will be sent what it keeps.  `facts`: more fields of `WeightUpdate`.
+        updater's.  `per_rank`: each rank will be sent what it keeps.  `target`: what it refreshes; None: the model.
+        `facts`: more fields of `WeightUpdate`.
 
         Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
         `WeightTransaction` and `UpdateTarget.cover` raise.
@@ -119,9 +121,10 @@ class WeightUpdater:
         self._held.await_release(self._timeout_s)
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
-        target, weights = self.model, self.model.placed(coverage)
-        homes, casts = target.planner.homes(weights), self._cast if cast is None else cast
-        staging = new_staging(weights, self._staging, self._journal_dir, self._held.shadows, self._device, homes)
+        target = target or self.model
+        weights, casts, held = target.placed(coverage), self._cast if cast is None else cast, self._held.shadows
+        homes = target.planner.homes(weights)
+        staging = new_staging(weights, self._staging, self._journal_dir, held, self._device, homes, target.apart)
         cover = self.per_rank.cover if per_rank else None
         options: dict[str, Any] = {"quantised": target.quantised, "planner": target.planner, "cast": casts}
         transaction = WeightTransaction(weights, weight_version, coverage, manifest, staging, **options, cover=cover)
@@ -173,7 +176,8 @@ class WeightUpdater:
         Raises `CoverageError`, `ContentError`, `TransactionStateError`; the update is dropped then, and the next
         `begin` is free.
         """
-        transaction = self.admit(update_id, "verify").transaction
+        update = self.admit(update_id, "verify")
+        transaction = update.transaction
         if transaction.state is TransactionState.VERIFIED:
             raise TransactionStateError("cannot verify: the weight update is already verified")
         failure: Exception | None = None
@@ -190,7 +194,7 @@ class WeightUpdater:
         if failure is not None:
             self.drop(str(failure), reported=True, by_sender=update_id is not None)
             raise failure
-        transaction.digests = self.model.content.digests_after(transaction.contents)
+        transaction.digests = update.target.content.digests_after(transaction.contents)
 
     def fail(self, reason: str) -> None:
         """Fail the open update, which cannot be verified: another rank failed to receive a bucket."""
@@ -283,7 +287,8 @@ class WeightUpdater:
     @property
     def holds_steps(self) -> bool:
         """True if receiving writes into the model, so that no step may run from the first bucket to the end."""
-        return self._staging in HOLDING_MODES
+        is_apart = self.update is not None and self.update.target.apart is not None
+        return not is_apart and self._staging in HOLDING_MODES
 
     @property
     def is_dirty(self) -> bool:
@@ -297,7 +302,7 @@ class WeightUpdater:
     def status(self) -> dict[str, Any]:
         """Return the open update, its lease, the mode, and the last that failed; None for what there is not."""
         update, failure = self.update, self.book.last_failure
-        none: dict[str, Any] = dict.fromkeys((*STATUS_FIELDS, "update_id", "lease_s", "lease_left_s"))
+        none: dict[str, Any] = dict.fromkeys((*STATUS_FIELDS, "update_id", "target", "lease_s", "lease_left_s"))
         return (none | {"implicit": False, "bound": False} if update is None else update.status()) | {
             "open": update is not None,
             "staging": self._staging,

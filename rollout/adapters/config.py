@@ -101,6 +101,19 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
+def target_modules(raw: Mapping[str, Any]) -> list[str]:
+    """Return the ends of the names of the modules that a parsed `adapter_config.json` adapts.
+
+    Raises `AdapterError` where these alone do not say it: then a manifest must.
+    """
+    ends = raw.get("target_modules")
+    more = [name for name in ("exclude_modules", "layers_to_transform", "layers_pattern") if raw.get(name)]
+    if more or not isinstance(ends, list) or not ends or not all(isinstance(end, str) and end for end in ends):
+        why = f"with {more[0]}" if more else f"with target_modules {_text(ends)}"
+        raise _refusal(f"{why} the update needs a manifest of its tensors, or target_modules as a list of names alone")
+    return ends
+
+
 def _patterns(raw: Mapping[str, Any], name: str, check: Callable[[str, Any], V]) -> dict[re.Pattern[str], V]:
     """Return the checked values by pattern: the first that matches the end of a module's name counts, as in PEFT.
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, Unpack
 import httpx
 
 from rollout.client import generation
+from rollout.client.adapter_update import AdapterUpdate
 from rollout.client.async_client import AsyncRolloutClient
 from rollout.client.brackets import WeightTransaction, transaction
 from rollout.client.calls import Calls
@@ -87,6 +88,13 @@ class RolloutClient(Calls, Blocking):
         """
         timeout_s = self._connection.timeouts.weights
         return transaction({self.base_url: self}, None, timeout_s, weight_version, coverage, "abort_all", begin_options)
+
+    def adapter_update(self, name: str) -> AdapterUpdate:
+        """Return a context manager that makes a PEFT model's adapter the next version of adapter `name`.
+
+        The block sends it by `update.send(model)`.  Raises as `weight_transaction`.
+        """
+        return AdapterUpdate(name, self.weight_transaction)
 
     def _many(
         self, requests: Iterable[Request], concurrency: int, progress: bool, options: GenerateOptions

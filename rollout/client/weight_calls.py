@@ -83,6 +83,8 @@ class WeightCalls:
         cast: bool | None = None,
         placement_epoch: int | None = None,
         per_rank: bool = False,
+        target: Mapping[str, Any] | None = None,
+        adapters: Literal["keep", "refuse"] | None = None,
     ) -> Call[JsonObject]:
         """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
 
@@ -92,7 +94,9 @@ class WeightCalls:
         `update_id`: a name for this refresh; then every call must carry it, and begin may be repeated.  `prepared_s`:
         how long the sender worked before this call, for the record.  `cast`: take floating-point tensors of any dtype,
         also where the cast to the model's loses something.  `placement_epoch`: of the expert map, which must be in
-        force and stays.  `per_rank`: each rank will be sent what it keeps (`weight_parts`).
+        force and stays.  `per_rank`: each rank will be sent what it keeps (`weight_parts`).  `target`: {"adapter",
+        "config"}, the name of an adapter and PEFT's configuration; None: the model.  `adapters`: "refuse" to have the
+        refresh refused while the server has adapters.
         """
         return method_call(BeginWeightUpdateReqInput, locals() | {"per_rank": per_rank or None})
 

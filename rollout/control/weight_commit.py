@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 
+from rollout.control.adapter_target import AdapterTarget
 from rollout.control.placement_adoption import PlacementAdoption
-from rollout.core.errors import FatalError
-from rollout.core.messages.update_state import CommitReply
+from rollout.core.errors import AdapterError, FatalError
+from rollout.core.messages.update_state import AdapterVersion, CommitReply
 from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.content import Digests
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import CommitError, WeightSyncError
 from weight_sync.update import CommitResult, EndedUpdate, Outcome
 from weight_sync.updater import WeightUpdater
 
@@ -40,13 +41,31 @@ class WeightCommit:
         `alone`: the call is not part of an update.  After `TransactionStateError` and `CommitError` the new weights are
         in force on no rank.  After `FatalError` this is in doubt: once something was written, no other error is raised.
         """
-        state = self._scheduler.runner.state
+        state, update = self._scheduler.runner.state, self._updater.update
         self._scheduler.cache.require_accounted()  # `_publish` gives slots back, when it is too late for an error
-        with _in_doubt(but=WeightSyncError), state.mutate("weight refresh"):
+        target = None if update is None else update.target
+        with _in_doubt(but=(WeightSyncError, AdapterError)), state.mutate("weight refresh"):
+            if isinstance(target, AdapterTarget):
+                return self._run_adapter(target)
             result = self._updater.commit()
             with _in_doubt():
                 reply, note = self._publish(result, alone)
         return committed(reply) + note, reply
+
+    def _run_adapter(self, target: AdapterTarget) -> tuple[str, CommitReply]:
+        """Put an adapter in force.  Raises as `run`, and `AdapterError` with what keeps all ranks from it."""
+        try:
+            result = self._updater.commit()
+        except CommitError as error:
+            if not error.restored:
+                raise FatalError(f"an adapter is in force on some ranks: {error}") from error
+            if isinstance(error.__cause__, AdapterError):
+                raise error.__cause__ from None
+            raise
+        with _in_doubt():
+            reply = self._reply(result, adapter=target.version)
+            self._note(result, reply, version=result.weight_version, epoch=None, steps_held=False)
+        return committed(reply), reply
 
     def _publish(self, result: CommitResult, alone: bool) -> tuple[CommitReply, str]:
         """Put the written weights in force and note the commit; return the reply, and a note for the sender."""
@@ -64,9 +83,16 @@ class WeightCommit:
         else:
             state.relabel(version)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
-        update, book = result.update, self._updater.book
-        reply = CommitReply(
-            weight_version=version,
+        reply = self._reply(result, **placement)
+        self._note(result, reply, version, state.epoch.weight_epoch, self._updater.holds_steps)
+        is_part = result.num_tensors < total and (alone or result.update.counts_tensors)
+        return reply, f" {result.num_tensors} of {total} tensors came." if is_part else ""
+
+    def _reply(self, result: CommitResult, **more: Any) -> CommitReply:
+        """Return the answer of a commit: the versions in force, and what the update took."""
+        state, update = self._scheduler.runner.state, result.update
+        return CommitReply(
+            weight_version=state.epoch.weight_version,
             weight_epoch=state.epoch.weight_epoch,
             content_digest=state.epoch.content_digest,
             held_digest=state.epoch.held_digest,
@@ -77,26 +103,31 @@ class WeightCommit:
             staging_seconds=result.staging_seconds,
             receiving_seconds=update.receiving_s,
             stall_seconds=result.seconds,
-            **placement,
+            **more,
         )
+
+    def _note(
+        self, result: CommitResult, reply: CommitReply, version: str | None, epoch: int | None, steps_held: bool
+    ) -> None:
+        """Note a commit in the book of updates.  `version`, `epoch`: see `EndedUpdate`."""
+        update, book = result.update, self._updater.book
         book.note(update.id, Outcome("committed", answer=msgspec.to_builtins(reply)))
         book.ended.append(
             EndedUpdate(
                 update_id=update.id,
                 kind="committed",
                 weight_version=version,
-                weight_epoch=state.epoch.weight_epoch,
+                weight_epoch=epoch,
                 num_tensors=result.num_tensors,
                 num_bytes=result.num_bytes,
                 prepared_s=update.prepared_s,
                 staging_s=result.staging_seconds,
                 receiving_s=update.receiving_s,
                 stall_s=result.seconds,
-                steps_held=self._updater.holds_steps,
+                steps_held=steps_held,
+                target=update.target.name,
             )
         )
-        is_part = result.num_tensors < total and (alone or update.counts_tensors)
-        return reply, f" {result.num_tensors} of {total} tensors came." if is_part else ""
 
     def _label(self, result: CommitResult, total: int, alone: bool) -> str:
         """Return the label of the weights in force from now on."""
@@ -125,6 +156,8 @@ def _in_doubt(but: type[Exception] | tuple[type[Exception], ...] = ()) -> Iterat
 
 def committed(reply: CommitReply) -> str:
     """Return the message to its sender."""
+    if isinstance(reply.adapter, AdapterVersion):
+        return f"Succeeded to load adapter {reply.adapter.name}, version {reply.adapter.version}."
     return f"Succeeded to update parameter online. Weight version updated to {reply.weight_version}."
 
 

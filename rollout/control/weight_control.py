@@ -19,19 +19,19 @@ from rollout.control.kv_age import abort_below, require_known_version
 from rollout.control.lease_monitor import LeaseMonitor
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.rank_consensus import RankConsensus
+from rollout.control.weight_begin import WeightBegin
 from rollout.control.weight_commit import WeightCommit, committed, successor
 from rollout.control.weight_groups import WeightGroups
 from rollout.control.weight_queue import Job, WeightQueue, nothing, replies
 from rollout.control.weight_reading import reading_jobs
-from rollout.control.weight_sources import SOURCES, manifest_of
-from rollout.core.errors import BadRequest, Conflict
+from rollout.control.weight_sources import SOURCES
+from rollout.core.errors import Conflict
 from rollout.core.messages.io_struct import ContinueGenerationReqInput, ContinueReply
 from rollout.core.messages.message import ControlReqInput, ControlReqOutput, NoReply
 from rollout.core.messages.update_state import CommitReply, EndedUpdateState, UpdateStateReply
 from rollout.core.messages.weight_replies import VersionReply
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
-    BeginReply,
     BeginWeightUpdateReqInput,
     BringsTensorsReqInput,
     BucketReply,
@@ -44,12 +44,9 @@ from rollout.core.messages.weights import (
 from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
 from rollout.scheduler.serving_state import ServingState
-from weight_sync.checker import live_fingerprints
-from weight_sync.content import Digests
-from weight_sync.errors import BaseMismatchError, TransactionStateError
+from weight_sync.errors import TransactionStateError
 from weight_sync.update_rule import RULE, Engine, Relation
 from weight_sync.updater import WeightUpdater
-from weight_sync.waiting import DEFAULT_LEASE_S
 
 CONTINUE_WAITS_S = 10.0
 """A continue waits this long for a bucket that is being sent.  The bucket of a live trainer needs far less."""
@@ -91,12 +88,12 @@ class WeightControl:
             settle=self._leases.check,
             wait_limit=self._wait_limit,
         )
-        self._found_digests: Digests | None = None
+        self._begin = WeightBegin(scheduler, updater, adoption)
         self._status = updater.status()  # when the verb that is under way began
         self._queue.add(
             {
                 **WeightGroups(updater, scheduler.parallel.position).jobs,
-                BeginWeightUpdateReqInput: self._begin,
+                BeginWeightUpdateReqInput: self._begin.job,
                 EndWeightUpdateReqInput: self._end,
                 AbortWeightUpdateReqInput: self._abort,
                 UpdateWeightVersionReqInput: self._relabel,
@@ -174,9 +171,8 @@ class WeightControl:
         if verb.update_id is None:
             return verb.answer(self.status())
         found = self._updater.outcome(verb.update_id)
-        return verb.answer(
-            UpdateStateReply(update_id=verb.update_id, outcome=found.kind, reason=found.reason, **found.answer)
-        )
+        told = {"update_id": verb.update_id, "outcome": found.kind, "reason": found.reason}
+        return verb.answer(msgspec.convert(dict(found.answer) | told, UpdateStateReply))
 
     def _wait_limit(self, verb: ControlReqInput[Any], job: Job) -> float | None:
         """Return the seconds for which the job may wait for its sender while a later verb waits; None: no limit."""
@@ -206,76 +202,9 @@ class WeightControl:
 
     def _after_verb(self, verb: ControlReqInput[Any], succeeded: bool) -> None:
         self._leases.on_verb(verb, succeeded)
-        if self._found_digests is not None:
-            self._scheduler.runner.state.note_digests(self._found_digests)
-            self._found_digests = None
+        self._begin.note_digests()
 
     # --- verbs ----------------------------------------------------------------------------------------------------
-
-    def _begin(self, verb: BeginWeightUpdateReqInput) -> Job:
-        update_id = verb.update_id or verb.request_id  # the same on all ranks
-        begun = replies("Weight update begun.", BeginReply(update_id=update_id))
-        update = self._updater.update
-        if update is not None and update_id == update.id:  # sent again, as its answer did not arrive
-            return Job(verb, nothing, begun)
-        if verb.coverage == "partial" and not verb.has_manifest and verb.update_id is None:
-            raise BadRequest(
-                "coverage partial without a manifest takes any tensors: give an update_id, so that only yours are taken"
-            )
-        # Deltas come with a base, and are added to it in place.
-        adopts = False if verb.adopt_placement is None and verb.base_digest is not None else verb.adopt_placement
-        if verb.per_rank and verb.placement_epoch is None:
-            raise BadRequest("per_rank needs placement_epoch: of the answer of /weight_parts that the sender goes by")
-        if update is None:  # else this begin is refused
-            self._adoption.opening(adopts, verb.placement_epoch)
-
-        def io() -> None:
-            self._updater.require_none_open()
-            self._require_base(verb)
-            lease_s = DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s
-            self._updater.begin(
-                verb.weight_version,
-                verb.coverage,
-                manifest_of(verb),
-                lease_s,
-                update_id=update_id,
-                bound=verb.update_id is not None,
-                cast=verb.cast,
-                per_rank=verb.per_rank,
-                prepared_s=verb.prepared_s,
-                counts_tensors=verb.counts_tensors,
-            )
-
-        roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
-        return Job(verb, io, begun, roll_back=roll_back, is_brief=verb.base_digest is None)
-
-    def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
-        """Raise `BaseMismatchError` unless the sender starts from the weights in force.
-
-        Computes their digest if the sender asks for it and it is not known.
-        """
-        if verb.base_version is None and verb.base_digest is None:
-            return
-        serving, state = self._scheduler.serving, self._scheduler.runner.state
-        if serving.poisoned is not None:
-            raise BaseMismatchError("the weights are poisoned: a delta cannot start from them")
-        if serving.content_lost:
-            raise BaseMismatchError("the weights were released: a delta cannot start from them")
-        epoch = state.epoch
-        if verb.base_version not in (None, epoch.weight_version):
-            raise BaseMismatchError(
-                f"the weights in force are version {epoch.weight_version!r}, not {verb.base_version!r}"
-            )
-        if verb.base_digest is None:
-            return
-        actual = epoch.content_digest
-        if actual is None:
-            content = self._updater.model.content
-            content.note_live(live_fingerprints(self._updater.weights, self._updater.exchange))
-            self._found_digests = content.digests
-            actual = self._found_digests.sent
-        if actual != verb.base_digest.lower():
-            raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
 
     def _receive(self, verb: UpdateWeightsReqInput[Any]) -> Job:
         updater, pause = self._updater, self._leases.num_pauses
@@ -330,8 +259,9 @@ class WeightControl:
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         update_id = verb.update_id
         if update_id is not None and (ended := self._updater.outcome(update_id)).kind == "committed":
-            reply = CommitReply(**ended.answer)
+            reply = msgspec.convert(ended.answer, CommitReply)
             return Job(verb, nothing, replies(committed(reply), reply))
+        self._begin.require_no_adapters(None if self._updater.update is None else self._updater.update.id)
 
         def verify() -> None:
             if verb.weight_version is not None:

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollout.adapters.peft_folder import TENSORS
+from rollout.control.adapter_target import AdapterTarget
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_queue import Job
@@ -108,14 +110,19 @@ class DiskRefresh:
                 known = "null, 'auto', 'safetensors'"
                 raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")
             path = self._folders.readable(verb.model_path)
-            require_same_model(path, model.config, self._overrides)
+            adapter = None if update is None or not isinstance(update.target, AdapterTarget) else update.target
+            if adapter is None:
+                require_same_model(path, model.config, self._overrides)
+            else:
+                adapter.require_same_config(path)
             source = DiskSource(
                 path,
-                model.weights,
+                self._updater.target,
                 complete=opens,
                 timeout_s=self._timeout_s,
                 known_calls=self._updater.model.known_calls,
                 version=verb.pulled_version,
+                file=None if adapter is None else TENSORS,
             )
             try:
                 if opens:

@@ -59,8 +59,13 @@ class AdapterPlaces:
     @property
     def max_bytes(self) -> int:
         """The bytes of an adapter of the greatest rank of all modules, in the widest dtype."""
-        features = sum(place.module.inputs.total + place.module.outputs.total for place in self._places.values())
-        return features * self._sizes.rank * torch.float64.itemsize
+        return sum(map(sum, self.features.values())) * self._sizes.rank * torch.float64.itemsize
+
+    @property
+    def features(self) -> dict[str, tuple[int, int]]:
+        """The numbers of features that modules take and give, by the model's name of the module."""
+        modules = {name: place.module for name, place in self._places.items()}
+        return {name: (module.inputs.total, module.outputs.total) for name, module in modules.items()}
 
     def prepared(self, adapter: Adapter) -> list[Write]:
         """Return what is to be written into a slot.  Changes nothing, and may be called on any thread.
@@ -70,7 +75,7 @@ class AdapterPlaces:
         """
         found: dict[str, Write] = {}
         for name, weights in adapter.modules.items():
-            canonical = self._canonical(name)
+            canonical = self.canonical(name)
             if canonical in found:
                 raise AdapterError(f"{name} is there under two names")
             found[canonical] = self._checked(name, self._places[canonical], weights)
@@ -84,7 +89,7 @@ class AdapterPlaces:
             assert layer.lora is not None, "every layer of a place has slots"
             layer.lora.write(slot, module.part, a_RD, b_OR)
 
-    def _canonical(self, name: str) -> str:
+    def canonical(self, name: str) -> str:
         """Return the model's name of a module that may be adapted.  Raises `AdapterError`."""
         reason = _reason(name)
         if reason is not None:

@@ -47,7 +47,8 @@ class DiskSource(BucketSource):
 
     Tensors are delivered as they are, and floating-point ones cast to the model's dtype, as at start.  `timeout_s`: how
     long to wait for a pull into the folder.  `version`: of a folder that `/pull_weights` keeps, what must be in it.
-    `known_calls`: of the same weights; a folder whose headers are known is not parsed.
+    `known_calls`: of the same weights; a folder whose headers are known is not parsed.  `file`: take the
+    tensors of this file alone.
     """
 
     casts = True
@@ -62,8 +63,9 @@ class DiskSource(BucketSource):
         known_calls: KnownCalls[KnownCall],
         names: Collection[str] | None = None,
         version: int | None = None,
+        file: str | None = None,
     ) -> None:
-        self._path = path
+        self._path, self._file = path, file
         self._names, self._version = names, version
         self._weights = weights
         self._complete = complete
@@ -82,9 +84,9 @@ class DiskSource(BucketSource):
         """
         try:
             self._hold()
-            folder = self._folder = read_folder(self._path, self._files_in_index)
+            folder = self._folder = read_folder(self._path, self._files_in_index, self._file)
             names = None if self._names is None else frozenset(self._names)
-            key = ("folder", folder.digest, self._complete, names, max_bytes)
+            key = ("folder", folder.digest, self._complete, names, max_bytes, self._file)
             call = self._known_calls.get(key, lambda: self._parse(folder.parse(), max_bytes))
         except BaseException:
             self._lock.close()

@@ -23,6 +23,7 @@ from weight_sync.process_group import resolve_backend
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.layout import SharedBucket, WholeBucket
 from weight_sync.sender.link import Bucket, EngineLink
+from weight_sync.sender.lora import lora_of
 from weight_sync.sender.meeting import MeetingPlace
 from weight_sync.sender.plan import TensorSource
 from weight_sync.sender.rank_groups import EngineRanks
@@ -195,6 +196,18 @@ class WeightSender:
         while not self._attempt(refresh, progress):
             refresh.ranks = self._trainer_ranks(listed)  # the ones before have agreed on a failure
         return refresh.report()
+
+    def refresh_adapter(
+        self, name: str, model: torch.nn.Module, adapter: str = "default", **options: Any
+    ) -> RefreshReport:
+        """Send the LoRA adapter that PEFT calls `adapter` in `model` as the next version of the engines' `name`.
+
+        Nothing of the base model is sent.  `options`: further arguments of `refresh`.  Raises as `refresh`, and
+        `WeightRequestError` for a model without that adapter.
+        """
+        lora = lora_of(model, adapter)
+        begin = {"target": lora.target(name)} | dict(options.pop("begin_options", None) or {})
+        return self.refresh(lora.tensors, begin_options=begin, **options)
 
     def update(
         self,

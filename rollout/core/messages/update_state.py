@@ -7,11 +7,31 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from rollout.core.messages.message import Reply
+from rollout.core.messages.message import Name, Reply
+
+
+class AdapterOfUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The adapter that an update makes a version of.  `config`: the object of PEFT's `adapter_config.json`."""
+
+    adapter: Name
+    config: dict[str, Any]
+
+
+class AdapterVersion(msgspec.Struct, kw_only=True):
+    """A version of an adapter: `content_digest` names its tensors and scales."""
+
+    name: str
+    version: int
+    content_digest: str
 
 
 class CommitReply(Reply, kw_only=True):
-    """The published version; unset without one.  `content_digest`: of the tensors as sent; `held_digest`: of memory."""
+    """The published version; unset without one.  `content_digest`: of the tensors as sent; `held_digest`: of memory.
+
+    `adapter`: of an update whose target is one; the other versions are the ones in force.
+    """
+
+    adapter: AdapterVersion | UnsetType = UNSET
 
     weight_version: str | UnsetType = UNSET
     weight_epoch: int | UnsetType = UNSET
@@ -44,6 +64,7 @@ class EndedUpdateState(msgspec.Struct, kw_only=True):
     stall_s: float
     steps_held: bool
     ended_at: float
+    target: str = "model"
 
 
 class UpdateStateReply(Reply, kw_only=True):
@@ -59,6 +80,7 @@ class UpdateStateReply(Reply, kw_only=True):
     open: bool | UnsetType = UNSET
     implicit: bool | UnsetType = UNSET
     bound: bool | UnsetType = UNSET
+    target: str | UnsetType | None = UNSET
     state: str | UnsetType | None = UNSET
     weight_version: str | UnsetType | None = UNSET
     coverage: Literal["full", "partial"] | UnsetType | None = UNSET
@@ -78,6 +100,7 @@ class UpdateStateReply(Reply, kw_only=True):
     steps_held: bool | UnsetType = UNSET
     pause_left_s: float | UnsetType | None = UNSET
     poisoned: str | UnsetType | None = UNSET
+    adapter: AdapterVersion | UnsetType = UNSET
     weight_epoch: int | UnsetType = UNSET
     content_digest: str | UnsetType | None = UNSET
     held_digest: str | UnsetType | None = UNSET

@@ -30,12 +30,11 @@ from rollout.core.messages.tensor_lists import (
     encode_lists,
     pieces_of,
 )
-from rollout.core.messages.update_state import CommitReply, UpdateStateReply
+from rollout.core.messages.update_state import AdapterOfUpdate, CommitReply, UpdateStateReply
 from rollout.core.messages.weight_parts import WeightPartsReqInput
 from rollout.core.messages.weight_replies import CheckerReply, DropSnapshotReply, PullReply, VersionReply, WeightsReply
 
-_TARGETS: tuple[Any, Any] = (Literal["all", "target"], "all")
-_SELECTOR = {"selector": _TARGETS}
+_SELECTOR: dict[str, tuple[Any, Any]] = {"selector": (Literal["all", "target"], "all")}
 _FLUSH = {"flush_cache": (bool, True)}
 """SGLang's: here a refresh never has old prefixes matched, and the cache need not be emptied."""
 Port = Annotated[int, Limits(ge=0, le=65535)]
@@ -99,6 +98,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
 
     `update_id`: chosen by the sender, all of whose calls must carry it then; null: the request's id becomes it.
     `per_rank`: each rank is sent what it keeps under the expert map of `placement_epoch`, see `/weight_parts`.
+    `target`: an adapter; null: the model, and whether it keeps its `adapters`, or the update is refused if it has any.
     """
 
     endpoint = Endpoint(
@@ -119,6 +119,8 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     adopt_placement: bool | None = None  # put a fresh expert map in force with the weights; None: the server's default
     lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
     per_rank: bool = False
+    target: AdapterOfUpdate | None = None
+    adapters: Literal["keep", "refuse"] = "keep"
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
     counts_tensors: bool = False  # the label states how many came if not all did, as no part was announced

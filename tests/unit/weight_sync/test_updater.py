@@ -38,7 +38,7 @@ def test_status_through_a_refresh() -> None:
         "bound": False,
         **dict.fromkeys(("update_id", "state", "weight_version", "coverage", "received", "missing", "received_names")),
         **dict.fromkeys(("missing_names", "num_bytes", "unpaired", "unpaired_bytes", "lease_s", "lease_left_s")),
-        **dict.fromkeys(("failed", "last_failure")),
+        **dict.fromkeys(("failed", "last_failure", "target")),
         "staging": "host",
     }
     assert updater.status() == closed
@@ -54,6 +54,7 @@ def test_status_through_a_refresh() -> None:
         "unpaired_bytes": 0,
         "open": True,
         "update_id": "u1",
+        "target": "model",
         "num_bytes": 16,
         "lease_s": 60,
         "lease_left_s": 40.0,

@@ -1,0 +1,66 @@
+"""`AdapterTarget`: one adapter as the target of a weight update.
+
+begin        its tensors, from the manifest or the configuration; what cannot be served is refused
+buckets      every transport writes them into memory of their own; the model and its adapters serve on
+verify       on the I/O thread: the adapter is checked, and converted for this rank; all ranks vote
+commit       between two steps of all ranks: the next version of its name
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollout.adapters.config import LoraConfig, target_modules
+from rollout.adapters.peft_folder import adapter_of, read_config
+from rollout.core.errors import AdapterError
+from rollout.core.messages.update_state import AdapterOfUpdate, AdapterVersion
+from rollout.model.adapter_weights import AdapterWeights, announced_weights, configured_weights
+from rollout.model.adapters import AdapterTable, PreparedAdapter, ServedAdapter
+from weight_sync.held_format import AS_SENT
+from weight_sync.in_model import Apart
+from weight_sync.manifest import Manifest
+from weight_sync.update import UpdateTarget
+
+
+class AdapterTarget(UpdateTarget):
+    """The next version of adapter `name` in `table`, with this configuration."""
+
+    def __init__(self, table: AdapterTable, name: str, config: LoraConfig, weights: AdapterWeights) -> None:
+        super().__init__(f"adapter {name}", weights, lambda _: weights, AS_SENT, Apart(self._prepare, self._put))
+        self._table, self._adapter_name, self._config, self._tensors = table, name, config, weights
+        self._prepared: PreparedAdapter | None = None
+        self._served: ServedAdapter | None = None
+        self._prepare()  # with zeros: what only names and shapes decide
+
+    @classmethod
+    def of(cls, stated: AdapterOfUpdate, manifest: Manifest | None, table: AdapterTable) -> AdapterTarget:
+        """Return the target that a begin states.  Raises `AdapterError`, and `WeightRequestError` for its manifest."""
+        config = LoraConfig.of(stated.config)
+        if manifest is None:
+            weights = configured_weights(config, target_modules(stated.config), table.places)
+        else:
+            weights = announced_weights(manifest.metas())
+        return cls(table, stated.adapter, config, weights)
+
+    def require_same_config(self, folder: Path) -> None:
+        """Raise `AdapterError` unless the folder's tensors are meant for the configuration of this update."""
+        if LoraConfig.of(read_config(folder)) != self._config:
+            raise AdapterError(
+                f"{folder}: adapter_config.json differs from the configuration that the update began with"
+            )
+
+    @property
+    def version(self) -> AdapterVersion:
+        """The version that the commit has put in force."""
+        assert self._served is not None, "it is committed"
+        label = self._served.label
+        return AdapterVersion(name=label.name, version=label.version, content_digest=label.content_digest)
+
+    def _prepare(self) -> None:
+        adapter = adapter_of(self._tensors.pairs(), self._config)
+        self._prepared = self._table.prepare(self._adapter_name, adapter)
+
+    def _put(self) -> None:
+        assert self._prepared is not None, "it is verified"
+        self._served = self._table.put(self._prepared)
+        self._prepared = None

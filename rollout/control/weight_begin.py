@@ -1,0 +1,129 @@
+"""`WeightBegin`: the verb that opens a weight update, and what it promises until the end."""
+
+from __future__ import annotations
+
+import functools
+
+from rollout.control.adapter_target import AdapterTarget
+from rollout.control.placement_adoption import PlacementAdoption
+from rollout.control.weight_queue import Job, nothing, replies
+from rollout.control.weight_sources import manifest_of
+from rollout.core.errors import BadRequest, Conflict
+from rollout.core.messages.weights import BeginReply, BeginWeightUpdateReqInput
+from rollout.scheduler.scheduler import Scheduler
+from weight_sync.checker import live_fingerprints
+from weight_sync.content import Digests
+from weight_sync.errors import BaseMismatchError
+from weight_sync.updater import WeightUpdater
+from weight_sync.waiting import DEFAULT_LEASE_S
+
+
+class WeightBegin:
+    """Opens updates of the model, and of its adapters."""
+
+    def __init__(self, scheduler: Scheduler, updater: WeightUpdater, adoption: PlacementAdoption) -> None:
+        self._scheduler, self._updater, self._adoption = scheduler, updater, adoption
+        self._found_digests: Digests | None = None
+        self._without_adapters: str | None = None  # the id of an update that refuses adapters
+
+    def job(self, verb: BeginWeightUpdateReqInput) -> Job:
+        """Return the job of a begin.  Raises `BadRequest`, `Conflict`."""
+        update_id = verb.update_id or verb.request_id  # the same on all ranks
+        begun = replies("Weight update begun.", BeginReply(update_id=update_id))
+        update = self._updater.update
+        if update is not None and update_id == update.id:  # sent again, as its answer did not arrive
+            return Job(verb, nothing, begun)
+        if verb.coverage == "partial" and not verb.has_manifest and verb.update_id is None:
+            raise BadRequest(
+                "coverage partial without a manifest takes any tensors: give an update_id, so that only yours are taken"
+            )
+        if verb.per_rank and verb.placement_epoch is None:
+            raise BadRequest("per_rank needs placement_epoch: of the answer of /weight_parts that the sender goes by")
+        _require_whole_adapter(verb)
+        # Deltas come with a base, and are added to it in place.
+        adopts = False if verb.adopt_placement is None and verb.base_digest is not None else verb.adopt_placement
+        if update is None:  # else this begin is refused
+            self._without_adapters = update_id if verb.adapters == "refuse" else None
+            self.require_no_adapters(update_id)
+            if verb.target is None:
+                self._adoption.opening(adopts, verb.placement_epoch)
+
+        def io() -> None:
+            self._updater.require_none_open()
+            self._require_base(verb)
+            manifest, target = manifest_of(verb), None
+            if verb.target is not None:
+                target = AdapterTarget.of(verb.target, manifest, self._scheduler.runner.state.adapters)
+            self._updater.begin(
+                verb.weight_version,
+                verb.coverage,
+                manifest,
+                DEFAULT_LEASE_S if verb.lease_s is None else verb.lease_s,
+                update_id=update_id,
+                bound=verb.update_id is not None,
+                cast=verb.cast,
+                per_rank=verb.per_rank,
+                target=target,
+                prepared_s=verb.prepared_s,
+                counts_tensors=verb.counts_tensors,
+            )
+
+        roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
+        return Job(verb, io, begun, roll_back=roll_back, is_brief=verb.base_digest is None and verb.target is None)
+
+    def require_no_adapters(self, update_id: str | None) -> None:
+        """Raise `Conflict` if the update with this id began with adapters refused, and there are some."""
+        served = [label.name for label in self._scheduler.runner.state.adapters.labels]
+        if served and update_id is not None and update_id == self._without_adapters:
+            names = ", ".join(dict.fromkeys(served))
+            raise Conflict(f"this update refuses adapters, and this server has {names}: unload them, or keep them")
+
+    def note_digests(self) -> None:
+        """Note the digests of the weights in force, if a begin computed them.  Called on the thread of steps."""
+        if self._found_digests is not None:
+            self._scheduler.runner.state.note_digests(self._found_digests)
+            self._found_digests = None
+
+    def _require_base(self, verb: BeginWeightUpdateReqInput) -> None:
+        """Raise `BaseMismatchError` unless the sender starts from the weights in force.
+
+        Computes their digest if the sender asks for it and it is not known.
+        """
+        if verb.base_version is None and verb.base_digest is None:
+            return
+        serving, state = self._scheduler.serving, self._scheduler.runner.state
+        if serving.poisoned is not None:
+            raise BaseMismatchError("the weights are poisoned: a delta cannot start from them")
+        if serving.content_lost:
+            raise BaseMismatchError("the weights were released: a delta cannot start from them")
+        epoch = state.epoch
+        if verb.base_version not in (None, epoch.weight_version):
+            raise BaseMismatchError(
+                f"the weights in force are version {epoch.weight_version!r}, not {verb.base_version!r}"
+            )
+        if verb.base_digest is None:
+            return
+        actual = epoch.content_digest
+        if actual is None:
+            content = self._updater.model.content
+            content.note_live(live_fingerprints(self._updater.weights, self._updater.exchange))
+            self._found_digests = content.digests
+            actual = self._found_digests.sent
+        if actual != verb.base_digest.lower():
+            raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
+
+
+def _require_whole_adapter(verb: BeginWeightUpdateReqInput) -> None:
+    """Raise `BadRequest` for fields that an update of an adapter does not have."""
+    if verb.target is None:
+        return
+    given = {
+        "coverage partial": verb.coverage == "partial",
+        "per_rank": verb.per_rank,
+        "placement_epoch": verb.placement_epoch is not None,
+        "adopt_placement": bool(verb.adopt_placement),
+        "adapters": verb.adapters != "keep",
+    }
+    wrong = [name for name, is_given in given.items() if is_given]
+    if wrong:
+        raise BadRequest(f"{', '.join(wrong)}: an adapter is sent whole, to all ranks; these are for the model")

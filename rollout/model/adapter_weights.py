@@ -1,0 +1,119 @@
+"""`AdapterWeights`: the tensors of one adapter as a weight update takes them, in host memory that serves nothing.
+
+    <module>.lora_A.weight [r, D]   <module>.lora_B.weight [O, r]
+
+The update's manifest lists the tensors, by the sender's names of the modules.  Without a manifest they follow from the
+adapter's configuration, by the model's names, in float32.
+
+D input features, O output features, r rank of a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from rollout.adapters.config import LoraConfig
+from rollout.adapters.peft_folder import side_of
+from rollout.core.errors import AdapterError
+from rollout.kernels.places import ViewPlace
+from rollout.model.adapter_places import AdapterPlaces
+from weight_sync.errors import ShapeMismatchError, UnknownTensorError
+from weight_sync.tensor_meta import Pair, Piece, Place, TensorMeta
+from weight_sync.unknown_names import NearestName
+
+Pairs = dict[str, dict[str, torch.Tensor]]
+"""Tensors by module and side, "A" or "B"."""
+
+
+class AdapterWeights:
+    """`weight_sync.tensor_meta.LogicalWeights` of one adapter.
+
+    `metas`: its tensors.  `canonical(module)`: the name that `metas` have for a module of the sender's.
+    """
+
+    def __init__(self, metas: Sequence[TensorMeta], canonical: Callable[[str], str]) -> None:
+        self._metas = {meta.name: meta for meta in metas}
+        self._tensors = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in metas}
+        self._canonical = canonical
+        self._sent: dict[str, tuple[str, torch.dtype]] = {}  # the sender's name of the module, and the dtype
+
+    def metas(self) -> Mapping[str, TensorMeta]:
+        return self._metas
+
+    def split(self, wire: TensorMeta) -> list[Piece]:
+        """Return the only tensor in `wire`, and note how the sender has it.
+
+        Raises `UnknownTensorError`, `ShapeMismatchError`.
+        """
+        try:
+            module, side = side_of(wire)
+            name = _name(self._canonical(module), side)
+        except AdapterError as error:
+            raise UnknownTensorError(str(error)) from None
+        if name not in self._metas:
+            raise UnknownTensorError(f"the adapter has no tensor {name}", name)
+        if wire.shape != self._metas[name].shape:
+            have, want = list(wire.shape), list(self._metas[name].shape)
+            raise ShapeMismatchError(f"{wire.name} has shape {have}, the adapter expects {want}")
+        self._sent[name] = module, wire.dtype
+        return [Piece(name)]
+
+    def nearest(self, name: str) -> str | None:
+        return NearestName(self._metas).of(name)
+
+    def write(self, name: str, source: torch.Tensor | Pair) -> None:
+        ViewPlace(self._tensors[name]).write(source)
+
+    def places(self, name: str) -> Sequence[Place]:
+        return [ViewPlace(self._tensors[name])]
+
+    def places_key(self) -> Hashable:
+        return None
+
+    def restore(self, name: str, content: torch.Tensor | Pair) -> None:
+        self.write(name, content)
+
+    def recompute_derived(self) -> None:
+        """Do nothing: an adapter has no such tensors."""
+
+    def pairs(self) -> Pairs:
+        """Return the tensors as the sender has them: its names of modules, and its dtypes."""
+        found: Pairs = {}
+        for name, tensor in self._tensors.items():
+            stem, side = name.removesuffix(".weight").rsplit(".lora_", 1)
+            module, dtype = self._sent.get(name, (stem, tensor.dtype))
+            found.setdefault(module, {})[side] = tensor.to(dtype)
+        return found
+
+
+def announced_weights(metas: Sequence[TensorMeta]) -> AdapterWeights:
+    """Return the tensors that a manifest announces.  Raises `AdapterError`."""
+    found: dict[str, TensorMeta] = {}
+    for meta in metas:
+        name = _name(*side_of(meta))
+        if name in found:
+            raise AdapterError(f"{name} is there under two names")
+        found[name] = replace(meta, name=name)
+    if not found:
+        raise AdapterError("the manifest is empty")
+    return AdapterWeights(list(found.values()), lambda module: module)
+
+
+def configured_weights(config: LoraConfig, target_modules: Sequence[str], places: AdapterPlaces) -> AdapterWeights:
+    """Return A and B of all modules of the model whose names end as `target_modules` say.  Raises `AdapterError`."""
+    metas = []
+    for module, (depth, width) in places.features.items():
+        if any(f".{module}".endswith(f".{target}") for target in target_modules):
+            rank = config.rank_of(module)
+            for side, shape in (("A", (rank, depth)), ("B", (width, rank))):
+                metas.append(TensorMeta(_name(module, side), torch.float32, shape))
+    if not metas:
+        raise AdapterError(f"the model has no module that target_modules {', '.join(target_modules)[:200]} adapts")
+    return AdapterWeights(metas, places.canonical)
+
+
+def _name(module: str, side: str) -> str:
+    return f"{module}.lora_{side}.weight"

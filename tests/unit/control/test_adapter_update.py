@@ -1,0 +1,352 @@
+"""An adapter as the target of a weight update: every transport, whole or not at all, and what serves meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rollout.core.errors import FatalError
+from rollout.core.messages.weights import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    GetWeightUpdateReqInput,
+)
+from tests.adapter_updates import (
+    FAMILY,
+    SEED,
+    TRANSPORTS,
+    Content,
+    abort,
+    begin,
+    bring,
+    end,
+    make_content,
+    refresh,
+    update_id,
+    with_value,
+)
+from tests.family_zoo import family_checkpoint
+from tests.faults.harness import RefreshHarness
+from tests.faults.transports import Call, delta
+from tests.troubleshooting import require_entry
+
+IDS = [5, 9, 200, 31, 7, 8, 77, 140]
+A, B = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_B"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return family_checkpoint(tmp_path_factory.mktemp("model"), FAMILY, SEED)
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory: pytest.TempPathFactory) -> list[Content]:
+    return [make_content(tmp_path_factory.mktemp(f"content{seed}") / "a", seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Path, contents: list[Content], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The answers of a server that was started with each content."""
+    paths = ",".join(f"c{number}={content.folder}" for number, content in enumerate(contents))
+    harness = started(checkpoint, tmp_path_factory.mktemp("cold"), paths)
+    return [answer(harness, f"c{number}") for number in range(len(contents))]
+
+
+def started(checkpoint: Path, scratch: Path, paths: str, **settings: Any) -> RefreshHarness:
+    defaults = {"enable_lora": True, "lora_paths": paths, "max_loras_per_batch": 4, "staging": "host"}
+    defaults |= {"enable_return_routed_experts": False, "skip_tokenizer_init": True, "max_lora_rank": 8}
+    return RefreshHarness(checkpoint, scratch=scratch, **defaults | settings)
+
+
+@pytest.fixture
+def engine(checkpoint: Path, contents: list[Content], tmp_path: Path) -> Iterator[RefreshHarness]:
+    harness = started(checkpoint, tmp_path, f"poet={contents[0].folder}")
+    yield harness
+    harness.clean_up()
+
+
+def answer(harness: RefreshHarness, name: str | None) -> tuple[list[int], list[float]]:
+    (result,) = harness.generate([IDS], {"max_new_tokens": 4}, lora_name=name)
+    assert result.finished is not None and result.finished.reason.status_code is None, result.finished
+    return result.token_ids, result.logprobs
+
+
+def serves(harness: RefreshHarness, content: Content, version: int) -> bool:
+    label = harness.scheduler.runner.state.adapters.find("poet").label
+    return (label.version, label.content_digest) == (version, content.digest)
+
+
+# --- every transport --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_manifest", [True, False], ids=["manifest", "no manifest"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_brings_an_adapter(
+    engine: RefreshHarness, contents: list[Content], answers: list[Any], transport: str, with_manifest: bool
+) -> None:
+    base = answer(engine, None)
+    assert answer(engine, "poet") == answers[0]
+    begun = begin(engine, contents[1].target(), contents[1].named if with_manifest else None)
+    assert begun.success, begun.message
+    for verb, fields in TRANSPORTS[transport](engine, contents[1]):
+        came = engine.control(verb, update_id=update_id(engine), **fields)
+        assert came.success, came.message
+        assert answer(engine, "poet") == answers[0], "the old version serves until the end"
+    ended = end(engine)
+    assert ended.success, ended.message
+    assert ended.data["adapter"] == {"name": "poet", "version": 1, "content_digest": contents[1].digest}
+    assert ended.data["num_tensors"] == len(contents[1].named) and ended.data["weight_epoch"] == 0
+    assert answer(engine, "poet") == answers[1], "bit for bit as if the server had started with it"
+    assert answer(engine, None) == base
+    assert end(engine).data["adapter"] == ended.data["adapter"], "an end that is sent again has the same answer"
+    outcome = engine.control(GetWeightUpdateReqInput, update_id=update_id(engine)).data
+    assert (outcome["outcome"], outcome["adapter"]) == ("committed", ended.data["adapter"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_dtypes_have_the_digest_of_their_folder(
+    engine: RefreshHarness, contents: list[Content], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    named = [(name, tensor.to(dtype)) for name, tensor in contents[1].named]
+    assert begin(engine, contents[1].target(), named if dtype == torch.float64 else None).success
+    assert bring(engine, named).success
+    folder = make_copy(contents[1], tmp_path / "typed", dict(named))
+    assert end(engine).data["adapter"]["content_digest"] == folder.digest
+
+
+def make_copy(content: Content, folder: Path, tensors: dict[str, torch.Tensor]) -> Content:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text((content.folder / "adapter_config.json").read_text())
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return Content(folder)
+
+
+def test_a_new_name_is_served_from_its_first_commit(
+    engine: RefreshHarness, contents: list[Content], answers: list[Any]
+) -> None:
+    assert refresh(engine, contents[2], "clerk").data["adapter"]["version"] == 0
+    assert answer(engine, "clerk") == answers[2] and answer(engine, "poet") == answers[0]
+
+
+# --- what running requests see ----------------------------------------------------------------------------------------
+
+
+def test_a_running_request_keeps_its_version(
+    engine: RefreshHarness, contents: list[Content], answers: list[Any]
+) -> None:
+    alone = engine.generate([IDS], {"max_new_tokens": 200}, lora_name="poet")[0]
+    rid = engine.submit(IDS, params={"max_new_tokens": 200}, lora_name="poet")
+    engine.tick()
+    assert refresh(engine, contents[1]).success
+    assert engine.results[rid].finished is None, "it still runs"
+    new = engine.submit(IDS, params={"max_new_tokens": 4}, lora_name="poet")
+    engine.run()
+    assert (engine.results[rid].token_ids, engine.results[rid].logprobs) == (alone.token_ids, alone.logprobs)
+    assert (engine.results[new].token_ids, engine.results[new].logprobs) == answers[1]
+
+
+@pytest.mark.parametrize("staging", ["journal", "in_place"])
+def test_steps_run_while_tensors_come(
+    checkpoint: Path, contents: list[Content], answers: list[Any], tmp_path: Path, staging: str
+) -> None:
+    engine = started(checkpoint, tmp_path, f"poet={contents[0].folder}", staging=staging)
+    assert begin(engine, contents[1].target()).success and bring(engine, contents[1].named).success
+    assert not engine.scheduler.serving.is_writing
+    assert answer(engine, "poet") == answers[0]
+    assert end(engine).success and answer(engine, "poet") == answers[1]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+Change = Callable[[Content], dict[str, Any]]
+
+
+def _without(content: Content, part: str) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor) for name, tensor in content.named if part not in name]
+
+
+def _renamed(content: Content, old: str, new: str) -> list[tuple[str, torch.Tensor]]:
+    return [(name.replace(old, new), tensor) for name, tensor in content.named]
+
+
+def _narrowed(content: Content, part: str) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor[:, 1:].clone() if part in name else tensor) for name, tensor in content.named]
+
+
+AT_BEGIN: dict[str, tuple[Change, str]] = {
+    "another model's": (
+        lambda it: {"target": it.target(), "named": _renamed(it, "layers.1.", "layers.71.")}, "to another model"
+    ),
+    "another width": (
+        lambda it: {"target": it.target(), "named": _narrowed(it, "lora_A")},
+        "is adapted from",
+    ),
+    "no target in the model": (lambda it: {"target": it.target(target_modules=["query"])}, "has no module that"),
+    "targets as a pattern": (lambda it: {"target": it.target(target_modules=".*q_proj")}, "needs a manifest"),
+    "some layers": (lambda it: {"target": it.target(layers_to_transform=[0])}, "with layers_to_transform"),
+    "missing B": (lambda it: {"target": it.target(), "named": _without(it, B)}, f"{B[:-7]} has no tensor lora_B"),
+    "another rank": (lambda it: {"target": it.target(r=2), "named": it.named}, "are not of rank 2"),
+    "a rank over the slots'": (lambda it: {"target": it.target(r=9)}, "has rank 9; --max-lora-rank is 8"),
+    "DoRA": (lambda it: {"target": it.target(use_dora=True)}, "DoRA"),
+    "alpha 0": (lambda it: {"target": it.target(lora_alpha=0)}, "must be a positive number"),
+    "an embedding": (
+        lambda it: {"target": it.target(), "named": [("lm_head.lora_A.weight", torch.ones(4, 64))]}, "has no tensor"
+    ),
+    "a name that none can have": (lambda it: {"target": it.target("a@3")}, "holds no '@'"),
+    "a part": (lambda it: {"target": it.target(), "coverage": "partial"}, "an adapter is sent whole"),
+    "by rank": (
+        lambda it: {"target": it.target(), "per_rank": True, "placement_epoch": 0}, "an adapter is sent whole"
+    ),
+    "what becomes of adapters": (lambda it: {"target": it.target(), "adapters": "refuse"}, "are for the model"),
+    "the base's version": (lambda it: {"target": it.target(), "base_version": "v7"}, "are version 'v0', not 'v7'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", AT_BEGIN)
+def test_what_cannot_be_served_is_refused_before_it_is_sent(
+    engine: RefreshHarness, contents: list[Content], answers: list[Any], what: str
+) -> None:
+    change, reason = AT_BEGIN[what]
+    begun = begin(engine, **change(contents[1]))
+    assert not begun.success and reason in begun.message and "\n" not in begun.message, begun.message
+    if what != "a name that none can have":
+        require_entry(begun.message)
+    assert serves(engine, contents[0], 0) and not engine.updater.is_open
+    assert refresh(engine, contents[1]).success and answer(engine, "poet") == answers[1]
+
+
+IN_A_BUCKET: dict[str, tuple[Callable[[Content], list[tuple[str, torch.Tensor]]], str]] = {
+    "NaN": (lambda it: with_value(it.named, A, float("nan")), "not finite in"),
+    "another value": (lambda it: with_value(it.named, A, 0.5), "fingerprint"),
+    "another model's": (lambda it: _renamed(it, "layers.1.", "layers.71."), "layers.71."),
+    "a base tensor": (lambda it: [("model.norm.weight", torch.ones(64))], "is not the name of a tensor of a LoRA"),
+    "routed experts": (
+        lambda it: [("model.layers.0.mlp.experts.0.up_proj.lora_A.weight", torch.ones(4, 64))], "experts"
+    ),
+    "another shape": (lambda it: _narrowed(it, "lora_B"), "the adapter expects"),
+    "FP8": (lambda it: [(name, tensor.to(torch.float8_e4m3fn)) for name, tensor in it.named], "a matrix of floats"),
+    "whole numbers": (lambda it: [(name, tensor.to(torch.int32)) for name, tensor in it.named], "a matrix of floats"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("with_manifest", [True, False], ids=["manifest", "no manifest"])
+@pytest.mark.parametrize("what", IN_A_BUCKET)
+def test_a_wrong_bucket_fails_the_update_and_nothing_else(
+    engine: RefreshHarness, contents: list[Content], answers: list[Any], what: str, with_manifest: bool
+) -> None:
+    change, reason = IN_A_BUCKET[what]
+    if what == "another value" and not with_manifest:
+        pytest.skip("nothing was stated that it could differ from")
+    assert begin(engine, contents[1].target(), contents[1].named if with_manifest else None).success
+    came = bring(engine, change(contents[1]))
+    assert not came.success and reason in came.message, came.message
+    again = bring(engine, contents[1].named)
+    assert not again.success and "the weight update is failed" in again.message
+    ended = end(engine)
+    assert not ended.success and serves(engine, contents[0], 0) and answer(engine, "poet") == answers[0]
+    assert refresh(engine, contents[1]).success and answer(engine, "poet") == answers[1]
+
+
+@pytest.mark.parametrize("with_manifest", [True, False], ids=["manifest", "no manifest"])
+def test_an_end_without_all_tensors_is_refused_by_name(
+    engine: RefreshHarness, contents: list[Content], answers: list[Any], with_manifest: bool
+) -> None:
+    assert begin(engine, contents[1].target(), contents[1].named if with_manifest else None).success
+    assert bring(engine, _without(contents[1], B)).success
+    ended = end(engine)
+    assert not ended.success and f"1 of {len(contents[1].named)} tensors missing: {B}.weight" in ended.message
+    assert serves(engine, contents[0], 0) and answer(engine, "poet") == answers[0]
+
+
+def test_a_delta_is_refused(engine: RefreshHarness, contents: list[Content]) -> None:
+    assert begin(engine, contents[1].target()).success
+    verb = delta(engine, Call(1, contents[1].named))
+    assert verb is not None
+    came = engine.control(verb[0], update_id=update_id(engine), **verb[1])
+    assert not came.success and came.message == "a delta changes the model alone: an adapter is sent whole"
+    assert abort(engine).success and serves(engine, contents[0], 0)
+
+
+def test_a_folder_of_another_configuration_is_refused(engine: RefreshHarness, contents: list[Content]) -> None:
+    assert begin(engine, contents[1].target(lora_alpha=16)).success
+    ((verb, fields),) = TRANSPORTS["folder"](engine, contents[1])
+    came = engine.control(verb, update_id=update_id(engine), **fields)
+    assert not came.success and "adapter_config.json differs from the configuration" in came.message
+    assert abort(engine).success and serves(engine, contents[0], 0)
+
+
+def test_a_sender_that_falls_silent_leaves_the_old_version(
+    engine: RefreshHarness, contents: list[Content], answers: list[Any]
+) -> None:
+    assert begin(engine, contents[1].target()).success and bring(engine, contents[1].named[:4]).success
+    engine.lapse()
+    late = bring(engine, contents[1].named[4:])
+    assert not late.success and "the lease" in late.message
+    assert serves(engine, contents[0], 0) and answer(engine, "poet") == answers[0]
+    assert engine.control(GetWeightUpdateReqInput, update_id=update_id(engine)).data["outcome"] == "lost"
+
+
+def test_calls_in_the_wrong_state_are_refused(engine: RefreshHarness, contents: list[Content]) -> None:
+    assert "no weight update is open" in engine.control(EndWeightUpdateReqInput).message
+    assert begin(engine, contents[1].target()).success
+    status = engine.control(GetWeightUpdateReqInput).data
+    assert (status["target"], status["missing"]) == ("adapter poet", len(contents[1].named))
+    for fields in ({"update_id": "other"}, {"update_id": "other", "target": contents[2].target()}):
+        other = engine.control(BeginWeightUpdateReqInput, **fields)
+        assert not other.success and "already open" in other.message
+    assert not engine.control(EndWeightUpdateReqInput, update_id="other").success
+    assert bring(engine, contents[1].named).success
+    assert end(engine, phase="verify").success
+    assert not bring(engine, contents[1].named).success
+    assert end(engine, phase="commit").data["adapter"]["version"] == 1
+    assert not abort(engine).success and serves(engine, contents[1], 1)
+
+
+def test_a_load_that_finds_no_slot_says_what_is_full(
+    checkpoint: Path, contents: list[Content], answers: list[Any], tmp_path: Path
+) -> None:
+    paths = f"poet={contents[0].folder},clerk={contents[2].folder}"
+    engine = started(checkpoint, tmp_path, paths, max_loras_per_batch=2)
+    refused = refresh(engine, contents[1], "third")
+    assert not refused.success and "all 2 slots are taken" in refused.message and "poet@0" in refused.message
+    assert not engine.updater.is_open and serves(engine, contents[0], 0) and answer(engine, "poet") == answers[0]
+    assert engine.control(GetWeightUpdateReqInput, update_id=update_id(engine)).data["outcome"] == "aborted"
+
+
+def test_an_engine_whose_ranks_may_differ_ends(
+    engine: RefreshHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit vote is lost although this rank has published."""
+    monkeypatch.setattr(engine.updater, "_commit_vote", lambda mine: False)
+    assert begin(engine, contents[1].target()).success and bring(engine, contents[1].named).success
+    with pytest.raises(FatalError, match="an adapter is in force on some ranks"):
+        end(engine)
+
+
+def test_an_adapter_that_a_rank_cannot_serve_is_refused(
+    engine: RefreshHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert begin(engine, contents[1].target()).success and bring(engine, contents[1].named).success
+    monkeypatch.setattr(engine.updater, "_vote", lambda mine: False)
+    ended = end(engine)
+    assert not ended.success and "another rank could not verify" in ended.message and serves(engine, contents[0], 0)
+
+
+# --- a refresh of the model -------------------------------------------------------------------------------------------
+
+
+def test_a_refresh_of_the_model_keeps_adapters_or_refuses_them(engine: RefreshHarness, contents: list[Content]) -> None:
+    model = dict(engine.scheduler.runner.state.model.weights.metas())
+    refused = begin(engine, None, adapters="refuse")
+    assert not refused.success and refused.message.startswith("this update refuses adapters, and this server has poet")
+    require_entry(refused.message)
+    assert begin(engine, None).success
+    tensors = [(name, torch.full(meta.shape, 0.01, dtype=meta.dtype)) for name, meta in model.items()]
+    assert bring(engine, tensors).success and end(engine).data["weight_epoch"] == 1
+    assert serves(engine, contents[0], 0), "kept"
+    assert refresh(engine, contents[1]).data["weight_epoch"] == 1
