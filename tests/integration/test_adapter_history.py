@@ -1,0 +1,211 @@
+"""Histories in which the base and two adapters change while requests run: every token is explained by its contents.
+
+The judge computes each position with the weights that were in force when its KV was made, with the product of the
+request's adapter added, in float64 (`tests.history.reference`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout.adapters.peft_folder import read_adapter
+from rollout.scheduler.req import Req
+from tests.adapter_updates import Content, abort, begin, bring, end, with_value
+from tests.adapters import write_adapter
+from tests.faults.contents import HISTORY_SHAPE, Contents
+from tests.faults.harness import RefreshHarness
+from tests.history.checker import CLOSEST, TOLERANCE
+from tests.history.reference import MixedReference
+
+NAMES = (None, "a", "b")
+NUM_BASES, NUM_ADAPTERS, SCALE = 3, 6, 2.0
+PROMPTS = ([7, 3, 9, 11], [7, 3, 9, 11, 40, 2, 8], [5, 6])
+Key = tuple[int, int]
+"""A content of the base, and one of an adapter; -1: none."""
+
+
+@dataclass
+class Followed:
+    """A request for adapter `name`: `bases[p]` is the content of the base that computed the KV of position p."""
+
+    name: str | None
+    bases: list[int] = field(default_factory=list)
+
+
+class Merged(Mapping[int, Mapping[str, torch.Tensor]]):
+    """The weights of a base with the product of an adapter added, by number of a key."""
+
+    def __init__(self, bases: list[dict[str, torch.Tensor]], adapters: list[Content]) -> None:
+        self._bases, self._adapters = bases, [read_adapter(each.folder) for each in adapters]
+
+    def number(self, key: Key) -> int:
+        return key[0] * (NUM_ADAPTERS + 1) + key[1] + 1
+
+    def __getitem__(self, number: int) -> Mapping[str, torch.Tensor]:
+        base, adapter = divmod(number, NUM_ADAPTERS + 1)
+        weights = {name: tensor.double() for name, tensor in self._bases[base].items()}
+        for module, (a_RD, b_OR, scale) in self._adapters[adapter - 1].modules.items() if adapter else ():
+            weights[f"{module}.weight"] = weights[f"{module}.weight"] + scale * (b_OR.double() @ a_RD.double())
+        return weights
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(NUM_BASES * (NUM_ADAPTERS + 1)))
+
+    def __len__(self) -> int:
+        return NUM_BASES * (NUM_ADAPTERS + 1)
+
+
+class World(RefreshHarness):
+    """An engine, what has been committed to it, and what each request was computed with."""
+
+    def __init__(self, zoo: Contents, adapters: list[Content], scratch: Path) -> None:
+        self.base_of_epoch = [0]
+        self.number_of_digest = {content.digest: number for number, content in enumerate(adapters)}
+        self.followed: dict[str, Followed] = {}
+        self.claimed: dict[str, Any] = {}
+        paths = f"a={adapters[0].folder},b={adapters[1].folder}"
+        settings: dict[str, Any] = {"enable_lora": True, "lora_paths": paths, "max_loras_per_batch": 6}
+        settings |= {"max_running_requests": 5, "chunked_prefill_size": 4, "max_total_tokens": 96}
+        settings |= {"skip_tokenizer_init": True, "context_length": 64, "enable_return_routed_experts": False}
+        super().__init__(zoo.checkpoints[0], "host", scratch, **settings)
+
+    def start(self, name: str | None, prompt: list[int], new: int) -> None:
+        rid = self.submit(prompt, params={"max_new_tokens": new, "temperature": 1.0}, lora_name=name)
+        self.followed[rid] = Followed(name)
+
+    def tick(self) -> bool:
+        before = {req.rid: req.num_retractions for req in self.scheduler.queues.all()}
+        ran = super().tick()
+        for req in self.scheduler.queues.all():
+            bases = self.followed[req.rid].bases
+            if req.num_retractions != before.get(req.rid, 0):
+                bases.clear()
+            bases += [self.base] * (req.device_len - len(bases))
+        for rid, result in self.results.items():
+            one = self.followed[rid]
+            if result.finished is not None:  # in this turn: its last positions are no longer in a queue
+                one.bases += [self.base] * (len(result.prompt_ids) + len(result.token_ids) - 1 - len(one.bases))
+        return ran
+
+    @property
+    def base(self) -> int:
+        return self.base_of_epoch[self.scheduler.runner.state.epoch.weight_epoch]
+
+    def _append(self, output: Any) -> None:
+        self.claimed.setdefault(output.rid, output.adapter)
+        assert self.claimed[output.rid] == output.adapter, "a request keeps its version to its end"
+        super()._append(output)
+
+
+def play(world: World, zoo: Contents, adapters: list[Content], seed: int) -> dict[str, int]:
+    """Play a random history; return how often what happened."""
+    chance, counts = random.Random(seed), dict.fromkeys(("requests", "bases", "adapters", "refused"), 0)
+    for _ in range(30):
+        what = chance.choice(["submit"] * 4 + ["steps"] * 2 + ["base", "adapter", "adapter", "wrong"])
+        if what == "submit":
+            world.start(chance.choice(NAMES), chance.choice(PROMPTS), chance.randint(2, 10))
+            counts["requests"] += 1
+        elif what == "steps":
+            for _ in range(chance.randint(1, 4)):
+                world.tick()
+        elif what == "base":
+            number = chance.randrange(NUM_BASES)
+            world.base_of_epoch.append(number)
+            assert begin(world, None).success
+            world.tick()
+            assert bring(world, list(zoo.contents[number].items())).success and end(world).success
+            counts["bases"] += 1
+        else:
+            content, name = chance.choice(adapters), chance.choice(NAMES[1:])
+            assert begin(world, content.target(name), content.named if chance.random() < 0.5 else None).success
+            if what == "wrong":
+                named = with_value(content.named, content.named[0][0], float("nan"))
+                assert not bring(world, named).success and abort(world).success
+                counts["refused"] += 1
+                continue
+            for part in (content.named[::2], content.named[1::2]):
+                assert bring(world, part).success
+                world.tick()
+            ended = end(world)
+            assert ended.success or "slots are taken" in ended.message, ended.message
+            counts["adapters"] += ended.success
+    world.run()
+    return counts
+
+
+def check(world: World, judge: MixedReference, number: Any) -> int:
+    """Compare every token with the judge; return how many were compared."""
+    compared = 0
+    for rid, result in world.results.items():
+        one, label = world.followed[rid], world.claimed[rid]
+        assert (label is None) == (one.name is None) and result.finished is not None
+        assert result.finished.reason.status_code is None, result.finished.reason
+        adapter = -1 if label is None else world.number_of_digest[label.content_digest]
+        sequence = result.prompt_ids + result.token_ids
+        output = judge.forward(sequence[:-1], [number((base, adapter)) for base in one.bases])
+        if output.margin < CLOSEST["float32"]:
+            continue  # the precision leaves open which expert it was
+        logprobs_TV, first = output.logits.log_softmax(-1), len(result.prompt_ids) - 1
+        for place, (token, claimed) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
+            near = abs(claimed - float(logprobs_TV[first + place, token]))
+            assert near < TOLERANCE["float32"], f"{rid} of {one.name}: token {place} is off by {near}"
+        compared += len(result.token_ids)
+    return compared
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Contents:
+    return Contents(tmp_path_factory.mktemp("zoo"), HISTORY_SHAPE, "float32", NUM_BASES)
+
+
+@pytest.fixture(scope="module")
+def adapters(zoo: Contents, tmp_path_factory: pytest.TempPathFactory) -> list[Content]:
+    weights, found = zoo.contents[0], []
+    modules = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkvo"]
+    for seed in range(NUM_ADAPTERS):
+        generator = torch.Generator().manual_seed(seed)
+        matrices = {}
+        for name in modules:
+            out, into = weights[f"{name}.weight"].shape
+            sides = (0.3 * torch.randn(shape, generator=generator) for shape in ((2, into), (out, 2)))
+            matrices[name] = tuple(sides)
+        content = Content(write_adapter(tmp_path_factory.mktemp(f"adapter{seed}") / "a", matrices, SCALE))
+        config = json.dumps(content.config | {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]})
+        (content.folder / "adapter_config.json").write_text(config)
+        found.append(content)
+    return found
+
+
+def explained(zoo: Contents, adapters: list[Content], scratch: Path, seed: int) -> tuple[int, dict[str, int]]:
+    world = World(zoo, adapters, scratch)
+    counts = play(world, zoo, adapters, seed)
+    world.check_idle()
+    merged = Merged(zoo.contents, adapters)
+    judge = MixedReference(world.scheduler.runner.state.model.config, merged)
+    return check(world, judge, merged.number), counts
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+def test_every_token_is_of_its_base_and_its_adapter(
+    zoo: Contents, adapters: list[Content], tmp_path: Path, seed: int
+) -> None:
+    compared, counts = explained(zoo, adapters, tmp_path, seed)
+    assert compared > 20 and min(counts.values()) > 0, (compared, counts)
+
+
+@pytest.mark.mutant
+def test_kv_that_versions_of_a_name_share_is_noticed(
+    zoo: Contents, adapters: list[Content], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Req, "cache_key", property(lambda self: self.source.lora_name))
+    with pytest.raises(AssertionError, match="is off by"):
+        for seed in range(1, 4):
+            explained(zoo, adapters, tmp_path / str(seed), seed)
