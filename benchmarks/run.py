@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import (
+    adapter_refresh,
     capture,
     delta,
     eplb_planners,
@@ -50,6 +51,7 @@ PARTS = (
     "memory",
     "refresh",
     "delta",
+    "adapters",
     "fingerprint",
     "spans",
     "planners",
@@ -122,6 +124,8 @@ def main() -> None:
         rows += sender_costs.run(console)
         rows += refresh_costs.run(list(refresh_costs.LAYERS), args.rounds, console)
         rows += stored_costs.run(args.rounds, console, against=args.against)
+    if "adapters" in args.only:
+        rows += adapter_refresh.run(args.rounds, console)
     if "formats" in args.only:
         rows += weight_formats.mismatch(console)
     if "front" in args.only:
