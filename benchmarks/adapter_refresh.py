@@ -1,4 +1,4 @@
-"""The bytes and the seconds of a refresh of an adapter beside one of the whole model, by a broadcast.
+"""Measures bytes and seconds of a refresh: of an adapter, and of the whole model, by a broadcast.
 
 Both go to one server, by the sender that trainers use, with a manifest of fingerprints.  The first refresh of each
 makes its plans.  `stall` is the time in which no step runs.

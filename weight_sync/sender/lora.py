@@ -81,7 +81,7 @@ def packed_lora(model: torch.nn.Module, name: str, adapter: str = "default") -> 
     is_first = not is_sharded or dist.get_rank() == 0
     whole: dict[str, torch.Tensor] = {}
     for tensor_name, tensor in lora.tensors.items():
-        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
         if is_first:  # memory of its own, as a file has no two tensors in one
             whole[tensor_name] = full.to("cpu", copy=True).contiguous()
     if not is_first:

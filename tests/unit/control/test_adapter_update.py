@@ -32,7 +32,7 @@ from tests.adapter_updates import (
 )
 from tests.family_zoo import family_checkpoint
 from tests.faults.harness import RefreshHarness
-from tests.faults.transports import Call, delta
+from tests.faults.transports import SENDS, Call, Damage, delta
 from tests.troubleshooting import require_entry
 
 IDS = [5, 9, 200, 31, 7, 8, 77, 140]
@@ -278,6 +278,26 @@ def test_a_folder_of_another_configuration_is_refused(engine: RefreshHarness, co
     came = engine.control(verb, update_id=update_id(engine), **fields)
     assert not came.success and "adapter_config.json differs from the configuration" in came.message
     assert abort(engine).success and serves(engine, contents[0], 0)
+
+
+@pytest.mark.parametrize("transport", [name for name in SENDS if name not in ("delta", "disk")])
+def test_damage_on_the_way_is_noticed_and_drops_nothing_else(
+    engine: RefreshHarness, contents: list[Content], answers: list[Any], transport: str
+) -> None:
+    """Each transport of the fault matrix, with a flipped bit, half of the bytes, and a sender that dies."""
+    damages: tuple[Damage, ...] = ("truncated", "killed", "flipped")
+    for damage in damages[:2] if transport == "tensor pickle" else damages:  # half of a pickle is not content
+        assert begin(engine, contents[1].target(), contents[1].named).success
+        verb = SENDS[transport](engine, Call(engine.number(), contents[1].named, damage=damage))
+        if verb is not None:
+            came = engine.control(verb[0], update_id=update_id(engine), **verb[1])
+            assert not came.success, f"{damage}: {came.message}"
+        assert not end(engine).success, damage
+        if engine.updater.is_open:
+            assert abort(engine).success
+        assert serves(engine, contents[0], 0), damage
+    assert answer(engine, "poet") == answers[0]
+    assert refresh(engine, contents[1]).success and answer(engine, "poet") == answers[1]
 
 
 def test_a_sender_that_falls_silent_leaves_the_old_version(
