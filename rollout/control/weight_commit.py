@@ -57,11 +57,9 @@ class WeightCommit:
         try:
             result = self._updater.commit()
         except CommitError as error:
-            if not error.restored:
-                raise FatalError(f"an adapter is in force on some ranks: {error}") from error
-            if isinstance(error.__cause__, AdapterError):
+            if error.restored and isinstance(error.__cause__, AdapterError):
                 raise error.__cause__ from None
-            raise
+            raise FatalError(f"an adapter may be in force on some ranks: {error}") from error
         with _in_doubt():
             reply = self._reply(result, adapter=target.version)
             self._note(result, reply, version=result.weight_version, epoch=None, steps_held=False)

@@ -58,7 +58,7 @@ class AdapterTable:
     def __init__(self, model: DecoderForCausalLM, sizes: SlotSizes = _NO_SIZES, reserved: Sequence[str] = ()) -> None:
         self._sizes, self._reserved = sizes, reserved
         self._world = model.parallel.world
-        self.places = AdapterPlaces(model, sizes)
+        self._places = AdapterPlaces(model, sizes)
         self._cards: dict[int, AdapterCard] = {}  # by slot, in the order of the loads
         self._newest: dict[str, int] = {}  # the slot of the version that serves a name
         self._num_versions: dict[str, int] = {}  # of each name, ever
@@ -100,6 +100,11 @@ class AdapterTable:
         """The bytes of the largest adapter that a slot can hold."""
         return self._places.max_bytes
 
+    @property
+    def places(self) -> AdapterPlaces:
+        """The modules that adapters may change."""
+        return self._places
+
     def serves(self, name: str) -> bool:
         """Return whether a request may name this adapter."""
         return name in self._newest
@@ -128,7 +133,7 @@ class AdapterTable:
             raise AdapterError("this server has no slots for adapters: start it with --enable-lora")
         if fault is not None or name in self._reserved:
             raise AdapterError(fault or f"{name!r} is the name of the model")
-        return PreparedAdapter(name, adapter, pinned, self.places.prepared(adapter))
+        return PreparedAdapter(name, adapter, pinned, self._places.prepared(adapter))
 
     def check(self, name: str, adapter: Adapter) -> None:
         """Raise the `AdapterError` that `load` would, as far as this rank can tell."""
@@ -161,7 +166,7 @@ class AdapterTable:
         slot = self._slot_for(name, [sum(each) for each in list(zip(*told))[1:]])
         self._cards.pop(slot, None)
         try:
-            self.places.write(slot, prepared.writes)
+            self._places.write(slot, prepared.writes)
         except Exception as error:
             raise FatalError(f"the adapter {name!r} could not be written; other ranks may have it: {error}") from error
         self._cards[slot] = AdapterCard(label, prepared.content.source, pinned=prepared.pinned)

@@ -16,6 +16,7 @@ from rollout.core.messages.weights import (
     EndWeightUpdateReqInput,
     GetWeightUpdateReqInput,
 )
+from rollout.model.adapter_places import AdapterPlaces
 from tests.adapter_updates import (
     FAMILY,
     SEED,
@@ -338,13 +339,21 @@ def test_a_load_that_finds_no_slot_says_what_is_full(
     assert engine.control(GetWeightUpdateReqInput, update_id=update_id(engine)).data["outcome"] == "aborted"
 
 
+@pytest.mark.parametrize("lost", ["the write", "the vote"])
 def test_an_engine_whose_ranks_may_differ_ends(
-    engine: RefreshHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch
+    engine: RefreshHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    """The commit vote is lost although this rank has published."""
-    monkeypatch.setattr(engine.updater, "_commit_vote", lambda mine: False)
+    """This rank fails to write what others have, or has what another failed to write."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory")
+
     assert begin(engine, contents[1].target()).success and bring(engine, contents[1].named).success
-    with pytest.raises(FatalError, match="an adapter is in force on some ranks"):
+    if lost == "the vote":
+        monkeypatch.setattr(engine.updater, "_commit_vote", lambda mine: False)
+    else:
+        monkeypatch.setattr(AdapterPlaces, "write", fail)
+    with pytest.raises(FatalError, match="an adapter may be in force on some ranks"):
         end(engine)
 
 
