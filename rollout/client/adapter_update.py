@@ -8,6 +8,7 @@ Through a group, and for large adapters, `WeightSender.refresh_adapter` sends th
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -61,3 +62,22 @@ class AdapterUpdate:
             self._update.__exit__(kind, error, traceback)
         elif error is None and not self._is_sent:
             raise BadRequest(f"no adapter was sent for {self._name!r}: call send(model) in the block")
+
+
+class AsyncAdapterUpdate:
+    """`AdapterUpdate` for one event loop: entered by `async with`, `send` to be awaited."""
+
+    def __init__(self, update: AdapterUpdate) -> None:
+        self.blocking = update
+
+    async def send(self, model: Any, adapter: str = "default") -> None:
+        """Send as `AdapterUpdate.send` does, on a thread."""
+        await asyncio.to_thread(self.blocking.send, model, adapter)
+
+    async def __aenter__(self) -> AsyncAdapterUpdate:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.blocking.__exit__, kind, error, traceback)

@@ -16,7 +16,8 @@ from typing import Any, TypeVar, Unpack
 import httpx
 
 from rollout.client import generation
-from rollout.client.brackets import AsyncWeightTransaction, in_loop, transaction
+from rollout.client.adapter_update import AdapterUpdate, AsyncAdapterUpdate
+from rollout.client.brackets import AsyncWeightTransaction, WeightTransaction, in_loop, transaction
 from rollout.client.calls import Calls
 from rollout.client.errors import ClientError, ServerTimeout
 from rollout.client.many import Request, Result, generate_many
@@ -82,6 +83,15 @@ class AsyncRolloutClient(Calls, Awaiting):
         return in_loop(
             transaction({self.base_url: self}, loop, timeout_s, weight_version, coverage, "abort_all", begin_options)
         )
+
+    def adapter_update(self, name: str) -> AsyncAdapterUpdate:
+        """Do as `RolloutClient.adapter_update` does, for `async with`, with `send` to be awaited."""
+        timeout_s, loop = self._connection.timeouts.weights, asyncio.get_running_loop()
+
+        def begin(**options: Any) -> WeightTransaction:
+            return transaction({self.base_url: self}, loop, timeout_s, None, "full", "abort_all", options)
+
+        return AsyncAdapterUpdate(AdapterUpdate(name, begin))
 
     async def _do(self, steps: Steps[T]) -> T:
         return await do_awaiting(steps, self._exchange)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep_rl import WeightSender
 from rollout.adapters.peft_folder import read_adapter
-from rollout.client import RolloutClient
+from rollout.client import AsyncRolloutClient, RolloutClient
 from rollout.core.errors import BadRequest
 from tests.adapter_updates import FAMILY, SEED, Content, make_content
 from tests.engine_thread import EngineThread
@@ -87,6 +88,18 @@ def client_version(server: Live) -> str:
 
 def label(content: Content, version: int) -> dict[str, Any]:
     return {"name": "poet", "version": version, "content_digest": read_adapter(content.folder).digest}
+
+
+async def by_the_async_client(url: str, content: Content) -> None:
+    async with AsyncRolloutClient(url) as client, client.adapter_update("poet") as update:
+        await update.send(trained(content))
+
+
+def test_the_async_client_brings_the_next_version(server: Live, contents: list[Content]) -> None:
+    with RolloutClient(server.url) as client:
+        version = adapter_of(client)["version"]
+        asyncio.run(by_the_async_client(server.url, contents[2]))
+        assert adapter_of(client) == label(contents[2], version + 1)
 
 
 def test_an_error_in_the_block_or_of_the_server_leaves_the_version(server: Live, contents: list[Content]) -> None:
