@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from rollout.adapters.peft_folder import read_adapter
 from rollout.core.args.checks import MAX_LORA_RANK
 from rollout.core.args.server_args import ServerArgs
@@ -19,7 +17,7 @@ DEFAULT_LORA_RANK = 16
 """The rank of a server that starts without adapters, as in vLLM."""
 
 
-def load_adapters(args: ServerArgs, model: DecoderForCausalLM, device: torch.device) -> AdapterTable:
+def load_adapters(args: ServerArgs, model: DecoderForCausalLM) -> AdapterTable:
     """Return the table of adapters, with the adapters that the settings name.
 
     Raises `StartupError` in one line, with the name of the adapter that cannot be served; on every rank where ranks
@@ -27,8 +25,6 @@ def load_adapters(args: ServerArgs, model: DecoderForCausalLM, device: torch.dev
     """
     if not args.enable_lora:
         return AdapterTable(model)
-    if device.type != "cpu":
-        raise StartupError(f"--enable-lora serves adapters on a CPU, and the model is on {device.type}")
     found, name = {}, ""
     try:
         for name, folder in args.adapter_folders.items():

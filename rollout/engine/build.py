@@ -123,7 +123,7 @@ def build_scheduler(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, backend, weight_memory
     )
     model_bytes = _bytes_of(model)
-    state = ModelState(model, placement, args.weight_version, load_adapters(args, model, device))
+    state = ModelState(model, placement, args.weight_version, load_adapters(args, model))
     sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens, deterministic)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype, model.kv_layers)
     largest = partial(

@@ -110,12 +110,13 @@ def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
     The intermediate results of the largest step, with several copies of its logits in float32, are held once for all
     sizes.  So are its sampling masks, with log-probabilities.  A rank's experts may get the tokens of all attention-DP
     ranks.  The driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.  Steps in pieces hold the
-    same once more, for tokens without logits.
+    same once more, for tokens without logits.  A server of adapters records forwards with them and without.
     """
     if args.disable_cuda_graph or graph_pools(torch.device(args.device)) is None:
         return 0
     config, sizes, token_counts = model.config, _sizes(args), _token_counts(args, model)
-    kernels = (25 * len(config.layers) + 50) * (len(sizes) + len(token_counts))
+    forms = 2 if args.enable_lora else 1
+    kernels = (25 * len(config.layers) + 50) * (len(sizes) + len(token_counts)) * forms
     groups, most = model.parallel.layout.attn_dp_size, max(token_counts, default=0)
     masks = 2 * min(args.sampling_mask_max_tokens, config.vocab_size)
     requests = 4 * sizes[-1] * (4 * config.vocab_size + 64 * config.hidden_size * groups + masks)

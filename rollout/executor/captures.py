@@ -44,6 +44,18 @@ class GraphPool(Protocol):
         """
 
 
+def adapted_forms(state: ModelState) -> tuple[bool, ...]:
+    """Return the forms that a step is captured in: without adapters, and with slots for them also with adapters.
+
+    A recording with adapters reads each token's slot.  It holds for all adapters that come and go.  Groups of attention
+    DP run the second form in every step, as the step of one group may have adapters and that of another none: ranks
+    capture and replay the same.
+    """
+    if state.adapters.max_rank is None:
+        return (False,)
+    return (True,) if state.model.parallel.attn_dp.size > 1 else (False, True)
+
+
 class Conditions:
     """The conditions that recordings hold for: addresses, forms of the expert tables, and whether routes are wanted."""
 

@@ -58,12 +58,14 @@ class GraphBuffers:
             "rows": pool.padding_row,
             "seq_lens": 1,
             "state_rows": -1,
+            "adapters": -1,
         }
         self._padding = torch.tensor(list(padding.values()), dtype=torch.int64, device=device)[:, None]
         self._inputs = self._padding.repeat(1, most)  # [inputs, B]
         inputs = self._inputs.unbind()
         self._input_ids, self._positions, self._slots, self._window_slots, self._rows, self._lens = inputs[:6]
-        self._state_rows = inputs[6]
+        self._state_rows, self._adapters = inputs[6:]
+        self._have_adapters = False  # the step's rows in the buffers
         self._has_states = has_states
         self._snapshots = torch.full((most, 3), -1, dtype=torch.int64, device=device)
         self._ones = torch.ones(most, dtype=torch.int64, device=device)
@@ -79,8 +81,11 @@ class GraphBuffers:
             tokens=PlainTokens.empty(most, mask_width, device),
         )
 
-    def batch(self, size: int) -> ForwardBatch:
-        """Return the step of the first `size` rows, as views of the buffers that `fill` writes."""
+    def batch(self, size: int, is_adapted: bool = False) -> ForwardBatch:
+        """Return the step of the first `size` rows, as views of the buffers that `fill` writes.
+
+        `is_adapted`: it has the adapter of each row, or none.
+        """
         window = None
         if self._window_table is not None:
             window = WindowOperands(self._window_slots[:size], self._window_table)
@@ -100,6 +105,7 @@ class GraphBuffers:
             logits_rows=torch.arange(size, device=self._rows.device),
             window=window,
             states=states,
+            adapters=self._adapters[:size] if is_adapted else None,
         )
 
     def plain_rows(self, size: int) -> tuple[PlainRows, torch.Tensor]:
@@ -119,6 +125,12 @@ class GraphBuffers:
             held.append(self._state_rows)  # a request's state lies in its row
             given.append(rows.req_pool_indices)
             self._fill_snapshots(batch.states.snapshots)
+        if batch.adapters is not None:
+            held.append(self._adapters)
+            given.append(batch.adapters)
+        elif self._have_adapters:
+            self._adapters[:count] = -1
+        self._have_adapters = batch.adapters is not None
         if count:
             torch._foreach_copy_([buffer[:count] for buffer in held], given)  # one launch
         self._on_host[0, :count].copy_(batch.decode.req_pool_indices_host)

@@ -7,9 +7,9 @@
 A replay reads the buffers and the attention's workspaces as the plan of its step left them.  Without a plan it would
 read indices of another step, or freed ones.  So each replay takes the `StepPlan` of its step, which allows it once.
 
-Each size has two recordings.  One is the forward, which writes the routers' choices into a buffer.  The other is output
-head and sampling, with log-probabilities and masks.  A step with rows that are not plain (`PlainRows`) replays only the
-first.
+Each size has two recordings.  One is the forward, which writes the routers' choices into a buffer; a server of adapters
+has a second one, for steps with adapters.  The other is output head and sampling, with log-probabilities and masks.  A
+step with rows that are not plain (`PlainRows`) replays only the first.
 
 The ranks of an engine exchange tensors within a recording, of sizes that padding fixes.  They replay together: each
 takes the size for the rank with the most tokens, also if it has none itself, and plays padding.
@@ -30,7 +30,7 @@ from rollout.attention.base import AttentionBackend
 from rollout.core.errors import FatalError
 from rollout.core.forward_batch import ForwardBatch, StepKind
 from rollout.core.sampling_params import SamplingParams
-from rollout.executor.captures import Conditions, GraphPool, Replay, forward_into
+from rollout.executor.captures import Conditions, GraphPool, Replay, adapted_forms, forward_into
 from rollout.executor.graph_buffers import GraphBuffers
 from rollout.layers.context import States
 from rollout.memory.state_pool import StatePool
@@ -42,12 +42,13 @@ from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 class StepPlan:
     """A step of `count` requests that can be played now, padded to `size`.  Only `GraphRunner` makes it.
 
-    It allows each part of the step once, in order, until the next step is planned.
+    It allows each part of the step once, in order, until the next step is planned.  `is_adapted`: with adapters.
     """
 
-    def __init__(self, size: int, count: int) -> None:
+    def __init__(self, size: int, count: int, is_adapted: bool) -> None:
         self.size = size
         self.count = count
+        self.is_adapted = is_adapted
         self.played: list[str] = []
 
 
@@ -56,12 +57,11 @@ PlannedReplay = Callable[[StepPlan], None]
 
 @dataclass(frozen=True)
 class _Captured:
-    """Steps of one size.  `sample` None: this sampling cannot be captured."""
+    """The forward of steps of one size and form."""
 
     batch: ForwardBatch
     attention: AttentionBackend
     forward: PlannedReplay
-    sample: PlannedReplay | None
 
 
 class GraphRunner:
@@ -87,7 +87,9 @@ class GraphRunner:
         self._new_pool = new_pool
         self._state_pool = state_pool  # None: the model has no recurrent layers
         self._pool = new_pool()
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, bool], _Captured] = {}  # by size and form
+        self._sampling: dict[int, PlannedReplay] = {}  # the same for all forms of a size
+        self._forms = adapted_forms(state)
         self._conditions = Conditions(state)
         self._plan: StepPlan | None = None  # of the step whose inputs are in the buffers
         self._plain_of: SamplingBatchInfo | None = None  # its rows are in the buffers
@@ -97,7 +99,8 @@ class GraphRunner:
         """Capture every size.  The largest is first, as the others share its memory.  `with_routes`: see `forward`."""
         self._renew(with_routes)
         for size in reversed(self.sizes):
-            self._capture(size, with_routes)
+            for is_adapted in self._forms:
+                self._capture(size, is_adapted, with_routes)
 
     def forward(self, batch: ForwardBatch, with_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Replay the step and return copies of its hidden states [n, D] and, `with_routes`, its logical ids [n, L, K].
@@ -108,7 +111,7 @@ class GraphRunner:
         plan = self.plan(batch, with_routes)
         if plan is None:
             return None
-        self._captured[plan.size].forward(plan)
+        self._captured[plan.size, plan.is_adapted].forward(plan)
         outputs = self._buffers.outputs
         return _owned(outputs.hidden, plan.count), _owned(outputs.routes, plan.count) if with_routes else None
 
@@ -120,7 +123,7 @@ class GraphRunner:
         plan = self._plan
         if plan is None:
             return None
-        play = self._captured[plan.size].sample
+        play = self._sampling.get(plan.size)
         if play is None or not self._takes(info):
             return None
         self._buffers.fill_positions(positions_N)
@@ -137,9 +140,10 @@ class GraphRunner:
         if size is None:
             return None
         self._renew(with_routes)
-        step = self._captured.get(size) or self._capture(size, with_routes)
+        is_adapted = batch.adapters is not None or self._forms[0]
+        step = self._captured.get((size, is_adapted)) or self._capture(size, is_adapted, with_routes)
         self._buffers.fill(batch)
-        return self._planned(step, size, batch.num_tokens)
+        return self._planned(step, StepPlan(size, batch.num_tokens, is_adapted))
 
     def _size_for(self, batch: ForwardBatch) -> int | None:
         """Return the size that the step is padded to, or None if it is not replayed; the same on all ranks.
@@ -158,13 +162,13 @@ class GraphRunner:
     def plan_padding(self, size: int) -> StepPlan:
         """Plan a step of a captured `size` without any request: all of its rows are padding."""
         self._buffers.clear()
-        return self._planned(self._captured[size], size, 0)
+        return self._planned(self._captured[size, self._forms[0]], StepPlan(size, 0, self._forms[0]))
 
-    def _planned(self, step: _Captured, size: int, count: int) -> StepPlan:
+    def _planned(self, step: _Captured, plan: StepPlan) -> StepPlan:
         step.attention.plan(step.batch)
         self._state.model.plan_replay(step.batch)
-        self._plan = StepPlan(size, count)
-        return self._plan
+        self._plan = plan
+        return plan
 
     def _guarded(self, replay: Replay, size: int, part: str, after: list[str]) -> PlannedReplay:
         """Return `replay` behind a check of its plan.
@@ -195,14 +199,15 @@ class GraphRunner:
         """Drop the recordings if they no longer hold."""
         if self._conditions.have_changed(with_routes):
             self._captured.clear()
+            self._sampling.clear()
             self._pool = self._new_pool()
 
-    def _capture(self, size: int, with_routes: bool) -> _Captured:
+    def _capture(self, size: int, is_adapted: bool, with_routes: bool) -> _Captured:
         attention = self._attention.for_graph(size)
         assert attention is not None, "build asks before it makes a GraphRunner"
         buffers, outputs, model = self._buffers, self._buffers.outputs, self._state.model
         buffers.clear()
-        batch = buffers.batch(size)
+        batch = buffers.batch(size, is_adapted)
         if model.parallel.attn_dp.size > 1:
             batch.global_num_tokens = [size] * model.parallel.attn_dp.size
         attention.plan(batch)
@@ -218,8 +223,9 @@ class GraphRunner:
             self._sampler.sample_plain(logits, rows, positions, outputs.tokens.first(size))
 
         play_forward = self._guarded(self._pool.capture(forward), size, "forward", [])
-        play_sample = self._guarded(self._pool.capture(sample), size, "sample", ["forward"]) if self._samples else None
-        step = self._captured[size] = _Captured(batch, attention, play_forward, play_sample)
+        if self._samples and size not in self._sampling:
+            self._sampling[size] = self._guarded(self._pool.capture(sample), size, "sample", ["forward"])
+        step = self._captured[size, is_adapted] = _Captured(batch, attention, play_forward)
         return step
 
 

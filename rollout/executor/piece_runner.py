@@ -27,7 +27,7 @@ import torch
 from capture.capturer import RoutedExpertsCapturer
 from rollout.attention.base import AttentionBackend
 from rollout.core.forward_batch import ForwardBatch, StepKind
-from rollout.executor.captures import Between, Conditions, GraphPool, Replay, forward_into
+from rollout.executor.captures import Between, Conditions, GraphPool, Replay, adapted_forms, forward_into
 from rollout.executor.token_buffers import TokenBuffers
 from rollout.memory.kv_pool import KVPool
 from rollout.model.model_state import ModelState
@@ -60,14 +60,16 @@ class PieceRunner:
         self.sizes = list(sizes)
         self._new_pool = new_pool
         self._pool = new_pool()
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[tuple[int, bool], _Captured] = {}  # by size and form
+        self._forms = adapted_forms(state)
         self._conditions = Conditions(state)
 
     def capture_all(self, with_routes: bool) -> None:
         """Capture every size.  The largest is first, as the others share its memory.  `with_routes`: see `forward`."""
         self._renew(with_routes)
         for size in reversed(self.sizes):
-            self._capture(size, with_routes)
+            for is_adapted in self._forms:
+                self._capture(size, is_adapted, with_routes)
 
     def forward(self, batch: ForwardBatch, with_routes: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Replay the step and return copies of its hidden states [T, D] and, `with_routes`, its logical ids [T, M, K].
@@ -79,7 +81,8 @@ class PieceRunner:
         if size is None:
             return None
         self._renew(with_routes)
-        step = self._captured.get(size) or self._capture(size, with_routes)
+        is_adapted = batch.adapters is not None or self._forms[0]
+        step = self._captured.get((size, is_adapted)) or self._capture(size, is_adapted, with_routes)
         count = batch.num_tokens
         self._buffers.fill(batch)
         self._attention.plan(batch)
@@ -105,10 +108,10 @@ class PieceRunner:
             self._captured.clear()
             self._pool = self._new_pool()
 
-    def _capture(self, size: int, with_routes: bool) -> _Captured:
+    def _capture(self, size: int, is_adapted: bool, with_routes: bool) -> _Captured:
         buffers, num_groups = self._buffers, self._state.model.parallel.attn_dp.size
         buffers.clear()
-        batch = buffers.batch(size)
+        batch = buffers.batch(size, is_adapted)
         if num_groups > 1:
             batch.global_num_tokens = [size] * num_groups
         hidden, routes = buffers.hidden[:size], buffers.routes[:size] if with_routes else None
@@ -117,7 +120,7 @@ class PieceRunner:
             attention = _CutAttention(self._attention, buffers, between)
             forward_into(self._state, self._capturer, batch, attention, hidden, routes)
 
-        step = self._captured[size] = _Captured(batch, self._pool.capture_in_pieces(forward))
+        step = self._captured[size, is_adapted] = _Captured(batch, self._pool.capture_in_pieces(forward))
         return step
 
 

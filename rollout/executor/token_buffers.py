@@ -30,10 +30,11 @@ class TokenBuffers:
         routes_like: torch.Tensor,
     ) -> None:
         device = hidden_like.device
-        padding = [0, 0, kv_pool.padding_slot, kv_pool.window_padding_slot]
+        padding = [0, 0, kv_pool.padding_slot, kv_pool.window_padding_slot, -1]
         self._padding = torch.tensor(padding, dtype=torch.int64, device=device)[:, None]
         self._inputs = self._padding.repeat(1, most)  # [inputs, B]
-        self._input_ids, self._positions, self._slots, self._window_slots = self._inputs.unbind()
+        self._input_ids, self._positions, self._slots, self._window_slots, self._adapters = self._inputs.unbind()
+        self._have_adapters = False  # the step's tokens in the buffers
         self._table, self._window_table = pool.table, window_table
         self._most, self._device, self._dtype = most, device, hidden_like.dtype
         self._queries: dict[tuple[int, ...], torch.Tensor] = {}
@@ -42,10 +43,11 @@ class TokenBuffers:
         self.hidden = torch.zeros((most, *hidden_like.shape), dtype=hidden_like.dtype, device=device)
         self.routes = torch.zeros((most, *routes_like.shape), dtype=routes_like.dtype, device=device)
 
-    def batch(self, size: int) -> ForwardBatch:
+    def batch(self, size: int, is_adapted: bool = False) -> ForwardBatch:
         """Return the step of the first `size` tokens, as views of the buffers that `fill` writes.
 
-        It names no sequence: attention is planned with the step itself.
+        It names no sequence: attention is planned with the step itself.  `is_adapted`: it has the adapter of each
+        token, or none.
         """
         window = None
         if self._window_table is not None:
@@ -63,6 +65,7 @@ class TokenBuffers:
             decode=DecodeRows(on_device, on_device, nothing, nothing),
             logits_rows=on_device,
             window=window,
+            adapters=self._adapters[:size] if is_adapted else None,
         )
 
     def fill(self, batch: ForwardBatch) -> None:
@@ -73,6 +76,12 @@ class TokenBuffers:
         if batch.window is not None:
             held.append(self._window_slots)
             given.append(batch.window.slots)
+        if batch.adapters is not None:
+            held.append(self._adapters)
+            given.append(batch.adapters)
+        elif self._have_adapters:
+            self._adapters[:count] = -1
+        self._have_adapters = batch.adapters is not None
         if count:
             torch._foreach_copy_([rows[:count] for rows in held], given)
         self._pad(count)

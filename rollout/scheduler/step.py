@@ -191,17 +191,23 @@ class StepRunner:
         """Return the adapter slot of each token of the step [T]; None if no request of it has an adapter."""
         decodes = plan.decodes
         if self._decode_adapters[0] != decodes.generation:
-            rows = slots_of_tokens([(req.adapter_slot, 1) for req in decodes.reqs])
+            rows = self._on_device(slots_of_tokens([(req.adapter_slot, 1) for req in decodes.reqs]))
             self._decode_adapters = (decodes.generation, rows)
         of_decodes = self._decode_adapters[1]
         if not plan.extends:
             return of_decodes
-        of_extends = slots_of_tokens([(item.req.adapter_slot, item.count) for item in plan.extends])
+        of_extends = self._on_device(slots_of_tokens([(item.req.adapter_slot, item.count) for item in plan.extends]))
         if of_decodes is None and of_extends is None:
             return None
+        device = self._cache.pool.device
         if of_extends is None:
-            of_extends = torch.full((sum(item.count for item in plan.extends),), -1)
-        return torch.cat([of_extends, torch.full((len(decodes),), -1) if of_decodes is None else of_decodes])
+            of_extends = torch.full((sum(item.count for item in plan.extends),), -1, device=device)
+        if of_decodes is None:
+            of_decodes = torch.full((len(decodes),), -1, device=device)
+        return torch.cat([of_extends, of_decodes])
+
+    def _on_device(self, slots_T: torch.Tensor | None) -> torch.Tensor | None:
+        return None if slots_T is None else to_device(slots_T, self._cache.pool.device)
 
     def _sample_first(self, completed: Sequence[Req], logits_NV: torch.Tensor, sampled: list[Sampled]) -> torch.Tensor:
         """Sample a token for each request whose prompt is complete, from the first rows.  Returns the other rows."""

@@ -150,7 +150,7 @@ def test_a_refresh_needs_no_new_recording(folders: list[Path], device: torch.dev
     assert refresh(harness, logical_tensors(folders[1]), "v2").success
     harness.control(FlushCacheReqInput)
     new = said(harness, 5)
-    assert {size: id(step) for size, step in graphs._captured.items()} == {n: id(step) for n, step in before.items()}
+    assert {each: id(step) for each, step in graphs._captured.items()} == {n: id(step) for n, step in before.items()}
     assert new != old and new == said(fresh, 5)
 
 
@@ -160,12 +160,12 @@ def test_a_replay_allocates_nothing(folders: list[Path], device: torch.device, f
     graphs = graphs_of(harness)
     said(harness, 4)
     torch.cuda.synchronize()
-    for size, step in graphs._captured.items():
+    for (size, _), step in graphs._captured.items():
         plan = graphs.plan_padding(size)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         step.forward(plan)
-        if step.sample is not None:
-            step.sample(plan)
+        if size in graphs._sampling:
+            graphs._sampling[size](plan)
         torch.cuda.synchronize()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, f"size {size}"
     reserved = torch.cuda.memory_reserved()
@@ -202,7 +202,7 @@ def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], device: torch.dev
     harness = engine(folders[0], device)
     graphs = graphs_of(harness)
     said(harness, 2)
-    (first, small), (second, large) = list(graphs._captured.items())[:2]
+    ((first, _), small), ((second, _), large) = list(graphs._captured.items())[:2]
     plan = graphs.plan_padding(first)
     small.forward(plan)
     for again in (small.forward, large.forward):

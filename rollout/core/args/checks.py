@@ -129,7 +129,6 @@ def _check_adapters(args: ServerArgs) -> None:
     if not args.enable_lora:
         return
     _require(args.max_loras_per_batch > 0, f"--max-loras-per-batch must be at least 1, got {args.max_loras_per_batch}")
-    _require(args.device in ("cpu", "auto"), f"--enable-lora serves adapters on a CPU, got --device {args.device}")
     names = list(args.adapter_folders)
     for fault in map(fault_of_name, names):
         _require(fault is None, f"--lora-paths: {fault}")

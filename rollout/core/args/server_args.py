@@ -165,7 +165,7 @@ class ServerArgs:
         None, "JSON: publish changes of the prefix cache over ZMQ for routers, in the format of SGLang and vLLM"
     )
 
-    enable_lora: bool = _arg(False, "serve LoRA adapters of the model, on a CPU")
+    enable_lora: bool = _arg(False, "serve LoRA adapters of the model")
     lora_paths: str | None = _arg(
         None, "adapters to load at start: NAME=FOLDER of PEFT, several with commas or spaces between them"
     )

@@ -30,7 +30,7 @@ def test_ranks_that_read_other_contents_do_not_start(tmp_path: Path, monkeypatch
         return [list(mine), [mine[0] ^ (len(mine) > 1), *mine[1:]]]  # each votes that it can, and has its own content
 
     monkeypatch.setattr(Communicator, "gather_ints", alike)
-    assert [label.name for label in load_adapters(args, model, torch.device("cpu")).labels] == ["a"]
+    assert [label.name for label in load_adapters(args, model).labels] == ["a"]
     monkeypatch.setattr(Communicator, "gather_ints", apart)
     with pytest.raises(StartupError, match=r"--lora-paths a=.*: the ranks read other contents"):
-        load_adapters(args, model, torch.device("cpu"))
+        load_adapters(args, model)

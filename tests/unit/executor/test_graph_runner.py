@@ -298,10 +298,10 @@ def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], graphs: pytest.Mo
     harness = Harness(folders[0], **SMALL)
     expected = play(harness)
     runner = runner_of(harness)
-    steps, replays = runner._captured, StandInGraphPool.num_replays
+    steps = {size: step for (size, _), step in runner._captured.items()}
+    samples, replays = runner._sampling, StandInGraphPool.num_replays
     plan = runner.plan_padding(2)
-    for wrong in (steps[4].forward, steps[2].sample):
-        assert wrong is not None
+    for wrong in (steps[4].forward, samples[2]):
         with pytest.raises(
             FatalError, match=r"of a captured step of \d requests was replayed without a plan of its own"
         ):
@@ -314,10 +314,9 @@ def test_a_replay_takes_a_plan_of_its_own(folders: list[Path], graphs: pytest.Mo
     with pytest.raises(FatalError, match="forward of a captured step of 2"):
         steps[2].forward(stale)
     steps[4].forward(newest)
-    assert steps[4].sample is not None
-    steps[4].sample(newest)
+    samples[4](newest)
     with pytest.raises(FatalError, match="sample of a captured step of 4"):
-        steps[4].sample(newest)
+        samples[4](newest)
     assert StandInGraphPool.num_replays == replays + 3
     assert play(harness, "again") == [
         (*one[:4], *two[4:]) for one, two in zip(expected, play(harness, "more"), strict=True)
