@@ -52,8 +52,8 @@ class LoraSlots:
         self._ops, self._modules = build.ops, modules
         self._columns = [0, *accumulate(module.outputs.length for module in modules)]
         depth = modules[0].inputs.length
-        self._a = build.empty(sizes.slots, len(modules), depth, sizes.rank).zero_()
-        self._b = build.empty(sizes.slots, sizes.rank, self._columns[-1]).zero_()
+        self.a = build.empty(sizes.slots, len(modules), depth, sizes.rank).zero_()
+        self.b = build.empty(sizes.slots, sizes.rank, self._columns[-1]).zero_()
         self._ranks = torch.zeros(sizes.slots, len(modules), dtype=torch.int64, device=build.device)
 
     def clear(self, slot: int) -> None:
@@ -66,13 +66,21 @@ class LoraSlots:
         rows = _share(b_OR, 0, module.outputs)
         if module.order is not None:
             rows = rows.index_select(0, module.order)
-        self._a[slot, part, :, :rank] = _share(a_RD, 1, module.inputs).t()
-        self._b[slot, :rank, self._columns[part] : self._columns[part + 1]] = rows.t()
+        self.place_a(self.a, slot, part, rank).copy_(_share(a_RD, 1, module.inputs).t())
+        self.place_b(self.b, slot, part, rank).copy_(rows.t())
         self._ranks[slot, part] = rank
+
+    def place_a(self, a: torch.Tensor, slot: int, part: int, rank: int) -> torch.Tensor:
+        """Return the place [D, R] of an adapter's matrix in `a`, which has the shape of these slots'."""
+        return a[slot, part, :, :rank]
+
+    def place_b(self, b: torch.Tensor, slot: int, part: int, rank: int) -> torch.Tensor:
+        """Return the place [R, O] of an adapter's matrix in `b`, which has the shape of these slots'."""
+        return b[slot, :rank, self._columns[part] : self._columns[part + 1]]
 
     def add(self, out_TO: torch.Tensor, hidden_TD: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
         """Return `out` plus the product of each token with the adapter in its slot; -1: without one."""
-        return self._ops.add_lora(out_TO, hidden_TD, slots_T, self._a, self._b, self._ranks, self._columns)
+        return self._ops.add_lora(out_TO, hidden_TD, slots_T, self.a, self.b, self._ranks, self._columns)
 
 
 def _share(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:

@@ -14,6 +14,7 @@ from rollout.core.specs.model_config import ModelConfig
 from rollout.families.registry import FAMILIES, model_config_from_dict
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.gpu.register import load_gpu_kernels
+from rollout.numerics.adapters import active_adapter, base_tensors, greatest_rank
 from rollout.numerics.engine import TrainedEngine
 from weight_sync.errors import WeightSyncError
 
@@ -58,11 +59,13 @@ def checked_engine(model: nn.Module, dtype: torch.dtype, device: torch.device, a
         raise UnsupportedFeature(f"engine numerics support bfloat16 and float32, got {dtype}")
     config = _config_of(model)
     _refuse_modules(model)
-    tensors = trained_tensors(model, device)
+    tensors, adapter = base_tensors(model, trained_tensors(model, device)), active_adapter(model)
     kernels = kernels_for(device)
     try:
-        engine = TrainedEngine(config, tensors, dtype, device, kernels.available, _padding_id(model))
-        engine.load(tensors)
+        engine = TrainedEngine(
+            config, tensors, dtype, device, kernels.available, _padding_id(model), greatest_rank(model)
+        )
+        engine.load(tensors, adapter)
     except (WeightSyncError, LockstepError) as error:
         raise UnsupportedFeature(f"{type(model).__name__} is not a model that the engine can serve: {error}") from None
     if not engine.batch_invariant and not allow_inexact:

@@ -15,15 +15,19 @@ import torch
 
 from eplb.expert_location import trivial_location
 from eplb.placement import ExpertPlacement
+from rollout.adapters.peft_folder import LoraWeights
 from rollout.attention.base import AttentionBackend
 from rollout.attention.registry import create_attention_backend
 from rollout.core.specs.model_config import ModelConfig
 from rollout.kernels.ops import Ops, plain_ops, select_ops
 from rollout.layers.context import ForwardContext, States
+from rollout.layers.lora import SlotSizes
 from rollout.layers.moe.router import TopKRouter
 from rollout.memory.kv_pool import KVPool
 from rollout.memory.state_pool import StatePool
+from rollout.model.adapter_places import AdapterPlaces
 from rollout.model.decoder import DecoderForCausalLM
+from rollout.numerics.adapters import TrainedAdapter
 from rollout.numerics.assembly import assemblies_of
 from rollout.numerics.attention import DifferentiableAttention
 from rollout.numerics.operators import Differentiable
@@ -53,6 +57,7 @@ class TrainedEngine:
         device: torch.device,
         kernels_available: bool,
         padding_id: int | None,
+        max_rank: int = 0,
     ) -> None:
         self.config = config
         self._dtype, self._device, self._kernels_available = dtype, device, kernels_available
@@ -61,9 +66,12 @@ class TrainedEngine:
         self._choice: RouteChoice | None = None
         self._operators.choose = self._choose
         self._model = self._build(self._operators.ops, device)
+        self._adapter = None
+        if max_rank:
+            self._adapter = TrainedAdapter(AdapterPlaces(self._model, SlotSizes(1, max_rank)))
         template = self._build(plain_ops(), torch.device("meta"))
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self._operators.assemblies = assemblies_of(self._model, template, shapes)
+        self._assemblies = assemblies_of(self._model, template, shapes)
         routers = (layer for _, layer in self._model.named_layers() if isinstance(layer, TopKRouter))
         self._moe_layer_of = {id(router.weight): router.moe_layer for router in routers}
 
@@ -72,16 +80,20 @@ class TrainedEngine:
         """True if layers and attention give a token the same bits in every batch."""
         return self._operators.ops.batch_invariant and self._attention(1).batch_invariant
 
-    def load(self, tensors: Named) -> None:
-        """Take the weights as they are now, rounded to the engine's dtype as a refresh rounds them.
+    def load(self, tensors: Named, adapter: Mapping[str, LoraWeights]) -> None:
+        """Take the weights and the adapter as they are now, rounded to the engine's dtype as a refresh rounds them.
 
-        Raises `CoverageError` if one is missing.
+        Raises `CoverageError` if a weight is missing, `AdapterError` for an adapter that the engine cannot serve.
         """
         weights = self._model.weights
         ledger = WeightLedger(weights.metas())
         load_weights(weights, tensors.items(), DirectSink(weights), ledger, cast=True)
         ledger.settle()
-        self._operators.named = tensors
+        self._operators.named, self._operators.assemblies = tensors, self._assemblies
+        if self._adapter is not None:
+            self._adapter.load(adapter)
+            self._operators.named = {**tensors, **self._adapter.named}
+            self._operators.assemblies = self._assemblies | self._adapter.assemblies
 
     def forward(self, sequences: Sequences, choice: RouteChoice | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the final-normed hidden states [T, D] in float32, and the routes [T, L, K] of a model with experts."""
@@ -89,6 +101,8 @@ class TrainedEngine:
         attention = DifferentiableAttention(self._attention(count), model.kv_layers, self._operators)
         states = None
         batch = sequences.step(has_states=any(model.state_layers))
+        if self._adapter is not None and self._adapter.is_active:
+            batch.adapters = torch.zeros(count, dtype=torch.int64, device=self._device)
         if batch.states is not None:
             pool = StatePool(len(sequences.lengths), model.state_layers, self._dtype, self._device)
             states = States(pool, batch.states)

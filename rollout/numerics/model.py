@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from capture.replay import find_routers
 from capture.routers import weights_of
 from rollout.core.errors import Conflict, UnsupportedFeature
+from rollout.numerics.adapters import active_adapter, base_tensors, without_peft
 from rollout.numerics.checks import check_call, checked_engine, device_of, trained_tensors
 from rollout.numerics.engine import RouteChoice
 from rollout.numerics.sequences import Sequences
@@ -79,8 +80,8 @@ class EngineNumerics:
         config = self._engine.config
         sequences = Sequences.of(input_ids, attention_mask, position_ids)
         sequences.check(config.vocab_size, config.max_position_embeddings)
-        tensors = trained_tensors(self._model, self._device)
-        self._engine.load(tensors)
+        tensors = base_tensors(self._model, trained_tensors(self._model, self._device))
+        self._engine.load(tensors, active_adapter(self._model))
         hidden_TD, routes_TLK = self._engine.forward(sequences, self._route_choice(sequences))
         if routes_TLK is not None:
             self.routes = sequences.spread(routes_TLK, -1).unflatten(0, tuple(input_ids.shape))
@@ -130,13 +131,15 @@ def use_engine_numerics(
     With `engine_logprobs`, log-probabilities and routes equal the ones of an engine of this `dtype` (bfloat16 or
     float32) with the same weights, bit for bit, on the same machine.  Parameters stay the model's own, in bfloat16 or
     float32, which a forward rounds as a refresh does; gradients are computed in float32, straight through that
-    rounding.  The model's `forward` takes whole sequences, padded or packed, and gives logits in the wider of both
-    dtypes.  The result of this call has the routes, which follow `capture.replay.force_routes` within its context.
+    rounding.  A `PeftModel` computes with its active LoRA adapter.  The model's `forward` takes whole sequences, padded
+    or packed, and gives logits in the wider of both dtypes.  The result of this call has the routes, which follow
+    `capture.replay.force_routes` within its context.
 
     `allow_inexact`: accept plain torch as the engine's operators, whose bits depend on the batch.  `config_digest`: the
     digest in the engine's `/model_info`, which the model's own configuration must have.  Raises `UnsupportedFeature`,
     and `Conflict` if it is in use already; the model is unchanged then.
     """
+    model = without_peft(model)
     if getattr(model, _IN_USE, False):
         raise Conflict("the model is under engine numerics already; remove() them first")
     return EngineNumerics(model, dtype, allow_inexact, config_digest)

@@ -1,0 +1,204 @@
+"""A PEFT model under engine numerics: the bits of an engine with its adapter, and the gradients of the model.
+
+Real schedulers sample, with the adapter and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from capture.replay import force_routes, record_routes
+from rollout.core.errors import Conflict, UnsupportedFeature
+from rollout.numerics import EngineNumerics, adapters, use_engine_numerics
+from rollout.numerics.adapters import SlotAssembly
+from tests.adapters import ATTENTION, DENSE, save_adapter
+from tests.family_zoo import family_checkpoint
+from tests.invariance import Ask
+from tests.kernels import native_ops
+from tests.numerics import Batch, disagreements, gradient_errors, gradients, trainer_model
+from tests.scheduler_harness import Harness
+
+SEED = 3
+LEAST_AGREEMENT = 2e-4  # a loss in float32 under both, so only the order of sums differs
+TARGETS = {
+    "qwen3_moe": ATTENTION,
+    "qwen3": ATTENTION + DENSE,
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "gpt_oss": ATTENTION,
+    "qwen3_next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+}
+GATE = ("qwen3_moe", "qwen3")
+EACH_FAMILY = [pytest.param(name, marks=() if name in GATE else pytest.mark.full) for name in TARGETS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operators() -> Iterator[None]:
+    native_ops()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Served:
+    """A family's checkpoint and an adapter of it, and the samples of an engine that serves both."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.name, self.folder = name, family_checkpoint(folder / "m", name, SEED, torch.bfloat16)
+        config = {"target_modules": list(TARGETS[name]), "r": 6, "lora_alpha": 9, "rank_pattern": {"o_proj": 3}}
+        self.adapter = save_adapter(folder / "a", name, SEED, **config)
+        self.with_adapter, self.without = (self._samples(each) for each in ("a", None))
+
+    def _samples(self, adapter: str | None, count: int = 6) -> tuple[list[Ask], list[Any]]:
+        settings = {"enable_lora": True, "lora_paths": f"a={self.adapter}", "max_lora_rank": 8}
+        is_moe = self.name != "qwen3"
+        harness = Harness(self.folder, dtype="bfloat16", enable_return_routed_experts=is_moe, **settings)
+        generator = torch.Generator().manual_seed(0)
+        asks = []
+        for number in range(count):
+            prompt = torch.randint(3, 300, (2 + 9 * number,), generator=generator).tolist()
+            asks.append(Ask(tuple(prompt), {"max_new_tokens": 8, "temperature": 1.0, "sampling_seed": number}))
+        rids = [harness.submit(list(ask.prompt), params=dict(ask.params), lora_name=adapter) for ask in asks]
+        harness.run()
+        facts = []
+        for result in (harness.results[rid] for rid in rids):
+            routes = result.routes if is_moe else None
+            logprobs = np.array(result.logprobs)
+            facts.append(SimpleNamespace(token_ids=result.token_ids, logprobs=logprobs, routes=routes))
+        return asks, facts
+
+    def model(self, dtype: torch.dtype = torch.bfloat16) -> Any:
+        """Return PEFT's model with the adapter, both in training mode; the adapter is in float32."""
+        model = peft.PeftModel.from_pretrained(
+            trainer_model(self.folder, dtype, self.name), self.adapter, is_trainable=True
+        )
+        return model.train()
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("adapted"), getattr(request, "param", "qwen3_moe"))
+
+
+@pytest.mark.parametrize("served", EACH_FAMILY, indirect=True, scope="module")
+class TestFamilies:
+    def test_log_probabilities_and_routes_are_the_engines(self, served: Served) -> None:
+        model = served.model()
+        with use_engine_numerics(model) as numerics:
+            assert numerics.batch_invariant
+            assert disagreements(model, numerics, *served.with_adapter) == []
+            assert disagreements(model, numerics, *served.without), "the adapter must count"
+            with model.disable_adapter():
+                assert disagreements(model, numerics, *served.without) == []
+            assert disagreements(model, numerics, *served.with_adapter) == []
+
+    def test_gradients_are_those_of_the_model(self, served: Served) -> None:
+        """They agree in float32, of the adapter alone: the model is frozen."""
+        model, batch = served.model(torch.float32), Batch.of(*served.with_adapter)
+        with use_engine_numerics(model, dtype=torch.float32) as numerics:
+            found = gradients(model, batch, by_engine=True)
+        wanted = gradients(model, batch, numerics.routes)
+        assert found.keys() == wanted.keys() and all(".lora_" in name for name in wanted)
+        assert max(gradient_errors(found, wanted).values()) < LEAST_AGREEMENT
+
+
+def test_the_adapter_is_read_at_every_forward(served: Served) -> None:
+    """After a step of an optimiser, and after another adapter became active."""
+    model = served.model()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with use_engine_numerics(model) as numerics:
+        model.set_adapter("other")  # its B is zero
+        assert disagreements(model, numerics, *served.without) == []
+        model.set_adapter("default")
+        assert disagreements(model, numerics, *served.with_adapter) == []
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+        gradients(model, Batch.of(*served.with_adapter), by_engine=True)
+        optimizer.step()
+        assert disagreements(model, numerics, *served.with_adapter), "the adapter is another"
+
+
+def test_routes_are_forced_on_a_model_of_peft(served: Served) -> None:
+    """Recorded and forced routes of the PEFT model are those of the model inside."""
+    model = served.model(torch.float32)
+    ids = Batch.of(*served.with_adapter).input_ids
+    with torch.no_grad():
+        with record_routes(model) as recorded:
+            model(input_ids=ids, use_cache=False)
+        other = recorded.ids().unflatten(0, ids.shape).flip(-1).roll(1, 0)
+        with force_routes(model, other), record_routes(model) as forced:
+            model(input_ids=ids, use_cache=False)
+    assert torch.equal(forced.ids(), other.flatten(0, 1))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(model: Any, message: str) -> None:
+    with pytest.raises(UnsupportedFeature, match=message):
+        use_engine_numerics(model)
+
+
+def test_what_the_engine_cannot_serve_is_refused(served: Served) -> None:
+    base = trainer_model(served.folder, torch.bfloat16)
+    refused(
+        peft.get_peft_model(base, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])), "'default' is IA3"
+    )
+    for settings, message in (
+        ({"target_modules": ["q_proj"], "use_dora": True}, "adapted by a variant"),
+        ({"target_modules": ["q_proj"], "lora_dropout": 0.1}, "dropout"),
+        ({"target_modules": ["embed_tokens"]}, "linear layers: model.embed_tokens is none"),
+    ):
+        base = trainer_model(served.folder, torch.bfloat16)
+        refused(peft.get_peft_model(base, peft.LoraConfig(r=2, **settings)), message)
+
+
+def test_merged_adapters_and_several_are_refused(served: Served) -> None:
+    model = served.model()
+    model.merge_adapter()
+    refused(model, "not merged")
+    model.unmerge_adapter()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    refused(model, "one active adapter, got default, other")
+
+
+def test_the_model_inside_is_in_use_too(served: Served) -> None:
+    model = served.model()
+    with use_engine_numerics(model), pytest.raises(Conflict):
+        use_engine_numerics(model.get_base_model())
+    with use_engine_numerics(model) as numerics:
+        assert isinstance(numerics, EngineNumerics)
+
+
+# --- mistakes are noticed ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mutant
+def test_a_scale_that_is_left_out_is_noticed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = served.model(), adapters.active_adapter
+    monkeypatch.setattr(
+        "rollout.numerics.model.active_adapter",
+        lambda model: {name: each._replace(scale=1.0) for name, each in read(model).items()},
+    )
+    with use_engine_numerics(model) as numerics:
+        assert disagreements(model, numerics, *served.with_adapter)
+
+
+@pytest.mark.mutant
+def test_gradients_of_another_place_are_noticed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = served.model(torch.float32), Batch.of(*served.with_adapter)
+    right = SlotAssembly.gradients
+    monkeypatch.setattr(
+        SlotAssembly, "gradients", lambda self, gradient, wanted: right(self, gradient.roll(1, -1), wanted)
+    )
+    with use_engine_numerics(model, dtype=torch.float32) as numerics:
+        found = gradients(model, batch, by_engine=True)
+    assert max(gradient_errors(found, gradients(model, batch, numerics.routes)).values()) > LEAST_AGREEMENT
