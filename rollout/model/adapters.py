@@ -109,11 +109,6 @@ class AdapterTable:
         """Return whether a request may name this adapter."""
         return name in self._newest
 
-    @property
-    def max_rank(self) -> int | None:
-        """The greatest rank of an adapter; None without slots."""
-        return self._sizes.rank or None
-
     def find(self, name: str) -> ServedAdapter:
         """Return the newest version of an adapter, or for NAME@3 that version.  Raises `NotFound`."""
         wanted, version = adapter_ref(name)

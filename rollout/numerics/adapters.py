@@ -47,7 +47,7 @@ def greatest_rank(model: nn.Module) -> int:
 
 
 def base_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model without those of adapters, by the names that they have without PEFT."""
+    """Leave out the tensors of adapters, and return the others by the names that they have without PEFT."""
     adapted, found = {path for path, _ in _adapted(model)}, {}
     for name, tensor in tensors.items():
         path, base, end = name.rpartition(_BASE)

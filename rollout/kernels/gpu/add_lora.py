@@ -25,9 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.gpu.launch_options import launch_options
+from rollout.kernels.gpu.predecessor import wait_for_predecessor
+
 _TILE_T, _TILE_D, _TILE_O = 16, 64, 64
-_MOST_RANKS = 64
-_LEAST_DEPTH, _MOST_SPLITS = 512, 4  # a split is long enough to be worth its sum
+_MAX_TILE_R = 64
+_LEAST_DEPTH, _MAX_SPLITS = 512, 4  # a split is long enough to be worth its sum
 _WARPS, _STAGES, _STAGES_B = 4, 3, 2
 
 
@@ -49,6 +52,7 @@ def shrink_kernel(
     TILE_R: tl.constexpr,
 ):
     """Write a tile of `sums` [N, T, P, R]; a token without an adapter gets zeros."""
+    wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
     part, first_rank = tl.program_id(1) % P, tl.program_id(1) // P * TILE_R
     first_feature = tl.program_id(2) * DEPTH
@@ -96,6 +100,7 @@ def expand_kernel(
     TILE_O: tl.constexpr,
 ):
     """Write a tile of `result` [T, O]: `out` and, for tokens with an adapter, their `sums` [N, T, P, R] times B."""
+    wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64) * TILE_T + tl.arange(0, TILE_T)
     part, first, end, passed = 0, 0, 0, 0
     for p in tl.static_range(P):
@@ -139,17 +144,17 @@ def add_lora(
     columns: Sequence[int],
 ) -> torch.Tensor:
     """Return out [T, O] plus (hidden [T, D] @ A) @ B of each token's adapter; see the operator."""
-    num_tokens, (num_slots, num_parts, depth, most_ranks) = out.shape[0], a.shape
+    num_tokens, (num_slots, num_parts, depth, max_rank) = out.shape[0], a.shape
     assert a.is_contiguous() and b.is_contiguous() and ranks.is_contiguous(), "slots are dense"
     result_TO = torch.empty_like(out, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return result_TO
-    split, tile_r, tiles = split_depth(depth), rank_tile(most_ranks), triton.cdiv(num_tokens, _TILE_T)
+    split, tile_r, tiles = split_depth(depth), rank_tile(max_rank), triton.cdiv(num_tokens, _TILE_T)
     num_splits = triton.cdiv(depth, split)
-    sums = torch.empty((num_splits, num_tokens, num_parts, most_ranks), dtype=torch.float32, device=out.device)
+    sums = torch.empty((num_splits, num_tokens, num_parts, max_rank), dtype=torch.float32, device=out.device)
     options = {"num_warps": _WARPS, "enable_fp_fusion": False}
-    shape = {"S": num_slots, "P": num_parts, "R": most_ranks, "TILE_T": _TILE_T, "TILE_R": tile_r}
-    shrink_kernel[(tiles, num_parts * triton.cdiv(most_ranks, tile_r), num_splits)](
+    shape = {"S": num_slots, "P": num_parts, "R": max_rank, "TILE_T": _TILE_T, "TILE_R": tile_r}
+    shrink_kernel[(tiles, num_parts * triton.cdiv(max_rank, tile_r), num_splits)](
         hidden.contiguous(),
         slots,
         a,
@@ -162,6 +167,7 @@ def add_lora(
         num_stages=_STAGES,
         **shape,
         **options,
+        **launch_options(out),
     )
     expand_kernel[(tiles, sum(triton.cdiv(end - first, _TILE_O) for first, end in pairwise(columns)))](
         out.contiguous(),
@@ -178,32 +184,33 @@ def add_lora(
         num_stages=_STAGES_B,
         **shape,
         **options,
+        **launch_options(out),
     )
     return result_TO
 
 
 def split_depth(depth: int) -> int:
     """Return how many of `depth` features a split has: at most four splits, of whole tiles."""
-    least = max(_LEAST_DEPTH, triton.cdiv(depth, _MOST_SPLITS))
+    least = max(_LEAST_DEPTH, triton.cdiv(depth, _MAX_SPLITS))
     return triton.cdiv(least, _TILE_D) * _TILE_D
 
 
-def rank_tile(most_ranks: int) -> int:
+def rank_tile(max_rank: int) -> int:
     """Return the ranks of a tile; a tensor core takes 16 at least."""
-    return min(max(triton.next_power_of_2(most_ranks), 16), _MOST_RANKS)
+    return min(max(triton.next_power_of_2(max_rank), 16), _MAX_TILE_R)
 
 
 def compile_cases() -> list[tuple[Any, ...]]:
     """Return both kernels for queries, keys and values of Qwen3-30B-A3B, with 8 slots of rank 16 and 32 of rank 256."""
     cases: list[tuple[Any, ...]] = []
     depth, columns = 2048, (0, 4096, 4608, 5120)
-    for dtype, num_slots, most_ranks in (("bf16", 8, 16), ("bf16", 32, 256), ("fp32", 8, 16)):
-        tile_r, split = rank_tile(most_ranks), split_depth(depth)
+    for dtype, num_slots, max_rank in (("bf16", 8, 16), ("bf16", 32, 256), ("fp32", 8, 16)):
+        tile_r, split = rank_tile(max_rank), split_depth(depth)
         common = {"slots": "*i64", "ranks": "*i64", "sums": "*fp32", "num_tokens": "i32"}
-        shape = {"S": num_slots, "P": 3, "R": most_ranks, "TILE_T": _TILE_T, "TILE_R": tile_r}
+        shape = {"S": num_slots, "P": 3, "R": max_rank, "TILE_T": _TILE_T, "TILE_R": tile_r}
         signature = dict.fromkeys(("hidden", "a"), f"*{dtype}") | common
         sizes: dict[str, object] = {"D": depth, "DEPTH": split, "TILE_D": _TILE_D} | shape
-        name = f"{dtype} S={num_slots} R={most_ranks}"
+        name = f"{dtype} S={num_slots} R={max_rank}"
         cases.append((f"LoRA, A {name}", shrink_kernel, signature, sizes, _WARPS, _STAGES))
         signature = dict.fromkeys(("out", "b", "result"), f"*{dtype}") | common
         sizes = {"COLUMNS": columns, "O": columns[-1], "N": triton.cdiv(depth, split), "TILE_O": _TILE_O} | shape

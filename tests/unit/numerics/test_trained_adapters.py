@@ -126,7 +126,7 @@ def test_the_adapter_is_read_at_every_forward(served: Served) -> None:
 
 
 def test_routes_are_forced_on_a_model_of_peft(served: Served) -> None:
-    """Recorded and forced routes of the PEFT model are those of the model inside."""
+    """The hooks find the routers inside of the PEFT model."""
     model = served.model(torch.float32)
     ids = Batch.of(*served.with_adapter).input_ids
     with torch.no_grad():
