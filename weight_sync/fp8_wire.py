@@ -22,7 +22,7 @@ class Fp8Wire:
     """The `PairKind` of FP8 blocks: a weight and its scales."""
 
     label = "FP8"
-    suffixes = ("", SCALE_SUFFIX)
+    suffixes: tuple[str, ...] = ("", SCALE_SUFFIX)
 
     def suffix_of(self, meta: TensorMeta) -> str | None:
         """Return the suffix of a part; None for another tensor."""

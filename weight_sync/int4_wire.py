@@ -30,7 +30,7 @@ class Int4Wire:
     """The `PairKind` of INT4: words, scales and the shape of a weight."""
 
     label = "INT4"
-    suffixes = (_PACKED, _SCALE, _SHAPE)
+    suffixes: tuple[str, ...] = (_PACKED, _SCALE, _SHAPE)
 
     def suffix_of(self, meta: TensorMeta) -> str | None:
         """Return the suffix of a part; None for another tensor."""

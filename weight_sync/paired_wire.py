@@ -141,8 +141,8 @@ def whole_metas(weights: LogicalWeights, metas: Sequence[TensorMeta]) -> list[Te
         if part is not None and (parts := gathered.add(part, meta, lambda kept: kept)) is not None:
             complete.append((part, parts))
     gathered.settle()
-    for part, parts in complete:
-        part.kind.check_parts(part.name, parts)
+    for last, all_parts in complete:
+        last.kind.check_parts(last.name, all_parts)
     return values
 
 
