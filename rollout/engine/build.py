@@ -164,10 +164,7 @@ def build_scheduler(
         model.dispatcher.order_of_sums(layout is not None and layout.num_redundant_experts > 0),
     )
     check_deterministic(args, static_state, model.parallel.tp)
-    state.adapters.connect(
-        users=lambda: [req.adapter for req in scheduler.queues.all()],
-        on_change=lambda cards: inbox.send(AdaptersChanged(cards=cards)),
-    )
+    state.adapters.connect(scheduler.queues.adapters, lambda cards: inbox.send(AdaptersChanged(cards=cards)))
     build_control(args, scheduler, model, layout, channel.wake, static_state, device, pages)
     capture_all(args, runner, scheduler.cache, sampler, ops)
     keep_freed_memory()

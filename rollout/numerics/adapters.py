@@ -156,9 +156,9 @@ class TrainedAdapter:
             assert slots is not None, "every layer of a place has slots"
             self.named |= {f"{name}.lora_A": a_RD, f"{name}.lora_B": b_OR.float() * scale}
             _, of_a, of_b = parts.setdefault(id(slots), (slots, [], []))
-            at = {"slot": 0, "part": module.part, "rank": a_RD.shape[0]}
-            of_a.append(_Part(f"{name}.lora_A", partial(slots.place_a, **at)))
-            of_b.append(_Part(f"{name}.lora_B", partial(slots.place_b, **at), module.order))
+            part, rank = module.part, a_RD.shape[0]
+            of_a.append(_Part(f"{name}.lora_A", partial(slots.place_a, slot=0, part=part, rank=rank)))
+            of_b.append(_Part(f"{name}.lora_B", partial(slots.place_b, slot=0, part=part, rank=rank), module.order))
         self.assemblies = {}
         for slots, of_a, of_b in parts.values():
             self.assemblies[id(slots.a)] = SlotAssembly(slots.a.shape, of_a)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollout.memory.cache_manager import CacheManager
+from rollout.model.adapters import ServedAdapter
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.req import Extend, Req
 from rollout.scheduler.waiting_queue import WaitingQueue
@@ -66,6 +67,10 @@ class RequestQueues:
 
     def all(self) -> list[Req]:
         return [*self.holding_kv(), *self.waiting]
+
+    def adapters(self) -> list[ServedAdapter | None]:
+        """Return the adapter that each unfinished request holds."""
+        return [req.adapter for req in self.all()]
 
     def holding_kv(self) -> list[Req]:
         return [*self.running, *([self.partial] if self.partial else []), *self.ending]

@@ -207,9 +207,9 @@ def compile_cases() -> list[tuple[Any, ...]]:
     for dtype, num_slots, max_rank in (("bf16", 8, 16), ("bf16", 32, 256), ("fp32", 8, 16)):
         tile_r, split = rank_tile(max_rank), split_depth(depth)
         common = {"slots": "*i64", "ranks": "*i64", "sums": "*fp32", "num_tokens": "i32"}
-        shape = {"S": num_slots, "P": 3, "R": max_rank, "TILE_T": _TILE_T, "TILE_R": tile_r}
+        shape: dict[str, object] = {"S": num_slots, "P": 3, "R": max_rank, "TILE_T": _TILE_T, "TILE_R": tile_r}
         signature = dict.fromkeys(("hidden", "a"), f"*{dtype}") | common
-        sizes: dict[str, object] = {"D": depth, "DEPTH": split, "TILE_D": _TILE_D} | shape
+        sizes = {"D": depth, "DEPTH": split, "TILE_D": _TILE_D} | shape
         name = f"{dtype} S={num_slots} R={max_rank}"
         cases.append((f"LoRA, A {name}", shrink_kernel, signature, sizes, _WARPS, _STAGES))
         signature = dict.fromkeys(("out", "b", "result"), f"*{dtype}") | common
