@@ -68,6 +68,7 @@ class AdapterControl:
     def _load(
         self, verb: LoadLoraAdapterReqInput | LoadLoraAdapterFromTensorsReqInput, read: Callable[[], Adapter]
     ) -> Job:
+        self._table.require_name(verb.lora_name)
         if not verb.load_inplace and self._table.serves(verb.lora_name):
             raise AdapterError(f"the adapter {verb.lora_name!r} is served; load_inplace makes this its next version")
 

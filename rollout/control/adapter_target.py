@@ -35,11 +35,12 @@ class AdapterTarget(UpdateTarget):
     @classmethod
     def of(cls, stated: AdapterOfUpdate, manifest: Manifest | None, table: AdapterTable) -> AdapterTarget:
         """Return the target that a begin states.  Raises `AdapterError`, and `WeightRequestError` for its manifest."""
+        table.require_name(stated.adapter)
         config = LoraConfig.of(stated.config)
         if manifest is None:
             weights = configured_weights(config, target_modules(stated.config), table.places)
         else:
-            weights = announced_weights(manifest.metas())
+            weights = announced_weights(manifest.metas(), table.places)
         return cls(table, stated.adapter, config, weights)
 
     def require_same_config(self, folder: Path) -> None:

@@ -57,6 +57,11 @@ class AdapterPlaces:
                 self._slots.append(layer.reserve_lora(sizes))
 
     @property
+    def max_rank(self) -> int:
+        """The greatest rank of a module."""
+        return self._sizes.rank
+
+    @property
     def max_bytes(self) -> int:
         """The bytes of an adapter of the greatest rank of all modules, in the widest dtype."""
         return sum(map(sum, self.features.values())) * self._sizes.rank * torch.float64.itemsize

@@ -89,7 +89,7 @@ class AdapterWeights:
         return found
 
 
-def announced_weights(metas: Sequence[TensorMeta]) -> AdapterWeights:
+def announced_weights(metas: Sequence[TensorMeta], places: AdapterPlaces) -> AdapterWeights:
     """Return the tensors that a manifest announces.  Raises `AdapterError`."""
     found: dict[str, TensorMeta] = {}
     for meta in metas:
@@ -99,7 +99,7 @@ def announced_weights(metas: Sequence[TensorMeta]) -> AdapterWeights:
         found[name] = replace(meta, name=name)
     if not found:
         raise AdapterError("the manifest is empty")
-    return AdapterWeights(list(found.values()), lambda module: module)
+    return _empty(list(found.values()), lambda module: module, places)
 
 
 def configured_weights(config: LoraConfig, target_modules: Sequence[str], places: AdapterPlaces) -> AdapterWeights:
@@ -112,7 +112,15 @@ def configured_weights(config: LoraConfig, target_modules: Sequence[str], places
                 metas.append(TensorMeta(_name(module, side), torch.float32, shape))
     if not metas:
         raise AdapterError(f"the model has no module that target_modules {', '.join(target_modules)[:200]} adapts")
-    return AdapterWeights(metas, places.canonical)
+    return _empty(metas, places.canonical, places)
+
+
+def _empty(metas: Sequence[TensorMeta], canonical: Callable[[str], str], places: AdapterPlaces) -> AdapterWeights:
+    """Return zeros.  Raises `AdapterError` for more bytes than an adapter has, before they are taken."""
+    num_bytes, rank, most = sum(meta.nbytes for meta in metas), places.max_rank, places.max_bytes
+    if num_bytes > most:
+        raise AdapterError(f"the adapter has {num_bytes} bytes; with --max-lora-rank {rank} it has at most {most}")
+    return AdapterWeights(metas, canonical)
 
 
 def _name(module: str, side: str) -> str:

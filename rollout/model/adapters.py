@@ -123,16 +123,20 @@ class AdapterTable:
         there = ", ".join(str(card.label.version) for card in self._cards.values() if card.label.name == wanted)
         raise NotFound(f"there is no version {version} of the adapter {wanted!r}; this server has {there}")
 
-    def prepare(self, name: str, adapter: Adapter, *, pinned: bool = False) -> PreparedAdapter:
-        """Check an adapter, and convert it for this rank.  Changes nothing, and may be called on any thread.
-
-        Raises `AdapterError` for a name that no adapter can have, and for what `AdapterPlaces.prepared` refuses.
-        """
+    def require_name(self, name: str) -> None:
+        """Raise `AdapterError` if this server has no slots, or for a name that no adapter can have."""
         fault = fault_of_name(name)
         if not self._sizes.slots:
             raise AdapterError("this server has no slots for adapters: start it with --enable-lora")
         if fault is not None or name in self._reserved:
             raise AdapterError(fault or f"{name!r} is the name of the model")
+
+    def prepare(self, name: str, adapter: Adapter, *, pinned: bool = False) -> PreparedAdapter:
+        """Check an adapter, and convert it for this rank.  Changes nothing, and may be called on any thread.
+
+        Raises `AdapterError` as `require_name`, and for what `AdapterPlaces.prepared` refuses.
+        """
+        self.require_name(name)
         return PreparedAdapter(name, adapter, pinned, self._places.prepared(adapter))
 
     def check(self, name: str, adapter: Adapter) -> None:

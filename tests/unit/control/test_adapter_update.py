@@ -15,8 +15,10 @@ from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     GetWeightUpdateReqInput,
+    ManifestEntry,
 )
 from rollout.model.adapter_places import AdapterPlaces
+from rollout.model.adapter_weights import AdapterWeights
 from tests.adapter_updates import (
     FAMILY,
     SEED,
@@ -219,6 +221,20 @@ def test_what_cannot_be_served_is_refused_before_it_is_sent(
         require_entry(begun.message)
     assert serves(engine, contents[0], 0) and not engine.updater.is_open
     assert refresh(engine, contents[1]).success and answer(engine, "poet") == answers[1]
+
+
+@pytest.mark.parametrize("with_manifest", [True, False], ids=["manifest", "no manifest"])
+def test_an_adapter_of_any_size_is_refused_before_it_takes_memory(
+    engine: RefreshHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch, with_manifest: bool
+) -> None:
+    rank, taken = 10**9, []
+    monkeypatch.setattr(AdapterWeights, "__init__", lambda self, metas, canonical: taken.append(metas))
+    shapes = {A: [rank, 64], A.replace("lora_A", "lora_B"): [64, rank]}
+    manifest = [ManifestEntry(name=name, dtype="float32", shape=shape) for name, shape in shapes.items()]
+    begun = begin(engine, contents[1].target(r=rank), manifest=manifest if with_manifest else None)
+    assert not begun.success and "with --max-lora-rank 8 it has at most" in begun.message, begun.message
+    require_entry(begun.message)
+    assert not taken and not engine.updater.is_open
 
 
 IN_A_BUCKET: dict[str, tuple[Callable[[Content], list[tuple[str, torch.Tensor]]], str]] = {
