@@ -71,8 +71,17 @@ class AsyncAdapterUpdate:
         self.blocking = update
 
     async def send(self, model: Any, adapter: str = "default") -> None:
-        """Send as `AdapterUpdate.send` does, on a thread."""
-        await asyncio.to_thread(self.blocking.send, model, adapter)
+        """Send as `AdapterUpdate.send` does, on a thread.
+
+        If it is cancelled it waits for that thread, so that the block's end aborts the update that it has begun.
+        """
+        sending = asyncio.ensure_future(asyncio.to_thread(self.blocking.send, model, adapter))
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            await asyncio.wait({sending})
+            sending.exception()  # it is known: the block is left all the same
+            raise
 
     async def __aenter__(self) -> AsyncAdapterUpdate:
         return self
