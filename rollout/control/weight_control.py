@@ -312,8 +312,9 @@ class WeightControl:
         def step(_: Any) -> tuple[str, VersionReply]:
             if verb.abort_all_requests:
                 self._scheduler.abort(None)
-            if self._updater.update is not None:
-                self._updater.update.transaction.weight_version = verb.new_version
+            update = self._updater.update
+            if update is not None and update.target is self._updater.model:
+                update.transaction.weight_version = verb.new_version
             else:
                 state = self._scheduler.runner.state
                 with state.mutate("version update"):

@@ -16,6 +16,7 @@ from rollout.core.messages.weights import (
     EndWeightUpdateReqInput,
     GetWeightUpdateReqInput,
     ManifestEntry,
+    UpdateWeightVersionReqInput,
 )
 from rollout.model.adapter_places import AdapterPlaces
 from rollout.model.adapter_weights import AdapterWeights
@@ -342,6 +343,14 @@ def test_calls_in_the_wrong_state_are_refused(engine: RefreshHarness, contents: 
     assert not bring(engine, contents[1].named).success
     assert end(engine, phase="commit").data["adapter"]["version"] == 1
     assert not abort(engine).success and serves(engine, contents[1], 1)
+
+
+def test_a_version_that_is_renamed_meanwhile_is_the_models(engine: RefreshHarness, contents: list[Content]) -> None:
+    """An update of an adapter publishes no version of the model, so it must not take the new name with it."""
+    assert engine.control(BeginWeightUpdateReqInput, target=contents[1].target()).success
+    assert engine.control(UpdateWeightVersionReqInput, new_version="v9").success
+    assert engine.scheduler.runner.state.epoch.weight_version == "v9"
+    assert engine.updater.update is not None and engine.updater.update.transaction.weight_version is None
 
 
 def test_a_load_that_finds_no_slot_says_what_is_full(
