@@ -22,15 +22,32 @@ from weight_sync.manifest import Manifest
 from weight_sync.update import UpdateTarget
 
 
+class _NextVersion:
+    """The tensors on their way into `table`.  It does not know the target, so that an update is freed as it ends."""
+
+    def __init__(self, table: AdapterTable, name: str, config: LoraConfig, weights: AdapterWeights) -> None:
+        self._table, self._name, self._config, self._weights = table, name, config, weights
+        self._prepared: PreparedAdapter | None = None
+        self.served: ServedAdapter | None = None
+
+    def prepare(self) -> None:
+        adapter = adapter_of(self._weights.pairs(), self._config)
+        self._prepared = self._table.prepare(self._name, adapter)
+
+    def put(self) -> None:
+        assert self._prepared is not None, "it is verified"
+        self.served = self._table.put(self._prepared)
+        self._prepared = None
+
+
 class AdapterTarget(UpdateTarget):
     """The next version of adapter `name` in `table`, with this configuration."""
 
     def __init__(self, table: AdapterTable, name: str, config: LoraConfig, weights: AdapterWeights) -> None:
-        super().__init__(f"adapter {name}", weights, lambda _: weights, AS_SENT, Apart(self._prepare, self._put))
-        self._table, self._adapter_name, self._config, self._tensors = table, name, config, weights
-        self._prepared: PreparedAdapter | None = None
-        self._served: ServedAdapter | None = None
-        self._prepare()  # with zeros: what only names and shapes decide
+        self._config, self._next = config, _NextVersion(table, name, config, weights)
+        apart = Apart(self._next.prepare, self._next.put)
+        super().__init__(f"adapter {name}", weights, lambda _: weights, AS_SENT, apart)
+        self._next.prepare()  # with zeros: what only names and shapes decide
 
     @classmethod
     def of(cls, stated: AdapterOfUpdate, manifest: Manifest | None, table: AdapterTable) -> AdapterTarget:
@@ -53,15 +70,6 @@ class AdapterTarget(UpdateTarget):
     @property
     def version(self) -> AdapterVersion:
         """The version that the commit has put in force."""
-        assert self._served is not None, "it is committed"
-        label = self._served.label
+        assert self._next.served is not None, "it is committed"
+        label = self._next.served.label
         return AdapterVersion(name=label.name, version=label.version, content_digest=label.content_digest)
-
-    def _prepare(self) -> None:
-        adapter = adapter_of(self._tensors.pairs(), self._config)
-        self._prepared = self._table.prepare(self._adapter_name, adapter)
-
-    def _put(self) -> None:
-        assert self._prepared is not None, "it is verified"
-        self._served = self._table.put(self._prepared)
-        self._prepared = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from tests.family_zoo import family_checkpoint
 from tests.faults.harness import RefreshHarness
 from tests.faults.transports import SENDS, Call, Damage, delta
 from tests.troubleshooting import require_entry
+from weight_sync.update import UpdateTarget
 
 IDS = [5, 9, 200, 31, 7, 8, 77, 140]
 A, B = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_B"
@@ -351,6 +355,30 @@ def test_a_version_that_is_renamed_meanwhile_is_the_models(engine: RefreshHarnes
     assert engine.control(UpdateWeightVersionReqInput, new_version="v9").success
     assert engine.scheduler.runner.state.epoch.weight_version == "v9"
     assert engine.updater.update is not None and engine.updater.update.transaction.weight_version is None
+
+
+def test_an_update_is_freed_as_it_ends(
+    engine: RefreshHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it waits for a collection of cycles: its tensors may be large, and collections are rare."""
+    made: list[weakref.ref[object]] = []
+    initialise = UpdateTarget.__post_init__
+
+    def noted(target: UpdateTarget) -> None:
+        initialise(target)
+        made.extend((weakref.ref(target), weakref.ref(target.weights)))
+
+    monkeypatch.setattr(UpdateTarget, "__post_init__", noted)
+    gc.disable()
+    try:
+        assert refresh(engine, contents[1]).success
+        assert begin(engine, None).success and abort(engine).success, "only the last update is remembered"
+        deadline = time.monotonic() + 60
+        while any(each() is not None for each in made) and time.monotonic() < deadline:
+            time.sleep(0.01)  # its staging is closed in the background
+        assert len(made) == 2 and not any(each() is not None for each in made)
+    finally:
+        gc.enable()
 
 
 def test_a_load_that_finds_no_slot_says_what_is_full(
