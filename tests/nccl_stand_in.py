@@ -2,6 +2,8 @@
 
     streams       a call returns before the bytes are there: until `work.wait()` the result is garbage, after it what
                   follows on the device sees them and the host still does not, before it waits for the device
+    no work       a call whose options have `asyncOp = False` is in the order of the stream and returns None; so does a
+                  group of such calls, and sends and receives always have a work
     host memory   is refused: all tensors must be on the device, contiguous, and bytes
     alone         a send or a receive outside of a group of calls, which would wait for the other rank's, is refused
     set up        a call before `eager_connect_single_device` would set the communicator up within a step: refused
@@ -136,6 +138,7 @@ class Backend:
         self._gloo = gloo_transport(store, rank, size, timeout_s, loopback=True)
         self._timeout_s = timeout_s
         self._group: list[Any] | None = None
+        self._group_options: Any = None
         self._connected: torch.device | None = None
         self.stream = Stream()
         self.num_calls = 0
@@ -148,28 +151,35 @@ class Backend:
         assert self._connected is not None
         return id(self)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Work:
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Work | None:
         (tensor,) = tensors
         root = options.rootRank
         keeps = self._gloo.backend.rank() == root
         return self._call(
-            [tensor], [] if keeps else [tensor], lambda real: self._gloo.broadcast(real[0], root, self._timeout_s)
+            [tensor],
+            [] if keeps else [tensor],
+            lambda real: self._gloo.broadcast(real[0], root, self._timeout_s),
+            options,
         )
 
     def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor, options: Any) -> Work | None:
         if self._group is not None:
             self._group += [("gathered", out, -1), ("given", mine, -1)]
+            self._group_options = options
             return None
-        return self._call([out, mine], [out], lambda real: self._gloo.all_gather(real[0], real[1], self._timeout_s))
+        return self._call(
+            [out, mine], [out], lambda real: self._gloo.all_gather(real[0], real[1], self._timeout_s), options
+        )
 
     def alltoall_base(
         self, out: torch.Tensor, mine: torch.Tensor, receive: list[int], send: list[int], options: Any
-    ) -> Work:
+    ) -> Work | None:
         assert out.shape[0] == sum(receive) and mine.shape[0] == sum(send), "Split sizes doesn't match total dim 0 size"
         return self._call(
             [out, mine],
             [out],
             lambda real: self._gloo.all_to_all(real[0], real[1], receive, send, self._timeout_s),
+            options,
         )
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
@@ -180,9 +190,9 @@ class Backend:
 
     def _start_coalescing(self) -> None:
         assert self._group is None, "a group of calls within another"
-        self._group = []
+        self._group, self._group_options = [], None
 
-    def _end_coalescing(self) -> Work:
+    def _end_coalescing(self) -> Work | None:
         group, self._group = self._group, None
         assert group, "an empty group of calls has no work"
         tensors = [tensor for _, tensor, _ in group]
@@ -198,7 +208,7 @@ class Backend:
             receives = [(tensor, peer) for kind, tensor, peer in parcels if kind == "receive"]
             self._gloo.send_receive(sends, receives, self._timeout_s)
 
-        return self._call(tensors, outs, exchange)
+        return self._call(tensors, outs, exchange, self._group_options)
 
     def _point_to_point(self, kind: str, tensor: torch.Tensor, peer: int) -> None:
         assert self._group is not None, f"{kind} outside of a group of calls: both ranks would wait for each other"
@@ -206,8 +216,12 @@ class Backend:
         self._group.append((kind, tensor, peer))
 
     def _call(
-        self, tensors: list[torch.Tensor], outs: list[torch.Tensor], exchange: Callable[[list[torch.Tensor]], None]
-    ) -> Work:
+        self,
+        tensors: list[torch.Tensor],
+        outs: list[torch.Tensor],
+        exchange: Callable[[list[torch.Tensor]], None],
+        options: Any,
+    ) -> Work | None:
         if self.stream.error is not None:
             raise RuntimeError(f"NCCL communicator was aborted: {self.stream.error}")
         assert self._connected is not None, "the communicator would be set up within a step"
@@ -230,7 +244,10 @@ class Backend:
                     tensor.copy_(brought)
 
         self.stream.put(job, work)
-        return work
+        if options is None or options.asyncOp:
+            return work
+        work.wait()
+        return None
 
 
 def stand_in_transport(store: dist.Store, rank: int, size: int, timeout_s: float) -> NcclTransport:

@@ -53,9 +53,10 @@ class NcclTransport(Transport):
             self.backend.send([tensor], peer, 0)
         self._wait(self.backend._end_coalescing(), timeout_s)
 
-    def _wait(self, work: dist.Work, timeout_s: float) -> None:
+    def _wait(self, work: dist.Work | None, timeout_s: float) -> None:
         """Let the stream wait for `work`.  With a timeout the host would wait, millisecond by millisecond."""
-        work.wait()
+        if work is not None:  # torch has none for a call with `asyncOp = False`: it is in the order of the stream
+            work.wait()
 
 
 def nccl_transport(store: dist.Store, rank: int, size: int, timeout_s: float, *, device: torch.device) -> NcclTransport:

@@ -63,8 +63,8 @@ class Transport(ABC):
         """Exchange all of `sends` and `receives` at once; the parcels of two ranks are in one order on both."""
 
     @abstractmethod
-    def _wait(self, work: dist.Work, timeout_s: float) -> None:
-        """Wait until later work may read the results of `work`."""
+    def _wait(self, work: dist.Work | None, timeout_s: float) -> None:
+        """Wait until later work may read the results of `work`; None if the call that gave it saw to that."""
 
 
 class GlooTransport(Transport):
@@ -80,7 +80,8 @@ class GlooTransport(Transport):
         for work in works:
             self._wait(work, timeout_s)
 
-    def _wait(self, work: dist.Work, timeout_s: float) -> None:
+    def _wait(self, work: dist.Work | None, timeout_s: float) -> None:
+        assert work is not None, "gloo has a work for each call"
         work.wait(datetime.timedelta(seconds=timeout_s))
 
 
