@@ -32,7 +32,7 @@ from rollout.memory.kv_pool import KVScale
 from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.errors import WeightSyncError
 
-_NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|([kv])_proj\.)?([kv])_scale")
+_NAME = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,8})\.self_attn\.(?:attn\.|([kv])_proj\.)?([kv])_scale")
 _DTYPE = "float8_e4m3fn"
 
 
@@ -81,8 +81,8 @@ def read_kv_scales(
     if len(set(read)) > 1:
         raise StartupError("machines have different scales of keys and values: give all of them the same files")
     facts: dict[str, Any] | None = None
-    if source is not None:
-        every = [scales[layer] for scales in by_rank for layer in _kept_layers(config)]
+    every = [scales[layer] for scales in by_rank for layer in _kept_layers(config)]
+    if source is not None and every:
         facts = {"source": source} | {part: [min(of), max(of)] for part, of in zip("kv", zip(*every), strict=True)}
     return KVScales(by_rank[parallel.attn_tp.rank], facts)
 
@@ -136,10 +136,19 @@ def _number(name: str, tensor: torch.Tensor) -> float:
 def _scale(name: str, value: Any) -> float:
     """Return a scale as a number of float32."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        with_float32 = torch.tensor(float(value), dtype=torch.float32).item()
+        with_float32 = torch.tensor(_float(value), dtype=torch.float32).item()
         if 0 < with_float32 < math.inf:
             return with_float32
-    raise StartupError(f"{name} is {value}: a scale of keys or values is a positive finite number of float32")
+    shown = str(value)[:60]
+    raise StartupError(f"{name} is {shown}: a scale of keys or values is a positive finite number of float32")
+
+
+def _float(number: float) -> float:
+    """Return a number as a float, infinity for an integer beyond all floats."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def _by_layer(named: Mapping[str, tuple[int, str, float]], config: ModelConfig) -> tuple[KVScale, ...]:
@@ -174,7 +183,7 @@ def _of_file(path: str, config: ModelConfig, num_ranks: int) -> list[tuple[KVSca
     flag = f"--quantization-param-path {path}"
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{flag} cannot be read: {error}") from None
     kv_cache = content.get("kv_cache") if isinstance(content, Mapping) else None
     factors = kv_cache.get("scaling_factor") if isinstance(kv_cache, Mapping) else None

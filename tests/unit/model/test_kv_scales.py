@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -82,6 +83,8 @@ def test_a_checkpoint_has_scales_by_any_name(
 def test_names_that_are_no_scales() -> None:
     assert layer_and_part("model.layers.12.self_attn.v_proj.v_scale") == (12, "v")
     assert layer_and_part("m.layers.1.self_attn.k_scale", [("m.", "model.")]) == (1, "k")
+    for layer in ("01", "٣", "1" * 5000):
+        assert layer_and_part(K.format(layer)) is None
     for name in ("k_proj.v_scale", "k_proj.weight_scale", "q_scale", "kv_scale", "k_scale_inv", "attn.k_proj.k_scale"):
         assert layer_and_part(f"model.layers.0.self_attn.{name}") is None
 
@@ -134,6 +137,7 @@ def test_a_file_has_a_scale_for_each_layer_and_wins(plain: Path, tmp_path: Path)
 
 FILES: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "cannot be read"),
+    "nested too deep": ("[" * 100_000, "cannot be read"),
     "a list": ([1], "is not of the form"),
     "another dtype": (params(kv_cache={"dtype": "int8", "scaling_factor": {}}), "has scales for int8, not"),
     "another model": (params(model_type="llama"), "has scales for model type llama, not for qwen3"),
@@ -142,6 +146,7 @@ FILES: dict[str, tuple[Any, str]] = {
     "a layer too many": (params({"0": {"0": 1.0, "1": 1.0, "2": 1.0}}), "of layers 0, 1, 2, and"),
     "text": (params({"0": {"0": 1.0, "1": "1"}}), "layer 1 of rank 0 is 1: a scale of keys or values is a positive"),
     "true": (params({"0": {"0": 1.0, "1": True}}), "layer 1 of rank 0 is True: a scale"),
+    "beyond all floats": (params({"0": {"0": 10**400, "1": 1.0}}), "layer 0 of rank 0 is 10{59}: a scale"),
     "too small": (params({"0": {"0": 1e-60, "1": 1.0}}), "layer 0 of rank 0 is 1e-60: a scale"),
     "NaN": ('{"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": NaN, "1": 1}}}}', "is nan: a scale"),
 }
@@ -155,6 +160,13 @@ def test_a_file_of_another_form_is_refused(plain: Path, tmp_path: Path, name: st
     with pytest.raises(StartupError, match=message) as error:
         read(plain, str(path))
     assert "\n" not in str(error.value) and str(error.value).startswith(f"--quantization-param-path {path}")
+
+
+def test_a_file_for_a_model_without_keys_and_values_has_no_scales(plain: Path, tmp_path: Path) -> None:
+    """Such as a model of latents, which `stored_dtype` refuses in FP8 by its own message."""
+    config, path = dataclasses.replace(load_model_config(plain), layers=()), tmp_path / "scales.json"
+    path.write_text(json.dumps(params({"0": {}})))
+    assert read_kv_scales(str(plain), str(path), True, config, Parallel()) == KVScales(())
 
 
 def test_a_file_needs_kv_in_fp8(plain: Path) -> None:
