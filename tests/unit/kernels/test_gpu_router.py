@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from eplb.expert_location import ExpertLocationMetadata
+from eplb.placement import ExpertPlacement
 from rollout.core.specs.layer_specs import RouterSpec
 from rollout.kernels.operators.norm_route import RouterRule
 from rollout.kernels.ops import plain_ops
@@ -220,6 +222,20 @@ def test_a_nan_is_never_chosen_over_a_number_and_ids_are_distinct() -> None:
         case.hidden[2] = torch.nan
         for row in case.route(router.norm_route)[2].tolist():
             assert len(set(row)) == spec.top_k and set(row) <= set(range(spec.num_experts))
+
+
+def test_ids_are_experts_whatever_the_numbers_are() -> None:
+    """A placement looks ids up without a check, and on a device an id beyond its table ends the process."""
+    for spec in (SPECS["softmax"], SPECS["groups"]):
+        case = Case(spec)
+        case.hidden[0], case.hidden[1, 0], case.hidden[2] = torch.nan, torch.inf, -torch.inf
+        case.weight[2], case.weight[3] = -torch.inf, torch.nan
+        if case.correction is not None:  # a group of both infinities counts as NaN
+            case.correction[::2], case.correction[1::2] = torch.inf, -torch.inf
+        ids = case.route(router.norm_route)[2]
+        mirrored = ExpertLocationMetadata(torch.arange(spec.num_experts - 1, -1, -1)[None], spec.num_experts)
+        slots = ExpertPlacement(mirrored).logical_to_physical(0, ids)
+        assert torch.equal(slots, spec.num_experts - 1 - ids)
 
 
 def test_a_forced_id_that_is_no_experts_gives_nan() -> None:
