@@ -229,7 +229,9 @@ class Intake:
             for suffix, part in parts.items()
         )
         content = Content(sent, fingerprint(arrival.content))
-        matching(by_name([content]), self._stated)
+        names = by_name([content])
+        self._stated.require_form(arrival.name, names)
+        matching(names, self._stated)
         return content
 
     def _converted(

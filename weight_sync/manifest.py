@@ -7,8 +7,9 @@ model (`ManifestPlan`) is worked out once for the manifests of one key.
 from __future__ import annotations
 
 import binascii
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,6 +85,13 @@ def _parsed(fingerprints: str, count: int) -> np.ndarray:
     return np.frombuffer(octets, dtype=">u8").astype(np.uint64)
 
 
+class StatedPart(NamedTuple):
+    """A part such as scales.  `whole`: the number of its tensor, if none of the parts has that one's name."""
+
+    name: str
+    whole: int | None
+
+
 class Stated:
     """The fingerprints that a sender announced: of the tensors of `table`, and of parts such as scales by name."""
 
@@ -92,6 +100,7 @@ class Stated:
         self._is_stated = np.zeros(len(table), dtype=np.bool_)
         self._values = np.zeros(len(table), dtype=np.uint64)
         self._of_parts: dict[str, int] = {}
+        self._in_parts: dict[int, str] = {}  # of a tensor with no F of its own, a part that has one
 
     def put_all(self, numbers: Numbers, values: np.ndarray) -> None:
         """Note F, uint64, of tensors by number.  Raises `WeightRequestError` for a tensor that has two."""
@@ -101,26 +110,49 @@ class Stated:
         if len(wrong):
             raise _contradicting(self._table.names[numbers[wrong[0]]])
 
-    def put_part(self, name: str, value: int) -> None:
-        """Note F of a part, such as scales.  Raises as `put_all`."""
-        if self._of_parts.setdefault(name, value) != value:
-            raise _contradicting(name)
+    def put_part(self, part: StatedPart, value: int) -> None:
+        """Note F of a part.  Raises as `put_all`."""
+        if self._of_parts.setdefault(part.name, value) != value:
+            raise _contradicting(part.name)
+        if part.whole is not None:
+            self._in_parts.setdefault(part.whole, part.name)
 
     def get(self, name: str, default: int) -> int:
-        """Return the fingerprint of a tensor or of a part; `default` where none was stated."""
+        """Return the fingerprint of a tensor or of a part; `default` where none was stated.
+
+        Raises `ContentError` for a tensor that was to come in parts of other names.
+        """
         number = self._table.number_of.get(name)
         if number is None:
             return self._of_parts.get(name, default)
+        if number in self._in_parts:
+            raise _in_another_form(name, name, self._in_parts[number])
         return int(self._values[number]) if self._is_stated[number] else default
 
+    def require_form(self, name: str, sent: Mapping[str, int]) -> None:
+        """Raise `ContentError` for a tensor that came in the parts `sent`, if it was to come under its own name."""
+        number = self._table.number_of[name]
+        if name not in sent and self._is_stated[number]:
+            raise _in_another_form(name, next(iter(sent)), name)
+
     def require(self, numbers: Numbers, found: np.ndarray) -> None:
-        """Raise `ContentError` for the first of these tensors whose F, uint64, is not the one stated, where one is."""
+        """Raise `ContentError` for the first of these tensors whose F, uint64, is not the one stated, where one is.
+
+        It is raised also for a tensor that was to come in parts.
+        """
+        for number in self._in_parts.keys() & numbers.tolist() if self._in_parts else ():
+            name = self._table.names[number]
+            raise _in_another_form(name, name, self._in_parts[number])
         (wrong,) = (self._is_stated[numbers] & (self._values[numbers] != found)).nonzero()
         if len(wrong):
             number = numbers[wrong[0]]
             raise ContentError(
                 wrong_fingerprint(self._table.names[number], int(found[wrong[0]]), int(self._values[number]))
             )
+
+
+def _in_another_form(name: str, came: str, announced: str) -> ContentError:
+    return ContentError(f"{name} came as {came}, but the manifest states the fingerprint of {announced}")
 
 
 def _contradicting(name: str) -> WeightRequestError:
@@ -132,13 +164,13 @@ class ManifestPlan:
     """The relation of a manifest to the model.  `announced`: the numbers of the logical tensors in its tensors.
 
     `names` [N] of its tensors.  `targets` [N]: the number of the logical tensor that an F is of; negative where it is
-    of none.  `parts`: the names of scales and other parts, by place in the manifest.
+    of none.  `parts`: scales and other parts, by place in the manifest.
     """
 
     names: Sequence[str]
     announced: Numbers
     targets: Numbers
-    parts: dict[int, str]
+    parts: dict[int, StatedPart]
 
     @property
     def num_tensors(self) -> int:
@@ -164,9 +196,9 @@ class ManifestPlan:
             raise WeightRequestError(f"manifest: the model splits {name}; give fingerprints of its parts")
         (whole,) = (is_stated & (self.targets >= 0)).nonzero()
         stated.put_all(self.targets[whole], values[whole])
-        for place, name in self.parts.items():
+        for place, part in self.parts.items():
             if is_stated[place]:
-                stated.put_part(name, int(values[place]))
+                stated.put_part(part, int(values[place]))
 
 
 def plan_manifest(weights: LogicalWeights, table: TensorTable, manifest: Manifest, cast: bool) -> ManifestPlan:
@@ -182,7 +214,7 @@ def plan_manifest(weights: LogicalWeights, table: TensorTable, manifest: Manifes
     if refusals:
         raise CoverageError(f"manifest: {listed(refusals)}")
     pieces_of = {meta.name: pieces for meta, pieces in zip(values, split, strict=True)}
-    targets, parts = np.full(len(metas), _NOTHING, dtype=np.int64), dict[int, str]()
+    targets, parts = np.full(len(metas), _NOTHING, dtype=np.int64), dict[int, StatedPart]()
     for place, meta in enumerate(metas):
         part = part_of(weights, meta)
         pieces = pieces_of[meta.name if part is None else part.name]
@@ -191,7 +223,8 @@ def plan_manifest(weights: LogicalWeights, table: TensorTable, manifest: Manifes
         if len(pieces) != 1 or pieces[0].index != ():
             targets[place] = _SPLIT
         elif part is not None and part.suffix:
-            parts[place] = pieces[0].name + part.suffix
+            whole = None if "" in part.kind.suffixes else table.number_of[pieces[0].name]
+            parts[place] = StatedPart(pieces[0].name + part.suffix, whole)
         else:
             targets[place] = table.number_of[pieces[0].name]
     announced = {table.number_of[piece.name] for pieces in split for piece in pieces}

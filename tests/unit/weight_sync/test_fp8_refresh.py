@@ -372,6 +372,26 @@ def test_each_part_is_checked_against_the_manifest(pairs: QuantisedCase, sent_pa
     assert holds(updater, pairs.values)
 
 
+@pytest.mark.parametrize("sends_parts", [True, False])
+def test_another_form_than_the_manifest_states_is_refused(
+    pairs: QuantisedCase, sent_pairs: Named, sends_parts: bool
+) -> None:
+    """Parts under other names have fingerprints of their own: that of the whole weight would not be compared."""
+    updater, plain = updater_of(pairs), pairs.newer(1)[0]
+    stated, sent = (plain, sent_pairs) if sends_parts else (sent_pairs, plain)
+    weight, first = pairs.form.weight, pairs.form.parts[0]
+    came, announced = (first, weight) if sends_parts else (weight, first)
+    message = f"{weight} came as {came}, but the manifest states the fingerprint of {announced}"
+    with pytest.raises(ContentError, match=message if pairs.form is INT4_FORM else f"{weight}: fingerprint"):
+        updater.begin("v2", manifest=manifest_of(stated))
+        updater.send([(name, sent[name]) for name in (pairs.form.parts if sends_parts else [weight])])
+    assert holds(updater, pairs.values)
+    updater.drop("wrong")
+    without = [(meta, None) for meta, _ in manifest_of(stated)]
+    send(updater, [sent], without)
+    assert holds(updater, pairs.form.values_of(sent, DTYPE)), "nothing was stated"
+
+
 def test_refresh_from_a_folder_of_any_form(pairs: QuantisedCase, sent_pairs: Named, tmp_path: Path) -> None:
     """A start from the folder holds the same."""
     stored, form = sent_pairs, pairs.form
