@@ -4,7 +4,7 @@
                  weights that an engine quantises), and all tensors where no plan is replayed (`plan`).
 `PairedTensors`  quantised weights and their scales (`paired_wire`)
 
-Memory: one copy of each such tensor or part, from its first part until its last.
+Memory: one copy of each such tensor or part, from its first part until its last.  At a start parts are not copied.
 """
 
 from __future__ import annotations
@@ -108,12 +108,15 @@ class PairedTensors:
     """The quantised weights of one load or one refresh.
 
     Parts that come before the last one are copied and kept until it comes.  `num_bytes`: memory of the waiting parts,
-    never more than the model's.  With `only_here`, a weight that lives on other ranks alone gets no values, but zeros.
+    never more than the model's.
+
+    `at_start`: tensors are views of files, and stay.  So parts are not copied, and of a weight that lives on other
+    ranks alone nothing is read: it gets no values, but zeros.
     """
 
-    def __init__(self, weights: LogicalWeights, *, only_here: bool = False) -> None:
+    def __init__(self, weights: LogicalWeights, *, at_start: bool = False) -> None:
         self._weights = weights
-        self._only_here = only_here
+        self._at_start = at_start
         self._parts: GatheredParts[torch.Tensor] = GatheredParts()
         self.num_bytes = 0
 
@@ -160,6 +163,8 @@ class PairedTensors:
 
     def _gathered(self, part: WirePart, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
         """Return the parts of the weight that this one makes whole, if it does; else keep a copy of it."""
+        if self._at_start:
+            return self._parts.add(part, tensor, lambda view: view)
         parts = self._parts.add(part, tensor, functools.partial(self._copied, part.name))
         if parts is not None:
             self.num_bytes -= sum(other.nbytes for suffix, other in parts.items() if suffix != part.suffix)
@@ -178,7 +183,7 @@ class PairedTensors:
         suffix, first = next(iter(parts.items()))
         shape = part.kind.value_shape(TensorMeta(part.name + suffix, first.dtype, tuple(first.shape)))
         meta = TensorMeta(part.name, first.dtype, shape)
-        if self._only_here and not any(self._weights.places(piece.name) for piece in self._weights.split(meta)):
+        if self._at_start and not any(self._weights.places(piece.name) for piece in self._weights.split(meta)):
             return WireTensor(part.name, torch.zeros((), dtype=torch.bfloat16).expand(shape))
         values, pair = part.kind.put_together(part.name, parts, value_dtype(self._weights, meta) or torch.bfloat16)
         return WireTensor(part.name, values, pair, parts)

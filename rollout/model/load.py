@@ -95,7 +95,7 @@ class _Reader:
 
     def __init__(self, weights: WeightIndex) -> None:
         self._weights, self._formats = weights, weights.held_formats()
-        self._mxfp4, self._pairs = Mxfp4Experts(weights), PairedTensors(weights, only_here=True)
+        self._mxfp4, self._pairs = Mxfp4Experts(weights), PairedTensors(weights, at_start=True)
 
     def take(self, name: str, tensor: torch.Tensor) -> Iterator[WireTensor]:
         """Yield the tensors that are whole now.  Raises `ContentError` for quantised values that are not finite."""

@@ -18,6 +18,7 @@ from tests.kernels import native_ops
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from tests.pair_forms import int4_config, int4_parts
 from tests.scheduler_harness import Harness
+from weight_sync.assembly import PairedTensors
 from weight_sync.tensor_meta import Pair
 
 Named = dict[str, torch.Tensor]
@@ -67,6 +68,24 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def samples(harness: Harness) -> list[tuple[list[int], list[float], bytes]]:
     found = harness.generate(PROMPTS, {"max_new_tokens": 8, "temperature": 1.0})
     return [(each.token_ids, each.logprobs, each.routes.tobytes()) for each in found]
+
+
+def test_a_start_neither_copies_parts_nor_reads_those_of_other_ranks(
+    case: Int4Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files have all words before all scales: copies of what waits would be copies of whole files."""
+    weights = load_tiny(case.plain, torch.bfloat16).weights
+    parts = {name: case.stored[name] for name in int4_parts(DOWN, *case.pairs[DOWN])}
+    pairs = PairedTensors(weights, at_start=True)
+    names = [f"{DOWN}{suffix}" for suffix in ("_shape", "_packed", "_scale")]
+    assert pairs.take([(name, parts[name]) for name in names[:2]]) == []
+    assert (pairs.num_waiting, pairs.num_bytes) == (2, 0)
+    (whole,) = pairs.take([(names[2], parts[names[2]])])
+    assert torch.equal(whole.content, int4_values(*case.pairs[DOWN], case.group, torch.bfloat16))
+    assert all(part.data_ptr() == parts[f"{DOWN}{suffix}"].data_ptr() for suffix, part in whole.parts.items())
+    monkeypatch.setattr(weights, "places", lambda name: [])
+    (elsewhere,) = PairedTensors(weights, at_start=True).take([(name, parts[name].to("meta")) for name in names])
+    assert elsewhere.content.shape == whole.content.shape and not elsewhere.content.any()
 
 
 @pytest.mark.parametrize("weight_format", ["int4", "int4-128", "plain"])
