@@ -105,7 +105,7 @@ def quantise_plainly(values: torch.Tensor, weight: torch.Tensor, scale: torch.Te
         largest_rc = x_rBcB.abs().amax((1, 3))
         if not bool(largest_rc.isfinite().all()):
             return False
-        found_rc = largest_rc / LARGEST
+        found_rc = largest_rc / torch.full_like(largest_rc, LARGEST)  # by a number, CUDA multiplies with 1 / 448
         found_rc = torch.where(found_rc > 0, found_rc, 1.0)
         scale[rows.start // BLOCK : -(-rows.stop // BLOCK)] = found_rc
         # A scale below the normal numbers is rough: the quotient may be beyond the largest number.

@@ -45,7 +45,8 @@ def quantise_plainly(values: torch.Tensor, weight: torch.Tensor, scale: torch.Te
         largest_Rg = x_RgG.abs().amax(2)
         if not bool(largest_Rg.isfinite().all()):
             return False
-        found_Rg = (largest_Rg / 7.5).to(torch.bfloat16)
+        quotient_Rg = largest_Rg / torch.full_like(largest_Rg, 7.5)  # by a number, CUDA multiplies with 1 / 7.5
+        found_Rg = quotient_Rg.to(torch.bfloat16)
         scale[band] = found_Rg = torch.where(found_Rg > 0, found_Rg, 1.0).to(torch.bfloat16)
         integers_RgG = (x_RgG / found_Rg.float().unsqueeze(2)).round_().clamp_(LEAST, LARGEST)
         weight[band] = integers_RgG.flatten(1)[:, :columns].to(torch.int8)

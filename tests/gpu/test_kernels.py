@@ -24,6 +24,7 @@ from rollout.kernels.row_places import ROW_FORMS, RowsPlace
 from tests.gpu.needs import need_cuda
 from weight_sync.fingerprint import fingerprint, fingerprint_slice, fingerprints_end_to_end
 from weight_sync.fingerprint_words import multipliers
+from weight_sync.held_format import FP8_PAIRS, INT4_GROUPS, INT4_GROUPS_128
 from weight_sync.spans import DTYPE_CODES, SpanTensor
 from weight_sync.take_spans import SpanTables, take_spans_plainly
 from weight_sync.tensor_meta import DTYPES
@@ -295,6 +296,18 @@ def test_linear_in_fewer_bits(tokens: int, form: str, op: Any, device: torch.dev
     assert error_of(got, wide @ matrix.T + added) < TOLERANCE[torch.bfloat16]
     if on_cuda:
         assert torch.equal(op("linear")(x[:1].contiguous(), place.storage, rows, bias), got[:1])
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "int4-128"])
+def test_quantising_has_the_bits_of_a_cpu(name: str, device: torch.device) -> None:
+    """A device that divides by a number as it multiplies with its inverse has other scales."""
+    need_cuda(device, "another device than a CPU")
+    values = Numbers(torch.bfloat16, torch.device("cpu"))(1024, 1024)
+    pairs = {"fp8": FP8_PAIRS, "int4": INT4_GROUPS, "int4-128": INT4_GROUPS_128}[name].pairs
+    assert pairs is not None
+    want, got = pairs.quantise(values), pairs.quantise(values.to(device))
+    assert torch.equal(got.scale.cpu(), want.scale)
+    assert torch.equal(got.weight.cpu().view(torch.uint8), want.weight.view(torch.uint8))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 256, 4096])
