@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def run(rounds: int, console: Console) -> list[dict]:
     """Measure refreshes of a model and of an adapter of rank 16, print a table, and return its rows."""
     folder = cached_checkpoint("adapter-refresh", _SPEC)
     tensors = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-    adapter = _adapter(tensors)
+    adapter = random_adapter({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(TARGETS)}
     target = {"target": {"adapter": "trained", "config": config}}
     with tempfile.TemporaryDirectory(prefix="lockstep-adapters-") as scratch:
@@ -70,13 +71,16 @@ def run(rounds: int, console: Console) -> list[dict]:
     return rows
 
 
-def _adapter(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return random A and B of the projections of attention, by PEFT's names, in float32 as PEFT trains them."""
+def random_adapter(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Return random A and B of the projections of attention, by PEFT's names, in float32 as PEFT trains them.
+
+    `shapes`: of the model's tensors.
+    """
     found = {}
-    for name, weight in tensors.items():
+    for name, shape_of in shapes.items():
         module = name.removesuffix(".weight")
         if module.endswith(TARGETS):
-            out, into = weight.shape
+            out, into = shape_of
             for side, shape in (("A", (RANK, into)), ("B", (out, RANK))):
                 found[f"base_model.model.{module}.lora_{side}.weight"] = 0.01 * torch.randn(shape)
     return found

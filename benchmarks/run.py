@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import (
+    adapter_decode,
     adapter_refresh,
     capture,
     delta,
@@ -112,6 +113,8 @@ def main() -> None:
             rows += parallel.run(shape, args.rounds, console, svg)
         if "stalls" in args.only:
             rows += parallel_stalls.run(shape, args.rounds, console)
+        if "adapters" in args.only:
+            rows += adapter_decode.run(shape, args.rounds, args.new_tokens, console)
         if "memory" in args.only:
             rows += memory.run(shape, console)
         if "refresh" in args.only:
