@@ -18,7 +18,7 @@ REAL_MODEL := build/real-model
 DEPLOY_TOOLS := build/deploy-tools
 WHEELS := -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --ignore-requires-python
 
-.PHONY: demo example-agent example-fleet example-grpo example-real-model example-distillation check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
+.PHONY: demo example-agent example-fleet example-grpo example-lora example-real-model example-distillation check test test-full test-integrations real-model test-real-model nightly tokenizers fault-matrix abuse fuzz-bodies soak lint hooks bench bench-peers test-gpu bench-gpu \
 	check-gpu-imports install install-dev install-examples wheels clean
 .PHONY: help test-oldest test-part check-deploy docs docs-serve test-docs
 
@@ -35,6 +35,11 @@ SEEDS ?= 0
 VARIANTS ?= replay
 example-grpo: install-examples  ## Train a small model with GRPO against a live server; STEPS=number SETTING=bf16
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.grpo.run --seeds $(SEEDS) --variants $(VARIANTS) \
+		$(if $(SETTING),--setting $(SETTING)) $(if $(STEPS),--steps $(STEPS))
+
+# Two adapters of one model at once against one server (some minutes); results and plot in lora-results/.
+example-lora: install-dev  ## Train two LoRA adapters at once against one server; SETTING=real STEPS=number
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m examples.lora.run --seeds $(SEEDS) \
 		$(if $(SETTING),--setting $(SETTING)) $(if $(STEPS),--steps $(STEPS))
 
 # An agent with a calculator (some minutes); results and plot in agent-results/.

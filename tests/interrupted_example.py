@@ -20,6 +20,8 @@ from examples.grpo import rollouts
 from examples.grpo import run as grpo_run
 from examples.grpo import train as grpo_train
 from examples.live.ending import leave
+from examples.lora import run as lora_run
+from examples.lora import train as lora_train
 from examples.make_checkpoint.run import make_checkpoint
 from examples.make_checkpoint.spec import CheckpointSpec
 from examples.real_model import run as real_model_run
@@ -29,6 +31,7 @@ from weight_sync.sender import WeightSender
 ENDLESS = "1000"
 AGENT = agent_train.Plan(supervised_steps=3, supervised_batch=4, problems_per_step=8, group_size=8, judged=2)
 GRPO = grpo_train.Plan(supervised_steps=3, groups_per_step=8, in_flight=3, judged=2)
+LORA = lora_train.Plan(supervised_steps=3, groups=2, samples=2, rank=2, judged=2)
 REAL_MODEL = real_model_train.Plan(layers=2, judged=2)
 DISTILLATION = distillation_train.Plan(first_removed=17, removed=1, top_k=16, judged=2)
 TRAINED = CheckpointSpec(
@@ -47,6 +50,7 @@ def checkpoint(out: str) -> str:
 EXAMPLES: dict[str, Callable[[str], int]] = {
     "agent": lambda out: agent_run.main(["--steps", ENDLESS, "--out", out], AGENT),
     "grpo": lambda out: grpo_run.main(["--setting", "bf16", "--steps", ENDLESS, "--out", out], GRPO),
+    "lora": lambda out: lora_run.main(["--steps", ENDLESS, "--out", out], LORA),
     "real_model": lambda out: real_model_run.main(
         ["--steps", ENDLESS, "--checkpoint", checkpoint(out), "--out", out], REAL_MODEL
     ),
@@ -61,6 +65,8 @@ MOMENTS: dict[tuple[str, str], tuple[Any, str]] = {
     ("grpo", "rollout"): (rollouts.Rollouts, "group"),
     ("grpo", "training"): (grpo_train.Grpo, "_update"),
     ("grpo", "refresh"): (WeightSender, "refresh"),
+    ("lora", "training"): (lora_train.Pupil, "step"),
+    ("lora", "refresh"): (lora_train.Pupil, "send"),
     ("real_model", "training"): (real_model_train.Training, "_step"),
     ("real_model", "refresh"): (WeightSender, "refresh"),
     ("distillation", "training"): (distillation_train.Distillation, "_step"),

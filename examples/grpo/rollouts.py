@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -143,12 +144,22 @@ class FreshGroups:
 
 
 class Rollouts:
-    """Asks the server through `client`; `encode` gives the ids of a text.  Every sample comes with its whole record."""
+    """Asks the server through `client`; `encode` gives the ids of a text.  Every sample comes with its whole record.
 
-    def __init__(self, client: AsyncRolloutClient, encode: Callable[[str], list[int]], sampling: Sampling) -> None:
+    `adapter`: the adapter of the model that is asked; None: the model alone.
+    """
+
+    def __init__(
+        self,
+        client: AsyncRolloutClient,
+        encode: Callable[[str], list[int]],
+        sampling: Sampling,
+        adapter: str | None = None,
+    ) -> None:
         self._client = client
         self._encode = encode
         self._sampling = sampling
+        self._options: dict[str, Any] = {} if adapter is None else {"lora_path": adapter}
 
     async def group(self, problem: Problem, n: int) -> Group:
         prompt_ids = self._encode(problem.question)
@@ -158,6 +169,7 @@ class Rollouts:
             return_logprob=True,
             return_routed_experts=True,
             return_sampling_mask=self._sampling.top_p < 1,
+            **self._options,
         )
         assert isinstance(outputs, list)
         return Group(problem, prompt_ids, outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from examples.real_model.problems import Problem
 from lockstep_rl import AsyncClient, GenerationOutput
@@ -46,13 +47,16 @@ def mean_reward(groups: Sequence[Group]) -> float:
     return sum(rewards) / len(rewards)
 
 
-async def sample(client: AsyncClient, problems: Sequence[Problem], n: int, temperature: float) -> list[Group]:
-    """Sample `n` answers of one line to each problem, all at once."""
+async def sample(
+    client: AsyncClient, problems: Sequence[Problem], n: int, temperature: float, adapter: str | None = None
+) -> list[Group]:
+    """Sample `n` answers of one line to each problem, all at once; by an adapter of the model, if it is named."""
+    options: dict[str, Any] = {} if adapter is None else {"lora_path": adapter}
     params = {"temperature": temperature, "n": n, "max_new_tokens": MAX_NEW_TOKENS, "stop": ["\n"]}
 
     async def one(problem: Problem) -> Group:
         outputs = await client.generate(
-            [problem.prompt], sampling_params=params, return_logprob=True, return_prompt_token_ids=True
+            [problem.prompt], sampling_params=params, return_logprob=True, return_prompt_token_ids=True, **options
         )
         assert isinstance(outputs, list)
         return Group(problem, outputs)

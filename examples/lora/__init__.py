@@ -1,0 +1,1 @@
+"""Two adapters of one model, trained at once against one server."""
