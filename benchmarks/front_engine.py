@@ -205,7 +205,7 @@ class NullEngine:
     def _state(self) -> SchedulerState:
         numbers = {item.name: 0 for item in msgspec.structs.fields(SchedulerState) if item.required}
         nothing = ("num_kv_event_batches", "withheld", "poisoned", "weights_path", "content_digest", "held_digest")
-        known: dict[str, Any] = numbers | dict.fromkeys((*nothing, "expert_distribution", "eplb"))
+        known: dict[str, Any] = numbers | dict.fromkeys((*nothing, "expert_distribution", "eplb", "kv_scales"))
         known |= {"step_time_ms": {}, "memory": {}, "weight_versions": [], "ended_updates": [], "device": "cpu"}
         known |= {"paused": False, "overlap_schedule": False, "batch_invariant": True, "dtype": "bfloat16"}
         known |= {"weight_version": VERSION, "cpu_isa": "", "plain_torch_reason": "", "batch_invariance_note": ""}

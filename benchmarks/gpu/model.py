@@ -33,6 +33,7 @@ from rollout.engine import build
 from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.kv_scales import KVScales
 from rollout.scheduler.channel import LocalChannel
 from weight_sync.intake import load_weights
 from weight_sync.ledger import WeightLedger
@@ -114,7 +115,7 @@ class Driver:
         self._answers: dict[str, ControlReqOutput[Any]] = {}
         args = ServerArgs(model_path=str(folder), device=str(device), skip_tokenizer_init=True, **settings)
         started = time.perf_counter()
-        with patch.object(build, "load_model", self._load):
+        with patch.object(build, "load_model", self._load), patch.object(build, "read_kv_scales", self._scales):
             self.scheduler, self.ready = build.build_scheduler(args, self._channel)
         self.synchronize()
         self.start_seconds = time.perf_counter() - started
@@ -144,6 +145,12 @@ class Driver:
         self.synchronize()
         self.load_seconds = time.perf_counter() - started
         return model
+
+    def _scales(
+        self, model_path: str, param_path: str | None, is_fp8: bool, config: ModelConfig, parallel: Parallel
+    ) -> KVScales:
+        """Return scales of 1, in the place of `read_kv_scales`: the folder has no tensors."""
+        return KVScales(((1.0, 1.0),) * len(config.layers))
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -58,6 +58,15 @@ VERBS = [
         ...,
     ),
     (
+        lambda c: c.load_adapter("poet", "/a", pinned=True),
+        OK,
+        "POST",
+        "/load_lora_adapter",
+        {"lora_name": "poet", "lora_path": "/a", "pinned": True},
+        ...,
+    ),
+    (lambda c: c.unload_adapter("poet"), OK, "POST", "/unload_lora_adapter", {"lora_name": "poet"}, ...),
+    (
         lambda c: c.start_profile(),
         OK,
         "POST",

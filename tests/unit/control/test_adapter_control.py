@@ -150,11 +150,17 @@ def run_two_samples(engine: Engine) -> str:
     engine.results["two"] = Result("two", PROMPT)
     engine.tick()
     abort(engine, rid)
-    return "two"
+    return paused(engine, "two")
+
+
+def paused(engine: Engine, rid: str) -> str:
+    """Stop the steps, so that the request does not end while an adapter is read."""
+    engine.control(PauseGenerationReqInput, mode="in_place")
+    return rid
 
 
 HOLDS: dict[str, Callable[[Engine], str]] = {
-    "a running request": lambda engine: engine.begin(name="poet@0", session_id="s"),
+    "a running request": lambda engine: paused(engine, engine.begin(name="poet@0", session_id="s")),
     "a request that waits": wait_in_queue,
     "a request that was retracted": run_retracted,
     "the second of two samples": run_two_samples,

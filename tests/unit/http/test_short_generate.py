@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rollout.core.messages.io_struct import AbortReqInput, TokenizedGenerateReqInput
-from rollout.core.messages.req_output import FinishReason
+from rollout.core.messages.req_output import AdapterCard, AdapterLabel, FinishReason
 from rollout.http.native import short_generate
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.served_names import ServedNames
@@ -138,7 +138,8 @@ def test_a_pattern_that_fits_any_token_would_be_seen(live: Live, monkeypatch: py
 
 
 def test_a_known_form_keeps_its_adapter(live: Live, long_ways: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ServedNames(adapters=["poet", "clerk"])
+    cards = [AdapterCard(AdapterLabel(name, 0, "0" * 64)) for name in ("poet", "clerk")]
+    names = ServedNames(cards=cards)
     monkeypatch.setattr(live.manager, "_limits", replace(live.manager.limits, names=names))
     live.scheduler.received.clear()
     for name in ("poet", "clerk", None) * 2:

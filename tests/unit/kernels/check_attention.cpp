@@ -81,7 +81,7 @@ struct Example {
                               key_slot(), value_slot(), hd, vd,
                               kept.data(), length + 1, first, positions, group, heads, window,
                               sinks.empty() ? nullptr : sinks.data() + group_of};
-      const TileAttention<Units<Scalar>> attention(tile, space, sizes(), scale());
+      const TileAttention<Units<Scalar>> attention(tile, space, sizes(), scale(), 1.0f);
       attention.pack_queries();
       attention.attend_all(attention.total());
       attention.write(attention.total(), result.out.data() + group_of * vd, row());

@@ -103,7 +103,7 @@ def test_a_slot_keeps_nothing_of_the_version_before(model: DecoderForCausalLM) -
     table.load("poet", content(model, 2, O))
     of_queries = layers["model.layers.0.self_attn.qkv_proj"].lora
     assert of_queries._ranks.sum() == 0 and layers[O].lora._ranks.tolist() == [[2]]
-    assert layers[O].lora._a[0].eq(2).all()
+    assert layers[O].lora.a[0].eq(2).all()
 
 
 def test_an_unload_removes_all_versions_that_no_request_holds(model: DecoderForCausalLM) -> None:

@@ -163,7 +163,7 @@ def test_a_file_of_another_form_is_refused(plain: Path, tmp_path: Path, name: st
 
 
 def test_a_file_for_a_model_without_keys_and_values_has_no_scales(plain: Path, tmp_path: Path) -> None:
-    """Such as a model of latents, which `stored_dtype` refuses in FP8 by its own message."""
+    """The refusal of FP8 for latents comes later, by a message of its own."""
     config, path = dataclasses.replace(load_model_config(plain), layers=()), tmp_path / "scales.json"
     path.write_text(json.dumps(params({"0": {}})))
     assert read_kv_scales(str(plain), str(path), True, config, Parallel()) == KVScales(())
