@@ -32,6 +32,7 @@ from rollout.distributed.parallel import Parallel
 from rollout.engine import build
 from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
+from rollout.memory.kv_pool import KVScale
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.kv_scales import KVScales
 from rollout.scheduler.channel import LocalChannel
@@ -150,7 +151,7 @@ class Driver:
         self, model_path: str, param_path: str | None, is_fp8: bool, config: ModelConfig, parallel: Parallel
     ) -> KVScales:
         """Return scales of 1, in the place of `read_kv_scales`: the folder has no tensors."""
-        return KVScales(((1.0, 1.0),) * len(config.layers))
+        return KVScales((KVScale(),) * len(config.layers))
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
