@@ -62,11 +62,13 @@ def _moe(folder: Path, seed: int, plan: Plan, shown: Shown) -> tuple[Path, Any, 
 
 
 def _supervise(model: Any, tokenizer: Tokenizer, plan: Plan, seed: int, shown: Shown) -> None:
-    """Take supervised steps of all tasks by turns, until right answers to each are likely enough."""
-    end_id, optimizer, reached = model.config.eos_token_id, Masters(model, SUPERVISED_RATE), [0.0]
+    """Take supervised steps of the tasks whose right answers are not likely enough yet, by turns."""
+    end_id, optimizer, reached = model.config.eos_token_id, Masters(model, SUPERVISED_RATE), [0.0] * len(TASKS)
     streams = [task.problems(seed, held_out=False) for task in TASKS.values()]
     for step in range(1, plan.supervised_steps + 1):
-        for stream in streams:
+        for stream, likely_enough in zip(streams, [each >= SUPERVISED_UNTIL for each in reached]):
+            if likely_enough:
+                continue
             chosen = list(islice(stream, SUPERVISED_BATCH))
             examples = [[*encode(tokenizer, each.question + each.answer), end_id] for each in chosen]
             supervised_step(model, optimizer, examples, len(encode(tokenizer, chosen[0].question)))
