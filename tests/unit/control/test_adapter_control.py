@@ -79,8 +79,9 @@ def distance(result: Result, content: Path | None) -> float:
 def test_a_request_keeps_its_version_and_later_ones_get_the_next(folder: Path, contents: list[Path]) -> None:
     engine = Engine(folder)
     assert engine.loaded(contents[0]) == 0
-    running = engine.begin()
+    running = paused(engine, engine.begin())
     assert engine.loaded(contents[1]) == 1 and engine.results[running].finished is None
+    engine.control(ContinueGenerationReqInput)
     later, pinned = engine.begin(), engine.begin(name="poet@0")
     engine.run()
     engine.check_idle()
