@@ -240,8 +240,8 @@ at::Tensor change_spans(at::Tensor& content, const at::Tensor& tensors, const at
     for (int64_t t = begin; t < end; ++t) {
       const SpanTensor& tensor = tables.tensors[t];
       uint8_t* words = to + tensor.offset;
-      for (int64_t i = tables.first[t]; i < tables.first[t + 1]; ++i) {
-        const SpanMove& move = tables.moves[tables.order[i]];
+      for (const int64_t own : tables.moves_of[t]) {
+        const SpanMove& move = tables.moves[own];
         read(move, tensor, places[move.storage], words);
       }
       if (changes) is_wrong[t] = !change(words, tensor.held_width(), tensor.numel(), rows[t], cut[t]);

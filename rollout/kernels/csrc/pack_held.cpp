@@ -9,43 +9,11 @@
 #include <torch/library.h>
 
 #include "checks.h"
-#include "packed_held.h"
+#include "held_rows.h"
 #include "parallel.h"
 
 namespace lockstep {
 namespace {
-
-// Sixteen rows of sixteen bytes are turned over at once.
-constexpr int64_t kTurned = 16;
-
-// to[j * to_row + i] = from[i * from_row + j]
-void turn_over(const uint8_t* from, int64_t from_row, uint8_t* to, int64_t to_row) {
-#if LOCKSTEP_AVX512 || LOCKSTEP_AVX2
-  __m128i a[kTurned], b[kTurned];
-#pragma GCC unroll 16
-  for (int i = 0; i < kTurned; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * from_row));
-  // Four times rows i and i + 8 are shuffled together, byte by byte: the perfect shuffle of the bits of an index.
-#pragma GCC unroll 4
-  for (int round = 0; round < 4; ++round) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kTurned / 2; ++i) {
-      b[2 * i] = _mm_unpacklo_epi8(a[i], a[i + kTurned / 2]);
-      b[2 * i + 1] = _mm_unpackhi_epi8(a[i], a[i + kTurned / 2]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kTurned; ++i) a[i] = b[i];
-  }
-#pragma GCC unroll 16
-  for (int j = 0; j < kTurned; ++j) _mm_storeu_si128(reinterpret_cast<__m128i*>(to + j * to_row), a[j]);
-#else
-  for (int64_t i = 0; i < kTurned; ++i) {
-    for (int64_t j = 0; j < kTurned; ++j) to[j * to_row + i] = from[i * from_row + j];
-  }
-#endif
-}
-static_assert(kLanes == kTurned, "rows of one vector are turned over at once");
-
-int64_t blocks_of(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
 
 template <class Step>
 void check_held(const at::Tensor& packed, at::ScalarType dtype, int64_t depth, int64_t first_row, int64_t num_rows,
@@ -73,22 +41,6 @@ at::Tensor empty_packed_int4(at::IntArrayRef lead, int64_t rows, int64_t depth) 
   return empty_held<Int4Step>(at::kByte, lead, rows, depth);
 }
 
-// The first byte of each step of a row's panel.
-template <class Step, class Byte>
-Byte* panel_of(Byte* packed, const HeldRow& row, int64_t depth) {
-  return packed + row.panel * held_panel_bytes<Step>(depth);
-}
-
-// Of element k of a row, its byte.
-int64_t fp8_place(const HeldRow& row, int64_t k) {
-  return k / kHeldStep * Fp8Step::kBytes + k % kHeldStep * kPanelRows + row.column();
-}
-
-// Whether rows of a source go to all lanes of one vector of rows.
-bool is_vector(int64_t begin, int64_t end, int64_t first_row) {
-  return end - begin == kLanes && (first_row + begin) % kLanes == 0;
-}
-
 void pack_rows_fp8(at::Tensor& packed, const at::Tensor& weight, const at::Tensor& scale, int64_t first_row,
                    int64_t step, int64_t offset) {
   TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == at::kFloat8_e4m3fn, "the weight must be [N, K] float8_e4m3fn");
@@ -101,25 +53,10 @@ void pack_rows_fp8(at::Tensor& packed, const at::Tensor& weight, const at::Tenso
   const auto* from = static_cast<const uint8_t*>(elements.const_data_ptr());
   const float* scale_of = scales.const_data_ptr<float>();
   auto* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  const HeldRows rows{to, depth, step, offset};
   for_spans(num_rows, kLanes, num_rows * depth, [&](int64_t begin, int64_t end) {
-    int64_t turned = 0;  // elements of each row that are written sixteen rows at a time
-    if (is_vector(begin, end, first_row)) {
-      const HeldRow row(first_row + begin, step, offset);
-      uint8_t* panel = panel_of<Fp8Step>(to, row, depth);
-      for (; turned + kTurned <= depth; turned += kTurned) {
-        turn_over(from + begin * depth + turned, depth, panel + fp8_place(row, turned), kPanelRows);
-      }
-    }
-    for (int64_t n = begin; n < end; ++n) {
-      const HeldRow row(first_row + n, step, offset);
-      uint8_t* panel = panel_of<Fp8Step>(to, row, depth);
-      for (int64_t k = turned; k < depth; ++k) panel[fp8_place(row, k)] = from[n * depth + k];
-      if (row.lane != 0) continue;
-      for (int64_t k = 0; k < depth; k += kHeldStep, panel += Fp8Step::kBytes) {
-        const float* one = scale_of + n / kScaleBlock * blocks + k / kScaleBlock;
-        std::memcpy(panel + kFp8StepNumel + row.vector * sizeof(float), one, sizeof(float));
-      }
-    }
+    pack_fp8(from + begin * depth, depth, rows, first_row + begin, end - begin,
+             [&](int64_t n, int64_t k) { return scale_of[(begin + n) / kScaleBlock * blocks + k / kScaleBlock]; });
   });
 }
 
@@ -149,29 +86,6 @@ std::tuple<at::Tensor, at::Tensor> unpack_rows_fp8(const at::Tensor& packed, int
   return {weight, scale};
 }
 
-// Of element k of a row, the byte with its integer, which is the upper half where k is odd.
-int64_t int4_place(const HeldRow& row, int64_t k) {
-  return k / kHeldStep * Int4Step::kBytes + k % kHeldStep / 2 * kPanelRows + row.column();
-}
-
-int64_t int4_scale_place(const HeldRow& row, int64_t k) {
-  return k / kHeldStep * Int4Step::kBytes + kInt4StepNumel + row.column() * static_cast<int64_t>(sizeof(bf16));
-}
-
-// Of the integers of a step, two a byte, the even one in the low half.
-void join_halves(const int8_t* from, uint8_t* to) {
-#if LOCKSTEP_AVX512 || LOCKSTEP_AVX2
-  const __m256i low = _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), _mm256_set1_epi8(15));
-  const __m256i pairs = _mm256_maddubs_epi16(low, _mm256_set1_epi16(16 << 8 | 1));  // even + 16 odd
-  const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(bytes));
-#else
-  for (int64_t i = 0; i < kHeldStep / 2; ++i) {
-    to[i] = static_cast<uint8_t>((from[2 * i] & 15) | (from[2 * i + 1] & 15) << 4);
-  }
-#endif
-}
-
 void pack_rows_int4(at::Tensor& packed, const at::Tensor& weight, const at::Tensor& scale, int64_t first_row,
                     int64_t step, int64_t offset) {
   TORCH_CHECK(weight.dim() == 2 && weight.scalar_type() == at::kChar, "the weight must be [N, K] int8");
@@ -184,28 +98,10 @@ void pack_rows_int4(at::Tensor& packed, const at::Tensor& weight, const at::Tens
   const int8_t* from = elements.const_data_ptr<int8_t>();
   const bf16* scale_of = scales.const_data_ptr<bf16>();
   auto* to = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  const HeldRows rows{to, depth, step, offset};
   for_spans(num_rows, kLanes, num_rows * depth, [&](int64_t begin, int64_t end) {
-    int64_t turned = 0;  // elements of each row that are written sixteen rows at a time
-    if (is_vector(begin, end, first_row)) {
-      const HeldRow row(first_row + begin, step, offset);
-      uint8_t* panel = panel_of<Int4Step>(to, row, depth);
-      for (; turned + kHeldStep <= depth; turned += kHeldStep) {
-        uint8_t halves[kLanes][kHeldStep / 2];
-        for (int64_t lane = 0; lane < kLanes; ++lane) join_halves(from + (begin + lane) * depth + turned, halves[lane]);
-        turn_over(halves[0], kHeldStep / 2, panel + int4_place(row, turned), kPanelRows);
-      }
-    }
-    for (int64_t n = begin; n < end; ++n) {
-      const HeldRow row(first_row + n, step, offset);
-      uint8_t* panel = panel_of<Int4Step>(to, row, depth);
-      for (int64_t k = turned; k < depth; k += 2) {
-        const uint8_t even = from[n * depth + k] & 15, odd = k + 1 < depth ? from[n * depth + k + 1] & 15 : 0;
-        panel[int4_place(row, k)] = static_cast<uint8_t>(even | odd << 4);
-      }
-      for (int64_t s = 0; s < steps; ++s) {
-        std::memcpy(panel + int4_scale_place(row, s * kHeldStep), scale_of + n * steps + s, sizeof(bf16));
-      }
-    }
+    pack_int4(from + begin * depth, depth, rows, first_row + begin, end - begin,
+              [&](int64_t n, int64_t k) { return scale_of[(begin + n) * steps + k / kHeldStep]; });
   });
 }
 

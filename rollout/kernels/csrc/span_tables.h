@@ -3,7 +3,9 @@
 // Whatever a table holds, nothing outside of the source and the storages is read or written after `check_tables`.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -129,13 +131,31 @@ inline void check_table(const at::Tensor& table, int64_t columns, const char* na
               name, " must be int64 [rows, ", columns, "], contiguous");
 }
 
+// The moves of each tensor, by number.
+class MovesOf {
+ public:
+  MovesOf() = default;
+  MovesOf(const SpanMove* moves, int64_t num_moves, int64_t num_tensors) : first_(num_tensors + 1), order_(num_moves) {
+    for (int64_t m = 0; m < num_moves; ++m) ++first_[moves[m].tensor + 1];
+    for (int64_t t = 0; t < num_tensors; ++t) first_[t + 1] += first_[t];
+    std::vector<int64_t> next(first_.begin(), first_.end() - 1);
+    for (int64_t m = 0; m < num_moves; ++m) order_[next[moves[m].tensor]++] = m;
+  }
+
+  std::span<const int64_t> operator[](int64_t tensor) const {
+    return {order_.data() + first_[tensor], static_cast<size_t>(first_[tensor + 1] - first_[tensor])};
+  }
+
+ private:
+  std::vector<int64_t> first_, order_;
+};
+
 // The tables of one call, checked.
 struct SpanTables {
   const SpanTensor* tensors;
   int64_t num_tensors;
   const SpanMove* moves;
-  std::vector<int64_t> first;  // of tensor t: moves order[first[t]] .. order[first[t + 1] - 1]
-  std::vector<int64_t> order;
+  MovesOf moves_of;
 
   SpanTables(const at::Tensor& source, const at::Tensor& tensor_table, const at::Tensor& move_table,
              at::TensorList storages) {
@@ -153,19 +173,12 @@ struct SpanTables {
     moves = reinterpret_cast<const SpanMove*>(move_numbers);
     for (int64_t t = 0; t < num_tensors; ++t) check_tensor(tensors[t], t, source.numel());
     for (int64_t m = 0; m < num_moves; ++m) check_move(moves[m], m, tensors, num_tensors, storages);
-    first.assign(num_tensors + 1, 0);
-    for (int64_t m = 0; m < num_moves; ++m) ++first[moves[m].tensor + 1];
-    for (int64_t t = 0; t < num_tensors; ++t) first[t + 1] += first[t];
-    order.resize(num_moves);
-    std::vector<int64_t> next(first.begin(), first.end() - 1);
-    for (int64_t m = 0; m < num_moves; ++m) order[next[moves[m].tensor]++] = m;
+    moves_of = MovesOf(moves, num_moves, num_tensors);
   }
 
   bool packs(int64_t tensor) const {
-    for (int64_t i = first[tensor]; i < first[tensor + 1]; ++i) {
-      if (moves[order[i]].kind != kBox) return true;
-    }
-    return false;
+    const auto own = moves_of[tensor];
+    return std::any_of(own.begin(), own.end(), [&](int64_t move) { return moves[move].kind != kBox; });
   }
 };
 
