@@ -20,7 +20,8 @@ import torch
 
 from weight_sync.errors import StagingError
 from weight_sync.held_memory import Areas
-from weight_sync.plan import BucketPlan, Homes, address_of, bytes_of
+from weight_sync.homes import Homes, address_of, bytes_of
+from weight_sync.plan import BucketPlan
 from weight_sync.staging import Accept, Content, DeviceQueue, DirectSink, HostQueue, SpanTaker
 from weight_sync.tensor_meta import LogicalWeights, Part
 from weight_sync.unnamed_file import Entry, UnnamedFile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from weight_sync.plan import Homes
+from weight_sync.homes import Homes
 from weight_sync.rank_boxes import RankBoxes
 from weight_sync.rank_cover import Kept, RankCover
 from weight_sync.rank_parts import Exchange

@@ -18,7 +18,6 @@ lose something are taken.  Memory: about 430 bytes a tensor that has one place.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -32,9 +31,10 @@ from weight_sync.boxes import Box, box_text, whole_box
 from weight_sync.content import TensorTable
 from weight_sync.errors import CoverageError
 from weight_sync.held_format import HeldFormats
+from weight_sync.homes import Homes, address_of
 from weight_sync.ledger import Numbers, PlannedBoxes
 from weight_sync.manifest import Manifest, ManifestPlan, plan_manifest
-from weight_sync.moves import Move, lead_of, matrix_of
+from weight_sync.moves import Move, matrix_of
 from weight_sync.paired_wire import value_metas, weight_name
 from weight_sync.picks import parts_of_box
 from weight_sync.rank_cover import RankCover
@@ -49,68 +49,10 @@ from weight_sync.spans import (
 )
 from weight_sync.splitting import split_wire
 from weight_sync.take_spans import SpanTables
-from weight_sync.tensor_meta import BucketLayout, LogicalWeights, Piece, Place, TensorMeta
+from weight_sync.tensor_meta import BucketLayout, LogicalWeights, Piece, TensorMeta
 
 _MANIFESTS_KEPT = 2
 """Plans of manifests are kept for this many times the tensors of the model, all together."""
-
-
-class Homes:
-    """The places of logical tensors on this rank, asked once for one state of the places."""
-
-    def __init__(self, weights: LogicalWeights) -> None:
-        self._weights = weights
-        self._places: dict[str, Sequence[Place]] = {}
-        self._resident_bytes: dict[int, int] | None = None
-
-    def places(self, name: str) -> Sequence[Place]:
-        """Return the places of a tensor."""
-        found = self._places.get(name)
-        if found is None:
-            found = self._places[name] = self._weights.places(name)
-        return found
-
-    def moves(self, name: str) -> tuple[list[Move], int] | None:
-        """Return the moves of a tensor to all of its places, and how many of its dimensions are rows of their matrix.
-
-        None where only the places themselves can write it.
-        """
-        shape, found = self._weights.metas()[name].shape, list[Move]()
-        places = self.places(name)
-        for place in places:
-            moves = place.moves(shape)
-            if moves is None:
-                return None
-            found += moves
-        region = places[0].region if places else None
-        return found, lead_of(None if region is None else region.dim)
-
-    @functools.cached_property
-    def device(self) -> torch.device | None:
-        """The device of the weights; None for a rank that holds none."""
-        places = (place for name in self._weights.metas() for place in self.places(name))
-        first = next(places, None)
-        return None if first is None else first.storage.device
-
-    def has_gaps(self, storage: torch.Tensor) -> bool:
-        """Return whether the whole storage behind `storage` holds anything but content of tensors."""
-        if self._resident_bytes is None:
-            self._resident_bytes = {}
-            for name in self._weights.metas():
-                for place in self.places(name):
-                    key = address_of(place.storage)
-                    self._resident_bytes[key] = self._resident_bytes.get(key, 0) + place.num_bytes
-        return self._resident_bytes.get(address_of(storage), 0) != storage.untyped_storage().nbytes()
-
-
-def address_of(storage: torch.Tensor) -> int:
-    """Return the address of the whole storage behind a tensor."""
-    return storage.untyped_storage().data_ptr()
-
-
-def bytes_of(storage: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage behind a tensor, uint8 [bytes]."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage.untyped_storage())
 
 
 @dataclass(frozen=True, eq=False)

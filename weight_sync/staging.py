@@ -29,7 +29,8 @@ import torch
 
 from weight_sync.block_sums import kernels_of
 from weight_sync.held_memory import Areas
-from weight_sync.plan import BucketPlan, Homes
+from weight_sync.homes import Homes
+from weight_sync.plan import BucketPlan
 from weight_sync.take_spans import Found, on_host
 from weight_sync.tensor_meta import LogicalWeights, Pair, Part, parts_of
 

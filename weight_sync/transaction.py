@@ -35,11 +35,12 @@ from weight_sync.errors import (
 )
 from weight_sync.held_format import AS_SENT, HeldFormats
 from weight_sync.held_memory import Areas
+from weight_sync.homes import Homes
 from weight_sync.in_model import Apart, ApartStaging, InPlaceStaging, JournalStaging
 from weight_sync.intake import Arrival, Intake, ProvenPart, load_part, store
 from weight_sync.ledger import Coverage, Numbers, WeightLedger
 from weight_sync.manifest import Entries, Manifest, Stated
-from weight_sync.plan import BucketPlan, Homes, Planner
+from weight_sync.plan import BucketPlan, Planner
 from weight_sync.rank_cover import RankCover
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.shadow import ShadowStaging

@@ -20,8 +20,8 @@ from weight_sync.delta.frame_part import FramePart, PartTables, cut_parts
 from weight_sync.delta.tensor_list import TensorList
 from weight_sync.digest_plan import DigestPlan
 from weight_sync.errors import BaseMismatchError
+from weight_sync.homes import Homes
 from weight_sync.moves import Move
-from weight_sync.plan import Homes
 from weight_sync.tensor_meta import LogicalWeights
 
 

@@ -23,8 +23,8 @@ from weight_sync.delta.frame import cut_planes
 from weight_sync.delta.planes import SizeTable, read_all_planes, read_planes
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint_words import SIGNED
+from weight_sync.homes import address_of, bytes_of
 from weight_sync.moves import Move, matrix_of
-from weight_sync.plan import address_of, bytes_of
 from weight_sync.spans import DTYPE_CODES, MOVE_COLUMNS, SpanMove, SpanTensor
 from weight_sync.take_spans import SpanTables
 from weight_sync.tensor_meta import BucketLayout, PackedBucket, TensorMeta

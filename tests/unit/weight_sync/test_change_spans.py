@@ -17,7 +17,7 @@ from weight_sync.delta.frame_part import PartTables
 from weight_sync.delta.planes import SizeTable, read_all_planes, write_planes
 from weight_sync.errors import ContentError
 from weight_sync.fingerprint_words import SIGNED
-from weight_sync.plan import bytes_of
+from weight_sync.homes import bytes_of
 from weight_sync.tensor_meta import Place, TensorMeta
 
 NUMELS = [0, 1, 7, 300, 300, 4097, 0, 255, 256, 1000, 2, 5000]

@@ -19,7 +19,7 @@ from tests.logical_weights_fake import EMBED, NORM, FakeWeights, bits, expert_na
 from tests.unit.weight_sync.test_device_queue import FoldsEarly
 from weight_sync.errors import StagingError
 from weight_sync.held_memory import Areas
-from weight_sync.plan import Homes, address_of
+from weight_sync.homes import Homes, address_of
 from weight_sync.shadow import ShadowStaging
 from weight_sync.tensor_meta import Part, Place
 

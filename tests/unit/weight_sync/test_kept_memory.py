@@ -17,7 +17,7 @@ from rollout.model.decoder import DecoderForCausalLM
 from tests.logical_weights_fake import EMBED, FakeWeights, bits, version
 from tests.model_zoo import load_tiny, logical_tensors, tiny_checkpoint
 from weight_sync.held_memory import Areas, HeldMemory, pinned_area
-from weight_sync.plan import Homes
+from weight_sync.homes import Homes
 from weight_sync.shadow import ShadowStaging, _Shadow
 from weight_sync.tensor_meta import parts_of
 from weight_sync.transaction import WeightTransaction
