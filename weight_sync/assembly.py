@@ -10,7 +10,7 @@ Memory: one copy of each such tensor or part, from its first part until its last
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -124,6 +124,14 @@ class PairedTensors:
     def num_waiting(self) -> int:
         """The number of tensors that wait for other parts of their weights."""
         return self._parts.num_waiting
+
+    def waits_for_some(self, names: Collection[str]) -> bool:
+        """Return whether a part waits of a weight that is among these names."""
+        return self._parts.has_some(names)
+
+    def note(self, names: Iterable[str]) -> None:
+        """Note weights of which all parts came by a plan."""
+        self._parts.note(names)
 
     @functools.cached_property
     def _max_bytes(self) -> int:

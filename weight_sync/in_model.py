@@ -58,10 +58,10 @@ class _InModelStaging(DirectSink):
 
     def write_spans(self, plan: BucketPlan, content: torch.Tensor, accept: Accept) -> None:
         storages, source = [bytes_of(storage) for storage in plan.storages], self._spans.bring(content)
-        self._spans.find(lambda: plan.tables.take(source, storages, writes=False), accept)
+        self._spans.find(lambda: plan.take(source, storages, writes=False), accept)
         self._begin()
         self._before(plan.storages, plan.names)
-        self._queue.put(functools.partial(plan.tables.take, source, storages, checks=False))
+        self._queue.put(functools.partial(plan.take, source, storages, checks=False))
 
     def settle(self) -> None:
         self._queue.fence()

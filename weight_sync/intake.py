@@ -27,21 +27,21 @@ from weight_sync.content import Content, Contents, TensorTable, by_name
 from weight_sync.content_check import check_content, is_finite, matching
 from weight_sync.errors import ContentError, CoverageError, listed
 from weight_sync.fingerprint import fingerprint
-from weight_sync.fp8_blocks import BLOCK, scales_of
-from weight_sync.held_format import AS_SENT, HeldFormat, HeldFormats
-from weight_sync.int4_groups import regrouped
+from weight_sync.held_format import AS_SENT, HeldFormats
+from weight_sync.held_pairs import kept_pair, piece_of
 from weight_sync.ledger import Numbers, WeightLedger
 from weight_sync.manifest import Stated
+from weight_sync.pair_plan import PlannedPairs
 from weight_sync.paired_wire import value_metas
 from weight_sync.plan import BucketPlan
 from weight_sync.rank_cover import RankCover, RankShares
 from weight_sync.rank_parts import Exchange
 from weight_sync.splitting import Announced, is_exact_cast, split_wire
 from weight_sync.staging import WeightSink
-from weight_sync.tensor_meta import LogicalWeights, Pair, Part, Piece, TensorMeta, dtype_name
+from weight_sync.take_pairs import PairsFound
+from weight_sync.tensor_meta import LogicalWeights, PackedBucket, Pair, Part, Piece, TensorMeta, dtype_name
 
 _NONE = np.zeros(0, dtype=np.int64)
-_SCALES_BELOW = 2.0**120
 
 
 class Arrival(NamedTuple):
@@ -132,6 +132,10 @@ class Intake:
             self.contents.put(self._table.number_of[name], content)
         return arrivals
 
+    def is_clear(self, plan: BucketPlan, ledger: WeightLedger) -> bool:
+        """Return whether nothing came of the planned whole tensors, and no part of them waits."""
+        return ledger.is_clear(plan.numbers) and not self.pairs.waits_for_some(plan.came_as)
+
     def take_planned(
         self, plan: BucketPlan, complete: Numbers, fingerprints_T2: np.ndarray, infinite_T2: np.ndarray
     ) -> None:
@@ -140,19 +144,46 @@ class Intake:
         `complete`: the tensors of which boxes came, and now all.  Raises `ContentError`.
         """
         names = self._table.names
-        numbers = plan.numbers if plan.boxes is None else np.concatenate([plan.numbers, plan.boxes.numbers])
+        whole = plan.numbers[: plan.num_plain]
+        numbers = whole if plan.boxes is None else np.concatenate([whole, plan.boxes.numbers])
         if infinite_T2[:, 0].any():
             wrong = [names[number] for number in dict.fromkeys(numbers[infinite_T2[:, 0]].tolist())]
             raise ContentError(f"values that are not finite in {listed(wrong)}")
-        num_whole = len(plan.numbers)
-        self._stated.require(plan.numbers, fingerprints_T2[:num_whole, 0])
+        num_whole = len(whole)
+        self._stated.require(whole, fingerprints_T2[:num_whole, 0])
         if plan.boxes is not None:
             self._add_shares(plan, complete, fingerprints_T2[num_whole:])
         if infinite_T2[:, 1].any():
             number = numbers[infinite_T2[:, 1]][0]
             dtype = dtype_name(self._table.metas[number].dtype)
             raise ContentError(f"{names[number]} has values outside the range of {dtype}")
-        self.contents.put_all(plan.numbers, plan.codes[:num_whole], *fingerprints_T2[:num_whole].T)
+        self.contents.put_all(whole, plan.codes[:num_whole], *fingerprints_T2[:num_whole].T)
+
+    def take_planned_pairs(
+        self, plan: PlannedPairs, found: PairsFound, bucket: PackedBucket, ledger: WeightLedger, cast: bool
+    ) -> None:
+        """Check the planned weights of a bucket by what `take_pairs` found in them, and note their content.
+
+        Raises `ContentError`, and as `take_parts` for a weight that is wrong by itself.
+        """
+        if found.wrong.any():
+            names, places = plan.of(found.wrong)
+            self.take_parts(bucket.layout.views(bucket.content, places), ledger, cast)  # tables do not say what it is
+            raise ContentError(f"values or scales that cannot be held in {listed(names)}")
+        sums_Q4, count = found.sums, plan.num_values
+        self._stated.require(plan.numbers[:count], sums_Q4[:count, 0])
+        self.contents.put_all(plan.numbers[:count], plan.codes, sums_Q4[:count, 0], sums_Q4[:count, -1])
+        for number, metas, values in zip(plan.numbers[count:].tolist(), plan.parts, sums_Q4[count:].tolist()):
+            content = Content(tuple(zip(metas, values)), values[-1])
+            self._require_parts(self._table.names[number], content)
+            self.contents.put(number, content)
+        self.pairs.note(plan.wire_names[count:])
+
+    def _require_parts(self, name: str, content: Content) -> None:
+        """Raise `ContentError` for a part of a weight whose F is not the one stated, where one is."""
+        names = by_name([content])
+        self._stated.require_form(name, names)
+        matching(names, self._stated)
 
     def _add_shares(self, plan: BucketPlan, complete: Numbers, shares_P2: np.ndarray) -> None:
         """Add the shares of boxes to the fingerprints of their tensors; check and note the complete ones.
@@ -164,7 +195,7 @@ class Intake:
             self._shares = np.zeros((len(self._table), 2), dtype=np.uint64), np.zeros(len(self._table), dtype=np.uint8)
         (sums, codes), numbers = self._shares, plan.boxes.numbers
         np.add.at(sums, numbers, shares_P2)
-        codes[numbers] = plan.codes[len(plan.numbers) :]
+        codes[numbers] = plan.codes[plan.num_plain :]
         if self._cover is not None:
             self._parts.append(complete)
             return
@@ -223,15 +254,13 @@ class Intake:
         parts = tensor.parts
         if arrival.piece != Piece(arrival.name):
             assert tensor.pair is not None
-            parts = dict(zip(parts, _piece_of(arrival.piece, tensor.pair)[:2], strict=True))
+            parts = dict(zip(parts, piece_of(arrival.piece, tensor.pair)[:2], strict=True))
         sent = tuple(
             (TensorMeta(arrival.name + suffix, part.dtype, tuple(part.shape)), fingerprint(part))
             for suffix, part in parts.items()
         )
         content = Content(sent, fingerprint(arrival.content))
-        names = by_name([content])
-        self._stated.require_form(arrival.name, names)
-        matching(names, self._stated)
+        self._require_parts(arrival.name, content)
         return content
 
     def _converted(
@@ -259,59 +288,13 @@ class Intake:
         if held is None:
             return arrival
         if held.keeps(pair):
-            return with_pair(arrival, pair, held)
+            return arrival._replace(pair=kept_pair(arrival.piece, arrival.wire_name, pair, held))
         if pair is not None and not held.of_pairs:
             return arrival
         if held.pairs is None:
             return arrival._replace(content=held.values(values))
         made = held.pairs.quantise(values)
         return arrival._replace(content=held.pairs.values(made, dtype), pair=made)
-
-
-# --- pairs that are held as they came ---------------------------------------------------------------------------------
-
-
-def with_pair(arrival: Arrival, pair: Pair | None, held: HeldFormat | None) -> Arrival:
-    """Return an arrival with its piece of a pair, where that is held as it came; else the arrival.
-
-    Raises `ContentError` for blocks that the piece cuts, and for scales that the kernels do not take.
-    """
-    if pair is None or held is None or not held.keeps(pair):
-        return arrival
-    if pair.block[1] % held.block[1]:
-        raise ContentError(
-            f"{arrival.name} has groups of {pair.block[1]}, but {held.flag} holds groups of {held.block[1]}"
-        )
-    if pair.block != held.block:  # so that a rank's shard cuts no group
-        pair = regrouped(pair, held.block[1])
-    piece = arrival.piece
-    if piece == Piece(piece.name):
-        return arrival._replace(pair=_with_scales_that_fit(pair, arrival.name, held))
-    spans = (*piece.index, *[slice(None)] * (pair.weight.dim() - len(piece.index)))[-2:]
-    for span, size in zip(spans, pair.weight.shape[-2:], strict=True):
-        rows = range(size)[span] if isinstance(span, slice) else range(0)
-        if not (size <= BLOCK or (rows.step == 1 and rows.start % BLOCK == 0)):
-            raise ContentError(
-                f"{arrival.name} begins inside a block of {arrival.wire_name}: {held.flag} holds whole blocks. "
-                "Send each expert's matrices by themselves."
-            )
-    return arrival._replace(pair=_with_scales_that_fit(_piece_of(piece, pair), arrival.name, held))
-
-
-def _with_scales_that_fit(pair: Pair, name: str, held: HeldFormat) -> Pair:
-    if bool((pair.scale.float() >= _SCALES_BELOW).any()):
-        raise ContentError(f"{name} has a scale of 2**120 or more, which {held.flag} does not hold")
-    return pair
-
-
-def _piece_of(piece: Piece, pair: Pair) -> Pair:
-    """Return the piece of both halves of an FP8 pair; of scales one for every block that the piece touches.
-
-    No model splits a matrix that comes in another kind.
-    """
-    assert pair.block == (BLOCK, BLOCK), piece
-    of_scale = replace(piece, index=scales_of(piece.index, pair.weight.shape))
-    return Pair(piece.of(pair.weight), of_scale.of(pair.scale), pair.block)
 
 
 # --- into a sink ------------------------------------------------------------------------------------------------------

@@ -253,11 +253,13 @@ class WeightLedger:
         self._planned.append((numbers, wire_names))
         self._note(numbers)
 
-    def record_boxes(self, planned: PlannedBoxes) -> Numbers:
-        """Note the boxes of a planned bucket; return the numbers of the tensors that came by it.
+    def record_boxes(self, planned: PlannedBoxes | None) -> Numbers:
+        """Note the boxes of a planned bucket, if it has any; return the numbers of the tensors that came by it.
 
         Raises `CoverageError` for a box of a tensor that was not announced or came, and as `BoxLedger.record`.
         """
+        if planned is None:
+            return np.zeros(0, dtype=np.int64)
         numbers = planned.numbers
         (wrong,) = (~self._is_expected[numbers] | self._came[numbers]).nonzero()
         if len(wrong):

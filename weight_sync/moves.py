@@ -22,12 +22,15 @@ class MoveKind(IntEnum):
     the first packed row, b the step and c the offset of `pack_rows`.
     PACKED_W8: the same with `pack_rows_w8`, for a tensor that is held in blocks of 8 bits (`weight_sync.int8_blocks`).
     PACKED_TRANSPOSED: as PACKED, the columns of the box as packed rows.
+    PACKED_FP8, PACKED_INT4: elements and scales go as with `pack_rows_fp8` and `pack_rows_int4` (`take_pairs`).
     """
 
     BOX = 0
     PACKED = 1
     PACKED_W8 = 2
     PACKED_TRANSPOSED = 3
+    PACKED_FP8 = 4
+    PACKED_INT4 = 5
 
 
 class Move(NamedTuple):

@@ -192,6 +192,14 @@ class GatheredParts(Generic[T]):
         """The number of parts that wait."""
         return sum(len(parts) for _, parts in self._waiting.values())
 
+    def has_some(self, names: Collection[str]) -> bool:
+        """Return whether a part waits of a weight that is among these names."""
+        return any(name in names for name in self._waiting)
+
+    def note(self, names: Iterable[str]) -> None:
+        """Note weights of which all parts came in another way."""
+        self._whole.update(names)
+
     def found(self, name: str) -> list[str]:
         """Return the names of the parts that wait of a weight."""
         return [f"{name}{suffix}" for suffix in self._waiting[name][1]]

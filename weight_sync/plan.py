@@ -8,9 +8,9 @@
 wire tensor may come as a box of it (`TensorMeta.box`).  Then so do the logical tensors in it, unless they lie in the
 box as a whole.
 
-Tensors that the tables cannot express are listed in `rest`, and go the way of single tensors (`intake`): parts of
-quantised weights, tensors that are quantised here to anything but blocks of 8 bits or come so in boxes, and places that
-only their own `write` can fill.
+Weights that come in parts, or that are quantised here, have tables of their own (`pair_plan`).  Tensors that no table
+can express are listed in `rest`, and go the way of single tensors (`intake`): parts of a weight in two buckets, boxes
+of quantised tensors, and places that only their own `write` can fill.
 
 A plan is of one layout, one state of the places (`LogicalWeights.places_key`), and one answer to whether casts that
 lose something are taken.  Memory: about 430 bytes a tensor that has one place.
@@ -18,9 +18,10 @@ lose something are taken.  Memory: about 430 bytes a tensor that has one place.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -35,7 +36,8 @@ from weight_sync.homes import Homes, address_of
 from weight_sync.ledger import Numbers, PlannedBoxes
 from weight_sync.manifest import Manifest, ManifestPlan, plan_manifest
 from weight_sync.moves import Move, matrix_of
-from weight_sync.paired_wire import value_metas, weight_name
+from weight_sync.pair_plan import Gathered, PairRows, PlannedPairs, Wires
+from weight_sync.paired_wire import WirePart
 from weight_sync.picks import parts_of_box
 from weight_sync.rank_cover import RankCover
 from weight_sync.spans import (
@@ -47,8 +49,8 @@ from weight_sync.spans import (
     SpanMove,
     SpanTensor,
 )
-from weight_sync.splitting import split_wire
-from weight_sync.take_spans import SpanTables
+from weight_sync.take_pairs import PairsFound, is_compiled
+from weight_sync.take_spans import Found, SpanTables
 from weight_sync.tensor_meta import BucketLayout, LogicalWeights, Piece, TensorMeta
 
 _MANIFESTS_KEPT = 2
@@ -57,11 +59,12 @@ _MANIFESTS_KEPT = 2
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """T whole logical tensors of a layout, by number and name, P boxes of others, and M moves of all.
+    """T whole logical tensors of a layout, P boxes of others, Q quantised weights, and M moves of the first two.
 
-    `wire_names` [T]: of the tensors whose parts they are.  `codes` [T + P]: dtypes as sent, of `DTYPE_CODES`.
-    `boxes`: None where there are none.  `tables`: of tensors, then boxes, and moves.  `storages`: a tensor of each
-    storage that the moves go to.  `rest`: places in the layout of the wire tensors that are not planned.
+    `numbers`, `names` and `wire_names` [T + Q]: of whole tensors, then of weights; the last are the names of what came.
+    `codes` [T + P]: dtypes as sent, of `DTYPE_CODES`.  `boxes`, `pairs`: None where there are none.  `tables`: of
+    tensors, then boxes, and moves.  `storages`: a tensor of each storage that moves go to.  `rest`: places in the
+    layout of the wire tensors that are not planned.
     """
 
     numbers: Numbers
@@ -69,9 +72,33 @@ class BucketPlan:
     wire_names: Sequence[str]
     codes: np.ndarray
     boxes: PlannedBoxes | None
+    pairs: PlannedPairs | None
     tables: SpanTables
     storages: Sequence[torch.Tensor]
     rest: Sequence[int]
+
+    @property
+    def num_plain(self) -> int:
+        """The number of whole logical tensors without the quantised weights."""
+        return len(self.numbers) - (0 if self.pairs is None else len(self.pairs.numbers))
+
+    def take(
+        self,
+        source: torch.Tensor,
+        storages: Sequence[torch.Tensor],
+        checks: bool = True,
+        writes: bool = True,
+        live: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[Found, PairsFound | None]:
+        """Take a bucket by all tables.  Raises as `SpanTables.take` and `PairTables.take`."""
+        assert live is None or self.pairs is None, "weights with tables of their own are not folded"
+        found = self.tables.take(source, storages, checks, writes, live)
+        return found, None if self.pairs is None else self.pairs.tables.take(source, storages, checks, writes)
+
+    @functools.cached_property
+    def came_as(self) -> frozenset[str]:
+        """The names under which whole tensors and weights come."""
+        return frozenset(self.wire_names)
 
     @property
     def all_names(self) -> Sequence[str]:
@@ -80,29 +107,31 @@ class BucketPlan:
 
 
 def plan_bucket(
-    layout: BucketLayout,
-    pieces: Mapping[TensorMeta, Sequence[Piece]],
-    homes: Homes,
-    table: TensorTable,
-    quantised: HeldFormats,
+    layout: BucketLayout, wires: Wires, homes: Homes, table: TensorTable, quantised: HeldFormats
 ) -> BucketPlan:
-    """Return the plan of a layout.  `pieces`: the logical tensors in each wire tensor, but for parts of pairs.
+    """Return the plan of a layout of the tensors `wires`.
 
     Whether the boxes of a tensor are planned does not depend on the boxes: all of them go the same way.  Raises
     `CoverageError` for a tensor that comes whole in one box, while another brings some of it.
     """
-    rows, rest, seen = _Rows(table, quantised), [], set[str]()
-    in_parts = {weight_name(wire.name) for wire in layout.metas if wire not in pieces}
+    rows, rest, seen = _Rows(table, quantised, homes), [], set[str]()
+    in_parts = {wires.parts[wire].name for wire in layout.metas if wire in wires.parts}
+    gathered = wires.gathered(layout) if is_compiled(homes.device) else {}
+    planned = set[int]()
     for place, (wire, offset) in enumerate(zip(layout.metas, layout.offsets, strict=True)):
-        parts = pieces.get(wire)
-        names = {part.name for part in parts or ()}
-        is_plain = (
-            parts is not None
-            and wire.name not in in_parts
-            and (wire.box is not None or seen.isdisjoint(names))
-            and all(name not in quantised or (quantised[name].is_int8_blocks and wire.box is None) for name in names)
-        )
-        if not (is_plain and rows.add(wire, offset, parts or (), homes)):
+        if place in planned:
+            continue
+        part, pieces = wires.parts.get(wire), wires.pieces_in(wire)
+        names = {piece.name for piece in pieces}
+        is_new = wire.box is not None or seen.isdisjoint(names)
+        if part is not None:
+            own = gathered.pop(part.name, None)
+            is_planned = own is not None and is_new and rows.add_pair(part, own, pieces)
+            if own is not None and is_planned:
+                planned.update(at.place for at in own.values())
+        else:
+            is_planned = wire.name not in in_parts and is_new and rows.add(wire, place, offset, pieces)
+        if not is_planned:
             rest.append(place)
         seen |= names
     rows.require_apart()
@@ -115,15 +144,23 @@ class _Rows:
 
     table: TensorTable
     quantised: HeldFormats
+    homes: Homes
     whole: list[_Row] = field(default_factory=list)
     boxes: list[_Row] = field(default_factory=list)
 
-    def add(self, wire: TensorMeta, offset: int, pieces: Sequence[Piece], homes: Homes) -> bool:
+    def __post_init__(self) -> None:
+        self.pairs = PairRows(self.table, self.quantised)
+
+    def add(self, wire: TensorMeta, place: int, offset: int, pieces: Sequence[Piece]) -> bool:
         """Add the logical tensors of a wire tensor that begins at byte `offset`.  False: tables cannot express them."""
+        if any(piece.name in self.quantised and not self.quantised[piece.name].is_int8_blocks for piece in pieces):
+            return wire.box is None and self._add_quantised(wire, place, offset, pieces)
+        if wire.box is not None and any(piece.name in self.quantised for piece in pieces):
+            return False
         found = []
         for piece in pieces:
-            held = self.table.metas[self.table.number_of[piece.name]]
-            to, code = homes.moves(piece.name), self._code_of(wire, held)
+            held = self._held(piece.name)
+            to, code = self.homes.moves(piece.name), self._code_of(wire, held)
             matrices = None if to is None else _matrices(wire, offset, piece, held.shape, to[1])
             if to is None or matrices is None or code is None:
                 return False
@@ -134,6 +171,30 @@ class _Rows:
             is_whole = row.span.sizes == (row.span.rows, row.span.columns)
             (self.whole if is_whole else self.boxes).append(row)
         return True
+
+    def add_pair(self, part: WirePart, gathered: Gathered, pieces: Sequence[Piece]) -> bool:
+        """Add a weight that came in parts.  False: tables cannot express it."""
+        if len(pieces) != 1 or (moves := self.homes.moves(pieces[0].name)) is None:
+            return False
+        return self.pairs.add_parts(part, gathered, pieces[0], moves[0])
+
+    def _add_quantised(self, wire: TensorMeta, place: int, offset: int, pieces: Sequence[Piece]) -> bool:
+        """Add the logical tensors of a wire tensor that are quantised here, if each lies there row by row."""
+        found, moves = list[tuple[TensorMeta, int]](), list[Sequence[Move]]()
+        for piece in pieces if is_compiled(self.homes.device) else ():
+            held, to = self._held(piece.name), self.homes.moves(piece.name)
+            matrices = None if to is None else _matrices(wire, offset, piece, held.shape, to[1])
+            if to is None or matrices is None or len(matrices) != 1:
+                return False
+            _, (start, rows, columns, *strides, top, num_rows, left, num_columns) = matrices[0]
+            if (strides, top, num_rows, left, num_columns) != ([columns, 1], 0, rows, 0, columns):
+                return False
+            found.append((held, start))
+            moves.append(to[0])
+        return bool(found) and self.pairs.add_values(wire, place, found, moves)
+
+    def _held(self, name: str) -> TensorMeta:
+        return self.table.metas[self.table.number_of[name]]
 
     def require_apart(self) -> None:
         """Raise `CoverageError` for a tensor that is whole in one row, and has another one."""
@@ -147,20 +208,23 @@ class _Rows:
         """Return the plan of all that was added.  `rest`: places in the layout that were not."""
         storages: dict[int, torch.Tensor] = {}
         numbers: dict[int, int] = {}
-        moves = []
-        for tensor, row in enumerate((*self.whole, *self.boxes)):
-            for move in row.moves:
-                key = address_of(move.storage)
-                storages.setdefault(key, move.storage)
-                moves.append(SpanMove.of(move, tensor, numbers.setdefault(key, len(numbers))))
-        spans = [row.span for row in (*self.whole, *self.boxes)]
-        tensors = torch.tensor(spans, dtype=torch.int64).view(-1, TENSOR_COLUMNS)
+
+        def number_of(storage: torch.Tensor) -> int:
+            key = address_of(storage)
+            storages.setdefault(key, storage)
+            return numbers.setdefault(key, len(numbers))
+
+        every = [*self.whole, *self.boxes]
+        moves = [SpanMove.of(move, at, number_of(move.storage)) for at, row in enumerate(every) for move in row.moves]
+        tensors = torch.tensor([row.span for row in every], dtype=torch.int64).view(-1, TENSOR_COLUMNS)
+        pairs = self.pairs.planned(number_of)
         return BucketPlan(
-            numbers=self._numbers(self.whole),
-            names=[row.held.name for row in self.whole],
-            wire_names=[row.wire.name for row in self.whole],
+            numbers=np.concatenate([self._numbers(self.whole), *([] if pairs is None else [pairs.numbers])]),
+            names=[*(row.held.name for row in self.whole), *(() if pairs is None else pairs.names)],
+            wire_names=[*(row.wire.name for row in self.whole), *(() if pairs is None else pairs.wire_names)],
             codes=tensors[:, 1].numpy().astype(np.uint8),
             boxes=self._boxes() if self.boxes else None,
+            pairs=pairs,
             tables=SpanTables(tensors, torch.tensor(moves, dtype=torch.int64).view(-1, MOVE_COLUMNS)),
             storages=list(storages.values()),
             rest=rest,
@@ -303,15 +367,14 @@ class Planner:
     ) -> list[BucketPlan]:
         """Return the plan of each layout of a call.  `cover`: of an update per rank.
 
-        Raises as `value_metas` and `split_wire`, of all tensors of the call together, and as `RankCover.kept_boxes`.
+        Raises as `Wires.of`, of all tensors of the call together, and as `RankCover.kept_boxes`.
         """
         homes, key = self.homes(weights), (cast, cover)
         known = [self._plans.get(layout, {}).get(key) for layout in layouts]
         if all(plan is not None for plan in known):
             return [plan for plan in known if plan is not None]
-        values = value_metas(weights, [meta for layout in layouts for meta in layout.metas])
-        pieces = dict(zip(values, split_wire(weights, values, cast), strict=True))
-        made = [plan_bucket(layout, pieces, homes, self.table, self._quantised) for layout in layouts]
+        wires = Wires.of(weights, [meta for layout in layouts for meta in layout.metas], cast)
+        made = [plan_bucket(layout, wires, homes, self.table, self._quantised) for layout in layouts]
         if cover is not None:
             made = [plan if plan.boxes is None else replace(plan, boxes=cover.kept_boxes(plan.boxes)) for plan in made]
         for layout, plan in zip(layouts, made, strict=True):

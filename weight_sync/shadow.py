@@ -102,7 +102,7 @@ class ShadowStaging:
         live = [shadow.live for shadow in shadows] if any(shadow.is_folded for shadow in shadows) else None
         self._plans.append(plan)
         source, areas = self._spans.bring(content), [shadow.staged for shadow in shadows]
-        self._spans.find(lambda: plan.tables.take(source, areas, live=live), accept)
+        self._spans.find(lambda: plan.take(source, areas, live=live), accept)
 
     def settle(self) -> None:
         self._queue.fence()

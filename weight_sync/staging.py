@@ -31,6 +31,7 @@ from weight_sync.block_sums import kernels_of
 from weight_sync.held_memory import Areas
 from weight_sync.homes import Homes
 from weight_sync.plan import BucketPlan
+from weight_sync.take_pairs import PairsFound
 from weight_sync.take_spans import Found, on_host
 from weight_sync.tensor_meta import LogicalWeights, Pair, Part, parts_of
 
@@ -39,9 +40,10 @@ HOLDING_MODES = ("journal", "in_place")
 """`write` changes the model, so that no step may run from the first write to the end."""
 Content = torch.Tensor | Pair | Part
 """A whole logical tensor, or what this rank holds of it."""
-Accept = Callable[[np.ndarray, np.ndarray], None]
+Accept = Callable[[np.ndarray, np.ndarray, PairsFound | None], None]
 """Takes what was found in the planned tensors of a bucket, as sent and as held: F of each, uint64 [T, 2], and whether
-it has a value that is not finite, bool [T, 2].  Raises what is wrong with them."""
+it has a value that is not finite, bool [T, 2].  And what was found in weights with tables of their own, if there are
+any.  Raises what is wrong with them."""
 _BUCKET = -1
 """The key of a bucket's area; others are addresses."""
 
@@ -130,12 +132,13 @@ class SpanTaker:
         self._queue.put(functools.partial(area.copy_, content, non_blocking=True))
         return area
 
-    def find(self, take: Callable[[], Found], accept: Accept) -> None:
+    def find(self, take: Callable[[], tuple[Found, PairsFound | None]], accept: Accept) -> None:
         """Take a bucket by `take`, wait for the result, and call `accept` with it."""
-        found: list[Found] = []
-        self._queue.put(lambda: found.append(take()))
+        results: list[tuple[Found, PairsFound | None]] = []
+        self._queue.put(lambda: results.append(take()))
         self._queue.fence()
-        accept(*on_host(found[0]))
+        found, pairs = results[0]
+        accept(*on_host(found), pairs)
 
 
 class DirectSink:

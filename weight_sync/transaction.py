@@ -45,9 +45,9 @@ from weight_sync.rank_cover import RankCover
 from weight_sync.rank_parts import Exchange, alone
 from weight_sync.shadow import ShadowStaging
 from weight_sync.staging import Staging, StagingMode, queue_of
+from weight_sync.take_pairs import PairsFound
 from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, Part, TensorMeta
 
-_NONE = np.zeros(0, dtype=np.int64)
 NAMES_SHOWN = 10
 STATUS_FIELDS = (
     *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
@@ -233,34 +233,34 @@ class WeightTransaction:
 
     def _take_packed(self, bucket: PackedBucket, cast: bool) -> None:
         """Replay the plan of a bucket.  What it leaves out, or cannot do now, goes tensor by tensor."""
+        cast = cast or self._cast
         plan = self._plan_of(bucket.layout, cast)
-        can_wait = plan is None or plan.boxes is None  # boxes of a tensor all go the same way
-        is_clear = plan is not None and not self._intake.pairs.num_waiting and self._ledger.is_clear(plan.numbers)
-        if plan is None or (can_wait and not is_clear):
-            arrivals = self._intake.take_parts(bucket.layout.views(bucket.content), self._ledger, cast or self._cast)
-            store(arrivals, self._staging, self._ledger)
+        if plan is None or (plan.boxes is None and not self._intake.is_clear(plan, self._ledger)):  # boxes go one way
+            parts = bucket.layout.views(bucket.content)
+            store(self._intake.take_parts(parts, self._ledger, cast), self._staging, self._ledger)
             return
-        self._require_clear(plan)
+        if not self._ledger.is_clear(plan.numbers):
+            raise self._came_before(plan)
         rest: list[Arrival] = []
 
-        def accept(fingerprints_T2: np.ndarray, infinite_T2: np.ndarray) -> None:
-            complete = _NONE if plan.boxes is None else self._ledger.record_boxes(plan.boxes)
+        def accept(fingerprints_T2: np.ndarray, infinite_T2: np.ndarray, pairs: PairsFound | None) -> None:
+            if plan.pairs is not None and pairs is not None:
+                self._intake.take_planned_pairs(plan.pairs, pairs, bucket, self._ledger, cast)
+            complete = self._ledger.record_boxes(plan.boxes)
             self._intake.take_planned(plan, complete, fingerprints_T2, infinite_T2)
             self._ledger.record_all(plan.numbers, plan.wire_names)
             if plan.rest:
                 parts = bucket.layout.views(bucket.content, plan.rest)
-                rest.extend(self._intake.take_parts(parts, self._ledger, cast or self._cast))
+                rest.extend(self._intake.take_parts(parts, self._ledger, cast))
 
         self._staging.write_spans(plan, bucket.content, accept)
         store(rest, self._staging, self._ledger)
 
-    def _require_clear(self, plan: BucketPlan) -> None:
-        """Raise `CoverageError` for a tensor that came before, in a bucket with boxes."""
-        if self._ledger.is_clear(plan.numbers):
-            return
+    def _came_before(self, plan: BucketPlan) -> CoverageError:
+        """Return the error of a tensor that came before, in a bucket with boxes."""
         refusals = self._ledger.refusals(zip(plan.wire_names, plan.names, strict=True))
         came = [f"{name} came before under another name" for name in plan.names if name in self._ledger]
-        raise CoverageError(f"{listed(refusals or came)}; send it apart from boxes")
+        return CoverageError(f"{listed(refusals or came)}; send it apart from boxes")
 
     def _plan_of(self, layout: BucketLayout, cast: bool) -> BucketPlan | None:
         """Return the plan of a bucket; None where the staging takes tensor by tensor.
@@ -269,7 +269,7 @@ class WeightTransaction:
         """
         plan = self._plans.get(layout)
         if plan is None and self._staging.takes_spans:
-            (plan,) = self._planner.plans(self.weights, [layout], cast or self._cast)
+            (plan,) = self._planner.plans(self.weights, [layout], cast)
         return plan
 
     def fail(self, reason: str) -> None:

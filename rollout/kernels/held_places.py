@@ -77,11 +77,12 @@ class W8Place(PackedRows):
 class PairPacking:
     """The operators that pack pairs of one kind (`csrc/packed_held.h`), in the form in which scales are stored there.
 
-    `pack(packed, pair, first_row, step, offset)`; `unpack(packed, columns, rows, step, offset)`.
-    `bytes_of(rows, columns)`: of a matrix without padding.
+    `pack(packed, pair, first_row, step, offset)`; `unpack(packed, columns, rows, step, offset)`.  `kind`: of the move
+    that does what `pack` does.  `bytes_of(rows, columns)`: of a matrix without padding.
     """
 
     pairs: PairFormat
+    kind: MoveKind
     pack: Callable[[torch.Tensor, Pair, int, int, int], None]
     unpack: Callable[[torch.Tensor, int, range, int, int], Pair]
     bytes_of: Callable[[int, int], int]
@@ -123,8 +124,9 @@ class PairPlace(PackedRows):
         self.write(content)
 
     def moves(self, shape: Sequence[int], lead: int | None = None) -> list[Move] | None:
-        """Return None: tables do not carry pairs."""
-        return None
+        rows, columns = len(self._rows), self._in_features
+        assert tuple(shape) == (rows, columns) and lead in (None, 1), shape
+        return [packed_move(self._packing.kind, self._packed, rows, columns, self._rows.start, *self._layout)]
 
 
 def _pack_fp8(packed: torch.Tensor, pair: Pair, first_row: int, step: int, offset: int) -> None:
@@ -149,7 +151,7 @@ def _int4_packing(pairs: PairFormat, group: int) -> PairPacking:
     def bytes_of(rows: int, columns: int) -> int:
         return rows * (-(-columns // 2) + -(-columns // _STEP) * torch.bfloat16.itemsize)
 
-    return PairPacking(pairs, pack, unpack, bytes_of)
+    return PairPacking(pairs, MoveKind.PACKED_INT4, pack, unpack, bytes_of)
 
 
 def _fp8_bytes(rows: int, columns: int) -> int:
@@ -171,7 +173,7 @@ def _int4_form(held: HeldFormat) -> HeldForm:
 
 def _fp8_form() -> HeldForm:
     assert FP8_PAIRS.pairs is not None, "FP8 has scales"
-    packing = PairPacking(FP8_PAIRS.pairs, _pack_fp8, _unpack_fp8, _fp8_bytes)
+    packing = PairPacking(FP8_PAIRS.pairs, MoveKind.PACKED_FP8, _pack_fp8, _unpack_fp8, _fp8_bytes)
     return _pair_form(FP8_PAIRS, packing, "empty_packed_fp8", _VECTOR)
 
 

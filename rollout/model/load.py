@@ -28,7 +28,8 @@ from weight_sync.bucket import runs_of
 from weight_sync.checkpoint_folder import open_checkpoint_folder
 from weight_sync.content_check import is_finite
 from weight_sync.errors import ContentError, WeightSyncError
-from weight_sync.intake import Arrival, split_tensors, store, with_pair
+from weight_sync.held_pairs import kept_pair
+from weight_sync.intake import Arrival, split_tensors, store
 from weight_sync.ledger import WeightLedger
 from weight_sync.mxfp4 import Mxfp4Experts, value_metas
 from weight_sync.paired_wire import FP8, INT4, part_of, whole_metas
@@ -105,9 +106,12 @@ class _Reader:
             yield each
 
     def arrivals(self, tensor: WireTensor, ledger: WeightLedger) -> list[Arrival]:
-        """Return the logical tensors in a tensor, as they are held.  Raises as `split_tensors` and `with_pair`."""
+        """Return the logical tensors in a tensor, as they are held.  Raises as `split_tensors` and `kept_pair`."""
         found = split_tensors(self._weights, [(tensor.name, tensor.content)], ledger, cast=True)
-        return [with_pair(arrival, tensor.pair, self._formats.get(arrival.name)) for arrival in found]
+        return [
+            arrival._replace(pair=kept_pair(arrival.piece, tensor.name, tensor.pair, self._formats.get(arrival.name)))
+            for arrival in found
+        ]
 
 
 def _check(weights: LogicalWeights, metas: Sequence[TensorMeta], stored_format: StoredFormat) -> None:

@@ -38,7 +38,14 @@ struct SpanTensor {
   Strides strides() const { return {row_stride, column_stride}; }
 };
 
-enum MoveKind : int64_t { kBox = 0, kPacked = 1, kPackedW8 = 2, kPackedTransposed = 3 };
+enum MoveKind : int64_t {
+  kBox = 0,
+  kPacked = 1,
+  kPackedW8 = 2,
+  kPackedTransposed = 3,
+  kPackedFp8 = 4,
+  kPackedInt4 = 5,
+};
 
 // A row of the table of moves.
 struct SpanMove {

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.model.load import quantised_names
+from tests import kernels
 from tests.fp8_checkpoints import DTYPE, FAMILIES, QuantisedCase, fused, more_layers
 from tests.fp8_reference import Named, fp8_checkpoint, is_quantised, quantised, values_of
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater
@@ -40,6 +41,12 @@ SCALE = f"{WEIGHT}_scale_inv"
 UP = INT4_FORM.weight
 PACKED = f"{UP}_packed"
 MODES: tuple[StagingMode, ...] = ("host", "device", "journal", "in_place")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    """Load the compiled operators: what lies in one bucket goes by tables."""
+    kernels.native_ops()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
