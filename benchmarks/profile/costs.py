@@ -143,6 +143,40 @@ def _latent_values_flops(arguments: Arguments, result: object) -> int:
     return flops
 
 
+def _lora_bytes(arguments: Arguments, result: object) -> int:
+    """Count the adapters in `slots` once, of the ranks that they have: A and B of each part."""
+    widths_P = torch.tensor(arguments["columns"]).diff() + arguments["a"].shape[2]
+    return _adapter_bytes(arguments, arguments["ranks"] @ widths_P, result)
+
+
+def _head_lora_bytes(arguments: Arguments, result: object) -> int:
+    """Count the adapters in `slots` once, of the ranks that they have: A and B of each head, or one for all."""
+    a, b = arguments["a"], arguments["b"]
+    width = a.shape[1] * a.shape[2] + b.shape[1] * b.shape[3]
+    return _adapter_bytes(arguments, arguments["ranks"].reshape(-1) * width, result)
+
+
+def _adapter_bytes(arguments: Arguments, elements_S: torch.Tensor, result: object) -> int:
+    slots = arguments["slots"]
+    elements = int(elements_S[slots[slots >= 0].unique()].sum())
+    activations = nbytes(arguments["out"], arguments["hidden"], slots, result)
+    return elements * int(arguments["a"].itemsize) + activations
+
+
+def _lora_flops(arguments: Arguments, result: object) -> int:
+    """Count the products of each token's parts with A [D, rank], and with B [rank, the part's columns]."""
+    slots, ranks = arguments["slots"], arguments["ranks"]
+    widths_P = torch.tensor(arguments["columns"]).diff() + arguments["a"].shape[2]
+    return 2 * int((ranks[slots[slots >= 0]] @ widths_P).sum())
+
+
+def _head_lora_flops(arguments: Arguments, result: object) -> int:
+    """Count the products of each token and head with A [D, rank] and B [rank, O]."""
+    slots, ranks = arguments["slots"], arguments["ranks"].reshape(-1)
+    width: int = arguments["a"].shape[2] + arguments["b"].shape[3]
+    return 2 * int(ranks[slots[slots >= 0]].sum()) * int(arguments["num_heads"]) * width
+
+
 def _delta_bytes(arguments: Arguments, result: object) -> int:
     """Count a state as read and written once a sequence, and as written once a snapshot."""
     pools = (arguments["conv_pool"], arguments["state_pool"])
@@ -186,6 +220,8 @@ def _no_bytes(arguments: Arguments, result: object) -> int:
 Count = Callable[[Arguments, object], int]  # from the arguments and the result of a call
 
 BYTES: Mapping[str, Count] = {
+    "lockstep::add_head_lora": _head_lora_bytes,
+    "lockstep::add_lora": _lora_bytes,
     "lockstep::fused_experts": _experts_bytes,
     "lockstep::matrix_rows": _gather_bytes,
     "lockstep::gather_rows": _gather_bytes,
@@ -208,6 +244,8 @@ BYTES: Mapping[str, Count] = {
     "aten::new_empty": _no_bytes,
 }
 FLOPS: Mapping[str, Count] = {
+    "lockstep::add_head_lora": _head_lora_flops,
+    "lockstep::add_lora": _lora_flops,
     "lockstep::fused_experts": _experts_flops,
     "lockstep::linear": _linear_flops,
     "lockstep::norm_linear": _linear_flops,

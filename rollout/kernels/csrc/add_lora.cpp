@@ -15,43 +15,18 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "lora.h"
 #include "parallel.h"
 
 namespace lockstep {
 namespace {
 
-constexpr int kRows = 4;             // tokens of a tile: each vector of a matrix is loaded once for all of them
 constexpr int64_t kColumnSpan = 256;  // columns of an item of `expand`
-
-struct LoraTile {
-  int64_t slot;
-  int count;
-  int64_t tokens[kRows];
-};
 
 // A span of columns within one part.
 struct ColumnSpan {
   int64_t part, first, last;
 };
-
-// The tokens that have an adapter, in tiles of one adapter each.
-std::vector<LoraTile> tiles_of(const int64_t* slots, int64_t num_tokens, int64_t num_slots) {
-  std::vector<std::vector<int64_t>> by_slot(num_slots);
-  for (int64_t token = 0; token < num_tokens; ++token) {
-    TORCH_CHECK(-1 <= slots[token] && slots[token] < num_slots, "there is no adapter slot ", slots[token]);
-    if (slots[token] >= 0) by_slot[slots[token]].push_back(token);
-  }
-  std::vector<LoraTile> tiles;
-  for (int64_t slot = 0; slot < num_slots; ++slot) {
-    const auto& tokens = by_slot[slot];
-    for (size_t first = 0; first < tokens.size(); first += kRows) {
-      LoraTile tile{slot, static_cast<int>(std::min<size_t>(kRows, tokens.size() - first)), {}};
-      std::copy_n(tokens.begin() + first, tile.count, tile.tokens);
-      tiles.push_back(tile);
-    }
-  }
-  return tiles;
-}
 
 std::vector<ColumnSpan> spans_of(at::IntArrayRef columns) {
   std::vector<ColumnSpan> spans;
@@ -61,29 +36,6 @@ std::vector<ColumnSpan> spans_of(at::IntArrayRef columns) {
     }
   }
   return spans;
-}
-
-// `sums[row]` = sum over k of rows[row][k] times `n` elements of row k of a matrix, whose rows are `stride` apart.
-template <int kCount, class X, class T>
-inline void products(const X* const* rows, const T* matrix, int64_t stride, int64_t depth, int n, F32x16* sums) {
-  F32x16 total[kCount];
-  for (int row = 0; row < kCount; ++row) total[row] = splat(0.0f);
-  for (int64_t k = 0; k < depth; ++k) {
-    const F32x16 column = n == kLanes ? load(matrix + k * stride) : load(matrix + k * stride, n);
-    for (int row = 0; row < kCount; ++row) total[row] = fma(splat(static_cast<float>(rows[row][k])), column, total[row]);
-  }
-  for (int row = 0; row < kCount; ++row) sums[row] = total[row];
-}
-
-template <class X, class T>
-inline void products(int count, const X* const* rows, const T* matrix, int64_t stride, int64_t depth, int n,
-                     F32x16* sums) {
-  switch (count) {
-    case 1: return products<1>(rows, matrix, stride, depth, n, sums);
-    case 2: return products<2>(rows, matrix, stride, depth, n, sums);
-    case 3: return products<3>(rows, matrix, stride, depth, n, sums);
-    default: return products<kRows>(rows, matrix, stride, depth, n, sums);
-  }
 }
 
 void check_shapes(const at::Tensor& out, const at::Tensor& hidden, const at::Tensor& slots, const at::Tensor& a,
@@ -111,10 +63,10 @@ struct LoraSizes {
 template <class T>
 void shrink(const LoraTile& tile, int64_t part, int64_t rank, const LoraSizes& sizes, const T* x, const T* a,
             float* shrunk) {
-  const T* rows[kRows];
+  const T* rows[kLoraRows];
   for (int row = 0; row < tile.count; ++row) rows[row] = x + tile.tokens[row] * sizes.depth;
   const T* matrix = a + (tile.slot * sizes.parts + part) * sizes.depth * sizes.rank;
-  F32x16 sums[kRows];
+  F32x16 sums[kLoraRows];
   for (int64_t first = 0; first < rank; first += kLanes) {
     const int n = static_cast<int>(std::min<int64_t>(kLanes, rank - first));
     products(tile.count, rows, matrix + first, sizes.rank, sizes.depth, n, sums);
@@ -128,12 +80,12 @@ void shrink(const LoraTile& tile, int64_t part, int64_t rank, const LoraSizes& s
 template <class T>
 void expand(const LoraTile& tile, const ColumnSpan& span, int64_t rank, const LoraSizes& sizes, const float* shrunk,
             const T* b, const T* base, T* result) {
-  const float* rows[kRows];
+  const float* rows[kLoraRows];
   for (int row = 0; row < tile.count; ++row) {
     rows[row] = shrunk + (tile.tokens[row] * sizes.parts + span.part) * sizes.rank;
   }
   const T* matrix = b + tile.slot * sizes.rank * sizes.columns;
-  F32x16 sums[kRows];
+  F32x16 sums[kLoraRows];
   for (int64_t column = span.first; column < span.last; column += kLanes) {
     const int n = static_cast<int>(std::min<int64_t>(kLanes, span.last - column));
     products(tile.count, rows, matrix + column, sizes.columns, rank, n, sums);
@@ -177,7 +129,7 @@ at::Tensor add_lora(const at::Tensor& out, const at::Tensor& hidden, const at::T
                 base.const_data_ptr<T>(), result.mutable_data_ptr<T>());
     };
     constexpr int64_t kProductsANanosecond = 16;
-    const int64_t products = num_tiles * kRows * sizes.rank * (sizes.parts * sizes.depth + sizes.columns);
+    const int64_t products = num_tiles * kLoraRows * sizes.rank * (sizes.parts * sizes.depth + sizes.columns);
     run_phases(team_size(products / kProductsANanosecond), Phase{shrinks, of_a}, Phase{expansions, of_b});
   });
   return result;

@@ -96,6 +96,22 @@ def test_experts_count_those_that_are_used() -> None:
     )
 
 
+def test_adapters_count_those_that_are_used() -> None:
+    ranks, slots = torch.tensor([[4, 2], [1, 0]]), torch.tensor([0, -1, 0])
+    a, b = zeros(2, 2, 12, 4), zeros(2, 4, 8)  # parts of 6 and 2 columns
+    one = cost(torch.ops.lockstep.add_lora.default, zeros(3, 8), zeros(3, 12), slots, a, b, ranks, [0, 6, 8])
+    activations = 2 * (3 * 12 + 2 * 3 * 8) + 3 * 8
+    assert one.flops == 2 * 2 * (4 * (12 + 6) + 2 * (12 + 2))
+    assert one.bytes_moved == 2 * (4 * (12 + 6) + 2 * (12 + 2)) + activations
+    a, b = zeros(2, 3, 5, 4), zeros(2, 1, 4, 7)  # three heads, which share B
+    given = (zeros(3, 3, 8), zeros(3, 3 * 6), slots, a, b, ranks[:, 1:], 3)
+    assert cost(torch.ops.lockstep.add_head_lora.default, *given) == Cost(
+        bytes_moved=2 * (3 * 5 * 4 + 4 * 7) // 2 + 2 * (3 * 18 + 2 * 3 * 24) + 3 * 8,
+        flops=2 * 2 * 2 * 3 * (5 + 7),
+        dtype=BF16,
+    )
+
+
 def test_padding_is_moved_and_not_computed() -> None:
     w13, w2 = packed(2, rows=32, depth=40), packed(2, rows=40, depth=10)
     result = cost(torch.ops.lockstep.fused_experts.default, zeros(1, 40), torch.tensor([[0]]), None, w13, w2, 10)
