@@ -11,8 +11,6 @@ Shapes: T tokens, D hidden, H heads of this rank, R latent, rd rotated elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from rollout.core.specs.layer_specs import LatentAttentionSpec, LatentKV, NormSpec
@@ -20,11 +18,11 @@ from rollout.distributed.parallel import Parallel
 from rollout.kernels.places import LatentSizes
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
+from rollout.layers.latent_heads import LatentHeads
 from rollout.layers.layer import Layer
-from rollout.layers.linear import Linear, MergedLinear, sharded_entry
+from rollout.layers.linear import Linear, MergedLinear
 from rollout.layers.norm_rotary import Hidden, RMSNorm
 from rollout.layers.shard import Shard, query_heads
-from rollout.layers.weight_entry import WeightEntry, WeightLayer
 
 
 class LatentAttention(Layer):
@@ -77,8 +75,9 @@ class LatentAttention(Layer):
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
         normed_TD, adapters = norm(residual_TD, hidden), context.batch.adapters
+        by_head = self._queries(normed_TD, adapters)
         query = self.ops.latent_query_store(
-            self._queries(normed_TD, adapters),
+            by_head,
             self.kv_a_proj_with_mqa(normed_TD, adapters),
             self.kv_a_layernorm.weight,
             self.kv_a_layernorm.eps,
@@ -88,24 +87,13 @@ class LatentAttention(Layer):
             context.attention.kv.k[self.layer_id],
             context.batch.out_cache_loc,
         )
+        query = self.kv_b_proj.adapted_queries(query, by_head, adapters)
         latents = context.attention.attend(self.layer_id, query, self.scale)
         values = self.ops.latent_values(latents, self.kv_b_proj.weight, self.num_heads, self.value_size)
+        values = self.kv_b_proj.adapted_values(values, latents, adapters)
         return self.o_proj(values, adapters)
 
     def _queries(self, normed_TD: torch.Tensor, adapters_T: torch.Tensor | None) -> torch.Tensor:
         if self.q_a_proj is None or self.q_a_layernorm is None:
             return self.queries.of_normed(normed_TD, adapters_T)
         return self.queries(self.q_a_proj(normed_TD, adapters_T), None, self.q_a_layernorm, adapters_T)
-
-
-class LatentHeads(WeightLayer):
-    """The matrix from latents to keys and values, as the operators store it: nothing computed from it is kept."""
-
-    def __init__(self, heads: Shard, sizes: LatentSizes, build: Build) -> None:
-        self._storage, self._heads, self._sizes = build.ops.storage, heads, sizes
-        self.weight = self._storage.empty_latent(heads.length, sizes, build.dtype, build.device)
-
-    def weight_entries(self, prefix: str) -> Iterator[WeightEntry]:
-        rows = self._heads.times(self._sizes.nope + self._sizes.value)
-        place = self._storage.latent_place(self.weight, self._sizes)
-        yield sharded_entry(f"{prefix}.weight", self.weight, place, (rows.total, self._sizes.rank), 0, rows)

@@ -16,14 +16,14 @@ from rollout.kernels.places import Place, ReorderedPlace, ShardPlace, ViewPlace
 from rollout.layers.build import Build
 from rollout.layers.layer import Layer
 from rollout.layers.linear_storage import LinearStorage
-from rollout.layers.lora import LoraModule, LoraSlots, SlotSizes
+from rollout.layers.lora import AdaptedLayer, LoraModule, LoraSlots, SlotSizes
 from rollout.layers.norm_rotary import Hidden, RMSNorm
 from rollout.layers.shard import Shard
-from rollout.layers.weight_entry import WeightEntry, WeightLayer
+from rollout.layers.weight_entry import WeightEntry
 from weight_sync.held_format import HeldFormat
 
 
-class AdaptedLinear(WeightLayer):
+class AdaptedLinear(AdaptedLayer):
     """Base of the linear layers: a matrix, and the slots of adapters that change its product, if there are any."""
 
     ops: Ops
@@ -31,12 +31,7 @@ class AdaptedLinear(WeightLayer):
     weight: torch.Tensor
     lora: LoraSlots | None = None
 
-    def lora_modules(self, prefix: str) -> dict[str, LoraModule]:
-        """Return the matrices that adapters may change, by name, in the order of their parts."""
-        raise NotImplementedError
-
     def reserve_lora(self, sizes: SlotSizes) -> LoraSlots:
-        """Return the slots of this layer's adapters, and make them at the first call."""
         if self.lora is None:
             self.lora = LoraSlots(self.storage.build, sizes, list(self.lora_modules("").values()))
         return self.lora

@@ -1,4 +1,4 @@
-"""The adapters of one linear layer, by slot; and the modules of a layer that adapters may change.
+"""The adapters of one layer, by slot; and the modules of a layer that adapters may change.
 
 A module is a matrix of a checkpoint.  Ranks that split it have a part each: of the rows of B where the outputs are
 split, of the columns of A where the inputs are.  A rank's product is then its part of the sum over ranks, as the
@@ -9,7 +9,8 @@ Shapes: T tokens, D input features, O output features, here on this rank; S slot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import torch
 
 from rollout.layers.build import Build
 from rollout.layers.shard import Shard
+from rollout.layers.weight_entry import WeightLayer
 from weight_sync.tensor_meta import Region
 
 
@@ -41,19 +43,42 @@ class LoraModule:
     order: torch.Tensor | None = None
 
 
-class LoraSlots:
-    """Matrices `a` [S, P, D, R] and `b` [S, R, O], and `ranks` [S, P]; a rank of 0: the module is not adapted.
+@dataclass(frozen=True)
+class LoraPlace:
+    """The place of a rank's share of A [R, D] or B [O, R], or of a part of it, in `slots`.
 
-    They keep their places, so that a recorded forward holds for every content.
+    `part(share)`: the part, a view of the share.  `view(slots)`: its place in a tensor like `slots`, in the part's
+    shape.  `order`: see `LoraModule`.
+    """
+
+    slots: torch.Tensor
+    part: Callable[[torch.Tensor], torch.Tensor]
+    view: Callable[[torch.Tensor], torch.Tensor]
+    order: torch.Tensor | None = None
+
+    def put(self, slots: torch.Tensor, share: torch.Tensor) -> None:
+        """Copy the part of a share into a tensor like `slots`."""
+        part = self.part(share)
+        self.view(slots).copy_(part if self.order is None else part.index_select(0, self.order))
+
+    def take(self, slots: torch.Tensor, share: torch.Tensor) -> None:
+        """Copy the part from a tensor like `slots` into a share."""
+        part, found = self.part(share), self.view(slots)
+        if self.order is None:
+            part.copy_(found)
+        else:
+            part.index_copy_(0, self.order, found)
+
+
+class AdapterSlots(ABC):
+    """Base of the slots of a layer; `ranks` [S, P]: a rank of 0 means that the module is not adapted.
+
+    The tensors keep their places, so that a recorded forward holds for every content.
     """
 
     def __init__(self, build: Build, sizes: SlotSizes, modules: Sequence[LoraModule]) -> None:
         """Make empty slots for all modules of a layer, in the model's dtype, however the weights are held."""
-        self._ops, self._modules = build.ops, modules
-        self._columns = [0, *accumulate(module.outputs.length for module in modules)]
-        depth = modules[0].inputs.length
-        self.a = build.empty(sizes.slots, len(modules), depth, sizes.rank).zero_()
-        self.b = build.empty(sizes.slots, sizes.rank, self._columns[-1]).zero_()
+        self.dtype, self._ops, self._modules = build.dtype, build.ops, modules
         self._ranks = torch.zeros(sizes.slots, len(modules), dtype=torch.int64, device=build.device)
 
     def clear(self, slot: int) -> None:
@@ -63,24 +88,59 @@ class LoraSlots:
     def write(self, slot: int, part: int, a_RD: torch.Tensor, b_OR: torch.Tensor) -> None:
         """Put whole matrices, the scale within B, into a slot: this rank keeps its share of them."""
         module, rank = self._modules[part], a_RD.shape[0]
-        rows = _share(b_OR, 0, module.outputs)
-        if module.order is not None:
-            rows = rows.index_select(0, module.order)
-        self.place_a(self.a, slot, part, rank).copy_(_share(a_RD, 1, module.inputs).t())
-        self.place_b(self.b, slot, part, rank).copy_(rows.t())
+        for place in self.places_a(slot, part, rank):
+            place.put(place.slots, _share(a_RD, 1, module.inputs))
+        for place in self.places_b(slot, part, rank):
+            place.put(place.slots, _share(b_OR, 0, module.outputs))
         self._ranks[slot, part] = rank
 
-    def place_a(self, a: torch.Tensor, slot: int, part: int, rank: int) -> torch.Tensor:
-        """Return the place [D, R] of an adapter's matrix in `a`, which has the shape of these slots'."""
-        return a[slot, part, :, :rank]
+    @abstractmethod
+    def places_a(self, slot: int, part: int, rank: int) -> list[LoraPlace]:
+        """Return the places of A [R, D] of an adapter."""
 
-    def place_b(self, b: torch.Tensor, slot: int, part: int, rank: int) -> torch.Tensor:
-        """Return the place [R, O] of an adapter's matrix in `b`, which has the shape of these slots'."""
-        return b[slot, :rank, self._columns[part] : self._columns[part + 1]]
+    @abstractmethod
+    def places_b(self, slot: int, part: int, rank: int) -> list[LoraPlace]:
+        """Return the places of B [O, R] of an adapter."""
+
+
+class LoraSlots(AdapterSlots):
+    """Slots of a linear layer: matrices `a` [S, P, D, R] and `b` [S, R, O]."""
+
+    def __init__(self, build: Build, sizes: SlotSizes, modules: Sequence[LoraModule]) -> None:
+        super().__init__(build, sizes, modules)
+        self._columns = [0, *accumulate(module.outputs.length for module in modules)]
+        depth = modules[0].inputs.length
+        self.a = build.empty(sizes.slots, len(modules), depth, sizes.rank).zero_()
+        self.b = build.empty(sizes.slots, sizes.rank, self._columns[-1]).zero_()
+
+    def places_a(self, slot: int, part: int, rank: int) -> list[LoraPlace]:
+        return [LoraPlace(self.a, _whole, lambda a: a[slot, part, :, :rank].t())]
+
+    def places_b(self, slot: int, part: int, rank: int) -> list[LoraPlace]:
+        first, end = self._columns[part], self._columns[part + 1]
+        return [LoraPlace(self.b, _whole, lambda b: b[slot, :rank, first:end].t(), self._modules[part].order)]
 
     def add(self, out_TO: torch.Tensor, hidden_TD: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
         """Return `out` plus the product of each token with the adapter in its slot; -1: without one."""
         return self._ops.add_lora(out_TO, hidden_TD, slots_T, self.a, self.b, self._ranks, self._columns)
+
+
+class AdaptedLayer(WeightLayer):
+    """Base of the layers that adapters may change.  `lora`: their slots, if there are any."""
+
+    lora: AdapterSlots | None = None
+
+    def lora_modules(self, prefix: str) -> dict[str, LoraModule]:
+        """Return the matrices that adapters may change, by name, in the order of their parts."""
+        raise NotImplementedError
+
+    def reserve_lora(self, sizes: SlotSizes) -> AdapterSlots:
+        """Return the slots of this layer's adapters, and make them at the first call."""
+        raise NotImplementedError
+
+
+def _whole(share: torch.Tensor) -> torch.Tensor:
+    return share
 
 
 def _share(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:

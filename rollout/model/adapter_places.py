@@ -12,8 +12,7 @@ import torch
 
 from rollout.adapters.peft_folder import Adapter, LoraWeights
 from rollout.core.errors import AdapterError
-from rollout.layers.linear import AdaptedLinear
-from rollout.layers.lora import LoraModule, LoraSlots, SlotSizes
+from rollout.layers.lora import AdaptedLayer, AdapterSlots, LoraModule, SlotSizes
 from rollout.model.decoder import DecoderForCausalLM
 from weight_sync.errors import WeightSyncError
 
@@ -21,12 +20,11 @@ _REASONS = {
     ".experts": "adapters of routed experts are not served",
     "embed_tokens": "the embedding is not adapted",
     "lm_head": "the output head is not adapted",
-    "kv_b_proj": "kv_b_proj is absorbed into queries and values, and not adapted",
 }
 
 
 class _Place(NamedTuple):
-    layer: AdaptedLinear
+    layer: AdaptedLayer
     module: LoraModule
 
 
@@ -46,10 +44,10 @@ class AdapterPlaces:
 
     def __init__(self, model: DecoderForCausalLM, sizes: SlotSizes) -> None:
         self._model, self._sizes = model, sizes
-        self._slots: list[LoraSlots] = []
+        self._slots: list[AdapterSlots] = []
         self._places: dict[str, _Place] = {}
         for prefix, layer in model.named_layers():
-            if not isinstance(layer, AdaptedLinear):
+            if not isinstance(layer, AdaptedLayer):
                 continue
             modules = {name: module for name, module in layer.lora_modules(prefix).items() if _reason(name) is None}
             self._places |= {name: _Place(layer, module) for name, module in modules.items()}
@@ -115,7 +113,8 @@ class AdapterPlaces:
             raise AdapterError(f"{name} is adapted from {got[1]} to {got[0]} features; the model has {wanted[::-1]}")
         if weights.rank > self._sizes.rank:
             raise AdapterError(f"{name} has rank {weights.rank}; --max-lora-rank is {self._sizes.rank}")
-        dtype = place.layer.storage.build.dtype
+        assert place.layer.lora is not None, "every layer of a place has slots"
+        dtype = place.layer.lora.dtype
         wide = torch.promote_types(b_OR.dtype, torch.float32)
         stored = Write(place, a_RD.to(dtype), (b_OR.to(wide) * scale).to(dtype))
         if not (stored.a.isfinite().all() and stored.b.isfinite().all()):

@@ -3,14 +3,13 @@
 PEFT puts a module around each matrix that an adapter changes: `base_layer`, and `lora_A` and `lora_B` of each adapter.
 The active one counts.  The engine multiplies the scale into B and rounds both; gradients go straight through that.
 
-Shapes: D input features, O output features, R rank, P parts of a layer.
+Shapes: D input features, O output features, R rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 
 from rollout.adapters.peft_folder import Adapter, LoraWeights
 from rollout.core.errors import UnsupportedFeature
-from rollout.layers.lora import LoraSlots
+from rollout.layers.lora import LoraPlace
 from rollout.model.adapter_places import AdapterPlaces
 from rollout.numerics.assembly import Assembly
 
@@ -98,36 +97,40 @@ def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A trainer's matrix: `view(slots)` is where it lies in a layer's slots, transposed.  `order`: see `LoraModule`."""
+    """A trainer's matrix of `shape`, and its place in a layer's slots."""
 
     name: str
-    view: Callable[[torch.Tensor], torch.Tensor]
-    order: torch.Tensor | None = None
+    shape: torch.Size
+    place: LoraPlace
 
 
 class SlotAssembly(Assembly):
-    """The matrices A or B of a layer in its only slot, made of the trainer's tensors `names`."""
+    """A tensor of a layer's slots, of which there is one, made of the trainer's tensors `names`."""
 
-    def __init__(self, shape: torch.Size, parts: Sequence[_Part]) -> None:
+    def __init__(self, shape: torch.Size) -> None:
         super().__init__(shape, ())
-        self._parts = parts
-        self.names = tuple(part.name for part in parts)
+        self._parts: list[_Part] = []
+
+    def add(self, part: _Part) -> None:
+        """Take another of the trainer's tensors."""
+        self._parts.append(part)
+        self.names = (*self.names, part.name)
 
     def matrix(self, tensors: Sequence[torch.Tensor], rounded_to: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
         matrix = torch.zeros(self.shape, dtype=dtype, device=tensors[0].device)
         for part, tensor in zip(self._parts, tensors, strict=True):
-            value = tensor.detach().to(rounded_to).to(dtype)
-            rows = value if part.order is None else value.index_select(0, part.order)
-            part.view(matrix).copy_(rows.t())
+            part.place.put(matrix, tensor.detach().to(rounded_to).to(dtype))
         return matrix
 
     def gradients(self, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
         for part, is_wanted in zip(self._parts, wanted, strict=True):
-            rows = part.view(gradient).t()
-            if part.order is not None:
-                rows = torch.empty_like(rows).index_copy_(0, part.order, rows)
-            found.append(rows.contiguous() if is_wanted else None)
+            if not is_wanted:
+                found.append(None)
+                continue
+            of_part = gradient.new_zeros(part.shape)  # a tensor may lie in several tensors, a part of it in each
+            part.place.take(gradient, of_part)
+            found.append(of_part)
         return found
 
 
@@ -137,7 +140,7 @@ class TrainedAdapter:
     def __init__(self, places: AdapterPlaces) -> None:
         self._places = places
         self.named: dict[str, torch.Tensor] = {}
-        self.assemblies: dict[int, Assembly] = {}
+        self.assemblies: dict[int, SlotAssembly] = {}
 
     @property
     def is_active(self) -> bool:
@@ -148,18 +151,16 @@ class TrainedAdapter:
         held = {name: LoraWeights(a.detach(), b.detach(), scale) for name, (a, b, scale) in modules.items()}
         writes = self._places.prepared(Adapter(held, ""))
         self._places.write(0, writes)
-        self.named = {}
-        parts: dict[int, tuple[LoraSlots, list[_Part], list[_Part]]] = {}
+        self.named, self.assemblies = {}, {}
         for (name, (a_RD, b_OR, scale)), write in zip(modules.items(), writes, strict=True):
-            layer, module = write.place
-            slots = layer.lora
+            slots, module, rank = write.place.layer.lora, write.place.module, a_RD.shape[0]
             assert slots is not None, "every layer of a place has slots"
             self.named |= {f"{name}.lora_A": a_RD, f"{name}.lora_B": b_OR.float() * scale}
-            _, of_a, of_b = parts.setdefault(id(slots), (slots, [], []))
-            part, rank = module.part, a_RD.shape[0]
-            of_a.append(_Part(f"{name}.lora_A", partial(slots.place_a, slot=0, part=part, rank=rank)))
-            of_b.append(_Part(f"{name}.lora_B", partial(slots.place_b, slot=0, part=part, rank=rank), module.order))
-        self.assemblies = {}
-        for slots, of_a, of_b in parts.values():
-            self.assemblies[id(slots.a)] = SlotAssembly(slots.a.shape, of_a)
-            self.assemblies[id(slots.b)] = SlotAssembly(slots.b.shape, of_b)
+            for place in slots.places_a(0, module.part, rank):
+                self._add(_Part(f"{name}.lora_A", a_RD.shape, place))
+            for place in slots.places_b(0, module.part, rank):
+                self._add(_Part(f"{name}.lora_B", b_OR.shape, place))
+
+    def _add(self, part: _Part) -> None:
+        slots = part.place.slots
+        self.assemblies.setdefault(id(slots), SlotAssembly(slots.shape)).add(part)

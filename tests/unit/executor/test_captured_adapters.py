@@ -105,6 +105,18 @@ def test_recordings_hold_for_adapters_that_come_later(folders: dict[str, Path], 
     assert found == play(eager, names) and StandInGraphPool.num_captures == captured
 
 
+def test_adapters_of_latents_are_captured(graphs: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Adapters of `kv_b_proj` are applied before attention and after it."""
+    folders = {"model": family_checkpoint(tmp_path / "model", "deepseek_v3", SEED)}
+    for seed, name in enumerate("ab"):
+        folders[name] = save_adapter(
+            tmp_path / name, "deepseek_v3", SEED, seed, target_modules=["kv_b_proj"], r=4 + seed
+        )
+    expected = play(Harness(folders["model"], **settings_of(folders, **EAGER)), ("a", None, "b"))
+    assert play(Harness(folders["model"], **settings_of(folders)), ("a", None, "b")) == expected
+    assert StandInGraphPool.num_replays > 10
+
+
 def test_groups_of_attention_dp_replay_one_form(folders: dict[str, Path]) -> None:
     """Requests of one group have adapters, and no request of the other: both replay the form with adapters."""
     names = ("a", None, "b", None, "a", None)

@@ -17,21 +17,20 @@ from rollout.model.adapters import AdapterTable
 from rollout.scheduler.req import Req
 from tests.adapters import ATTENTION, DENSE, logprobs_of, merged_logprobs, save_adapter, write_adapter
 from tests.family_zoo import family_checkpoint, family_model
-from tests.invariance import ROOMY, Ask, Facts, assert_same, differences
+from tests.invariance import ROOMY, assert_same, differences
 from tests.model_zoo import load_tiny, tiny_checkpoint
 from tests.scheduler_harness import Harness
+from tests.served_adapters import IDS, NEAR, answers, asks, distance, scores, served
 
 SEED = 3
-IDS = torch.randint(5, 300, (24,), generator=torch.Generator().manual_seed(0)).tolist()
-NEAR = 1e-4  # float32 sums in two orders
-LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 FAMILIES: dict[str, Sequence[str]] = {
     "qwen3": ATTENTION + DENSE,
     "qwen2": ATTENTION + DENSE,
     "llama": ATTENTION + DENSE,
     "glm4_moe": ATTENTION,
     "deepseek_v3": LATENT,
-    "deepseek_v3, Moonlight": ("q_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "deepseek_v3, Moonlight": ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     "glm4_moe_lite": LATENT,
     "qwen3_next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"),
     "qwen3_5": (*ATTENTION, *DENSE, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
@@ -53,23 +52,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"o_proj": 1, r"layers\.2\.mlp.*": 5},
     },
 }
-
-
-def scores(harness: Harness, adapter: str | None, ids: Sequence[int] = IDS) -> list[float]:
-    (result,) = harness.generate([list(ids)], {"max_new_tokens": 0}, lora_name=adapter, logprob_start_len=0)
-    assert result.finished is not None and result.finished.prompt_logprobs is not None
-    assert result.finished.reason.type == "length", result.finished.reason
-    return result.finished.prompt_logprobs.values[1:]  # type: ignore[return-value]
-
-
-def distance(got: Sequence[float], want: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(got, want, strict=True))
-
-
-def served(folder: Path, adapters: dict[str, Path], **settings: Any) -> Harness:
-    paths = ",".join(f"{name}={path}" for name, path in adapters.items())
-    defaults = {"enable_lora": True, "max_loras_per_batch": 16, "enable_return_routed_experts": False}
-    return Harness(folder, lora_paths=paths, **defaults | settings)
 
 
 # --- parity -------------------------------------------------------------------------------------------------------
@@ -132,35 +114,6 @@ def test_plain_torch_agrees_with_peft(folder: Path, adapters: dict[str, Path]) -
 
 
 # --- mixed batches ------------------------------------------------------------------------------------------------
-
-
-def asks(count: int) -> list[Ask]:
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(3, 40, (count,), generator=generator).tolist()
-    params = {"max_new_tokens": 6, "temperature": 0.0}
-    return [Ask(tuple(torch.randint(5, 300, (n,), generator=generator).tolist()), params) for n in lengths]
-
-
-def answers(harness: Harness, batch: Sequence[tuple[Ask, str | None]]) -> list[Facts]:
-    vocabulary = list(range(320))
-    rids = [
-        harness.submit(list(ask.prompt), params=dict(ask.params), lora_name=name, token_ids_logprob=vocabulary)
-        for ask, name in batch
-    ]
-    harness.run()
-    harness.check_idle()
-    facts = []
-    for rid in rids:
-        result = harness.results[rid]
-        facts.append(
-            Facts(
-                result.token_ids,
-                torch.tensor(result.logprobs).numpy(),
-                torch.tensor(result.chosen).numpy(),
-                torch.empty(0, 0, 0).numpy(),
-            )
-        )
-    return facts
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -31,7 +31,7 @@ LEAST_AGREEMENT = 2e-4  # a loss in float32 under both, so only the order of sum
 TARGETS = {
     "qwen3_moe": ATTENTION,
     "qwen3": ATTENTION + DENSE,
-    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     "gpt_oss": ATTENTION,
     "qwen3_next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
 }
