@@ -1,5 +1,8 @@
 """Measures decoding with adapters: requests of one batch have none, or share 1, 8 or 32 adapters; all cases in turns.
 
+A case gains or loses by the one before it, whose memory is still in the caches.  So the order of the cases changes from
+round to round (`case_order`).
+
 no slots     an engine without --enable-lora
 none         an engine with 32 adapters of rank 16 of attention in its slots; no request names one
 N adapters   the same engine; request i has adapter i modulo N
@@ -52,7 +55,8 @@ def run(shape: str, rounds: int, new_tokens: int, console: Console) -> list[dict
     with Progress(console=console) as progress:
         task = progress.add_task(f"adapters, {shape}", total=(rounds + 1) * len(cases) * 2)
         for turn in range(rounds + 1):  # turn 0 warms up
-            for name, (engine, adapters) in cases.items():
+            for name in case_order(list(cases), turn):
+                engine, adapters = cases[name]
                 for new in (1, new_tokens):
                     prompts = [[rng.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(BATCH)]
                     start = time.perf_counter()
@@ -76,6 +80,18 @@ def run(shape: str, rounds: int, new_tokens: int, console: Console) -> list[dict
         rows.append(row | {"ratio": decode / (rows[0]["decode"] if rows else decode)})
     _print(shape, rows, console)
     return rows
+
+
+def case_order(names: list[str], turn: int) -> list[str]:
+    """Return the order of cases in this round: a Latin square in which each follows each of the others as often.
+
+    Williams (1949).  Each case has each place once in as many rounds as there are cases.  Each follows each other case
+    equally often in these rounds if the number of cases is even, and in twice as many if it is odd.
+    """
+    count = len(names)
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    order = [names[(step + turn) % count] for step in zigzag]
+    return order[::-1] if count % 2 and turn // count % 2 else order
 
 
 def _engine(folder: Path, **settings: object) -> Engine:
