@@ -28,6 +28,7 @@ class AdapterUpdate:
     def __init__(self, name: str, begin: Callable[..., WeightTransaction]) -> None:
         self._name, self._begin = name, begin
         self._update: WeightTransaction | None = None
+        self._ranks: Any = None  # of the trainer, if the model is sharded: `TrainerRanks`
         self._is_sent = False
 
     @property
@@ -38,13 +39,15 @@ class AdapterUpdate:
     def send(self, model: Any, adapter: str = "default") -> None:
         """Send the adapter that PEFT calls `adapter` in `model`.
 
-        With a model that is sharded (FSDP2) all of its ranks call it, and the first one sends.  Raises
-        `WeightRequestError` for a model without that adapter, and `EngineError` with an engine's refusal.
+        With a model that is sharded (FSDP2) all of its ranks call it, and the first one sends; each rank leaves its
+        block with an error if one of them failed.  Raises `WeightRequestError` for a model without that adapter,
+        `EngineError` with an engine's refusal, and `TransportError` where another rank failed.
         """
         if self._is_sent:
             raise BadRequest("this update has its adapter: begin another one")
         lora: Any = importlib.import_module("weight_sync.sender.lora")  # torch, which a client does without until here
-        packed = lora.packed_lora(model, self._name, adapter)
+        self._ranks = lora.ranks_of(model)
+        packed = lora.packed_lora(model, self._name, adapter, self._ranks)
         self._is_sent = True
         if packed is None:
             return
@@ -58,8 +61,27 @@ class AdapterUpdate:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._ranks is None:
+            self._end(error)
+            return
+
+        def my_block() -> None:
+            if error is not None:
+                raise error
+
+        try:
+            self._ranks.jointly(my_block)  # before anything is in force
+        except BaseException as failure:
+            self._end(failure)
+            if error is None:
+                raise
+        else:
+            self._ranks.jointly(lambda: self._end(None))
+
+    def _end(self, error: BaseException | None) -> None:
+        """Put the adapter in force, or after an error drop it."""
         if self._update is not None:
-            self._update.__exit__(kind, error, traceback)
+            self._update.__exit__(None if error is None else type(error), error, None)
         elif error is None and not self._is_sent:
             raise BadRequest(f"no adapter was sent for {self._name!r}: call send(model) in the block")
 

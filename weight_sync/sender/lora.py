@@ -10,14 +10,17 @@ import re
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save
 from torch.distributed.tensor import DTensor
 
 from weight_sync.errors import WeightRequestError, shown
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.sender.plan import sent_name
+from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.tensor_meta import dtype_name
+
+RANKS_WAIT_S = 120.0
+"""Seconds that the sending rank of a trainer waits for another one in `packed_lora`; the others wait longer for it."""
 
 
 class Lora(NamedTuple):
@@ -62,6 +65,12 @@ def _listed(value: Any) -> list[Any]:
     raise TypeError(f"{type(value).__name__} is not of JSON's types")
 
 
+def ranks_of(model: torch.nn.Module, timeout_s: float = RANKS_WAIT_S) -> TrainerRanks | None:
+    """Return the ranks of the default group if the model is sharded, which must be over all of them; None if not."""
+    sharded = next((tensor for tensor in model.parameters() if isinstance(tensor, DTensor)), None)
+    return None if sharded is None else TrainerRanks(None, sharded.to_local().device, timeout_s)
+
+
 class PackedLora(NamedTuple):
     """An adapter for the body of a request: `target` and `manifest` of begin, and its tensors as a safetensors file."""
 
@@ -70,22 +79,47 @@ class PackedLora(NamedTuple):
     payload: bytes
 
 
-def packed_lora(model: torch.nn.Module, name: str, adapter: str = "default") -> PackedLora | None:
+def packed_lora(
+    model: torch.nn.Module, name: str, adapter: str = "default", ranks: TrainerRanks | None = None
+) -> PackedLora | None:
     """Return the adapter that PEFT calls `adapter` in `model`, for the next version of the engines' adapter `name`.
 
-    Sharded tensors are gathered by all ranks together; only the first rank of the default group gets the adapter, and
-    the others None.  Raises as `lora_of`.
+    `ranks`: those over which it is sharded, which all make this call and gather together.  Only the sending rank gets
+    the adapter, and the others None.  Raises as `lora_of`; if one rank raises, or has another adapter, all ranks do:
+    `WeightRequestError`, `TransportError`.
     """
-    lora = lora_of(model, adapter)
-    is_sharded = any(isinstance(tensor, DTensor) for tensor in lora.tensors.values())
-    is_first = not is_sharded or dist.get_rank() == 0
-    whole: dict[str, torch.Tensor] = {}
-    for tensor_name, tensor in lora.tensors.items():
-        full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-        if is_first:  # memory of its own, as a file has no two tensors in one
-            whole[tensor_name] = full.to("cpu", copy=True).contiguous()
-    if not is_first:
-        return None
+    if ranks is None:
+        return _packed(lora_of(model, adapter), name)
+    lora = ranks.jointly(lambda: lora_of(model, adapter))
+    first = ranks.from_sender(_stated(lora))
+    ranks.jointly(lambda: _require_equal(_stated(lora), first))
+    whole = {of: gathered for of, tensor in lora.tensors.items() if (gathered := _gathered(tensor, ranks)) is not None}
+    return _packed(Lora(whole, lora.config), name) if ranks.is_sender else None
+
+
+def _stated(lora: Lora) -> bytes:
+    """Return what all ranks must have in common."""
+    tensors = [
+        [name, dtype_name(tensor.dtype), list(tensor.shape), repr(getattr(tensor, "placements", "whole"))]
+        for name, tensor in lora.tensors.items()
+    ]
+    return json.dumps([lora.config, tensors], sort_keys=True).encode()
+
+
+def _require_equal(mine: bytes, first: bytes) -> None:
+    if mine != first:
+        raise WeightRequestError("trainer ranks have different adapters: names, shapes, placements or settings differ")
+
+
+def _gathered(tensor: torch.Tensor, ranks: TrainerRanks) -> torch.Tensor | None:
+    """Return the whole tensor on the sending rank; all ranks make the call."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full if ranks.is_sender else None
+
+
+def _packed(lora: Lora, name: str) -> PackedLora:
+    # Memory of its own for each tensor, as a file has no two tensors in one.
+    whole = {of: tensor.detach().to("cpu", copy=True).contiguous() for of, tensor in lora.tensors.items()}
     manifest = [
         {
             "name": tensor_name,

@@ -205,7 +205,8 @@ class WeightSender:
         Nothing of the base model is sent.  `options`: further arguments of `refresh`.  Raises as `refresh`, and
         `WeightRequestError` for a model without that adapter.
         """
-        lora = lora_of(model, adapter)
+        ranks = self._trainer_ranks(Source(model))
+        lora = lora_of(model, adapter) if ranks is None else ranks.jointly(lambda: lora_of(model, adapter))
         begin = {"target": lora.target(name)} | dict(options.pop("begin_options", None) or {})
         return self.refresh(lora.tensors, begin_options=begin, **options)
 

@@ -34,6 +34,7 @@ class Transaction:
 
 
 def test_a_cancelled_send_aborts_the_update_that_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "ranks_of", lambda _: None)
     monkeypatch.setattr(lora, "packed_lora", lambda *_: PackedLora({}, [], b""))
     transaction = Transaction()
     begin: Any = lambda **_: transaction  # noqa: E731

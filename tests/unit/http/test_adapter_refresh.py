@@ -23,10 +23,11 @@ from tests.adapter_updates import FAMILY, SEED, Content, make_content
 from tests.engine_thread import EngineThread
 from tests.family_zoo import family_checkpoint, family_model
 from tests.http_harness import Live, live_server
+from tests.sharded_trainer import run_ranks
 from tests.troubleshooting import require_entry
 from weight_sync.engine_control import EngineError
 from weight_sync.errors import WeightRequestError
-from weight_sync.sender.lora import lora_of, packed_lora
+from weight_sync.sender.lora import lora_of, packed_lora, ranks_of
 
 PROMPT = [5, 9, 200, 31, 7, 8]
 
@@ -147,11 +148,15 @@ def test_a_sharded_model_sends_what_a_whole_one_does(one_rank: None, contents: l
     whole, sharded = trained(contents[1]), trained(contents[1])
     fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (1,)))
     assert all(isinstance(tensor, DTensor) for tensor in lora_of(sharded).tensors.values())
-    mine, theirs = packed_lora(sharded, "poet"), packed_lora(whole, "poet")
+    mine, theirs = packed_lora(sharded, "poet", ranks=ranks_of(sharded)), packed_lora(whole, "poet")
     assert mine is not None and theirs is not None
     assert (mine.target, mine.manifest) == (theirs.target, theirs.manifest)
     ours = load(theirs.payload)
     assert all(torch.equal(tensor, ours[name]) for name, tensor in load(mine.payload).items())
+
+
+def test_a_model_sharded_over_two_processes_is_one_version_or_none(server: Live, contents: list[Content]) -> None:
+    run_ranks("payload,by_sender,by_client,failures", server.url, str(contents[1].folder), module="tests.lora_trainer")
 
 
 def test_a_folder_is_what_peft_would_save(contents: list[Content], tmp_path: Path) -> None:
