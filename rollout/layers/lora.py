@@ -89,9 +89,9 @@ class AdapterSlots(ABC):
         """Put whole matrices, the scale within B, into a slot: this rank keeps its share of them."""
         module, rank = self._modules[part], a_RD.shape[0]
         for place in self.places_a(slot, part, rank):
-            place.put(place.slots, _share(a_RD, 1, module.inputs))
+            place.put(place.slots, share_of(a_RD, 1, module.inputs))
         for place in self.places_b(slot, part, rank):
-            place.put(place.slots, _share(b_OR, 0, module.outputs))
+            place.put(place.slots, share_of(b_OR, 0, module.outputs))
         self._ranks[slot, part] = rank
 
     @abstractmethod
@@ -143,5 +143,6 @@ def _whole(share: torch.Tensor) -> torch.Tensor:
     return share
 
 
-def _share(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
+def share_of(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
+    """Return the part of a whole tensor that a rank with this shard has."""
     return tensor if shard.is_whole else Region(dim, shard.start, shard.length, shard.sections).of(tensor)

@@ -21,7 +21,9 @@ from rollout.kernels.operators.fused_experts import ExpertOutputs, weighted_sum
 from rollout.kernels.ops import ExpertPart
 from rollout.kernels.places import Place, ShardPlace, ViewPlace
 from rollout.layers.build import Build
+from rollout.layers.lora import SlotSizes
 from rollout.layers.moe.dispatchers.base import DispatchOutput, PackedRows
+from rollout.layers.moe.expert_lora import ExpertLoraSlots
 from rollout.layers.shard import Shard
 from rollout.layers.weight_entry import FusedForm, WeightEntry, WeightLayer
 from weight_sync.fused_experts import fused_pieces
@@ -46,7 +48,8 @@ class Experts(WeightLayer):
         placement: ExpertPlacement,
         build: Build,
     ) -> None:
-        self.ops = build.ops
+        self.ops, self.build = build.ops, build
+        self.lora: ExpertLoraSlots | None = None
         self.moe_layer = moe_layer
         self.placement = placement
         self.num_logical_experts = spec.router.num_experts
@@ -62,7 +65,7 @@ class Experts(WeightLayer):
             block = max(self._held.block)
             raise StartupError(f"{self._held.flag}: {what} over the ranks must be multiples of {block}")
         self.w13, self.w2 = build.ops.storage.empty_experts(*sizes, build.dtype, build.device)
-        self._fused = spec.fused
+        self.fused_layout = spec.fused
         self.has_bias = spec.bias
         self.w13_bias = build.empty(stored, 2 * self.inner.length) if spec.bias else None
         self.w2_bias = build.empty(stored, hidden_size) if spec.bias else None
@@ -71,8 +74,16 @@ class Experts(WeightLayer):
         self._activation = () if clamp is None else (clamp.limit, clamp.alpha)
 
     def slot_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that make up the experts here, by slot in the first dimension."""
-        return [held for held in (self.w13, self.w2, self.w13_bias, self.w2_bias) if held is not None]
+        """Return the tensors that make up the experts here, by slot in the first dimension, with their adapters."""
+        adapters = () if self.lora is None else self.lora.tensors
+        return [held for held in (self.w13, self.w2, self.w13_bias, self.w2_bias, *adapters) if held is not None]
+
+    def reserve_lora(self, sizes: SlotSizes) -> ExpertLoraSlots:
+        """Return the slots of these experts' adapters, and make them at the first call."""
+        if self.lora is None:
+            stored = self.placement.num_local_experts
+            self.lora = ExpertLoraSlots(self.build, sizes, stored, self.hidden_size, self.inner)
+        return self.lora
 
     def __call__(self, work: DispatchOutput) -> torch.Tensor:
         """Compute the experts: weighted sums [R, D] where the work carries weights, else outputs [R, S, D].
@@ -80,10 +91,11 @@ class Experts(WeightLayer):
         With a shard of the inner features, the result is this rank's part of a sum.
         """
         if work.packed is not None and self.ops.packed_experts is not None:
+            assert work.adapters_R is None, "these rows do not bring their adapters"
             return self._of_packed_rows(work.hidden_RD, work.packed, self.ops.packed_experts)
         if work.has_holes and not self.ops.takes_empty_slots:
             return self._of_filled_slots(work)
-        return self._outputs(work.hidden_RD, work.ids_RS, work.weights_RS)
+        return self._outputs(work.hidden_RD, work.ids_RS, work.weights_RS, work.adapters_R)
 
     def unsummed(self, work: DispatchOutput) -> ExpertOutputs:
         """Compute the experts of work with weights, and leave the sum over slots to the next norm.
@@ -109,9 +121,17 @@ class Experts(WeightLayer):
         return out_CND.view(-1, 1, self.hidden_size)
 
     def _outputs(
-        self, hidden_RD: torch.Tensor, local_ids_RS: torch.Tensor, weights_RS: torch.Tensor | None
+        self,
+        hidden_RD: torch.Tensor,
+        local_ids_RS: torch.Tensor,
+        weights_RS: torch.Tensor | None,
+        adapters_R: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self.ops.fused_experts(*self._operands(hidden_RD, local_ids_RS, weights_RS))
+        operands = self._operands(hidden_RD, local_ids_RS, weights_RS)
+        if self.lora is None or adapters_R is None:
+            return self.ops.fused_experts(*operands)
+        unclamped = () if self._activation else (None, 1.0)
+        return self.ops.adapted_experts(*operands, *unclamped, adapters_R, *self.lora.tensors)
 
     def _operands(
         self, hidden_RD: torch.Tensor, local_ids_RS: torch.Tensor, weights_RS: torch.Tensor | None
@@ -138,7 +158,9 @@ class Experts(WeightLayer):
         rows_A = filled_RS.nonzero()[:, 0]
         out_RSD = hidden_RD.new_zeros(*ids_RS.shape, self.hidden_size)
         if rows_A.shape[0]:
-            out_A1D = self._outputs(hidden_RD.index_select(0, rows_A), ids_RS[filled_RS].unsqueeze(1), None)
+            adapters_A = None if work.adapters_R is None else work.adapters_R.index_select(0, rows_A)
+            hidden_AD, ids_A1 = hidden_RD.index_select(0, rows_A), ids_RS[filled_RS].unsqueeze(1)
+            out_A1D = self._outputs(hidden_AD, ids_A1, None, adapters_A)
             out_RSD[filled_RS] = out_A1D.squeeze(1)
         return out_RSD if weights_RS is None else weighted_sum(out_RSD, weights_RS.masked_fill(~filled_RS, 0.0))
 
@@ -174,13 +196,13 @@ class Experts(WeightLayer):
         """Yield the forms of `gate_up_proj` and `down_proj` of all experts, in the family's layout."""
         both, hidden = 2 * self.inner.total, self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (both, hidden), "down_proj": (hidden, both // 2)}
-        if self._fused == "interleaved":
+        if self.fused_layout == "interleaved":
             shapes = {name: shape[::-1] for name, shape in shapes.items()}
         if self.has_bias:
             shapes |= {"gate_up_proj_bias": (both,), "down_proj_bias": (hidden,)}
         for kind, shape in shapes.items():
             name, whole = f"{prefix}.{kind}", (self.num_logical_experts, *shape)
-            yield FusedForm(name, whole, tuple(fused_pieces(name, whole, self._fused)))
+            yield FusedForm(name, whole, tuple(fused_pieces(name, whole, self.fused_layout)))
 
     def _places(self, part: ExpertPart, logical_expert: int, slots_of: SlotsOf) -> list[Place]:
         sizes = self.inner.length, self.hidden_size

@@ -72,7 +72,8 @@ class MoELayer(Layer):
             self._add_by_slices(residual_TD, hidden_TD, norm, context)
             return None
         hidden_TD = self._ranks.all_reduce(hidden_TD)
-        if self._may_defer and hidden_TD.shape[0] <= _MAX_DEFERRED:
+        is_plain = self.experts.lora is None or context.batch.adapters is None
+        if self._may_defer and is_plain and hidden_TD.shape[0] <= _MAX_DEFERRED:
             normed_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context)
             return self.experts.unsummed(self.dispatcher.dispatch(normed_TD, physical_ids_TK, weights_TK))
         return self._of_tokens(residual_TD, hidden_TD, norm, context, first_row=0)
@@ -86,15 +87,24 @@ class MoELayer(Layer):
         first_row: int,
     ) -> torch.Tensor:
         normed_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context, first_row)
-        work = self.dispatcher.dispatch(normed_TD, physical_ids_TK, weights_TK)
-        out_TD = self.dispatcher.combine(self.experts(work), work.handle)
-        if self._shared is None:
-            return out_TD
         adapters = context.batch.adapters
         if adapters is not None and self._scatters:
             adapters = adapters[first_row : first_row + normed_TD.shape[0]]
+        carried = self._carried(adapters, normed_TD)
+        work = self.dispatcher.dispatch(normed_TD, physical_ids_TK, weights_TK, carried)
+        out_TD = self.dispatcher.combine(self.experts(work), work.handle)
+        if self._shared is None:
+            return out_TD
         gate_T1 = None if self.shared_expert_gate is None else self.shared_expert_gate(normed_TD, adapters)
         return self._ops.add_gated(out_TD, self._shared(normed_TD, adapters), gate_T1)
+
+    def _carried(self, adapters_T: torch.Tensor | None, rows_TD: torch.Tensor) -> torch.Tensor | None:
+        """Return the slots of adapters that go with rows to the experts: where rows move, all ranks send some."""
+        if self.experts.lora is None:
+            return None
+        if adapters_T is None and self.dispatcher.moves_rows:
+            return torch.full(rows_TD.shape[:1], -1, device=rows_TD.device)
+        return adapters_T
 
     def _add_by_slices(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor, norm: RMSNorm, context: ForwardContext

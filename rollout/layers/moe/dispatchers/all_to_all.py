@@ -1,7 +1,7 @@
 """Each (token, expert) pair goes to the rank that holds the expert, and its output comes back.
 
     counts        how many pairs every rank sends to every rank; the only thing that the host waits for
-    there         [hidden | local expert] of each pair, by rank, in the order of tokens and their choices
+    there         [hidden | local expert | adapter] of each pair, by rank, in the order of tokens and their choices
     back          the unweighted output of each pair, the same way
 
 A token's sum runs at home, in the order of its K choices, as on one rank.
@@ -20,7 +20,7 @@ from rollout.core.errors import StartupError
 from rollout.distributed.communicator import pack_rows, unpack_rows
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.operators.fused_experts import weighted_sum
-from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
+from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput, adapters_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,11 @@ class AllToAllDispatcher(Dispatcher):
         return "the all_to_all dispatcher waits for the counts of all ranks in each layer"
 
     def dispatch(
-        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+        self,
+        hidden_TD: torch.Tensor,
+        physical_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        adapters_T: torch.Tensor | None = None,
     ) -> DispatchOutput:
         ids_A = physical_ids_TK.flatten()
         ranks_A = ids_A // self._num_local_experts
@@ -63,12 +67,14 @@ class AllToAllDispatcher(Dispatcher):
         counts_GG = self._tp.all_gather(to_each_G).tolist()
         send_counts, receive_counts = counts_GG[self._tp.rank], [counts[self._tp.rank] for counts in counts_GG]
         local_ids_A1 = (ids_A % self._num_local_experts).index_select(0, order_A).to(torch.int32).unsqueeze(1)
-        hidden_AD = hidden_TD.index_select(0, order_A // physical_ids_TK.shape[1])
-        sent = [hidden_AD, local_ids_A1]
+        tokens_A = order_A // physical_ids_TK.shape[1]
+        sent = [hidden_TD.index_select(0, tokens_A), local_ids_A1]
+        if adapters_T is not None:
+            sent.append(adapters_T.index_select(0, tokens_A).unsqueeze(1))
         received = self._tp.all_to_all(pack_rows(sent), send_counts, receive_counts)
-        hidden_RD, local_ids_R1 = unpack_rows(received, sent)
+        hidden_RD, local_ids_R1, *adapters_R1 = unpack_rows(received, sent)
         handle = _Sent(weights_TK, order_A, send_counts, receive_counts)
-        return DispatchOutput(hidden_RD, local_ids_R1.long(), None, handle)
+        return DispatchOutput(hidden_RD, local_ids_R1.long(), None, handle, adapters_R=adapters_of_rows(adapters_R1))
 
     def combine(self, expert_out: torch.Tensor, handle: _Sent) -> torch.Tensor:
         back_AD = self._tp.all_to_all(expert_out.squeeze(1), handle.receive_counts, handle.send_counts)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from rollout.distributed.parallel import Parallel
-from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput
+from rollout.layers.moe.dispatchers.base import Dispatcher, DispatchOutput, adapters_of_rows
 
 
 class AllTokensDispatcher(Dispatcher):
@@ -40,17 +40,28 @@ class AllTokensDispatcher(Dispatcher):
             return None
         return "expert outputs are added rank by rank, and a token's row in the batch picks among replicas on ranks"
 
+    @property
+    def moves_rows(self) -> bool:
+        return self._attn_dp.size > 1
+
     def dispatch(
-        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+        self,
+        hidden_TD: torch.Tensor,
+        physical_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        adapters_T: torch.Tensor | None = None,
     ) -> DispatchOutput:
-        hidden_RD, ids_RK, weights_RK = hidden_TD, physical_ids_TK, weights_TK
+        hidden_RD, ids_RK, weights_RK, adapters_R = hidden_TD, physical_ids_TK, weights_TK, adapters_T
         if self._attn_dp.size > 1:
             counts = self._tokens_by_rank[:: self._attn_tp_size]
             mine = [hidden_TD, weights_TK, physical_ids_TK]
-            hidden_RD, weights_RK, ids_RK = self._attn_dp.all_gather_parts(mine, counts)
+            if adapters_T is not None:
+                mine.append(adapters_T.unsqueeze(1))
+            hidden_RD, weights_RK, ids_RK, *adapters_R1 = self._attn_dp.all_gather_parts(mine, counts)
+            adapters_R = adapters_of_rows(adapters_R1)
         if self._is_spread:
             ids_RK = ids_RK - self._first_slot  # slots of other ranks become ids that no expert of this rank has
-        return DispatchOutput(hidden_RD, ids_RK, weights_RK, None, has_holes=self._is_spread)
+        return DispatchOutput(hidden_RD, ids_RK, weights_RK, None, has_holes=self._is_spread, adapters_R=adapters_R)
 
     def combine(self, expert_out: torch.Tensor, handle: None) -> torch.Tensor:
         if self._attn_dp.size == 1:

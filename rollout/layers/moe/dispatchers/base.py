@@ -47,6 +47,8 @@ class DispatchOutput:
 
     With `packed`, rows have one slot and no ids: their place tells the expert.  Nothing reads the output of empty
     places.
+
+    `adapters_R` int64 is the slot of each row's adapter, -1 for none; None: no row has one.
     """
 
     hidden_RD: torch.Tensor
@@ -55,6 +57,7 @@ class DispatchOutput:
     handle: Any  # opaque: read by the dispatcher that made it
     has_holes: bool = False
     packed: PackedRows | None = None
+    adapters_R: torch.Tensor | None = None
 
     @property
     def ids_RS(self) -> torch.Tensor:
@@ -65,6 +68,13 @@ class DispatchOutput:
         return self.local_physical_ids_RS
 
 
+def adapters_of_rows(parts_R1: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the slots [R] of rows that came with [R, 1] or without; None also where the host sees that all are -1."""
+    if not parts_R1 or not (parts_R1[0].is_cuda or bool((parts_R1[0] >= 0).any())):
+        return None
+    return parts_R1[0].squeeze(1)
+
+
 class Dispatcher(ABC):
     """A token's expert outputs are summed in the order of its K choices, or of the ranks that computed them."""
 
@@ -72,6 +82,8 @@ class Dispatcher(ABC):
     scatters_tokens = False
     # Whether tokens stay with the experts of a lone rank, so that `combine` changes nothing.
     is_local = False
+    # Whether rows bring the slots of their adapters to the experts.
+    carries_adapters = True
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:  # noqa: B027 (most have nothing to plan)
         """Prepare for a forward in which each rank of the engine brings this many tokens to `dispatch`.
@@ -94,11 +106,23 @@ class Dispatcher(ABC):
         """
         return None
 
+    @property
+    def moves_rows(self) -> bool:
+        """True if rows of other ranks come here.  They may have adapters when the rows of this rank have none."""
+        return not self.is_local
+
     @abstractmethod
     def dispatch(
-        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+        self,
+        hidden_TD: torch.Tensor,
+        physical_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        adapters_T: torch.Tensor | None = None,
     ) -> DispatchOutput:
-        """Send tokens to the ranks that hold their experts."""
+        """Send tokens to the ranks that hold their experts, with the slots of their adapters int64 where given.
+
+        If the dispatcher moves rows, all ranks give slots or none does.
+        """
 
     @abstractmethod
     def combine(self, expert_out: torch.Tensor, handle: Any) -> torch.Tensor:
@@ -114,9 +138,13 @@ class LocalDispatcher(Dispatcher):
         return None
 
     def dispatch(
-        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+        self,
+        hidden_TD: torch.Tensor,
+        physical_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        adapters_T: torch.Tensor | None = None,
     ) -> DispatchOutput:
-        return DispatchOutput(hidden_TD, physical_ids_TK, weights_TK, handle=None)
+        return DispatchOutput(hidden_TD, physical_ids_TK, weights_TK, handle=None, adapters_R=adapters_T)
 
     def combine(self, expert_out: torch.Tensor, handle: None) -> torch.Tensor:
         return expert_out

@@ -60,6 +60,7 @@ class DeepEpDispatcher(Dispatcher):
     """
 
     scatters_tokens = True
+    carries_adapters = False
     # The mode for any step, and the mode for steps of few tokens.
     modes: dict[DeepEpApi, tuple[type[DeepEpMode] | None, type[DeepEpMode] | None]] = {
         DeepEpApi.ELASTIC: (ElasticMode, FixedElasticMode),
@@ -122,9 +123,14 @@ class DeepEpDispatcher(Dispatcher):
             self._clean()
 
     def dispatch(
-        self, hidden_TD: torch.Tensor, physical_ids_TK: torch.Tensor, weights_TK: torch.Tensor
+        self,
+        hidden_TD: torch.Tensor,
+        physical_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        adapters_T: torch.Tensor | None = None,
     ) -> DispatchOutput:
         """Send tokens to the ranks that hold their experts.  An id of -1 chooses no expert."""
+        assert adapters_T is None, "buffers of deep_ep do not carry adapters"
         assert hidden_TD.shape[0] <= self._max_tokens, "more tokens than the step was planned for"
         mode = self._mode
         self._needs_cleaning |= isinstance(mode, NormalMode)

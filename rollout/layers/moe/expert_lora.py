@@ -1,0 +1,57 @@
+"""The adapters of a rank's routed experts in one layer, by expert and by slot.
+
+Experts come first in every tensor, so that the rows of an expert move with it, as its weights do.
+
+Shapes: P experts stored here, S slots, D hidden, I expert intermediate of this rank, O outputs, R greatest rank.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rollout.kernels.ops import ExpertPart
+from rollout.layers.build import Build
+from rollout.layers.lora import SlotSizes, share_of
+from rollout.layers.shard import Shard
+
+_PARTS: dict[ExpertPart, int] = {"gate_proj": 0, "up_proj": 1, "down_proj": 2}
+
+
+class ExpertLoraSlots:
+    """The matrices that `adapted_experts` takes: `a13`, `b13`, `a2`, `b2` and `ranks` [P, S, 3].
+
+    They keep their places, so that a recorded forward holds for every content.  With a share `inner` of the inner
+    features a rank has its columns of B of gate and up, and its rows of A of down: the product is its part of the sum.
+    """
+
+    def __init__(self, build: Build, sizes: SlotSizes, experts: int, hidden_size: int, inner: Shard) -> None:
+        """Make empty slots in the model's dtype, however the weights are held."""
+        self._inner = inner
+        lead = (experts, sizes.slots)
+        self.a13 = build.empty(*lead, 2, hidden_size, sizes.rank).zero_()
+        self.b13 = build.empty(*lead, sizes.rank, 2 * inner.length).zero_()
+        self.a2 = build.empty(*lead, inner.length, sizes.rank).zero_()
+        self.b2 = build.empty(*lead, sizes.rank, hidden_size).zero_()
+        self.ranks = torch.zeros(*lead, 3, dtype=torch.int64, device=build.device)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The matrices in the operator's order, and the ranks."""
+        return self.a13, self.b13, self.a2, self.b2, self.ranks
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot: it adapts no expert."""
+        self.ranks[:, slot] = 0
+
+    def write(self, slot: int, expert: int, part: ExpertPart, a_RD: torch.Tensor, b_OR: torch.Tensor) -> None:
+        """Put whole matrices of the expert that is stored at `expert`, the scale within B, into a slot."""
+        rank, at = a_RD.shape[0], (expert, slot)
+        if part == "down_proj":
+            self.a2[at][:, :rank].copy_(share_of(a_RD, 1, self._inner).t())
+            self.b2[at][:rank].copy_(b_OR.t())
+        else:
+            first = _PARTS[part] * self._inner.length
+            self.a13[at][_PARTS[part], :, :rank].copy_(a_RD.t())
+            columns = self.b13[at][:rank, first : first + self._inner.length]
+            columns.copy_(share_of(b_OR, 0, self._inner).t())
+        self.ranks[at][_PARTS[part]] = rank
