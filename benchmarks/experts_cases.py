@@ -37,6 +37,10 @@ def compile_cases() -> Iterator[CompileCase]:
             yield from _product_cases(dtype, weight_dtype, tables[0], clamped, few_assignments(_TOP_K))
             for tiles in tables:
                 yield from _product_cases(dtype, weight_dtype, tiles, clamped)
+        if dtype == torch.bfloat16:
+            yield from _product_cases(dtype, weight_dtype, tables[-1], clamped=False, adapted=True)
+    tiles = EXPERT_TILES[2][0][1]
+    yield from _product_cases(torch.bfloat16, torch.bfloat16, tiles, False, few_assignments(_TOP_K), adapted=True)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         yield _sum_case(dtype)
 
@@ -50,24 +54,30 @@ def _plan_case(tokens: int, chunk: int) -> CompileCase:
 
 
 def _product_cases(
-    dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool, few: int = 0
+    dtype: torch.dtype, weight_dtype: torch.dtype, tiles: Tiles, clamped: bool, few: int = 0, adapted: bool = False
 ) -> Iterator[CompileCase]:
-    """Yield the cases of both matrix products with these tiles.  Experts that clamp have biases.  `few`: no plan."""
+    """Yield the cases of both matrix products with these tiles.  Experts that clamp have biases.
+
+    `few`: no plan.  `adapted`: tokens have adapters, which changes the first product alone.
+    """
     own, weight = f"*{_TYPES[dtype]}", f"*{_TYPES[weight_dtype]}"
     beside = {"scale_ptr": _SCALES.get(weight_dtype), "bias_ptr": own if clamped else None}
     plan = {"order_ptr": "*i64" if few else "*i32", "blocks_ptr": None if few else "*i32", "num_assignments": "i32"}
     shared: dict[str, object] = {"D": _HIDDEN, "I": _INNER, "P": _EXPERTS, "FEW": few, "HAS_BIAS": clamped}
+    delta = {"delta_ptr": "*fp32" if adapted else None, "slots_ptr": "*i64" if adapted else None}
     kind = "int4" if weight_dtype == torch.uint8 else _TYPES[weight_dtype]
     name = f"{kind}, {tiles.rows} x {tiles.tokens}{', clamped' if clamped else ''}"
-    name += ", few" if few else ""
-    gate_up_types = {"hidden_ptr": own, "w13_ptr": weight, **beside, "inner_ptr": own, **plan}
+    name += (", few" if few else "") + (", adapted" if adapted else "")
+    gate_up_types = {"hidden_ptr": own, "w13_ptr": weight, **beside, **delta, "inner_ptr": own, **plan}
     yield _case(
         f"experts gate and up, {name}",
         kernels.gate_up_kernel,
         gate_up_types | {"limit": "fp32", "alpha": "fp32"},
-        shared | {"K": _TOP_K, "CLAMPED": clamped} | _of_rows(tiles, weight_dtype, _HIDDEN),
+        shared | {"K": _TOP_K, "CLAMPED": clamped, "ADAPTED": adapted} | _of_rows(tiles, weight_dtype, _HIDDEN),
         tiles,
     )
+    if adapted:
+        return
     down_types = {"inner_ptr": own, "w2_ptr": weight, **beside, "out_ptr": own, **plan}
     shared |= _of_rows(tiles, weight_dtype, _INNER)
     yield _case(f"experts down, {name}", kernels.down_kernel, down_types, shared, tiles)

@@ -178,9 +178,13 @@ class PackedHeld(Packed):
 
 
 class DeferredSum(NamedTuple):
-    """`outputs`: `fused_experts` with weights, but for its sum.  `norm`: `add_rms_norm` that adds this sum itself."""
+    """`outputs` and `adapted`: `fused_experts` and `adapted_experts` with weights, but for their sum.
+
+    `norm`: `add_rms_norm` that adds this sum itself.
+    """
 
     outputs: Callable[..., ExpertOutputs]
+    adapted: Callable[..., ExpertOutputs]
     norm: Callable[..., torch.Tensor]
 
 
@@ -263,7 +267,8 @@ def gpu_ops(storage: RowMajor | None = None, deterministic: bool = False) -> Ops
 def gpu_deferred_sum() -> DeferredSum:
     """Return the Triton functions.  Raises `ImportError` where triton cannot be used."""
     outputs = import_module("rollout.kernels.gpu.fused_experts").expert_outputs
-    return DeferredSum(outputs, import_module("rollout.kernels.gpu.experts_norm").experts_norm)
+    adapted = import_module("rollout.kernels.gpu.adapted_experts").adapted_outputs
+    return DeferredSum(outputs, adapted, import_module("rollout.kernels.gpu.experts_norm").experts_norm)
 
 
 def _registered() -> dict[str, Callable[..., Any]]:

@@ -19,6 +19,9 @@ products.  An element of the result is one sum over the depth, in ascending step
 columns of a block, the size of tiles and the place of a token change no sum.  Every result that plain torch would round
 is rounded here, also between the two products.
 
+ADAPTED: tokens t with `slots[t] >= 0` have an adapter, whose products with gate and up lie in `delta` (`experts_lora`).
+They are added to the sums before these are rounded.  The sums of other tokens are not touched.
+
 Shapes: T tokens, K slots of a token, A = T K, N blocks, P experts stored here, D hidden, I expert intermediate.
 """
 
@@ -89,7 +92,7 @@ def _experts(ids_ptr, assignments, num_assignments, P: tl.constexpr):
 
 
 @triton.jit
-def _block_of_few(ids_ptr, block, num_assignments, P: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr):
+def block_of_few(ids_ptr, block, num_assignments, P: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr):
     """Find the block that begins with the assignment `block`, of at most FEW: expert, number of places, assignments.
 
     Behind the last of the assignments [BLOCK_M] it is repeated.
@@ -113,6 +116,8 @@ def gate_up_kernel(
     w13_ptr,
     scale_ptr,
     bias_ptr,
+    delta_ptr,
+    slots_ptr,
     inner_ptr,
     order_ptr,
     blocks_ptr,
@@ -126,6 +131,7 @@ def gate_up_kernel(
     FEW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
+    ADAPTED: tl.constexpr,
     FORM: tl.constexpr,
     STRIDE: tl.constexpr,
     SCALES_AT: tl.constexpr,
@@ -136,7 +142,7 @@ def gate_up_kernel(
     """Compute the activation of each assignment: inner [A, I] by place in `order`, of hidden [T, D] and w13 [P, 2I, D].
 
     FEW: 0, or a power of two that is not below A.  Then `order_ptr` points to the ids, and there is no table of blocks.
-    FORM, STRIDE, SCALES_AT: see `row_sums`.
+    `delta` [A, 2I] float32 by place, gate first.  FORM, STRIDE, SCALES_AT: see `row_sums`.
     """
     wait_for_predecessor()
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
@@ -145,7 +151,7 @@ def gate_up_kernel(
     block = tl.program_id(0) // TILES
     column = tl.arange(0, BLOCK_M)
     if FEW > 0:
-        expert, num_places, places = _block_of_few(order_ptr, block, num_assignments, P, FEW, BLOCK_M)
+        expert, num_places, places = block_of_few(order_ptr, block, num_assignments, P, FEW, BLOCK_M)
     else:
         num_places = tl.load(blocks_ptr + 3 * block + 2)
     if num_places == 0:
@@ -163,34 +169,28 @@ def gate_up_kernel(
     row = tl.arange(0, ROWS)
     half = row // _INTERLEAVE % 2
     feature = begin + row // (2 * _INTERLEAVE) * _INTERLEAVE + row % _INTERLEAVE
-    feature = tl.minimum(feature, I - 1)
+    row = half * I + tl.minimum(feature, I - 1)
+    token = (assignments // K).to(tl.int64)
+    first = expert * (2 * I)
     sums = row_sums(
-        w13_ptr,
-        scale_ptr,
-        expert * (2 * I),
-        half * I + feature,
-        hidden_ptr,
-        (assignments // K).to(tl.int64),
-        D,
-        FORM,
-        STRIDE,
-        SCALES_AT,
-        BLOCK_M,
-        ROWS,
-        BLOCK_K,
+        w13_ptr, scale_ptr, first, row, hidden_ptr, token, D, FORM, STRIDE, SCALES_AT, BLOCK_M, ROWS, BLOCK_K
     )
     by_half = tl.reshape(sums, (ROWS // (2 * _INTERLEAVE), 2, _INTERLEAVE, BLOCK_M))
     gate, up = tl.split(tl.permute(by_half, (0, 2, 3, 1)))
-    gate = _rounded(tl.reshape(gate, (WIDTH, BLOCK_M)), dtype)
-    up = _rounded(tl.reshape(up, (WIDTH, BLOCK_M)), dtype)
-
+    gate, up = tl.reshape(gate, (WIDTH, BLOCK_M)), tl.reshape(up, (WIDTH, BLOCK_M))
     feature = begin + tl.arange(0, WIDTH)
+    stored = (feature < I)[:, None] & (column < num_places)[None, :]
+    if ADAPTED:
+        adapted = stored & (tl.load(slots_ptr + token) >= 0)[None, :]
+        delta_ptrs = delta_ptr + places.to(tl.int64)[None, :] * (2 * I) + feature[:, None]
+        gate = tl.where(adapted, gate + tl.load(delta_ptrs, mask=adapted, other=0.0), gate)
+        up = tl.where(adapted, up + tl.load(delta_ptrs + I, mask=adapted, other=0.0), up)
+    gate, up = _rounded(gate, dtype), _rounded(up, dtype)
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert * (2 * I) + tl.minimum(feature, I - 1)
         gate = _rounded(gate + tl.load(bias_ptrs).to(tl.float32)[:, None], dtype)
         up = _rounded(up + tl.load(bias_ptrs + I).to(tl.float32)[:, None], dtype)
     inner = _activation(gate, up, limit, alpha, CLAMPED, dtype)
-    stored = (feature < I)[:, None] & (column < num_places)[None, :]
     tl.store(inner_ptr + places.to(tl.int64)[None, :] * I + feature[:, None], inner.to(dtype), mask=stored)
 
 
@@ -226,7 +226,7 @@ def down_kernel(
     block = tl.program_id(0) // TILES
     column = tl.arange(0, BLOCK_M)
     if FEW > 0:
-        expert, num_places, places = _block_of_few(order_ptr, block, num_assignments, P, FEW, BLOCK_M)
+        expert, num_places, places = block_of_few(order_ptr, block, num_assignments, P, FEW, BLOCK_M)
     else:
         num_places = tl.load(blocks_ptr + 3 * block + 2)
     if num_places == 0:
@@ -240,21 +240,9 @@ def down_kernel(
     expert = expert.to(tl.int64)
     feature = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(feature, D - 1)
-    sums = row_sums(
-        w2_ptr,
-        scale_ptr,
-        expert * D,
-        row,
-        inner_ptr,
-        places.to(tl.int64),
-        I,
-        FORM,
-        STRIDE,
-        SCALES_AT,
-        BLOCK_M,
-        ROWS,
-        BLOCK_K,
-    )
+    place = places.to(tl.int64)
+    first = expert * D
+    sums = row_sums(w2_ptr, scale_ptr, first, row, inner_ptr, place, I, FORM, STRIDE, SCALES_AT, BLOCK_M, ROWS, BLOCK_K)
     out = _rounded(sums, dtype)
     if HAS_BIAS:
         out += tl.load(bias_ptr + expert * D + row).to(tl.float32)[:, None]

@@ -26,6 +26,7 @@ import triton
 
 from rollout.kernels.gpu import experts_kernels as kernels
 from rollout.kernels.gpu.experts_grouped import grouped_experts
+from rollout.kernels.gpu.experts_lora import Adapters, Blocks, Delta
 from rollout.kernels.gpu.experts_plan import (
     Tiles,
     choose_implementation,
@@ -44,7 +45,8 @@ from weight_sync.fp8_blocks import QUANTISED
 SUM_WIDTH = 1024  # features that a program of the weighted sum takes
 _LANES = 32  # lanes of a warp: the least number of bins of a histogram
 PLAIN_WARPS = 4  # warps of kernels without products
-_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_NO_DELTA = (None, None)
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class HeldWeights(NamedTuple):
@@ -79,13 +81,13 @@ def fused_experts(
     Weights are row-major, or rows of `row_places`.  Ids without an expert, such as -1, are empty slots: their output is
     zero, their weight is not read.  float64 is computed by plain torch, which synchronises and takes no empty slots.
     """
-    held = _Matrices(w13, w2, w13_bias, w2_bias)
-    if hidden.dtype not in _TRITON_DTYPES:
+    held = Matrices(w13, w2, w13_bias, w2_bias)
+    if hidden.dtype not in TRITON_DTYPES:
         return plain_experts.plain(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
     can_group = held.is_plain and has_grouped(w2)
     if can_group and choose_implementation(ids.numel(), w13.shape[0]) == "grouped_mm":
         return grouped_experts(hidden, ids, weights, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
-    return _of_matrices(hidden, ids, weights, held, limit, alpha)
+    return of_matrices(hidden, ids, weights, held, limit, alpha)
 
 
 def expert_outputs(
@@ -101,18 +103,18 @@ def expert_outputs(
     alpha: float = 1.0,
 ) -> ExpertOutputs:
     """Compute `fused_experts` but for the sum over K, which `experts_norm` takes: a launch fewer, the same bits."""
-    held = _Matrices(w13, w2, w13_bias, w2_bias)
+    held = Matrices(w13, w2, w13_bias, w2_bias)
     can_group = held.is_plain and has_grouped(w2)
     if can_group and choose_implementation(ids.numel(), w13.shape[0]) == "grouped_mm":
         rows_TKD = grouped_experts(hidden, ids, None, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
     else:
         rows_TKD = hidden.new_empty(*ids.shape, hidden.shape[1])
-        _write_outputs(hidden, ids.contiguous(), held, limit, alpha, rows_TKD)
+        write_outputs(hidden, ids.contiguous(), held, limit, alpha, rows_TKD)
     return ExpertOutputs(rows_TKD, ids.contiguous(), weights.contiguous(), w13.shape[0])
 
 
 @dataclass(frozen=True)
-class _Matrices:
+class Matrices:
     """The tensors of the experts: `w13` [P, 2I, .] and `w2` [P, D, .]."""
 
     w13: torch.Tensor
@@ -134,30 +136,16 @@ class _Matrices:
         return self.w13.dtype not in HELD_WEIGHTS
 
 
-class _Blocks(NamedTuple):
-    """Assignments by expert; see the picture in `experts_kernels`.
-
-    Without a plan `order_A` are the ids, and `few` is how many of them a program compares; else it is 0.
-    """
-
-    order_A: torch.Tensor  # int32, or int64
-    table_N3: torch.Tensor | None  # int32
-    num_blocks: int
-    few: int
-
-    @property
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-        return self.order_A, self.table_N3, self.order_A.shape[0]
-
-
-def _of_matrices(
+def of_matrices(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor | None,
-    held: _Matrices,
+    held: Matrices,
     limit: float | None,
     alpha: float,
+    adapters: Adapters | None = None,
 ) -> torch.Tensor:
+    """Compute the operator by the kernels of `experts_kernels`, and of `experts_lora` where tokens have adapters."""
     (num_tokens, top_k), (experts, hidden_size, _) = ids.shape, held.sizes
     if num_tokens == 0:
         return hidden.new_empty(0, hidden_size) if weights is not None else hidden.new_empty(0, top_k, hidden_size)
@@ -165,30 +153,36 @@ def _of_matrices(
     # Without weights empty slots are part of the result.
     empty = torch.empty if weights is not None else torch.zeros
     out_TKD = empty((num_tokens, top_k, hidden_size), dtype=hidden.dtype, device=hidden.device)
-    _write_outputs(hidden, ids, held, limit, alpha, out_TKD)
+    write_outputs(hidden, ids, held, limit, alpha, out_TKD, adapters)
     return out_TKD if weights is None else _weighted_sum(out_TKD, ids, weights.contiguous(), experts)
 
 
-def _write_outputs(
+def write_outputs(
     hidden: torch.Tensor,
     ids: torch.Tensor,
-    held: _Matrices,
+    held: Matrices,
     limit: float | None,
     alpha: float,
     out_TKD: torch.Tensor,
+    adapters: Adapters | None = None,
 ) -> None:
     """Write the outputs of all slots that are not empty."""
+    hidden = hidden.contiguous()
     tiles = choose_tiles(ids.numel(), held.sizes[0], held.w13.dtype)
     blocks = _plan(ids, held.sizes[0], tiles)
-    inner_AI = _gate_up(hidden.contiguous(), held, blocks, ids.shape[1], tiles, limit, alpha)
+    delta = None if adapters is None else adapters.gate_up(hidden, blocks)
+    inner_AI = _gate_up(hidden, held, blocks, tiles, limit, alpha, delta)
+    del delta  # its memory is free for what follows
     _down(inner_AI, held, blocks, tiles, out_TKD)
+    if adapters is not None:
+        adapters.add_down(inner_AI, blocks, out_TKD)
 
 
-def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> _Blocks:
+def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> Blocks:
     count = ids.numel()
     few = few_assignments(count)
     if few:
-        return _Blocks(ids.view(-1), None, count, few)
+        return Blocks(ids.view(-1), None, count, few, ids.shape[1], tiles.tokens)
     num_blocks = max_blocks(count, experts, tiles.tokens)
     order_A = torch.empty(count, dtype=torch.int32, device=ids.device)
     table_N3 = torch.empty(num_blocks, 3, dtype=torch.int32, device=ids.device)
@@ -204,17 +198,17 @@ def _plan(ids: torch.Tensor, experts: int, tiles: Tiles) -> _Blocks:
         enable_fp_fusion=False,
         **launch_options(ids),
     )
-    return _Blocks(order_A, table_N3, num_blocks, 0)
+    return Blocks(order_A, table_N3, num_blocks, 0, ids.shape[1], tiles.tokens)
 
 
 def _gate_up(
     hidden: torch.Tensor,
-    held: _Matrices,
-    blocks: _Blocks,
-    top_k: int,
+    held: Matrices,
+    blocks: Blocks,
     tiles: Tiles,
     limit: float | None,
     alpha: float,
+    delta: Delta | None = None,
 ) -> torch.Tensor:
     experts, hidden_size, inner_size = held.sizes
     inner_AI = hidden.new_empty(blocks.order_A.shape[0], inner_size)
@@ -224,17 +218,19 @@ def _gate_up(
         held.w13,
         scales_of(held.w13),
         held.w13_bias,
+        *(delta or _NO_DELTA),
         inner_AI,
         *blocks.operands,
         0.0 if limit is None else float(limit),
         float(alpha),
         D=hidden_size,
         I=inner_size,
-        K=top_k,
+        K=blocks.top_k,
         P=experts,
         FEW=blocks.few,
         HAS_BIAS=held.w13_bias is not None,
         CLAMPED=limit is not None,
+        ADAPTED=delta is not None,
         **product_constants(tiles, held.w13.dtype, hidden_size, held.w13.shape[-1]),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -244,7 +240,7 @@ def _gate_up(
     return inner_AI
 
 
-def _down(inner_AI: torch.Tensor, held: _Matrices, blocks: _Blocks, tiles: Tiles, out_TKD: torch.Tensor) -> None:
+def _down(inner_AI: torch.Tensor, held: Matrices, blocks: Blocks, tiles: Tiles, out_TKD: torch.Tensor) -> None:
     experts, hidden_size, inner_size = held.sizes
     grid = (blocks.num_blocks * triton.cdiv(hidden_size, tiles.rows),)
     kernels.down_kernel[grid](

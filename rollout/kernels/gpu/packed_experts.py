@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.gpu import fused_experts as experts
+from rollout.kernels.gpu.experts_lora import Blocks
 from rollout.kernels.gpu.experts_plan import choose_tiles
 from rollout.kernels.gpu.launch_options import launch_options
 from rollout.kernels.gpu.predecessor import wait_for_predecessor
@@ -80,7 +81,7 @@ def packed_experts(
     experts are expected to have; the result does not depend on it.  Places without a row are not written.
     """
     num_experts, places, _ = hidden.shape
-    held = experts._Matrices(w13, w2, w13_bias, w2_bias)
+    held = experts.Matrices(w13, w2, w13_bias, w2_bias)
     tiles = choose_tiles(max(expected_rows, 1), num_experts, w13.dtype)
     order_A = torch.empty(num_experts * places, dtype=torch.int32, device=hidden.device)
     num_blocks = num_experts * triton.cdiv(places, tiles.tokens)
@@ -96,8 +97,8 @@ def packed_experts(
         enable_fp_fusion=False,
         **launch_options(counts),
     )
-    blocks = experts._Blocks(order_A, table_N3, num_blocks, 0)
-    inner_AI = experts._gate_up(hidden.flatten(0, 1), held, blocks, 1, tiles, limit, alpha)
+    blocks = Blocks(order_A, table_N3, num_blocks, 0, 1, tiles.tokens)
+    inner_AI = experts._gate_up(hidden.flatten(0, 1), held, blocks, tiles, limit, alpha)
     out_PND = torch.empty_like(hidden)
     experts._down(inner_AI, held, blocks, tiles, out_PND)
     return out_PND

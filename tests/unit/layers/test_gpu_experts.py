@@ -155,7 +155,7 @@ def test_the_plan_holds_every_assignment_once_in_its_expert_and_order(
     plan_all(monkeypatch)
     ids = torch.randint(-1, 6, (21,), generator=torch.Generator().manual_seed(1))  # 5 is no expert
     ids[ids == 3] = 2
-    order_A, table_N3, num_blocks, few = experts._plan(ids.view(7, 3), 5, Tiles(4, 64, 4, 3))
+    order_A, table_N3, num_blocks, few, *_ = experts._plan(ids.view(7, 3), 5, Tiles(4, 64, 4, 3))
     assert table_N3 is not None and table_N3.shape[0] == num_blocks == max_blocks(21, 5, 4) and not few
     found: dict[int, list[int]] = {expert: [] for expert in range(5)}
     for expert, first, count in table_N3.tolist():
@@ -419,7 +419,7 @@ def test_the_choice_is_by_load_and_by_what_exists(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(experts_plan, "EXPERT_CHOICE", ((4, "triton"), (float("inf"), "grouped_mm")))
     assert choose_implementation(16, 4) == "triton" and choose_implementation(17, 4) == "grouped_mm"
     monkeypatch.setattr(experts, "grouped_experts", lambda *_: "grouped_mm")
-    monkeypatch.setattr(experts, "_of_matrices", lambda *_: "triton")
+    monkeypatch.setattr(experts, "of_matrices", lambda *_: "triton")
     cases = (draw(8), draw(9), draw(9, hidden=37))  # rows of 148 bytes are not aligned
     assert [run(case) for case in cases] == ["triton", "grouped_mm", "triton"]
 
