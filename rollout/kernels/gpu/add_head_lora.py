@@ -144,7 +144,7 @@ def compile_cases() -> list[tuple[Any, ...]]:
         ("queries", of_queries, 32, 256),
     ):
         tile = {"TILE_T": _TILE_T, "TILE_D": _TILE_D, "TILE_R": rank_tile(max_rank), "TILE_O": _TILE_O}
-        shape: dict[str, object] = {"S": num_slots, "H": 128, "R": max_rank} | sizes | tile
+        shape: dict[str, object] = {"S": num_slots, "H": 128, "R": max_rank, **sizes, **tile}
         what = f"LoRA by head, {name} S={num_slots} R={max_rank}"
         cases.append((what, head_lora_kernel, signature, shape, _WARPS, _STAGES))
     return cases
