@@ -23,9 +23,12 @@ CASES = {
         "slots": torch.arange(T),
     }
 }
+CASES["queries of heads"] = CASES[""] | {"weight": None}
 
 
 def stored(ops: Ops, arguments: Arguments) -> Arguments:
+    if arguments["weight"] is None:
+        return arguments
     weight, (nope, value, rank) = arguments["weight"], SIZES
     sizes = LatentSizes(nope, value, rank)
     held = ops.storage.empty_latent(HEADS, sizes, weight.dtype, "cpu")

@@ -3,6 +3,9 @@
 //
 // Shapes: T tokens, H heads, N elements of a query that meet the latent, rd rotated ones, R latent, S slots of the KV
 // pool.
+#include <algorithm>
+#include <optional>
+
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -30,8 +33,8 @@ void rotate_pairs(const T* from, const T* angles, int64_t rotary_dim, T* place) 
 }
 
 int64_t check_query_store(const at::Tensor& query, const at::Tensor& latent, const at::Tensor& norm_weight,
-                          const at::Tensor& weight, int64_t num_heads, const at::Tensor& angles,
-                          const at::Tensor& pool, const at::Tensor& slots) {
+                          const std::optional<at::Tensor>& weight, int64_t num_heads,
+                          const at::Tensor& angles, const at::Tensor& pool, const at::Tensor& slots) {
   TORCH_CHECK(query.dim() == 2 && latent.dim() == 2 && norm_weight.dim() == 1 && angles.dim() == 3 && pool.dim() == 3,
               "queries must be [T, H (N + rd)], latents [T, R + rd], angles [T, 2, rd], the pool [S, 1, R + rd]");
   const int64_t num_tokens = slots.numel(), rank = norm_weight.size(0), rotary_dim = angles.size(2);
@@ -46,7 +49,8 @@ int64_t check_query_store(const at::Tensor& query, const at::Tensor& latent, con
   TORCH_CHECK(query.is_contiguous() && latent.is_contiguous() && norm_weight.is_contiguous() &&
                   angles.is_contiguous() && pool.is_contiguous() && slots.is_contiguous(),
               "all arguments must be contiguous");
-  check_same_dtype(query, {latent, norm_weight, weight, angles, pool});
+  check_same_dtype(query, {latent, norm_weight, angles, pool});
+  if (weight) check_same_dtype(query, {*weight});
   const int64_t* slot = slots.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < num_tokens; ++t) {
     TORCH_CHECK(slot[t] >= 0 && slot[t] < pool.size(0), "slot ", slot[t], " is outside the pool");
@@ -55,17 +59,18 @@ int64_t check_query_store(const at::Tensor& query, const at::Tensor& latent, con
 }
 
 at::Tensor latent_query_store(const at::Tensor& query, const at::Tensor& latent, const at::Tensor& norm_weight,
-                              double eps, const at::Tensor& weight, int64_t num_heads, const at::Tensor& angles,
-                              at::Tensor& pool, const at::Tensor& slots) {
+                              double eps, const std::optional<at::Tensor>& weight, int64_t num_heads,
+                              const at::Tensor& angles, at::Tensor& pool, const at::Tensor& slots) {
   const int64_t depth = check_query_store(query, latent, norm_weight, weight, num_heads, angles, pool, slots);
   const int64_t num_tokens = slots.numel(), rank = norm_weight.size(0), rotary_dim = angles.size(2);
   const int64_t in_size = depth + rotary_dim, key_size = rank + rotary_dim;
-  at::Tensor out = at::empty({num_tokens, num_heads, key_size}, query.options());
+  const int64_t first_size = weight ? rank : depth, out_size = first_size + rotary_dim;  // without W_k as they are
+  at::Tensor out = at::empty({num_tokens, num_heads, out_size}, query.options());
   with_dtype(query, [&](auto zero) {
     using T = decltype(zero);
-    check_heads(weight, num_heads, matrix_numel<T>(rank, depth));
+    if (weight) check_heads(*weight, num_heads, matrix_numel<T>(rank, depth));
     const HeadRows<const T> in{query.const_data_ptr<T>(), num_heads * in_size, in_size};
-    const HeadRows<T> keys{out.mutable_data_ptr<T>(), num_heads * key_size, key_size};
+    const HeadRows<T> keys{out.mutable_data_ptr<T>(), num_heads * out_size, out_size};
     const T *latents = latent.const_data_ptr<T>(), *norm = norm_weight.const_data_ptr<T>();
     const T* turns = angles.const_data_ptr<T>();
     T* kept = pool.mutable_data_ptr<T>();
@@ -78,11 +83,14 @@ at::Tensor latent_query_store(const at::Tensor& query, const at::Tensor& latent,
         norm_row(row, norm, rank, rule, [&](int64_t d, int n, F32x16 x) { store(place + d, x, n); });
         rotate_pairs(row + rank, turn, rotary_dim, place + rank);
         for (int64_t h = 0; h < num_heads; ++h) {
-          rotate_pairs(in.row(t, h) + depth, turn, rotary_dim, keys.row(t, h) + rank);
+          if (!weight) std::copy_n(in.row(t, h), depth, keys.row(t, h));
+          rotate_pairs(in.row(t, h) + depth, turn, rotary_dim, keys.row(t, h) + first_size);
         }
       }
     });
-    multiply_heads<T>(num_tokens, num_heads, depth, rank, weight.const_data_ptr<T>(), weight.size(1), in, keys);
+    if (weight) {
+      multiply_heads<T>(num_tokens, num_heads, depth, rank, weight->const_data_ptr<T>(), weight->size(1), in, keys);
+    }
   });
   return out;
 }

@@ -1,5 +1,7 @@
 """`latent_query_store` for CUDA: two launches, the products by head (`latent_heads`) and all the rest.
 
+Without a matrix the first launch is a copy.
+
 One program of the rest norms and rotates the latent of a token, and stores it.  The others rotate the last elements of
 some of its query heads.  It rounds as plain torch does.  A token's bits depend on that token alone.
 
@@ -50,6 +52,7 @@ def latent_query_store_kernel(
     R: tl.constexpr,
     RD: tl.constexpr,
     NOPE: tl.constexpr,
+    FIRST: tl.constexpr,  # elements of a result before the rotated ones
     HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_RD: tl.constexpr,
@@ -74,7 +77,7 @@ def latent_query_store_kernel(
         inside = (head < H) & (column < RD)
         rows = query + token * query_stride + head * (NOPE + RD) + NOPE
         part_of_query = turned(rows, column, inside, own_angles, RD, dtype)
-        tl.store(out + (token * H + head) * (R + RD) + R + column, part_of_query, mask=inside)
+        tl.store(out + (token * H + head) * (FIRST + RD) + FIRST + column, part_of_query, mask=inside)
 
 
 def latent_query_store(
@@ -82,7 +85,7 @@ def latent_query_store(
     latent: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     num_heads: int,
     angles: torch.Tensor,
     pool: torch.Tensor,
@@ -90,17 +93,22 @@ def latent_query_store(
 ) -> torch.Tensor:
     """Return the queries [T, H, R + rd] that meet latents, and store the latents in the pool's `slots`.
 
-    Rows of `query` and `latent` may lie apart.  Slots are not checked: a step's slots come from the allocator.
+    Without `weight` queries are [T, H, nope + rd].  Rows of `query` and `latent` may lie apart.  Slots are not checked:
+    a step's slots come from the allocator.
     """
     num_tokens, rotary_dim, rank = query.shape[0], angles.shape[2], norm_weight.shape[0]
     plain_size = query.shape[1] // num_heads - rotary_dim
-    out = torch.empty((num_tokens, num_heads, rank + rotary_dim), dtype=query.dtype, device=query.device)
+    first_size = plain_size if weight is None else rank
+    out = torch.empty((num_tokens, num_heads, first_size + rotary_dim), dtype=query.dtype, device=query.device)
     assert query.stride(1) == latent.stride(1) == pool.stride(2) == 1 and angles.is_contiguous()
     if num_tokens == 0:
         return out
     heads_THd = query.unflatten(1, (num_heads, plain_size + rotary_dim))
-    weight_HNR = weight.view(num_heads, -1, rank)[:, :plain_size]
-    head_products(heads_THd[..., :plain_size], weight_HNR, out[..., :rank])
+    if weight is None:
+        out[..., :plain_size].copy_(heads_THd[..., :plain_size])
+    else:
+        weight_HNR = weight.view(num_heads, -1, rank)[:, :plain_size]
+        head_products(heads_THd[..., :plain_size], weight_HNR, out[..., :rank])
     latent_query_store_kernel[(num_tokens, 1 + triton.cdiv(num_heads, _HEADS))](
         query,
         latent,
@@ -117,6 +125,7 @@ def latent_query_store(
         R=rank,
         RD=rotary_dim,
         NOPE=plain_size,
+        FIRST=first_size,
         HEADS=_HEADS,
         BLOCK_R=triton.next_power_of_2(rank),
         BLOCK_RD=triton.next_power_of_2(rotary_dim),
@@ -132,6 +141,6 @@ def compile_cases() -> list[tuple[Any, ...]]:
     signature = dict.fromkeys(("query", "latent", "norm_weight", "angles", "pool", "out"), "*bf16")
     signature |= {"slots": "*i64", "eps": "fp32"}
     signature |= dict.fromkeys(("query_stride", "latent_stride", "slot_stride"), "i32")
-    sizes: dict[str, object] = {"H": 128, "R": 512, "RD": 64, "NOPE": 128, "HEADS": _HEADS}
+    sizes: dict[str, object] = {"H": 128, "R": 512, "RD": 64, "NOPE": 128, "FIRST": 512, "HEADS": _HEADS}
     sizes |= {"BLOCK_R": 512, "BLOCK_RD": 64}
     return [("latent_query_store R=512", latent_query_store_kernel, signature, sizes, _WARPS, 3)]

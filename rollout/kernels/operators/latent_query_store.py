@@ -1,8 +1,9 @@
 """`latent_query_store`: queries [T, H (nope + rd)] of latent attention in the form that meets latents: [T, H, R + rd].
 
 The first part of each head is multiplied with the stored matrix for keys, the second rotated in pairs 2 i, 2 i + 1 by
-angles [T, 2, rd].  The latents [T, R + rd], the first part normed, the second rotated, are stored in their slots [T] of
-the pool [S, 1, R + rd].  Gradients reach the stored rows, not the earlier content of the pool.
+angles [T, 2, rd].  Without a matrix the first part stays as it is: [T, H, nope + rd].  The latents [T, R + rd], the
+first part normed, the second rotated, are stored in their slots [T] of the pool [S, 1, R + rd].  Gradients reach the
+stored rows, not the earlier content of the pool.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollout.kernels.operators.add_rms_norm import rms_norm
 
 
 @operator(
-    "(Tensor query, Tensor latent, Tensor norm_weight, float eps, Tensor weight, int num_heads, Tensor angles, "
+    "(Tensor query, Tensor latent, Tensor norm_weight, float eps, Tensor? weight, int num_heads, Tensor angles, "
     "Tensor(a!) pool, Tensor slots) -> Tensor",
     Gradient(flows=("query", "latent"), weights=("norm_weight", "weight"), pools=("pool",), stored=("pool",)),
 )
@@ -25,7 +26,7 @@ def latent_query_store(
     latent: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     num_heads: int,
     angles: torch.Tensor,
     pool: torch.Tensor,
@@ -37,9 +38,10 @@ def latent_query_store(
     pool.index_copy_(0, slots, key.unsqueeze(1))
     heads_THd = query.unflatten(1, (num_heads, -1))
     plain_THN, turned_THR = heads_THd.split([heads_THd.shape[2] - rotary_dim, rotary_dim], dim=-1)
-    absorbed_HNR = weight.view(num_heads, -1, rank)[:, : plain_THN.shape[2]]
-    absorbed = torch.bmm(plain_THN.transpose(0, 1), absorbed_HNR).transpose(0, 1)
-    return torch.cat((absorbed, rotate_pairs(turned_THR, angles.unsqueeze(2).unbind(1))), -1)
+    if weight is not None:
+        absorbed_HNR = weight.view(num_heads, -1, rank)[:, : plain_THN.shape[2]]
+        plain_THN = torch.bmm(plain_THN.transpose(0, 1), absorbed_HNR).transpose(0, 1)
+    return torch.cat((plain_THN, rotate_pairs(turned_THR, angles.unsqueeze(2).unbind(1))), -1)
 
 
 def rotate_pairs(x: torch.Tensor, cos_and_sin: Sequence[torch.Tensor]) -> torch.Tensor:

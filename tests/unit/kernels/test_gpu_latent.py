@@ -51,6 +51,11 @@ def test_queries_and_latents_agree_with_float64(dtype: torch.dtype) -> None:
     untouched = torch.ones(99, dtype=torch.bool)
     untouched[given[8]] = False
     assert not given[7][untouched].any()
+    of_heads = [*given[:4], None, *given[5:]]
+    pool = given[7].clone()
+    got, want = store.latent_query_store(*of_heads), plain.latent_query_store(*_in_float64(tuple(of_heads)))
+    assert got.shape == want.shape == (NUM_TOKENS, HEADS, NOPE + TURNED) and error(got, want) < TOLERANCE[dtype]
+    assert torch.equal(given[7], pool)
 
 
 @DTYPES
