@@ -13,6 +13,7 @@ METHODS = {
     "BatchDecodeWithPagedKVCacheWrapper": ("__init__", "plan", "_plan_impl", "run", "reset_workspace_buffer"),
     "BatchPrefillWithPagedKVCacheWrapper": ("__init__", "plan", "run", "reset_workspace_buffer"),
     "BatchMLAPagedAttentionWrapper": ("__init__", "plan", "run"),
+    "BatchPrefillWithRaggedKVCacheWrapper": ("__init__", "plan", "run"),
 }
 
 
@@ -27,6 +28,8 @@ def differences(library: Any) -> list[str]:
         for method in methods:
             pair = (getattr(getattr(x, class_name), method) for x in (ours, library))
             found += _differences(f"{class_name}.{method}", *map(_parameters, pair))
+    pair = (x.merge_state_in_place for x in (ours, library))
+    found += _differences("merge_state_in_place", *map(_parameters, pair))
     pair = (x.mla.MLAPlanMetadata.csr for x in (ours, library))
     return found + _differences("MLAPlanMetadata.csr", *map(_parameters, pair))
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tests.flashinfer_stand_in_kernels import attend_paged, read_plan, write_plan
+from tests.flashinfer_stand_in_kernels import attend_paged, merge, read_plan, write_plan
 
 INT_WORKSPACE_BYTES = 1 << 16
 
@@ -258,6 +258,7 @@ class PagedWrapper(Planned):
 
 def stand_in(dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> Any:
     """Return what `import flashinfer` gives, and a stream of its own: `stream`, `Event()`, `Graph(call)`."""
+    from tests.flashinfer_stand_in_ragged import BatchRagged
     from tests.flashinfer_stand_in_wrappers import BatchDecode, BatchMLA, BatchPrefill, MLAPlanMetadata
 
     stream = Stream(dtypes)
@@ -265,10 +266,25 @@ def stand_in(dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) 
         "BatchDecodeWithPagedKVCacheWrapper": BatchDecode,
         "BatchPrefillWithPagedKVCacheWrapper": BatchPrefill,
         "BatchMLAPagedAttentionWrapper": BatchMLA,
+        "BatchPrefillWithRaggedKVCacheWrapper": BatchRagged,
     }
+
+    def merge_state_in_place(
+        v: torch.Tensor,
+        s: torch.Tensor,
+        v_other: torch.Tensor,
+        s_other: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        if s.dtype != torch.float32 or s_other.dtype != torch.float32:
+            raise ValueError("sums of another dtype are copied, and not changed in place")
+        assert mask is None and v.is_contiguous() and s.is_contiguous(), "not in the stand-in"
+        stream.enqueue(lambda: merge(v, s, v_other, s_other))
+
     return SimpleNamespace(
         **{name: type(name, (wrapper,), {"stream": stream}) for name, wrapper in wrappers.items()},
         mla=SimpleNamespace(MLAPlanMetadata=MLAPlanMetadata),
+        merge_state_in_place=merge_state_in_place,
         stream=stream,
         Event=lambda: Event(stream),
         Graph=lambda call: Graph(stream, call),

@@ -22,6 +22,14 @@ def read_plan(workspace: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(numbers[:count], numbers[count : 2 * count]))
 
 
+def merge(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor) -> None:
+    """Join two results of attention [T, H, size] by their sums of scores [T, H], to the base of 2, into the first."""
+    both = torch.stack((s, s_other)).double()
+    weights = (both * math.log(2)).softmax(0).unsqueeze(-1)
+    v.copy_(weights[0] * v.double() + weights[1] * v_other.double())
+    s.copy_((both * math.log(2)).logsumexp(0) / math.log(2))
+
+
 def attend_paged(
     q: torch.Tensor,
     k: torch.Tensor,

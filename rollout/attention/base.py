@@ -6,6 +6,7 @@ Shapes: T tokens of the step, H query heads, Hkv key/value heads, hd head size, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,24 @@ class PagedOperands(NamedTuple):
     rows: torch.Tensor
     query_lens: torch.Tensor
     kv_lens: torch.Tensor
+
+
+class LatentForm(NamedTuple):
+    """The sizes of latent attention with keys and values of heads, and the scale of its scores.
+
+    A key has `nope` elements of its own and `rotary` ones that all heads share; `rank` and `rotary` are a latent's.
+    """
+
+    num_heads: int
+    nope: int
+    rotary: int
+    value: int
+    rank: int
+    scale: float
+
+
+# Makes keys [P, H, nope + rotary] and values [P, H, value] of P latents [P, rank + rotary].
+Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class AttentionBackend(ABC):
@@ -74,3 +93,20 @@ class AttentionBackend(ABC):
         positions before.  `sinks` [H] are one more logit for each head: it takes part in the softmax and has no value.
         Query head h reads key/value head `h // (H / Hkv)`.
         """
+
+    def expanded_tokens(self, form: LatentForm) -> int:
+        """Return how many tokens of the step go to `attend_expanded`: the tokens of all its prompts, or none.
+
+        Called in every layer of latent attention; by default none.
+        """
+        return 0
+
+    def attend_expanded(
+        self, layer: int, form: LatentForm, prompts: torch.Tensor, decodes: torch.Tensor, expand: Expand
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend with `prompts` [X, H, nope + rotary] to keys and values of heads, which `expand` makes of latents.
+
+        `decodes` [B, H, rank + rotary] are the other tokens, which attend to latents.  Returns [X, H * value] and
+        [B, H * rank].  Called where `expanded_tokens` is not 0.
+        """
+        raise NotImplementedError

@@ -113,12 +113,16 @@ class FlashInferBackend(AttentionBackend):
     ) -> torch.Tensor:
         k, v = self.kv.k[layer], self.kv.v[layer]
         scale = q.shape[2] ** -0.5 if scale is None else scale
-        kind = LayerKind(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scale, window, _is_latent(k, v))
+        return self._planned(layer, q, scale, window).run(q, k, v, sinks, self.kv.scales[layer]).flatten(1)
+
+    def _planned(self, layer: int, q: torch.Tensor, scale: float, window: int | None) -> KindOfLayer:
+        k, v = self.kv.k[layer], self.kv.v[layer]
+        kind = LayerKind(q.shape[1], k.shape[1], q.shape[2], v.shape[2], scale, window, is_latent(k, v))
         if kind not in self._kinds:
             self._shared.kinds[kind] = None
             self._plan_kind(kind)
             self._copied.record()
-        return self._kinds[kind].run(q, k, v, sinks, self.kv.scales[layer]).flatten(1)
+        return self._kinds[kind]
 
     def _plan_kind(self, kind: LayerKind) -> None:
         assert self._sequences is not None, "plan comes before attend"
@@ -163,7 +167,7 @@ class CapturedFlashInfer(FlashInferBackend):
         return FixedBuffers(zeros(count + 1), zeros(count + 1), zeros(count), indices, shared.int_workspace(kind))
 
 
-def _is_latent(k: torch.Tensor, v: torch.Tensor) -> bool:
+def is_latent(k: torch.Tensor, v: torch.Tensor) -> bool:
     return k.data_ptr() == v.data_ptr()
 
 
@@ -175,7 +179,7 @@ def _unsupported(kv: KVPool) -> str | None:
             continue  # a layer that keeps nothing of a token
         if kv.dtype not in DTYPES:
             return f"it takes bfloat16 and float16, not {kv.dtype}"
-        if not _is_latent(k, v):
+        if not is_latent(k, v):
             if k.shape[2] not in HEAD_SIZES:
                 return f"it takes heads of {', '.join(map(str, HEAD_SIZES))} elements, not of {k.shape[2]}"
         elif v.shape[2] % LATENT_RANK_MULTIPLE or (k.shape[2] - v.shape[2]) % LATENT_ROPE_MULTIPLE:

@@ -98,6 +98,13 @@ class KindOfLayer(ABC):
             self._run_decodes(q[cut:], k, v, sinks, scales, out[cut:])
         return out
 
+    def run_decodes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: KVScale) -> torch.Tensor:
+        """Attend as `run`, with q [B, H, hd] of the step's decoding sequences alone."""
+        out = q.new_empty(q.shape[0], q.shape[1], self.kind.value_size)
+        if self._has_decodes:
+            self._run_decodes(q, k, v, None, scales, out)
+        return out
+
     @abstractmethod
     def _plan_extends(self, part: CsrPart) -> None: ...
 

@@ -37,7 +37,10 @@ class CsrPart(NamedTuple):
 
 
 class StepSequences:
-    """The sequences of one step: copies of their lengths and rows on the host, and the tables with their slots."""
+    """The sequences of one step: copies of their lengths and rows on the host, and the tables with their slots.
+
+    `extend_lens`, `prefix_lens` [X] int64: new and cached tokens of the ones that extend.
+    """
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.num_extends = len(batch.extend_lens)
@@ -47,6 +50,7 @@ class StepSequences:
         prefixes = np.array(batch.extend_prefix_lens, dtype=np.int64)
         rows = np.array(batch.extend_req_pool_indices, dtype=np.int64)
         self._rows_N = np.concatenate([rows, batch.decode.req_pool_indices_host.numpy()])
+        self.extend_lens, self.prefix_lens = lens, prefixes
         self._query_lens_N = np.concatenate([lens, np.ones(self.num_decodes, dtype=np.int64)])
         self._kv_lens_N = np.concatenate([prefixes + lens, batch.decode.seq_lens_host.numpy()])
         self._tables = batch.req_to_token, batch.window_table
@@ -62,6 +66,10 @@ class StepSequences:
         if window not in self._parts:
             self._parts[window] = self._read(window)
         return self._parts[window]
+
+    def slots_of(self, sequences: slice, first_n: np.ndarray, counts_n: np.ndarray) -> torch.Tensor:
+        """Return the slots [P] int32 of `counts_n` positions from `first_n` on, of some of the step's sequences."""
+        return gather_slots(self._tables[0], self._rows_N[sequences], first_n, counts_n)
 
     def _read(self, window: int | None) -> tuple[CsrPart | None, CsrPart | None]:
         first_N = np.zeros_like(self._kv_lens_N)

@@ -13,6 +13,7 @@ ATTENTION_BACKENDS = {
     "native_cpu": ("rollout.attention.native_cpu", "NativeCpuBackend"),
     "flashinfer": ("rollout.attention.flashinfer", "FlashInferBackend"),
     "torch_native": ("rollout.attention.torch_native", "TorchNativeBackend"),
+    "flashinfer_expanded": ("rollout.attention.flashinfer_expanded", "FlashInferExpandedBackend"),
     "fixed_splits": ("rollout.attention.fixed_splits", "FixedSplitsBackend"),
 }
 

@@ -2,9 +2,10 @@
 
 A head's key is W_k c, of the latent c, followed by a rotated part that all heads share.  Its value is W_v c.  As
 q . (W_k c) = (W_k' q) . c, W_k is applied to queries.  As the mean of W_v c is W_v times the mean of c, W_v is applied
-to the result of attention.  So no keys or values of heads are ever made.  Prefill and decode take the same path, so
+to the result of attention.  So no keys or values of heads are made.  Prefill and decode take the same path, so
 that a token's bits do not depend on how a sequence was cut into steps.  A long prefill pays with arithmetic: a score
 takes R + rd products instead of nope + rd, a mean R instead of v.  With published sizes, two to four times as many.
+A backend may ask for prompts in expanded form for this reason: queries then meet keys and values of heads.
 
 Shapes: T tokens, D hidden, H heads of this rank, R latent, rd rotated elements.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from rollout.attention.base import AttentionBackend, LatentForm
 from rollout.core.specs.layer_specs import LatentAttentionSpec, LatentKV, NormSpec
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.places import LatentSizes
@@ -52,6 +54,8 @@ class LatentAttention(Layer):
         self.kv_a_proj_with_mqa = Linear(inputs, spec.kv_rank + spec.rotary.dim, build)
         self.kv_a_layernorm = RMSNorm(spec.kv_rank, latent_norm, build)
         self.kv_b_proj = LatentHeads(heads, LatentSizes(spec.nope_size, spec.value_size, spec.kv_rank), build)
+        sizes = spec.nope_size, spec.rotary.dim, spec.value_size, spec.kv_rank
+        self._form = LatentForm(heads.length, *sizes, spec.scale)
         self.o_proj = Linear(heads.times(spec.value_size), hidden_size, build)
 
     @staticmethod
@@ -75,23 +79,50 @@ class LatentAttention(Layer):
         if residual_TD.shape[0] == 0:  # an idle data-parallel rank: only its experts are needed
             return torch.empty_like(residual_TD)
         normed_TD, adapters = norm(residual_TD, hidden), context.batch.adapters
-        by_head = self._queries(normed_TD, adapters)
-        query = self.ops.latent_query_store(
-            by_head,
-            self.kv_a_proj_with_mqa(normed_TD, adapters),
-            self.kv_a_layernorm.weight,
-            self.kv_a_layernorm.eps,
-            self.kv_b_proj.weight,
-            self.num_heads,
-            angles,
-            context.attention.kv.k[self.layer_id],
-            context.batch.out_cache_loc,
-        )
-        query = self.kv_b_proj.adapted_queries(query, by_head, adapters)
-        latents = context.attention.attend(self.layer_id, query, self.scale)
+        query, latent = self._queries(normed_TD, adapters), self.kv_a_proj_with_mqa(normed_TD, adapters)
+        attention, slots = context.attention, context.batch.out_cache_loc
+        cut = attention.expanded_tokens(self._form)
+        if cut:
+            assert adapters is None and angles is not None, "the settings refuse adapters with expanded prompts"
+            return self.o_proj(self._expanded(query, latent, angles, slots, attention, cut))
+        pool = attention.kv.k[self.layer_id]
+        absorbed = self._stored(query, latent, self.kv_b_proj.weight, angles, pool, slots)
+        absorbed = self.kv_b_proj.adapted_queries(absorbed, query, adapters)
+        latents = attention.attend(self.layer_id, absorbed, self.scale)
         values = self.ops.latent_values(latents, self.kv_b_proj.weight, self.num_heads, self.value_size)
-        values = self.kv_b_proj.adapted_values(values, latents, adapters)
-        return self.o_proj(values, adapters)
+        return self.o_proj(self.kv_b_proj.adapted_values(values, latents, adapters), adapters)
+
+    def _stored(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        weight: torch.Tensor | None,
+        angles: torch.Tensor | None,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Store latents, and return queries with what is rotated, absorbed by `weight` if given."""
+        norm = self.kv_a_layernorm
+        return self.ops.latent_query_store(
+            query, latent, norm.weight, norm.eps, weight, self.num_heads, angles, pool, slots
+        )
+
+    def _expanded(
+        self,
+        query: torch.Tensor,
+        latent: torch.Tensor,
+        angles: torch.Tensor,
+        slots: torch.Tensor,
+        attention: AttentionBackend,
+        cut: int,
+    ) -> torch.Tensor:
+        """Return the values [T, H v]: `cut` tokens of prompts meet keys and values of heads, the others latents."""
+        pool, weight = attention.kv.k[self.layer_id], self.kv_b_proj.weight
+        prompts = self._stored(query[:cut], latent[:cut], None, angles[:cut], pool, slots[:cut])
+        decodes = self._stored(query[cut:], latent[cut:], weight, angles[cut:], pool, slots[cut:])
+        expand = self.kv_b_proj.expanded
+        values, latents = attention.attend_expanded(self.layer_id, self._form, prompts, decodes, expand)
+        return torch.cat((values, self.ops.latent_values(latents, weight, self.num_heads, self.value_size)))
 
     def _queries(self, normed_TD: torch.Tensor, adapters_T: torch.Tensor | None) -> torch.Tensor:
         if self.q_a_proj is None or self.q_a_layernorm is None:

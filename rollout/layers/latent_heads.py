@@ -73,6 +73,17 @@ class LatentHeads(AdaptedLayer):
         self._build, self._heads, self._sizes = build, heads, sizes
         self.weight = build.ops.storage.empty_latent(heads.length, sizes, build.dtype, build.device)
 
+    def expanded(self, latents_PL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys [P, H, nope + rd] and values [P, H, v] of latents [P, R + rd], for a row-major matrix."""
+        heads, nope, value = self._heads.length, self._sizes.nope, self._sizes.value
+        plain_PR, turned_Pr = latents_PL[:, : self._sizes.rank], latents_PL[:, self._sizes.rank :]
+        both = self._build.ops.linear(plain_PR.contiguous(), self.weight, self._rows.length)
+        both_PHd = both.unflatten(1, (heads, nope + value))
+        keys = both.new_empty(both.shape[0], heads, nope + turned_Pr.shape[1])
+        keys[..., :nope] = both_PHd[..., :nope]
+        keys[..., nope:] = turned_Pr.unsqueeze(1)
+        return keys, both_PHd[..., nope:]
+
     def adapted_queries(
         self, absorbed_THK: torch.Tensor, query: torch.Tensor, adapters_T: torch.Tensor | None
     ) -> torch.Tensor:

@@ -128,6 +128,10 @@ def _check_adapters(args: ServerArgs) -> None:
     _require(args.lora_paths is None or args.enable_lora, "--lora-paths needs --enable-lora")
     if not args.enable_lora:
         return
+    _require(
+        args.attention_backend != "flashinfer_expanded",
+        "--attention-backend flashinfer_expanded does not apply adapters to keys and values: give flashinfer",
+    )
     _require(args.max_loras_per_batch > 0, f"--max-loras-per-batch must be at least 1, got {args.max_loras_per_batch}")
     names = list(args.adapter_folders)
     for fault in map(fault_of_name, names):

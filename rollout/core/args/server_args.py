@@ -104,7 +104,10 @@ class ServerArgs:
         "scale for 32 or 128 elements; default: as sent, FP8 and INT4 as values",
     )
     attention_backend: str = _arg(
-        "auto", "native_cpu, flashinfer, torch_native, fixed_splits; auto: the fastest that fits the model"
+        "auto",
+        "native_cpu, flashinfer, torch_native, fixed_splits; auto: the fastest of these that fits the model. "
+        "flashinfer_expanded: as flashinfer, and prompts of latent attention meet keys and values of heads where that "
+        "takes fewer operations",
     )
     enable_deterministic_inference: bool = _arg(
         False,
