@@ -130,7 +130,9 @@ def _latent_store_bytes(arguments: Arguments, result: object) -> int:
 
 
 def _latent_query_flops(arguments: Arguments, result: object) -> int:
-    """Count the product of the first part of each head of [T, H (nope + rd)] with [nope, R]."""
+    """Count the product of the first part of each head of [T, H (nope + rd)] with [nope, R], if there is one."""
+    if arguments["weight"] is None:
+        return 0
     query, rank = arguments["query"], arguments["norm_weight"].shape[0]
     rotated = arguments["num_heads"] * arguments["angles"].shape[-1]
     flops: int = 2 * query.shape[0] * (query.shape[1] - rotated) * rank
