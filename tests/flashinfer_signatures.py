@@ -16,6 +16,13 @@ METHODS = {
     "BatchPrefillWithRaggedKVCacheWrapper": ("__init__", "plan", "run"),
 }
 
+FUNCTIONS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "MLAPlanMetadata.csr": lambda library: library.mla.MLAPlanMetadata.csr,
+    "determine_attention_backend": lambda library: library.utils.determine_attention_backend,
+    "gen_batch_prefill_module": lambda library: library.jit.gen_batch_prefill_module,
+    "merge_state_in_place": lambda library: library.merge_state_in_place,
+}
+
 
 def differences(library: Any) -> list[str]:
     """List every method whose signature differs from the stand-in's; an empty list if all are the same.
@@ -28,10 +35,10 @@ def differences(library: Any) -> list[str]:
         for method in methods:
             pair = (getattr(getattr(x, class_name), method) for x in (ours, library))
             found += _differences(f"{class_name}.{method}", *map(_parameters, pair))
-    pair = (x.merge_state_in_place for x in (ours, library))
-    found += _differences("merge_state_in_place", *map(_parameters, pair))
-    pair = (x.mla.MLAPlanMetadata.csr for x in (ours, library))
-    return found + _differences("MLAPlanMetadata.csr", *map(_parameters, pair))
+    for name, of in FUNCTIONS.items():
+        pair = (of(x) for x in (ours, library))
+        found += _differences(name, *map(_parameters, pair))
+    return found
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, str, Any]]:

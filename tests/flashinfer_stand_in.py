@@ -259,9 +259,9 @@ class PagedWrapper(Planned):
 def stand_in(dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) -> Any:
     """Return what `import flashinfer` gives, and a stream of its own: `stream`, `Event()`, `Graph(call)`."""
     from tests.flashinfer_stand_in_ragged import BatchRagged
-    from tests.flashinfer_stand_in_wrappers import BatchDecode, BatchMLA, BatchPrefill, MLAPlanMetadata
+    from tests.flashinfer_stand_in_wrappers import BatchDecode, BatchMLA, BatchPrefill, MLAPlanMetadata, Modules
 
-    stream = Stream(dtypes)
+    stream, modules = Stream(dtypes), Modules()
     wrappers = {
         "BatchDecodeWithPagedKVCacheWrapper": BatchDecode,
         "BatchPrefillWithPagedKVCacheWrapper": BatchPrefill,
@@ -285,6 +285,8 @@ def stand_in(dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)) 
         **{name: type(name, (wrapper,), {"stream": stream}) for name, wrapper in wrappers.items()},
         mla=SimpleNamespace(MLAPlanMetadata=MLAPlanMetadata),
         merge_state_in_place=merge_state_in_place,
+        utils=modules,
+        jit=modules,
         stream=stream,
         Event=lambda: Event(stream),
         Graph=lambda call: Graph(stream, call),

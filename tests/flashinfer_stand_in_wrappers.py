@@ -3,12 +3,70 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.flashinfer_stand_in import INT_WORKSPACE_BYTES, PagedWrapper, Planned
 from tests.flashinfer_stand_in_kernels import attend_paged, read_plan
+
+
+def fa3_takes(dtype_q: torch.dtype, dtype_kv: torch.dtype, head_dim_qk: int, head_dim_vo: int) -> bool:
+    """Return what FlashInfer's `is_fa3_backend_supported` and `is_fa3_prefill_head_dim_supported` say together."""
+    fp8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    if (dtype_kv in fp8 and dtype_q not in fp8) or dtype_kv == torch.uint8:
+        return False
+    if head_dim_qk == head_dim_vo:
+        return head_dim_qk in (64, 128, 256)
+    return (head_dim_qk, head_dim_vo) == (192, 128)
+
+
+class Modules:
+    """FlashInfer's choice of a module, and which modules are built: `flashinfer.utils` and `flashinfer.jit` in one.
+
+    `built`: names of modules; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.is_hopper = False
+        self.built: set[str] | None = None
+
+    def determine_attention_backend(
+        self,
+        device: torch.device,
+        pos_encoding_mode: int,
+        use_fp16_qk_reductions: bool,
+        use_custom_mask: bool,
+        dtype_q: torch.dtype,
+        dtype_kv: torch.dtype,
+        *,
+        head_dim_qk: int | None = None,
+        head_dim_vo: int | None = None,
+    ) -> str:
+        assert head_dim_qk and head_dim_vo, "without sizes it says fa3 for sizes that fa3 has not"
+        plain = (pos_encoding_mode, use_fp16_qk_reductions, use_custom_mask) == (0, False, False)
+        takes = self.is_hopper and plain and fa3_takes(dtype_q, dtype_kv, head_dim_qk, head_dim_vo)
+        return "fa3" if takes else "fa2"
+
+    def gen_batch_prefill_module(
+        self,
+        backend: str,
+        dtype_q: torch.dtype,
+        dtype_kv: torch.dtype,
+        dtype_o: torch.dtype,
+        dtype_idx: torch.dtype,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        pos_encoding_mode: int,
+        use_sliding_window: bool,
+        use_logits_soft_cap: bool,
+        use_fp16_qk_reduction: bool,
+    ) -> Any:
+        assert (backend, dtype_o, dtype_idx) == ("fa3", dtype_q, torch.int32), "another module than the wrapper takes"
+        assert not use_logits_soft_cap and not use_fp16_qk_reduction and pos_encoding_mode == 0
+        name = f"head_dim_qk_{head_dim_qk}_use_swa_{use_sliding_window}_sm90"
+        return SimpleNamespace(name=name, is_compiled=self.built is None or name in self.built)
 
 
 class BatchDecode(PagedWrapper):
@@ -144,6 +202,8 @@ class BatchPrefill(PagedWrapper):
         variant_owns_mask: bool = False,
     ) -> None:
         assert kv_layout == "NHD" and not use_cuda_graph and jit_args is None, "not in the stand-in"
+        assert backend in ("fa2", "fa3"), "the choice is left to nobody"
+        self.backend = backend
         self._begin(float_workspace_buffer, use_cuda_graph)
         self._paged_kv_indptr_buf = self._paged_kv_indices_buf = self._paged_kv_last_page_len_buf = None
 
@@ -186,6 +246,9 @@ class BatchPrefill(PagedWrapper):
         uniform_q_len: int | None = None,
     ) -> None:
         head_dim_vo = head_dim_qk if head_dim_vo is None else head_dim_vo
+        dtypes = q_data_type, q_data_type if kv_data_type is None else kv_data_type
+        if self.backend == "fa3" and not fa3_takes(*dtypes, head_dim_qk, head_dim_vo):
+            raise ValueError(f"fa3 has no kernel for {dtypes} and heads of {head_dim_qk}")
         self._plan_pages(
             qo_indptr,
             paged_kv_indptr,

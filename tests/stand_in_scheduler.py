@@ -189,6 +189,7 @@ class StandInScheduler:
             "cpu_isa": "",
             "plain_torch_reason": "no compiled operators",
             "plain_linears": {},
+            "prompt_attention": "",
             "batch_invariant": True,
             "batch_invariance_note": "",
         }

@@ -1,1 +1,1 @@
-"""The attention backends.  It imports `rollout.core`, `rollout.memory` and `rollout.kernels`."""
+"""The attention backends.  It imports `rollout.core`, `rollout.memory`, `rollout.distributed` and `rollout.kernels`."""

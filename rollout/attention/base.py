@@ -55,6 +55,9 @@ class AttentionBackend(ABC):
     # Whether a token's result has the same bits in every batch, chunking and number of threads.
     batch_invariant = False
 
+    # The kernels of prompts, for /server_info, where there is a choice.
+    prompts = ""
+
     # The tensors of the step planned last that a recorded forward is given anew; None: `attend` cannot be recorded.
     operands: PagedOperands | None = None
 
@@ -65,6 +68,13 @@ class AttentionBackend(ABC):
     @abstractmethod
     def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
         """Return why this backend cannot attend to such KV, or None where it can."""
+
+    def settle(self, all_agree: Callable[[bool], bool]) -> None:
+        """Choose, before the first step, what all ranks of the engine have to choose alike.
+
+        `all_agree` returns whether all ranks vote yes.  All ranks call it once, whatever backend they have.
+        """
+        all_agree(False)
 
     def for_graph(self, batch_size: int) -> AttentionBackend | None:
         """Return a backend over the same KV for captured steps of exactly `batch_size` decoding requests.

@@ -21,6 +21,7 @@ import torch
 
 from rollout.attention.base import AttentionBackend
 from rollout.attention.flashinfer_kinds import FixedBuffers, GroupedHeads, KindOfLayer, Latents, LayerKind
+from rollout.attention.flashinfer_prompts import fa3_obstacle
 from rollout.attention.flashinfer_sequences import StepSequences
 from rollout.core.forward_batch import ForwardBatch
 from rollout.memory.kv_pool import KVPool
@@ -46,6 +47,7 @@ class _Shared:
         self.library, self.new_event = library, new_event
         self.device, self.dtypes = kv.k[0].device, (kv.dtype, kv.stored)
         self.workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self.prompts = "fa2"  # the module of prompts of grouped heads, by FlashInfer's name
         self.kinds: dict[LayerKind, None] = {}
         self._indices: dict[int | None, torch.Tensor] = {}
         self._int_workspaces: dict[LayerKind, torch.Tensor] = {}
@@ -93,6 +95,14 @@ class FlashInferBackend(AttentionBackend):
     def obstacle(kv: KVPool, kernels_available: bool) -> str | None:
         return _unsupported(kv) or _not_installed()
 
+    def settle(self, all_agree: Callable[[bool], bool]) -> None:
+        assert not self._shared.kinds, "modules are chosen before the first step"
+        reason = fa3_obstacle(self._shared.library, self.kv)
+        if all_agree(reason is None):
+            self._shared.prompts, self.prompts = "fa3", "FlashAttention 3"
+        else:
+            self.prompts = f"FlashAttention 2: {reason or 'another rank of the engine has none'}"
+
     def for_graph(self, batch_size: int) -> AttentionBackend:
         return CapturedFlashInfer(self, batch_size)
 
@@ -127,8 +137,9 @@ class FlashInferBackend(AttentionBackend):
     def _plan_kind(self, kind: LayerKind) -> None:
         assert self._sequences is not None, "plan comes before attend"
         if kind not in self._kinds:
-            shared, made_of = self._shared, Latents if kind.is_latent else GroupedHeads
-            self._kinds[kind] = made_of(shared.library, kind, shared.dtypes, shared.workspace, self._fixed(kind))
+            shared = self._shared
+            given = shared.library, kind, shared.dtypes, shared.workspace, self._fixed(kind)
+            self._kinds[kind] = Latents(*given) if kind.is_latent else GroupedHeads(*given, shared.prompts)
         self._kinds[kind].plan(*self._sequences.parts(kind.window))
 
     def _fixed(self, kind: LayerKind) -> FixedBuffers | None:

@@ -65,9 +65,11 @@ class KindOfLayer(ABC):
     decoding requests, always the same number, and `run` can be captured.
     """
 
-    def __init__(
-        self, library: Any, kind: LayerKind, dtypes: Dtypes, workspace: torch.Tensor, fixed: FixedBuffers | None
-    ) -> None:
+    # The wrappers of extending and of decoding sequences, of which steps that are captured have no first one.
+    _extend: Any = None
+    _decode: Any
+
+    def __init__(self, kind: LayerKind, dtypes: Dtypes, fixed: FixedBuffers | None) -> None:
         self.kind, self.fixed = kind, fixed
         self.dtype, self.kv_dtype = dtypes
         self._num_extend_tokens = 0
@@ -93,9 +95,9 @@ class KindOfLayer(ABC):
         out = q.new_empty(q.shape[0], q.shape[1], self.kind.value_size)
         cut = self._num_extend_tokens
         if cut:
-            self._run_extends(q[:cut], k, v, sinks, scales, out[:cut])
+            self._run(self._extend, q[:cut], k, v, sinks, scales, out[:cut])
         if self._has_decodes:
-            self._run_decodes(q[cut:], k, v, sinks, scales, out[cut:])
+            self._run(self._decode, q[cut:], k, v, sinks, scales, out[cut:])
         return out
 
     def run_decodes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: KVScale) -> torch.Tensor:
@@ -112,19 +114,9 @@ class KindOfLayer(ABC):
     def _plan_decodes(self, part: CsrPart) -> None: ...
 
     @abstractmethod
-    def _run_extends(
+    def _run(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        scales: KVScale,
-        out: torch.Tensor,
-    ) -> None: ...
-
-    @abstractmethod
-    def _run_decodes(
-        self,
+        wrapper: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -135,18 +127,24 @@ class KindOfLayer(ABC):
 
 
 class GroupedHeads(KindOfLayer):
-    """Grouped query heads.  Decoding and extending run the same module, FlashAttention 2 on tensor cores.
+    """Grouped query heads.  Decoding runs FlashAttention 2 on tensor cores; extending runs the module `prompts`.
 
-    It takes groups of any size, which the kernel for plain cores does not.
+    FlashAttention 2 is the same module for both, and takes groups of any size, which the kernel for plain cores does
+    not.
     """
 
     def __init__(
-        self, library: Any, kind: LayerKind, dtypes: Dtypes, workspace: torch.Tensor, fixed: FixedBuffers | None
+        self,
+        library: Any,
+        kind: LayerKind,
+        dtypes: Dtypes,
+        workspace: torch.Tensor,
+        fixed: FixedBuffers | None,
+        prompts: str,
     ) -> None:
-        super().__init__(library, kind, dtypes, workspace, fixed)
-        self._extend = self._decode = None
+        super().__init__(kind, dtypes, fixed)
         if fixed is None:
-            self._extend = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+            self._extend = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=prompts)
             self._decode = library.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=True, backend="fa2"
             )
@@ -165,7 +163,6 @@ class GroupedHeads(KindOfLayer):
 
     def _plan_extends(self, part: CsrPart) -> None:
         kind = self.kind
-        assert self._extend is not None
         self._extend.plan(
             part.qo_indptr,
             part.kv_indptr,
@@ -185,7 +182,6 @@ class GroupedHeads(KindOfLayer):
     def _plan_decodes(self, part: CsrPart) -> None:
         # No slot before the window is among the indices: the module without windows serves layers with one, too.
         kind = self.kind
-        assert self._decode is not None
         self._decode.plan(
             part.kv_indptr,
             part.kv_indices,
@@ -199,8 +195,9 @@ class GroupedHeads(KindOfLayer):
             kv_data_type=self.kv_dtype,
         )
 
-    def _run_extends(
+    def _run(
         self,
+        wrapper: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -208,37 +205,14 @@ class GroupedHeads(KindOfLayer):
         scales: KVScale,
         out: torch.Tensor,
     ) -> None:
-        _run_paged(self._extend, q, k, v, sinks, scales, out)
-
-    def _run_decodes(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        scales: KVScale,
-        out: torch.Tensor,
-    ) -> None:
-        _run_paged(self._decode, q, k, v, sinks, scales, out)
-
-
-def _run_paged(
-    wrapper: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scales: KVScale,
-    out: torch.Tensor,
-) -> None:
-    pages = k.unsqueeze(1), v.unsqueeze(1)
-    if sinks is None:
-        wrapper.run(q, pages, out=out, k_scale=scales.k, v_scale=scales.v)
-        return
-    # `run` takes `sinks`, and ignores them where it does not run on Blackwell.  One more score in the sum of the
-    # softmax, which has no value, scales the output.
-    _, log2_sums_TH = wrapper.run(q, pages, out=out, return_lse=True, k_scale=scales.k, v_scale=scales.v)
-    out.mul_(torch.sigmoid(log2_sums_TH * _LN_2 - sinks.float()).unsqueeze(-1))
+        pages = k.unsqueeze(1), v.unsqueeze(1)
+        if sinks is None:
+            wrapper.run(q, pages, out=out, k_scale=scales.k, v_scale=scales.v)
+            return
+        # `run` takes `sinks`, and ignores them where it does not run on Blackwell.  One more score in the sum of the
+        # softmax, which has no value, scales the output.
+        _, log2_sums_TH = wrapper.run(q, pages, out=out, return_lse=True, k_scale=scales.k, v_scale=scales.v)
+        out.mul_(torch.sigmoid(log2_sums_TH * _LN_2 - sinks.float()).unsqueeze(-1))
 
 
 class Latents(KindOfLayer):
@@ -247,11 +221,10 @@ class Latents(KindOfLayer):
     def __init__(
         self, library: Any, kind: LayerKind, dtypes: Dtypes, workspace: torch.Tensor, fixed: FixedBuffers | None
     ) -> None:
-        super().__init__(library, kind, dtypes, workspace, fixed)
+        super().__init__(kind, dtypes, fixed)
         assert kind.window is None, "no model has latent attention with a window"
         self._metadata = library.mla.MLAPlanMetadata
         wrapper = library.BatchMLAPagedAttentionWrapper
-        self._extend = None
         if fixed is None:
             self._extend, self._decode = wrapper(workspace), wrapper(workspace)
         else:
@@ -293,24 +266,9 @@ class Latents(KindOfLayer):
             kv_data_type=self.kv_dtype,
         )
 
-    def _run_extends(
+    def _run(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        scales: KVScale,
-        out: torch.Tensor,
-    ) -> None:
-        assert sinks is None and self._extend is not None, "no model has latent attention with sinks"
-        missing = self._causal_heads - q.shape[1]
-        if missing:
-            out.copy_(self._extend.run(query=F.pad(q, (0, 0, 0, missing)), kv_cache=k)[:, : q.shape[1]])
-        else:
-            self._extend.run(query=q, kv_cache=k, out=out)
-
-    def _run_decodes(
-        self,
+        wrapper: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -319,4 +277,8 @@ class Latents(KindOfLayer):
         out: torch.Tensor,
     ) -> None:
         assert sinks is None, "no model has latent attention with sinks"
-        self._decode.run(query=q, kv_cache=k, out=out)
+        missing = self._causal_heads - q.shape[1] if wrapper is self._extend else 0
+        if missing:
+            out.copy_(wrapper.run(query=F.pad(q, (0, 0, 0, missing)), kv_cache=k)[:, : q.shape[1]])
+        else:
+            wrapper.run(query=q, kv_cache=k, out=out)

@@ -6,6 +6,7 @@ from importlib import import_module
 
 from rollout.attention.base import AttentionBackend
 from rollout.core.errors import StartupError
+from rollout.distributed.communicator import Communicator
 from rollout.memory.kv_pool import KVPool
 
 # --attention-backend -> (module, class); a module is imported when its backend is asked for.
@@ -18,9 +19,15 @@ ATTENTION_BACKENDS = {
 }
 
 
-def create_attention_backend(name: str, kv: KVPool, kernels_available: bool = True) -> AttentionBackend:
+def create_attention_backend(
+    name: str,
+    kv: KVPool,
+    kernels_available: bool = True,
+    ranks: Communicator | None = None,
+) -> AttentionBackend:
     """Create the backend of this name, or, for "auto", the first that can attend to `kv`.
 
+    `ranks`: all of the engine, which create a backend together; None: there is one.
     Raises `StartupError` for a name that is not registered, or a backend that does not fit.
     """
     names = list(ATTENTION_BACKENDS) if name == "auto" else [name]
@@ -31,5 +38,7 @@ def create_attention_backend(name: str, kv: KVPool, kernels_available: bool = Tr
             backend: type[AttentionBackend] = getattr(import_module(module), class_name)
             obstacle = backend.obstacle(kv, kernels_available)
             if obstacle is None:
-                return backend(kv)
+                made = backend(kv)
+                made.settle((lambda mine: mine) if ranks is None else ranks.all_agree)
+                return made
     raise StartupError(f"--attention-backend {name}: {obstacle}")

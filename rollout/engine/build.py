@@ -144,7 +144,7 @@ def build_scheduler(
         rows = limits.num_state_rows
         state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
     route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
-    attention = create_attention_backend(attention_name(args, device), kv_pool, kernels.available)
+    attention = create_attention_backend(attention_name(args, device), kv_pool, kernels.available, parallel.tp)
     is_alone = parallel.layout.world_size == 1
     recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
     runner = ModelRunner(state, kv_pool, attention, route_store, recorded, state_pool)
@@ -152,7 +152,7 @@ def build_scheduler(
     scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel, ops.rest)
     layout = expert_layout(config, placement, args.nnodes)
     static_state = _static_state(args, limits, model_bytes, kv_pool, kv_scales)
-    static_state["max_lora_rank"] = state.adapters.max_rank
+    static_state |= {"max_lora_rank": state.adapters.max_rank, "prompt_attention": attention.prompts}
     static_state |= {"cpu_isa": kernels.isa, "plain_torch_reason": plain_reason} | batch_invariance(
         {
             "layers": ops.batch_invariant,

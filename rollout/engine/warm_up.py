@@ -98,7 +98,7 @@ def run_largest_step(
         num_sequences = len(batch.extend_lens)
         state_pool = StatePool(num_sequences, model.state_layers, model.dtype, device)
         batch.states = _states(batch)
-    backend = create_attention_backend(attention, kv_pool, kernels_available)
+    backend = create_attention_backend(attention, kv_pool, kernels_available, parallel.tp)
     runner = ModelRunner(state, kv_pool, backend, None, None, state_pool)
     if wants_routes:
         runner.route_observers.append(lambda *_: None)

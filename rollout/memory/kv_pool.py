@@ -33,7 +33,8 @@ class KVPool:
     `num_window_slots`, layers with a window have that many slots of their own instead.  The last slot, `padding_slot`
     or `window_padding_slot`, belongs to no request: padding rows of a captured step write there.
 
-    `dtype` is the dtype of queries and of results.  Keys and values are held in `stored`, by default the same.
+    `layers` are as given.  `dtype` is the dtype of queries and of results.  Keys and values are held in `stored`, by
+    default the same.
     `scales` are of the layers, by default 1.  They never change: slots that were written keep their meaning, and
     captured steps the numbers that they were captured with.
     """
@@ -48,7 +49,7 @@ class KVPool:
         stored: torch.dtype | None = None,
         scales: Sequence[KVScale] | None = None,
     ) -> None:
-        self.dtype, self.stored = dtype, stored or dtype
+        self.dtype, self.stored, self.layers = dtype, stored or dtype, tuple(layers)
         self.scales = (KVScale(),) * len(layers) if scales is None else tuple(scales)
         assert len(self.scales) == len(layers), "a scale for each layer"
         assert scales is None or self.stored == torch.float8_e4m3fn or set(self.scales) <= {KVScale()}, "not in FP8"

@@ -46,7 +46,7 @@ def _operators(state: SchedulerState) -> str:
     if state.plain_torch_reason:
         return f"plain torch: {state.plain_torch_reason}"
     if not state.cpu_isa:
-        return "Triton and torch"
+        return "Triton and torch" + (f"; prompts by {state.prompt_attention}" if state.prompt_attention else "")
     plain = ", ".join(f"{name} ({reason})" for name, reason in state.plain_linears.items())
     return f"compiled for {state.cpu_isa}" + (f"; in bfloat16: {plain}" if plain else "")
 

@@ -80,6 +80,7 @@ class SchedulerState(Reply, kw_only=True):
     cpu_isa: str  # "" without compiled operators
     plain_torch_reason: str  # why the operators run on plain torch; "" if the device's own are loaded
     plain_linears: dict[str, str]  # why projections are held as sent despite --cpu-linear-format, by name
+    prompt_attention: str  # the kernels of prompts, where the attention backend has a choice
     max_lora_rank: int | None  # of an adapter; null: the server has no slots for any
     batch_invariant: bool
     batch_invariance_note: str

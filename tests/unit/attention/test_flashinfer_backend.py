@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.attention import flashinfer_kinds
 from rollout.attention.flashinfer import FlashInferBackend
 from rollout.attention.flashinfer_kinds import GroupedHeads, KindOfLayer, Latents
 from rollout.attention.flashinfer_sequences import CsrPart, StepSequences
@@ -265,6 +264,7 @@ def test_it_is_the_first_choice_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None
     pools = [_pool(kind) for kind in (FullKV(4, 128), WindowKV(1, 64, 7), LatentKV(512, 64))]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(FlashInferBackend, "__init__", lambda self, kv: None)
+    monkeypatch.setattr(FlashInferBackend, "settle", lambda self, all_agree: None)
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
     assert all(isinstance(create_attention_backend("auto", pool), FlashInferBackend) for pool in pools)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -401,8 +401,8 @@ def test_buffers_that_change_between_replays_are_noticed() -> None:
 
 @pytest.mark.mutant
 def test_keys_and_values_swapped_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = flashinfer_kinds._run_paged
-    monkeypatch.setattr(flashinfer_kinds, "_run_paged", lambda w, q, k, v, *rest: right(w, q, v, k, *rest))
+    right = GroupedHeads._run
+    monkeypatch.setattr(GroupedHeads, "_run", lambda self, w, q, k, v, *rest: right(self, w, q, v, k, *rest))
     with pytest.raises(AssertionError, match="layer 0"):
         check_everything()
 
@@ -410,6 +410,7 @@ def test_keys_and_values_swapped_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.mutant
 def test_sinks_that_the_library_ignores_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(
+        self: GroupedHeads,
         wrapper: Any,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -420,7 +421,7 @@ def test_sinks_that_the_library_ignores_are_noticed(monkeypatch: pytest.MonkeyPa
     ) -> None:
         wrapper.run(q, (k.unsqueeze(1), v.unsqueeze(1)), out=out, sinks=sinks)
 
-    monkeypatch.setattr(flashinfer_kinds, "_run_paged", run)
+    monkeypatch.setattr(GroupedHeads, "_run", run)
     with pytest.raises(AssertionError, match="layer 1"):
         check_everything()
 

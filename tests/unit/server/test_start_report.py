@@ -29,6 +29,7 @@ STATE = SimpleNamespace(
     cpu_isa="amx",
     plain_torch_reason="",
     plain_linears={},
+    prompt_attention="",
     batch_invariant=True,
     batch_invariance_note="",
 )
@@ -66,6 +67,7 @@ def test_what_a_server_lacks_is_stated_with_its_reason() -> None:
     [
         ({}, "compiled for amx"),
         ({"device": "cuda", "cpu_isa": ""}, "Triton and torch"),
+        ({"cpu_isa": "", "prompt_attention": "FlashAttention 3"}, "Triton and torch; prompts by FlashAttention 3"),
         ({"cpu_isa": "", "plain_torch_reason": "no compiler"}, "plain torch: no compiler"),
         ({"plain_torch_reason": "no operators for float64"}, "plain torch: no operators for float64"),
         ({"device": "cuda", "cpu_isa": "", "plain_torch_reason": "no Triton"}, "plain torch: no Triton"),
