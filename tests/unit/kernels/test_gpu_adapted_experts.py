@@ -16,10 +16,13 @@ import torch
 from tests.interpreted import kernels, mutated  # before any kernel
 
 # isort: split
+from triton.runtime import interpreter
+
 from rollout.kernels.gpu.experts_lora import Adapters
 from rollout.kernels.ops import RowMajorHeld
 from rollout.kernels.row_places import ROW_FORMS
 from tests.gpu_expert_cases import TOLERANCE, Case, draw, with_empty_slots
+from tests.graph_stand_in import StandInGraphPool, launch
 from tests.held_reference import held_of
 
 adapted = kernels("adapted_experts")
@@ -222,6 +225,39 @@ def test_four_launches_more_and_no_value_is_read_by_the_host(tokens: int, monkey
     products = ["experts_shrink_kernel", "experts_expand_kernel"]
     plan = ["plan_kernel"] if tokens > 32 else []
     assert names == [*plan, *products, "gate_up_kernel", "down_kernel", *products, "weighted_sum_kernel"]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_one_recording_holds_for_all_adapters(planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other adapters, slots, ranks and routes come into the same memory: a replay is the call that is made with them.
+
+    The graph's own memory holds garbage in between.
+    """
+    if planned:
+        plan_all(monkeypatch)
+    compute = interpreter.GridExecutor.__call__
+
+    def kernel(self: Any, *args: Any, **kwargs: Any) -> None:
+        launch(lambda: compute(self, *args, **kwargs), self.fn.__name__)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", kernel)
+    given, out = with_adapters(small(4), RANKS), torch.empty(4, 40)
+    pool = StandInGraphPool()
+
+    def step() -> None:
+        out.copy_(run(given))
+
+    replay = pool.capture(step)
+    assert pool.recordings[0].count("experts_shrink_kernel") == pool.recordings[0].count("experts_expand_kernel") == 2
+    later = with_adapters(small(4, seed=5), RANKS[::-1])
+    later.case.ids[1, 0] = -1
+    later.adapters.slots.copy_(torch.tensor([1, 1, -1, 0]))
+    wanted = run(later)
+    for place, content in zip(given.arguments(), later.arguments(), strict=True):
+        if isinstance(place, torch.Tensor):
+            place.copy_(content)
+    replay()
+    assert torch.equal(out, wanted) and not torch.equal(wanted, run(with_adapters(small(4), RANKS)))
 
 
 # Wrong kernels.
