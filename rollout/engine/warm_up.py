@@ -93,6 +93,8 @@ def run_largest_step(
     model = state.model
     kv_pool = KVPool(size.num_tokens, model.kv_layers, model.dtype, device, stored=kv_dtype)
     batch = _largest_batch(size, device, parallel)
+    if state.adapters.max_rank is not None:  # rows of a step with adapters take memory, whatever their slots are
+        batch.adapters = torch.full((size.num_tokens,), -1, device=device)
     state_pool = None
     if any(model.state_layers):
         num_sequences = len(batch.extend_lens)

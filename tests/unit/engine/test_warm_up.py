@@ -12,7 +12,9 @@ from rollout.engine import warm_up
 from rollout.engine.warm_up import StepSize, activation_bytes, run_largest_step
 from rollout.executor.model_runner import ModelRunner
 from rollout.kernels.ops import plain_ops
+from rollout.layers.lora import SlotSizes
 from rollout.memory.kv_pool import kv_bytes_per_token
+from rollout.model.adapters import AdapterTable
 from rollout.model.model_state import ModelState
 from rollout.sampling.native_sampler import select_sampler
 from tests.model_zoo import load_tiny, tiny_checkpoint, trivial_placement
@@ -56,6 +58,25 @@ def test_the_largest_step_has_all_tokens_and_reaches_to_the_longest_context(
     assert seen == [(40, [context_length] * num_sequences)]
     assert pool_bytes >= 40 * kv_bytes_per_token(state.model.kv_layers, torch.float32)
     assert state.epoch.weight_epoch == 0
+
+
+def test_the_largest_step_has_rows_for_adapters_where_there_are_slots(
+    states: dict[str, ModelState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts take memory for all rows of a step with adapters: it must be there when the first adapter is used."""
+    seen: list[Any] = []
+    forward = ModelRunner.forward
+
+    def noted(self: ModelRunner, batch: Any) -> Any:
+        seen.append(batch.adapters)
+        return forward(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "forward", noted)
+    plain, sampler = states["moe"], select_sampler(torch.float32, torch.device("cpu"), False)
+    adapted = ModelState(plain.model, plain.placement, "v", AdapterTable(plain.model, SlotSizes(2, 4)))
+    for state in (plain, adapted):
+        run_largest_step(state, sampler, StepSize(num_tokens=8, num_rows=2, context_length=16), **arguments())
+    assert seen[0] is None and seen[1].tolist() == [-1] * 8
 
 
 def test_a_cpu_is_not_measured(states: dict[str, ModelState]) -> None:
