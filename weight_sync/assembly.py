@@ -19,7 +19,7 @@ import torch
 
 from weight_sync.boxes import Box, box_text, first_gap, index_of, overlapping, whole_box
 from weight_sync.errors import CoverageError, DtypeMismatchError, WeightRequestError, listed
-from weight_sync.paired_wire import GatheredParts, WirePart, part_of, value_dtype
+from weight_sync.paired_wire import GatheredParts, PairKind, WirePart, part_of, value_dtype
 from weight_sync.tensor_meta import LogicalWeights, Pair, TensorMeta, dtype_name
 
 
@@ -129,9 +129,20 @@ class PairedTensors:
         """Return whether a part waits of a weight that is among these names."""
         return self._parts.has_some(names)
 
+    def take_rest(self, present: Mapping[str, tuple[PairKind, Collection[str]]]) -> list[tuple[str, torch.Tensor]]:
+        """Return parts that waited, as `GatheredParts.take_rest`."""
+        found = self._parts.take_rest(present)
+        self.num_bytes -= sum(part.nbytes for _, part in found)
+        return found
+
     def note(self, names: Iterable[str]) -> None:
         """Note weights of which all parts came by a plan."""
         self._parts.note(names)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a part waits for another."""
+        return self._parts.is_waiting
 
     @functools.cached_property
     def _max_bytes(self) -> int:

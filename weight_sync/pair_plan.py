@@ -1,11 +1,13 @@
 """`PlannedPairs`: the quantised weights of a layout, as rows of `take_pairs`.
 
 A weight is planned where all of it lies in the layout as one tensor or one set of parts, and the model takes it as one
-matrix.  Others go tensor by tensor: parts in two buckets, boxes, FP8 of fused experts, and what is to be refused.
+matrix.  Parts that came in another bucket are put behind the bucket that makes their weight whole (`SplitWeights`), at
+the price of a copy of that.  Others go tensor by tensor: boxes, FP8 of fused experts, and what is to be refused.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 
 from weight_sync import fp8_blocks
+from weight_sync.assembly import PairedTensors
 from weight_sync.content import TensorTable
 from weight_sync.errors import WeightRequestError
 from weight_sync.held_format import HeldFormat, HeldFormats
@@ -25,7 +28,7 @@ from weight_sync.paired_wire import FP8, PairKind, WirePart, part_of, value_meta
 from weight_sync.spans import CAST_DTYPES, DTYPE_CODES, MOVE_COLUMNS, SpanMove
 from weight_sync.splitting import split_wire
 from weight_sync.take_pairs import PairForm, PairRow, PairTables
-from weight_sync.tensor_meta import BucketLayout, LogicalWeights, Piece, TensorMeta
+from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, Piece, TensorMeta
 
 _VECTOR = 16
 """Packed rows that share a scale of FP8."""
@@ -83,6 +86,35 @@ class Wires(NamedTuple):
             for name, own in found.items()
             if own.keys() == set(kinds[name].suffixes) and counts[name] == len(own)
         }
+
+
+class SplitWeights:
+    """The weights of which a layout has some parts, and the layouts with the other parts behind it.
+
+    Holds no layout that it is of.
+    """
+
+    def __init__(self, weights: LogicalWeights, layout: BucketLayout) -> None:
+        found: dict[str, tuple[PairKind, list[str]]] = {}
+        for meta in layout.metas:
+            part = part_of(weights, meta)
+            if part is not None and meta.box is None:
+                found.setdefault(part.name, (part.kind, []))[1].append(part.suffix)
+        self._present = {name: (kind, own) for name, (kind, own) in found.items() if len(own) < len(kind.suffixes)}
+        self._joined: tuple[tuple[TensorMeta, ...], BucketLayout] | None = None  # of the last refresh
+
+    def join(self, bucket: PackedBucket, pairs: PairedTensors) -> PackedBucket:
+        """Return the bucket with the parts that wait of its weights, which no longer wait; or as it is."""
+        parts = pairs.take_rest(self._present) if self._present else []
+        if not parts:
+            return bucket
+        layout, content = bucket
+        metas = tuple(TensorMeta(name, part.dtype, tuple(part.shape)) for name, part in parts)
+        if self._joined is None or self._joined[0] != metas:
+            *offsets, size = itertools.accumulate((meta.nbytes for meta in metas), initial=layout.num_bytes)
+            self._joined = metas, BucketLayout([*layout.metas, *metas], [*layout.offsets, *offsets], size)
+        more = (part.contiguous().view(-1).view(torch.uint8) for _, part in parts)
+        return PackedBucket(self._joined[1], torch.cat([content, *more]))
 
 
 @dataclass(frozen=True, eq=False)

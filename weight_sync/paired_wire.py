@@ -188,6 +188,11 @@ class GatheredParts(Generic[T]):
         return name in self._waiting
 
     @property
+    def is_waiting(self) -> bool:
+        """True if a part waits."""
+        return bool(self._waiting)
+
+    @property
     def num_waiting(self) -> int:
         """The number of parts that wait."""
         return sum(len(parts) for _, parts in self._waiting.values())
@@ -195,6 +200,20 @@ class GatheredParts(Generic[T]):
     def has_some(self, names: Collection[str]) -> bool:
         """Return whether a part waits of a weight that is among these names."""
         return any(name in names for name in self._waiting)
+
+    def take_rest(self, present: Mapping[str, tuple[PairKind, Collection[str]]]) -> list[tuple[str, T]]:
+        """Return the parts that wait of weights, where no part is missing then; they wait no longer.
+
+        `present`: the kind of each weight, and the suffixes of the parts that are here.
+        """
+        found = []
+        for name, (kind, here) in present.items():
+            waiting = self._waiting.get(name)
+            if waiting is None or waiting[0] is not kind or not waiting[1].keys().isdisjoint(here):
+                continue
+            if len(waiting[1]) + len(here) == len(kind.suffixes):
+                found += [(f"{name}{suffix}", part) for suffix, part in self._waiting.pop(name)[1].items()]
+        return found
 
     def note(self, names: Iterable[str]) -> None:
         """Note weights of which all parts came in another way."""

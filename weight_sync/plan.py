@@ -9,7 +9,7 @@ wire tensor may come as a box of it (`TensorMeta.box`).  Then so do the logical 
 box as a whole.
 
 Weights that come in parts, or that are quantised here, have tables of their own (`pair_plan`).  Tensors that no table
-can express are listed in `rest`, and go the way of single tensors (`intake`): parts of a weight in two buckets, boxes
+can express are listed in `rest`, and go the way of single tensors (`intake`): parts that wait for others, boxes
 of quantised tensors, and places that only their own `write` can fill.
 
 A plan is of one layout, one state of the places (`LogicalWeights.places_key`), and one answer to whether casts that
@@ -28,6 +28,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from weight_sync.assembly import PairedTensors
 from weight_sync.boxes import Box, box_text, whole_box
 from weight_sync.content import TensorTable
 from weight_sync.errors import CoverageError
@@ -36,7 +37,7 @@ from weight_sync.homes import Homes, address_of
 from weight_sync.ledger import Numbers, PlannedBoxes
 from weight_sync.manifest import Manifest, ManifestPlan, plan_manifest
 from weight_sync.moves import Move, matrix_of
-from weight_sync.pair_plan import Gathered, PairRows, PlannedPairs, Wires
+from weight_sync.pair_plan import Gathered, PairRows, PlannedPairs, SplitWeights, Wires
 from weight_sync.paired_wire import WirePart
 from weight_sync.picks import parts_of_box
 from weight_sync.rank_cover import RankCover
@@ -51,7 +52,7 @@ from weight_sync.spans import (
 )
 from weight_sync.take_pairs import PairsFound, is_compiled
 from weight_sync.take_spans import Found, SpanTables
-from weight_sync.tensor_meta import BucketLayout, LogicalWeights, Piece, TensorMeta
+from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, Piece, TensorMeta
 
 _MANIFESTS_KEPT = 2
 """Plans of manifests are kept for this many times the tensors of the model, all together."""
@@ -345,6 +346,7 @@ class Planner:
         self._quantised = quantised
         self._manifests: KnownCalls[ManifestPlan] = KnownCalls(_MANIFESTS_KEPT * len(table))
         self._homes: tuple[Hashable, Homes] | None = None
+        self._split: weakref.WeakKeyDictionary[BucketLayout, SplitWeights] = weakref.WeakKeyDictionary()
         self._plans: weakref.WeakKeyDictionary[BucketLayout, dict[Hashable, BucketPlan]] = weakref.WeakKeyDictionary()
 
     def manifest(self, weights: LogicalWeights, manifest: Manifest, cast: bool) -> ManifestPlan:
@@ -361,6 +363,15 @@ class Planner:
             self._homes = key, Homes(weights)
             self._plans.clear()
         return self._homes[1]
+
+    def joined(self, weights: LogicalWeights, bucket: PackedBucket, pairs: PairedTensors) -> PackedBucket:
+        """Return a bucket with the parts that wait of its weights, where tables take them; or as it is."""
+        if not pairs.is_waiting or not is_compiled(self.homes(weights).device):
+            return bucket
+        split = self._split.get(bucket.layout)
+        if split is None:
+            split = self._split[bucket.layout] = SplitWeights(weights, bucket.layout)
+        return split.join(bucket, pairs)
 
     def plans(
         self, weights: LogicalWeights, layouts: Sequence[BucketLayout], cast: bool, cover: RankCover | None = None

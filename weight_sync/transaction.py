@@ -226,14 +226,15 @@ class WeightTransaction:
                 self._intake.take_part(bucket)
                 load_part(bucket, self._staging, self._ledger)
             elif isinstance(bucket, PackedBucket):
-                self._take_packed(bucket, cast)
+                self._take_packed(bucket, cast or self._cast)
             else:
                 store(self._intake.take(bucket, self._ledger, cast or self._cast), self._staging, self._ledger)
             self._staging.settle()
 
     def _take_packed(self, bucket: PackedBucket, cast: bool) -> None:
         """Replay the plan of a bucket.  What it leaves out, or cannot do now, goes tensor by tensor."""
-        cast = cast or self._cast
+        if self._staging.takes_spans and self._cover is None:
+            bucket = self._planner.joined(self.weights, bucket, self._intake.pairs)
         plan = self._plan_of(bucket.layout, cast)
         if plan is None or (plan.boxes is None and not self._intake.is_clear(plan, self._ledger)):  # boxes go one way
             parts = bucket.layout.views(bucket.content)
@@ -263,10 +264,7 @@ class WeightTransaction:
         return CoverageError(f"{listed(refusals or came)}; send it apart from boxes")
 
     def _plan_of(self, layout: BucketLayout, cast: bool) -> BucketPlan | None:
-        """Return the plan of a bucket; None where the staging takes tensor by tensor.
-
-        Some transports cannot announce a bucket before it comes.
-        """
+        """Return the plan of a bucket, announced or not; None where the staging takes tensor by tensor."""
         plan = self._plans.get(layout)
         if plan is None and self._staging.takes_spans:
             (plan,) = self._planner.plans(self.weights, [layout], cast)

@@ -23,7 +23,7 @@ from weight_sync import int4_groups
 from weight_sync.assembly import PairedTensors
 from weight_sync.content import TensorTable
 from weight_sync.errors import ContentError, CoverageError
-from weight_sync.fingerprint import fingerprint
+from weight_sync.fingerprint import digest, fingerprint
 from weight_sync.held_format import FP8_BLOCKS, HeldFormat
 from weight_sync.homes import Homes
 from weight_sync.pair_plan import Wires
@@ -325,6 +325,10 @@ def updater(weights: MovableWeights) -> LoopbackUpdater:
     return new_updater(weights)
 
 
+def digest_of(tensors: Named) -> str:
+    return digest((TensorMeta(n, x.dtype, tuple(x.shape)), fingerprint(x)) for n, x in tensors.items())
+
+
 def refresh(updater: LoopbackUpdater, tensors: Named, *buckets: Sequence[str]) -> None:
     updater.begin("v")
     for names in buckets or [list(tensors)]:
@@ -345,17 +349,24 @@ def test_a_replay_writes_no_single_tensor(updater: LoopbackUpdater, weights: Mov
             require_content(weights, values_in(in_fp8(seed)))
 
 
-def test_parts_in_two_buckets_go_by_themselves_and_the_others_by_tables(
-    updater: LoopbackUpdater, weights: MovableWeights
-) -> None:
+@pytest.mark.parametrize("first", ["scales", "weights", "cut"])
+def test_parts_in_two_buckets_go_by_tables(updater: LoopbackUpdater, weights: MovableWeights, first: str) -> None:
     names = list(in_fp8(1))
     cut = names.index(f"{expert_name(1, 'gate_proj')}_scale_inv")
-    for seed in (1, 2):
+    if first != "cut":
+        names.sort(key=lambda name: name.endswith("_scale_inv") == (first == "weights"))
+        cut = sum(name.endswith("_scale_inv") == (first == "scales") for name in names)
+    made = mock.patch("weight_sync.plan.plan_bucket", wraps=plan_bucket)
+    counts = []
+    for seed in (1, 2, 3):
         tensors = in_fp8(seed)
-        with mock.patch.object(ShadowStaging, "write", autospec=True, side_effect=ShadowStaging.write) as written:
+        single = mock.patch.object(ShadowStaging, "write", side_effect=AssertionError("a tensor came by itself"))
+        with single, made as counted:
             refresh(updater, tensors, names[:cut], names[cut:])
-        assert [call.args[1] for call in written.call_args_list] == [expert_name(1, "gate_proj")]
+        counts.append(counted.call_count)
         require_content(weights, values_in(tensors))
+        assert updater.model.content.digests.sent == digest_of(tensors)
+    assert counts[0] > 0 and counts[1:] == [0, 0]
 
 
 def test_a_plan_ends_when_experts_move(updater: LoopbackUpdater, weights: MovableWeights) -> None:
