@@ -27,7 +27,10 @@ _ONLY_FOR_TRAINING = frozenset(
 )
 """These settings take effect while an adapter is trained.  The tensors say which modules are adapted."""
 _READ = frozenset(
-    {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"}
+    {
+        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"),
+        "target_parameters",
+    }
 )
 _REASONS = {
     "use_dora": "DoRA (use_dora) is not served",
@@ -35,8 +38,6 @@ _REASONS = {
     "trainable_token_indices": "trainable_token_indices change the embedding, which is not served",
     "lora_bias": "lora_bias is not served: train without biases",
     "fan_in_fan_out": "fan_in_fan_out is for models with Conv1D, which are not served",
-    "target_parameters": "target_parameters adapt the experts of a layer in one tensor; adapters of routed experts are "
-    "not served",
 }
 _KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that do not change the base model's weights."""
@@ -53,13 +54,17 @@ _NOT_SIGNS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Rank and scale of every module; patterns hold for modules whose name they match, as in PEFT."""
+    """Rank and scale of every module; patterns hold for modules whose name they match, as in PEFT.
+
+    `target_parameters`: ends of the names of adapted parameters, which hold all experts of a layer.
+    """
 
     rank: int
     alpha: float
     rank_pattern: Mapping[re.Pattern[str], int] = field(default_factory=dict)
     alpha_pattern: Mapping[re.Pattern[str], float] = field(default_factory=dict)
     is_rank_stabilised: bool = False
+    target_parameters: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> LoraConfig:
@@ -88,6 +93,7 @@ class LoraConfig:
             rank_pattern=_patterns(raw, "rank_pattern", _rank),
             alpha_pattern=_patterns(raw, "alpha_pattern", _alpha),
             is_rank_stabilised=bool(raw.get("use_rslora")),
+            target_parameters=_target_parameters(raw),
         )
 
     def rank_of(self, module: str) -> int:
@@ -106,12 +112,20 @@ def target_modules(raw: Mapping[str, Any]) -> list[str]:
 
     Raises `AdapterError` where these alone do not say it: then a manifest must.
     """
-    ends = raw.get("target_modules")
+    ends, has_parameters = raw.get("target_modules") or [], bool(raw.get("target_parameters"))
     more = [name for name in ("exclude_modules", "layers_to_transform", "layers_pattern") if raw.get(name)]
-    if more or not isinstance(ends, list) or not ends or not all(isinstance(end, str) and end for end in ends):
-        why = f"with {more[0]}" if more else f"with target_modules {_text(ends)}"
+    is_list = isinstance(ends, list) and (bool(ends) or has_parameters)
+    if more or not is_list or not all(isinstance(end, str) and end for end in ends):
+        why = f"with {more[0]}" if more else f"with target_modules {_text(raw.get('target_modules'))}"
         raise _refusal(f"{why} the update needs a manifest of its tensors, or target_modules as a list of names alone")
     return ends
+
+
+def _target_parameters(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    names = raw.get("target_parameters") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise _refusal(f"target_parameters must be a list of names, got {_text(names)}")
+    return tuple(sorted(names))
 
 
 def _patterns(raw: Mapping[str, Any], name: str, check: Callable[[str, Any], V]) -> dict[re.Pattern[str], V]:

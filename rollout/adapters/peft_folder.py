@@ -2,8 +2,9 @@
 
     adapter_config.json         rank, alpha, patterns: `config.py`
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, D], .lora_B.weight [O, r]
+                                of all experts of a layer: `expert_stacks.py`
 
-Tensors in their storage order: D input features, O output features, r rank of a module.
+Tensors in their storage order: D input features, O output features, r rank of a module, E experts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rollout.adapters.config import LoraConfig
+from rollout.adapters.expert_stacks import is_stack, stack_name, stacked
 from rollout.core.errors import AdapterError
 from rollout.core.known_fields import shown
 from weight_sync.content_check import is_finite
@@ -43,7 +45,10 @@ _REFUSED_NAMES = {
 
 
 class LoraWeights(NamedTuple):
-    """The adapter of one module: `scale` times `b` [O, r] @ `a` [r, D] is added to its weight."""
+    """The adapter of one module: `scale` times `b` [O, r] @ `a` [r, D] is added to its weight.
+
+    Of a stack of experts `b` is [E, O, r] and `a` [E, r, D], where one of the two may have one entry for all experts.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -51,7 +56,7 @@ class LoraWeights(NamedTuple):
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        return self.a.shape[-2]
 
 
 @dataclass(frozen=True)
@@ -146,29 +151,38 @@ def side_of(meta: TensorMeta) -> tuple[str, str]:
     match = _NAME.fullmatch(meta.name)
     if match is None or len(meta.name) > _MAX_NAME_CHARS:
         raise AdapterError(f"'{shown(meta.name)}' is not the name of a tensor of a LoRA adapter")
-    if meta.dtype not in _DTYPES or len(meta.shape) != 2:
-        raise AdapterError(f"{meta.name[:200]} must be a matrix of floats, got {meta.dtype} {list(meta.shape)}")
-    return _WRAPPERS.sub("", match["module"]), match["side"]
+    module = _WRAPPERS.sub("", match["module"])
+    name, is_float = meta.name[:200], meta.dtype in _DTYPES
+    if is_stack(module) and not (is_float and len(meta.shape) == 3):
+        raise AdapterError(f"{name} must be floats of three dimensions, got {meta.dtype} {list(meta.shape)}")
+    if not is_stack(module) and not (is_float and len(meta.shape) == 2):
+        raise AdapterError(f"{name} must be a matrix of floats, got {meta.dtype} {list(meta.shape)}")
+    return module, match["side"]
 
 
 def adapter_of(pairs: Mapping[str, Mapping[str, torch.Tensor]], config: LoraConfig) -> Adapter:
     """Return the adapter of these tensors, by module and side.  Raises `AdapterError` as `read_adapter`."""
     modules, entries = {}, []
-    for module, sides in sorted(pairs.items()):
+    for name, sides in sorted(pairs.items()):
         for side in "AB":
             if side not in sides:
-                raise AdapterError(f"{module} has no tensor lora_{side}")
+                raise AdapterError(f"{name} has no tensor lora_{side}")
             if not is_finite(sides[side]):
-                raise AdapterError(f"{module}: lora_{side} has values that are not finite")
-        a, b, rank = sides["A"], sides["B"], config.rank_of(module)
-        if a.shape[0] != rank or b.shape[1] != rank:
+                raise AdapterError(f"{name}: lora_{side} has values that are not finite")
+        wrapped = stack_name(name, pairs, config.target_parameters)
+        module, a, b = wrapped or name, sides["A"], sides["B"]
+        rank, scale = config.rank_of(module), config.scale_of(module)
+        if module in modules:
+            raise AdapterError(f"{module} is there under two names")
+        if wrapped is not None:
+            a, b = stacked(module, a, b, rank)
+        if a.shape[-2] != rank or b.shape[-1] != rank:
             raise AdapterError(
                 f"{module}: lora_A {list(a.shape)} and lora_B {list(b.shape)} are not of rank {rank}, which "
                 f"{CONFIG} gives it"
             )
-        modules[module] = LoraWeights(a, b, config.scale_of(module))
-        scale = torch.tensor(modules[module].scale, dtype=torch.float64)
-        for name, tensor in (("lora_A", a), ("lora_B", b), ("scale", scale)):
-            meta = TensorMeta(f"{module}.{name}", tensor.dtype, tuple(tensor.shape))
-            entries.append((meta, fingerprint(tensor)))
+        modules[module] = LoraWeights(a, b, scale)
+        for what, tensor in (("lora_A", a), ("lora_B", b), ("scale", torch.tensor(scale, dtype=torch.float64))):
+            meta = TensorMeta(f"{module}.{what}", tensor.dtype, tuple(tensor.shape))
+            entries.append((meta, fingerprint(tensor.contiguous())))
     return Adapter(modules, digest(entries))

@@ -39,7 +39,8 @@ class PlacementAdoption:
 
     `exchange(mine)` returns every rank's bytes, by world rank.  `loads()` returns the logical counts [L, E] of all
     ranks, None if no token was seen; it is the same on all ranks of the engine.  `fresh_plan(counts)` returns a
-    placement for them.  `is_possible`: experts are spread over ranks, and staging does not write into the model.
+    placement for them.  `is_possible`: experts are spread over ranks, they have no adapters, which do not come with the
+    update, and staging does not write into the model.
     `by_default`: whether updates adopt that do not state it.
     """
 
@@ -85,7 +86,8 @@ class PlacementAdoption:
             wanted = False
         if wanted and not self._is_possible:
             raise BadRequest(
-                "adopt_placement needs experts spread over ranks (--ep-size), and --weight-staging host or device"
+                "adopt_placement needs experts spread over ranks (--ep-size) without memory for adapters "
+                "(--lora-target-modules), and --weight-staging host or device"
             )
         self._wants = self._by_default if wanted is None else wanted
         self._counts_LE = self._loads() if self._wants else None

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from rollout.adapters.peft_folder import read_adapter
+from rollout.adapters.expert_stacks import is_stack
+from rollout.adapters.peft_folder import Adapter, read_adapter
 from rollout.core.args.checks import MAX_LORA_RANK
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.console import say
 from rollout.core.errors import AdapterError, StartupError
 from rollout.layers.lora import SlotSizes
+from rollout.model.adapter_places import is_dense
 from rollout.model.adapters import AdapterTable
 from rollout.model.decoder import DecoderForCausalLM
 
@@ -32,10 +35,36 @@ def load_adapters(args: ServerArgs, model: DecoderForCausalLM) -> AdapterTable:
             if found[name].rank > MAX_LORA_RANK:
                 raise AdapterError(f"its rank {found[name].rank} is over {MAX_LORA_RANK}")
         rank = args.max_lora_rank or max((adapter.rank for adapter in found.values()), default=DEFAULT_LORA_RANK)
-        table = AdapterTable(model, SlotSizes(args.max_loras_per_batch, rank), args.names)
+        name, wanted = "", _wanted(args.lora_targets, found.values())
+        table = AdapterTable(model, SlotSizes(args.max_loras_per_batch, rank), args.names, wanted)
+        _require_targets(args.lora_targets, table.places.features)
         for name, adapter in found.items():
             label = table.load(name, adapter).label
             say(f"adapter {name}: {len(adapter.modules)} modules, rank {adapter.rank}, content {label.content_digest}")
     except AdapterError as error:
-        raise StartupError(f"--lora-paths {name}={args.adapter_folders[name]}: {error}") from None
+        of = f"--lora-paths {name}={args.adapter_folders[name]}: " if name else ""
+        raise StartupError(f"{of}{error}") from None
     return table
+
+
+def _wanted(targets: tuple[str, ...] | None, adapters: Iterable[Adapter]) -> Callable[[str], bool]:
+    """Return which modules get memory for adapters, by name."""
+    if targets is None:
+        modules = [module for adapter in adapters for module in adapter.modules]
+        return is_dense if all(is_dense(each) and not is_stack(each) for each in modules) else lambda _: True
+    if targets == ("all",):
+        return lambda _: True
+    return lambda module: any(_names(target, module) for target in targets)
+
+
+def _require_targets(targets: tuple[str, ...] | None, modules: Collection[str]) -> None:
+    """Raise `AdapterError` for a name that belongs to no module that adapters may change."""
+    for target in targets or ():
+        if target != "all" and not any(_names(target, module) for module in modules):
+            raise AdapterError(
+                f"--lora-target-modules: the model has no module {target[:200]!r} that adapters may change"
+            )
+
+
+def _names(target: str, module: str) -> bool:
+    return f".{module}".endswith(f".{target}")

@@ -68,7 +68,9 @@ def build_control(
         consensus.exchange,
         loads=lambda: loads.current(rebalance_policy(args).choices_per_expert),
         fresh_plan=partial(fresh_plan, layout, placement),
-        is_possible=layout is not None and args.weight_staging in ("host", "device"),
+        is_possible=layout is not None
+        and args.weight_staging in ("host", "device")
+        and not runner.state.adapters.places.adapts_experts,
         by_default=args.enable_eplb,
     )
     saver = None if pages is None else _memory_saver(scheduler, model, pages)

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from rollout.adapters.config import LoraConfig
+from rollout.adapters.expert_stacks import WRAPPED
 from rollout.adapters.peft_folder import side_of
 from rollout.core.errors import AdapterError
 from rollout.kernels.places import ViewPlace
@@ -103,16 +104,34 @@ def announced_weights(metas: Sequence[TensorMeta], places: AdapterPlaces) -> Ada
 
 
 def configured_weights(config: LoraConfig, target_modules: Sequence[str], places: AdapterPlaces) -> AdapterWeights:
-    """Return A and B of all modules of the model whose names end as `target_modules` say.  Raises `AdapterError`."""
+    """Return A and B of all modules of the model whose names end as `target_modules` say.
+
+    PEFT has one A and one B for all experts of a layer, if `target_parameters` of the configuration name them.  Raises
+    `AdapterError`.
+    """
     metas = []
     for module, (depth, width) in places.features.items():
-        if any(f".{module}".endswith(f".{target}") for target in target_modules):
-            rank = config.rank_of(module)
-            for side, shape in (("A", (rank, depth)), ("B", (width, rank))):
-                metas.append(TensorMeta(_name(module, side), torch.float32, shape))
+        if _ends(module, target_modules):
+            metas += _pair(module, depth, width, config.rank_of(module))
+    for experts, (num_experts, features) in places.stacks.items():
+        kinds = [kind for kind in features if _ends(f"{experts}.{kind}", config.target_parameters)]
+        for kind in kinds:
+            module = experts + WRAPPED if len(kinds) == 2 and kind == "gate_up_proj" else experts
+            metas += _pair(module, *features[kind], num_experts * config.rank_of(f"{experts}.{kind}"))
     if not metas:
-        raise AdapterError(f"the model has no module that target_modules {', '.join(target_modules)[:200]} adapts")
-    return _empty(metas, places.canonical, places)
+        targets = ", ".join((*target_modules, *config.target_parameters))[:200]
+        raise AdapterError(f"the model has no module that target_modules {targets} adapts")
+    return _empty(metas, places.canonical_sent, places)
+
+
+def _ends(module: str, targets: Sequence[str]) -> bool:
+    return any(f".{module}".endswith(f".{target}") for target in targets)
+
+
+def _pair(module: str, depth: int, width: int, rank: int) -> list[TensorMeta]:
+    """Return A and B of a module that takes `depth` features and gives `width`."""
+    shapes = {"A": (rank, depth), "B": (width, rank)}
+    return [TensorMeta(_name(module, side), torch.float32, shape) for side, shape in shapes.items()]
 
 
 def _empty(metas: Sequence[TensorMeta], canonical: Callable[[str], str], places: AdapterPlaces) -> AdapterWeights:

@@ -25,7 +25,7 @@ from rollout.core.adapter_names import adapter_ref, fault_of_name
 from rollout.core.errors import AdapterError, Conflict, FatalError, NotFound
 from rollout.core.messages.req_output import AdapterCard, AdapterLabel
 from rollout.layers.lora import SlotSizes
-from rollout.model.adapter_places import AdapterPlaces, Write
+from rollout.model.adapter_places import AdapterPlaces, Write, is_dense
 from rollout.model.decoder import DecoderForCausalLM
 
 _NO_SIZES = SlotSizes(0, 0)
@@ -51,14 +51,20 @@ class PreparedAdapter:
 class AdapterTable:
     """The adapters of `model`, in at most `sizes.slots` slots of rank `sizes.rank`.
 
-    `reserved`: the names of the model, which no adapter can have.  Every rank of every engine has a table, and all
-    make the same changes in the same order, each between two steps.
+    `reserved`: the names of the model, which no adapter can have.  `wanted(module)`: whether it has memory in slots.
+    Every rank of every engine has a table, and all make the same changes in the same order, each between two steps.
     """
 
-    def __init__(self, model: DecoderForCausalLM, sizes: SlotSizes = _NO_SIZES, reserved: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: DecoderForCausalLM,
+        sizes: SlotSizes = _NO_SIZES,
+        reserved: Sequence[str] = (),
+        wanted: Callable[[str], bool] = is_dense,
+    ) -> None:
         self._sizes, self._reserved = sizes, reserved
         self._world = model.parallel.world
-        self._places = AdapterPlaces(model, sizes)
+        self._places = AdapterPlaces(model, sizes, wanted)
         self._cards: dict[int, AdapterCard] = {}  # by slot, in the order of the loads
         self._newest: dict[str, int] = {}  # the slot of the version that serves a name
         self._num_versions: dict[str, int] = {}  # of each name, ever

@@ -18,7 +18,7 @@ from torch import nn
 from rollout.adapters.peft_folder import Adapter, LoraWeights
 from rollout.core.errors import UnsupportedFeature
 from rollout.layers.lora import LoraPlace
-from rollout.model.adapter_places import AdapterPlaces
+from rollout.model.adapter_places import AdapterPlaces, LinearPlace
 from rollout.numerics.assembly import Assembly
 
 _BASE = ".base_layer"
@@ -153,6 +153,7 @@ class TrainedAdapter:
         self._places.write(0, writes)
         self.named, self.assemblies = {}, {}
         for (name, (a_RD, b_OR, scale)), write in zip(modules.items(), writes, strict=True):
+            assert isinstance(write.place, LinearPlace), "engine numerics adapt linear layers"
             slots, module, rank = write.place.layer.lora, write.place.module, a_RD.shape[0]
             assert slots is not None, "every layer of a place has slots"
             self.named |= {f"{name}.lora_A": a_RD, f"{name}.lora_B": b_OR.float() * scale}

@@ -126,6 +126,7 @@ def _check_memory(args: ServerArgs) -> None:
 def _check_adapters(args: ServerArgs) -> None:
     """Check the adapters."""
     _require(args.lora_paths is None or args.enable_lora, "--lora-paths needs --enable-lora")
+    _require(args.lora_target_modules is None or args.enable_lora, "--lora-target-modules needs --enable-lora")
     if not args.enable_lora:
         return
     _require(
@@ -139,6 +140,11 @@ def _check_adapters(args: ServerArgs) -> None:
     _require(
         len(names) <= args.max_loras_per_batch,
         f"--lora-paths names {len(names)} adapters, but --max-loras-per-batch is {args.max_loras_per_batch}",
+    )
+    targets = args.lora_targets
+    _require(
+        targets is None or targets == ("all",) or (bool(targets) and "all" not in targets),
+        f"--lora-target-modules takes names of modules, or all alone, got {str(args.lora_target_modules)[:200]!r}",
     )
     rank = args.max_lora_rank
     _require(rank is None or 1 <= rank <= MAX_LORA_RANK, f"--max-lora-rank must be in 1..{MAX_LORA_RANK}, got {rank}")

@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("session_pin_fraction", "session_pin_timeout", "max_state_rows", "state_snapshot_interval"),
         *("kv_events_config", "enable_memory_saver", "enable_weights_cpu_backup"),
     ),
-    "adapters (LoRA)": ("enable_lora", "lora_paths", "max_loras_per_batch", "max_lora_rank"),
+    "adapters (LoRA)": ("enable_lora", "lora_paths", "max_loras_per_batch", "max_lora_rank", "lora_target_modules"),
     "routes": ("enable_return_routed_experts", "return_routed_experts_by_default", "vllm_routed_experts"),
     "weight updates": (
         *("weight_version", "weight_staging", "weight_journal_dir", "keep_staging_memory", "weight_folders"),

@@ -90,7 +90,7 @@ WITHOUT_EFFECT = SWITCHES | {
     *("guided_decoding_backend", "structured_outputs_config", "max_logprobs"),
     *("weight_transfer_config", "mm_processor_cache_gb", "limit_mm_per_prompt", "safetensors_load_strategy"),
 }
-_MANY_ENTRIES = ("lora_paths", "lora_modules")
+_MANY_ENTRIES = ("lora_paths", "lora_modules", "lora_target_modules")
 """Flags whose words make one value, with commas between them."""
 _MANY_NUMBERS = ("cuda_graph_bs", "cudagraph_capture_sizes", "numa_node")
 # Flags that are harmless with these values only.
@@ -278,6 +278,8 @@ def _own_value(setting: str, name: str, value: Any) -> Any:
         return VALUES_OF_SWITCHES[name][1]
     if isinstance(value, dict):
         return json.dumps(value)
+    if isinstance(value, list | tuple | set) and setting in _MANY_ENTRIES:
+        return ",".join(map(str, value))
     if not isinstance(value, str):
         return value
     (text,) = _own_values(name, [value])

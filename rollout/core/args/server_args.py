@@ -176,6 +176,11 @@ class ServerArgs:
     max_lora_rank: int | None = _arg(
         None, "greatest rank of an adapter, up to 256; default: the greatest in --lora-paths, or 16"
     )
+    lora_target_modules: str | None = _arg(
+        None,
+        "modules with memory for adapters: ends of their names with spaces or commas between them, or all "
+        "(default: all but routed experts; these too if an adapter of --lora-paths adapts them)",
+    )
 
     enable_return_routed_experts: bool = _arg(False, "record each token's experts so that requests may ask for them")
     return_routed_experts_by_default: bool = _arg(
@@ -339,6 +344,12 @@ class ServerArgs:
                 raise StartupError(f"--lora-paths: {name!r} is the name of another adapter, or of the model")
             folders[name] = folder
         return folders
+
+    @property
+    def lora_targets(self) -> tuple[str, ...] | None:
+        """The ends of the names of modules with memory for adapters; None: the default.  ("all",): all of them."""
+        names = self.lora_target_modules
+        return None if names is None else tuple(filter(None, (name.strip() for name in names.split(","))))
 
     def public_dict(self) -> dict[str, Any]:
         """Return all fields but the keys, for /server_info."""

@@ -92,7 +92,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"bias": "all"}, "bias is 'all'"),
     "biases of B": ({"lora_bias": True}, "lora_bias"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    "experts in one tensor": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "routed experts"),
+    "parameters in no list": ({"target_parameters": "mlp.experts"}, "target_parameters must be a list of names"),
     "an initialisation that changes the base": ({"init_lora_weights": "pissa"}, "changes the base model"),
     "a setting of tomorrow": ({"use_squared": True}, "use_squared is not known"),
     "alpha 0": ({"lora_alpha": 0}, "lora_alpha must be a positive"),
