@@ -89,6 +89,27 @@ def _experts_flops(arguments: Arguments, result: object) -> int:
     return flops
 
 
+def _adapted_ranks(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts and slots [N, 2] of the rows with an adapter, and their ranks of gate, up and down [N, 3]."""
+    slots_TK = arguments["slots"].unsqueeze(1).expand_as(arguments["ids"])
+    pairs_N2 = torch.stack((arguments["ids"], slots_TK), dim=-1)[slots_TK >= 0]
+    return pairs_N2, arguments["ranks"][pairs_N2[:, 0], pairs_N2[:, 1]]
+
+
+def _adapted_bytes(arguments: Arguments, result: object) -> int:
+    """Count `_experts_bytes`, and the ranks that adapters have, once for each expert and slot in use."""
+    used = _adapted_ranks(arguments)[0].unique(dim=0)
+    ranks = arguments["ranks"][used[:, 0], used[:, 1]]
+    features = arguments["hidden"].shape[1] + arguments["inner_size"]
+    return _experts_bytes(arguments, result) + int(ranks.sum()) * features * arguments["a13"].itemsize
+
+
+def _adapted_flops(arguments: Arguments, result: object) -> int:
+    """Count `_experts_flops`, and two products for each rank of a row's adapter."""
+    features = arguments["hidden"].shape[1] + arguments["inner_size"]
+    return _experts_flops(arguments, result) + 2 * int(_adapted_ranks(arguments)[1].sum()) * features
+
+
 def _attention_bytes(arguments: Arguments, result: object) -> int:
     """Count the KV of a request once, for any number of queries: `kv_lens` [N] slots each, or a window of them."""
     keys, values = arguments["k_pool"], arguments["v_pool"]
@@ -222,6 +243,7 @@ def _no_bytes(arguments: Arguments, result: object) -> int:
 Count = Callable[[Arguments, object], int]  # from the arguments and the result of a call
 
 BYTES: Mapping[str, Count] = {
+    "lockstep::adapted_experts": _adapted_bytes,
     "lockstep::add_head_lora": _head_lora_bytes,
     "lockstep::add_lora": _lora_bytes,
     "lockstep::fused_experts": _experts_bytes,
@@ -246,6 +268,7 @@ BYTES: Mapping[str, Count] = {
     "aten::new_empty": _no_bytes,
 }
 FLOPS: Mapping[str, Count] = {
+    "lockstep::adapted_experts": _adapted_flops,
     "lockstep::add_head_lora": _head_lora_flops,
     "lockstep::add_lora": _lora_flops,
     "lockstep::fused_experts": _experts_flops,

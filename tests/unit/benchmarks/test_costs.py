@@ -96,6 +96,19 @@ def test_experts_count_those_that_are_used() -> None:
     )
 
 
+def test_adapters_of_experts_count_the_ranks_that_rows_use() -> None:
+    ids, slots = torch.tensor([[1, 6], [6, 1], [1, 2]]), torch.tensor([0, -1, 0])
+    base = (zeros(3, 64), ids, zeros(3, 2), packed(8, rows=64, depth=64), packed(8, rows=64, depth=32), 32)
+    matrices = zeros(8, 2, 2, 64, 4), zeros(8, 2, 4, 64), zeros(8, 2, 32, 4), zeros(8, 2, 4, 64)
+    ranks = torch.zeros(8, 2, 3, dtype=torch.int64)
+    ranks[1, 0], ranks[2, 0], ranks[6, 1] = torch.tensor([4, 3, 2]), torch.tensor([1, 0, 0]), 4
+    adapted = torch.ops.lockstep.adapted_experts.default
+    with_adapters = cost(adapted, *base, None, None, None, 1.0, slots, *matrices, ranks)
+    without = cost(torch.ops.lockstep.fused_experts.default, *base)
+    assert with_adapters.flops - without.flops == 2 * (64 + 32) * (9 + 9 + 1)  # expert 1 of two rows, expert 2 of one
+    assert with_adapters.bytes_moved - without.bytes_moved == 2 * (64 + 32) * (9 + 1)
+
+
 def test_adapters_count_those_that_are_used() -> None:
     ranks, slots = torch.tensor([[4, 2], [1, 0]]), torch.tensor([0, -1, 0])
     a, b = zeros(2, 2, 12, 4), zeros(2, 4, 8)  # parts of 6 and 2 columns
