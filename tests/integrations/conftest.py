@@ -37,3 +37,10 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 def server(framework: Framework, checkpoint: Path) -> Iterator[ServerProcess]:
     with ServerProcess(checkpoint, max_total_tokens=16384, **framework.flags) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def lora_server(framework: Framework, checkpoint: Path) -> Iterator[ServerProcess]:
+    """The server of the steps with an adapter."""
+    with ServerProcess(checkpoint, max_total_tokens=16384, enable_lora=True, **framework.flags) as running:
+        yield running

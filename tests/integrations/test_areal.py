@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from tests.integrations import stubs
 from tests.integrations.framework import Framework
+from tests.integrations.peft_adapter import adapted_model, assert_sampled_by, train
 from tests.integrations.weights import assert_holds, scaled
 from tests.server_process import ServerProcess
 from weight_sync.process_group import free_port
@@ -33,7 +34,7 @@ FRAMEWORK = Framework(
     name="AReaL",
     packages=("areal",),
     flags={"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_return_routed_experts": True},
-    not_there=("LoRA", "compute_logp: float() of the null that SGLang sends first, too"),
+    not_there=("LoRA by xccl of its vLLM backend", "compute_logp: float() of the null that SGLang sends first, too"),
 )
 PROMPT = [260, 315, 81, 377, 294]
 ENGINES = {"sglang": RemoteSGLangEngine, "vllm": RemotevLLMEngine}
@@ -43,7 +44,7 @@ BUCKETS = 2
 class Trial:
     """An engine of one backend, and the group of its trainer."""
 
-    def __init__(self, backend: str, server: ServerProcess) -> None:
+    def __init__(self, backend: str, server: ServerProcess, **options: Any) -> None:
         self.backend = backend
         config = InferenceEngineConfig(
             backend=f"{backend}:d1",
@@ -52,6 +53,7 @@ class Trial:
             request_timeout=60,
             setup_timeout=30,
             return_routed_experts=backend == "sglang",
+            **options,
         )
         self.engine = ENGINES[backend](config)
         self.engine.initialize(addr=f"127.0.0.1:{server.port}", train_data_parallel_size=1)
@@ -64,8 +66,8 @@ class Trial:
         )
         self.group: Any = None
 
-    def generate(self, tokens: int) -> Any:
-        gconfig = GenerationHyperparameters(max_new_tokens=tokens, max_tokens=4096, ignore_eos=True)
+    def generate(self, tokens: int, **more: Any) -> Any:
+        gconfig = GenerationHyperparameters(max_new_tokens=tokens, max_tokens=4096, ignore_eos=True, **more)
         return asyncio.run(self.engine.agenerate(ModelRequest(input_ids=list(PROMPT), gconfig=gconfig)))
 
     def join(self) -> None:
@@ -126,6 +128,13 @@ def test_a_broadcast_refreshes_every_tensor(
     assert_holds(server, scaled(tensors, 2.0))
 
 
+def note_saved(trial: Trial, scratch: Path) -> None:
+    """Note that the trainer has written its files."""
+    name_resolve.reconfigure(NameResolveConfig(type="nfs", nfs_record_root=str(scratch / "names")))
+    saved = names.update_weights_from_disk("lockstep", trial.backend, trial.engine.get_version())
+    name_resolve.add(saved, str(datetime.now().timestamp()), replace=True)
+
+
 def test_a_folder_refreshes_every_tensor(
     trial: Trial, server: ServerProcess, checkpoint: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -133,9 +142,7 @@ def test_a_folder_refreshes_every_tensor(
     folder.mkdir()
     (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     save_file(scaled(tensors, 4.0), folder / "model.safetensors", metadata={"format": "pt"})
-    name_resolve.reconfigure(NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path / "names")))
-    saved = names.update_weights_from_disk("lockstep", trial.backend, trial.engine.get_version())
-    name_resolve.add(saved, str(datetime.now().timestamp()), replace=True)
+    note_saved(trial, tmp_path)
     meta = WeightUpdateMeta(type="disk", path=str(folder), clear_checkpoint_after_load=False)
     trial.engine.update_weights_from_disk(meta).result()
     assert_holds(server, scaled(tensors, 4.0))
@@ -147,3 +154,26 @@ def test_offload_and_onload_by_its_two_tags(trial: Trial) -> None:
     trial.engine.onload(tags=["kv_cache"])
     time.sleep(0.1)
     assert len(trial.generate(3).output_tokens) == 3
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_each_step_is_an_adapter_of_its_own_name(
+    backend: str, lora_server: ServerProcess, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Load versions from folders and sample each; SGLang's backend unloads the one before the last two."""
+    trial, model = Trial(backend, lora_server, use_lora=True), adapted_model(checkpoint, 0)
+    for version in (1, 2, 3):
+        train(model, version)
+        model.save_pretrained(tmp_path / f"weight_update_v{version}")
+        note_saved(trial, tmp_path)
+        meta = WeightUpdateMeta(
+            type="disk", path=str(tmp_path / "weight_update"), use_lora=True, lora_name=backend, lora_keep_versions=2
+        )
+        trial.engine.update_weights_from_disk(meta.with_version(version)).result()
+        trial.engine.set_version(version)
+        response = trial.generate(6, lora_name=backend)
+        assert_sampled_by(model, PROMPT, response.output_tokens, response.output_logprobs)
+    trial.engine.destroy()
+    served = [card["id"] for card in lora_server.http.get("/v1/models").json()["data"]]
+    names_of_backend = [name for name in served if name.startswith(backend)]
+    assert names_of_backend == [f"{backend}-v{version}" for version in ((2, 3) if backend == "sglang" else (1, 2, 3))]
