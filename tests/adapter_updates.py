@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rollout.core.messages.weights import (
     UpdateWeightsFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from tests.adapters import ATTENTION, save_adapter
+from tests.adapters import ATTENTION, save_adapter, write_adapter
 from tests.announcements import manifest_of
 from tests.faults import transports
 from tests.faults.harness import RefreshHarness
@@ -56,6 +56,20 @@ class Content:
 def make_content(folder: Path, seed: int, **settings: Any) -> Content:
     defaults = {"target_modules": list(ATTENTION), "r": RANK, "lora_alpha": 8}
     return Content(save_adapter(folder, FAMILY, SEED, seed, **defaults | settings))
+
+
+def random_content(folder: Path, weights: Mapping[str, torch.Tensor], seed: int, scale: float = 2.0) -> Content:
+    """Write a random adapter of rank 2 on the attention of all layers of a model with these weights."""
+    generator, matrices = torch.Generator().manual_seed(seed), {}
+    for name, weight in sorted(weights.items()):
+        if any(name.endswith(f".{module}.weight") for module in ATTENTION):
+            out, into = weight.shape
+            a_RD, b_OR = (0.3 * torch.randn(shape, generator=generator) for shape in ((2, into), (out, 2)))
+            matrices[name.removesuffix(".weight")] = (a_RD, b_OR)
+    content = Content(write_adapter(folder, matrices, scale))
+    config = content.config | {"target_modules": list(ATTENTION)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return content
 
 
 def begin(engine: Any, target: AdapterOfUpdate | None, named: Named | None = None, **fields: Any) -> Any:

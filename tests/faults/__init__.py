@@ -16,6 +16,7 @@ engines      the engine under test, and the version that it serves
 trainers     a refresh as a trainer does it, with a fault in it
 cells        the faults, and where each can occur
 matrix       runs cells
+adapters     the same with an adapter as the target
 killed       trainers that are processes of their own, and are killed
 ranks        engines of one and two ranks that are processes of their own, and are killed, or raise
 live_ranks   the ranks of a server as processes

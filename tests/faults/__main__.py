@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tests.faults import killed, ranks, stopped
+from tests.faults import adapters, killed, ranks, stopped
 from tests.faults.cells import FAULTS, STAGINGS, cells
 from tests.faults.contents import Zoo
 from tests.faults.matrix import Played, play_all
@@ -47,6 +47,8 @@ def run(
                 few = [cell for cell in killed.cells(staging, transport) if chosen(cell.fault.title)]
                 processes += play_all(zoo, scratch, few, killed.ProcessTrainer)
         progress(f"{transport}: {len(main) + len(processes)} cells so far")
+    of_adapter = _of_adapter(scratch, transports, stagings, chosen)
+    progress(f"an adapter as the target: {len(of_adapter)} cells")
     if "flattened" in transports:
         for num_ranks in (1, 2):
             for staging in stagings:
@@ -63,10 +65,22 @@ def run(
     main.sort(key=lambda cell: order[cell.fault])
     return {
         "Faults": main,
+        "Faults, with an adapter as the target": of_adapter,
         "Senders that are processes": processes,
         "Ranks that are processes": ranked,
         "Ranks that stop or die": stopping,
     }
+
+
+def _of_adapter(
+    scratch: Path, transports: Sequence[str], stagings: Sequence[StagingMode], chosen: Callable[[str], bool]
+) -> list[Played]:
+    zoo, played = adapters.AdapterZoo(scratch / "adapters"), list[Played]()
+    for transport in (name for name in transports if name in adapters.TRANSPORTS):
+        for staging in stagings:
+            few = [cell for cell in adapters.cells(staging, transport) if chosen(cell.fault.title)]
+            played += play_all(zoo, scratch, few, adapters.AdapterTrainer, adapters.AdapterEngine)
+    return played
 
 
 def main() -> int:

@@ -62,6 +62,11 @@ class Zoo(Contents):
         self.answers = [ask(Harness(checkpoint, **harness_settings()), "cold") for checkpoint in self.checkpoints]
         assert len({answer.logprobs for answer in self.answers}) == NUM_CONTENTS
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the engines under test."""
+        return harness_settings()
+
 
 def harness_settings() -> dict[str, Any]:
     """Return the settings of the matrix's engines."""

@@ -16,7 +16,7 @@ import torch
 from rollout.core.messages.io_struct import ContinueGenerationReqInput, ControlReqOutput, GetStateReqInput
 from rollout.core.messages.message import ControlReqInput
 from rollout.core.messages.weights import AbortWeightUpdateReqInput
-from tests.faults.contents import NEW_TOKENS, PROMPT, Answer, Version, Zoo, harness_settings
+from tests.faults.contents import NEW_TOKENS, PROMPT, Answer, Tensors, Version, Zoo
 from tests.faults.harness import RefreshHarness
 from tests.scheduler_harness import Result
 from weight_sync.staging import StagingMode
@@ -40,7 +40,7 @@ class Engine(RefreshHarness):
             zoo.checkpoints[0],
             staging,
             scratch,
-            **harness_settings(),
+            **zoo.settings,
             weight_journal_dir=str(scratch),
             weight_update_timeout=WEIGHT_UPDATE_TIMEOUT_S,
             enable_memory_saver=True,
@@ -113,15 +113,24 @@ class Engine(RefreshHarness):
         if poisoned is not None:
             _require_refusal(probe, poisoned)
             return "POISONED"
-        label = state["weight_version"]
-        if label not in (old.label, new.label):
-            raise Wrong(f"the version in force is called {label}")
-        version, outcome = (old, "old") if label == old.label else (new, "new")
+        version = self.version_served(state, old, new)
         self.require_answer(probe, version)
         self.require_content(version)
         if state["weight_update"]["open"] or state["weight_update"]["steps_held"] or state["paused"]:
             raise Wrong("something is still open, held or paused")
-        return outcome  # type: ignore[return-value]
+        return "old" if version == old else "new"
+
+    def version_served(self, state: dict[str, Any], old: Version, new: Version) -> Version:
+        """Return the one of two versions that the engine's state names.  Raises `Wrong` for another one."""
+        label = state["weight_version"]
+        if label not in (old.label, new.label):
+            raise Wrong(f"the version in force is called {label}")
+        return old if label == old.label else new
+
+    def version_of(self, request: Result, old: Version, new: Version) -> Version:
+        """Return the one of two versions that a finished request names."""
+        assert request.finished is not None
+        return new if {span.version for span in request.finished.weight_versions} == {new.label} else old
 
     def require_answer(self, probe: Result, version: Version) -> None:
         """Require the answer of a fresh engine of this version, under its label.  Raises `Wrong`."""
@@ -139,12 +148,15 @@ class Engine(RefreshHarness):
             raise Wrong(f"spans of {record.weight_versions} while {version.label} is in force")
 
     def require_content(self, version: Version) -> None:
-        expected = self.zoo.contents[version.content]
+        self.require_tensors(self.zoo.contents[version.content], version.label)
+
+    def require_tensors(self, expected: Tensors, what: str) -> None:
+        """Require these bits in the model's memory.  Raises `Wrong`."""
         odd = [
             name for name, tensor in expected.items() if not _same_bits(parts_of(self.weights, name)[0].content, tensor)
         ]
         if odd:
-            raise Wrong(f"{len(odd)} of {len(expected)} tensors in memory are not of {version.label}: {odd[:3]}")
+            raise Wrong(f"{len(odd)} of {len(expected)} tensors in memory are not of {what}: {odd[:3]}")
 
 
 def _require_refusal(probe: Result, reason: str) -> None:

@@ -26,7 +26,7 @@ class RefreshHarness(Harness):
 
     def __init__(self, checkpoint: Path, staging: StagingMode, scratch: Path, **settings: Any) -> None:
         super().__init__(checkpoint, weight_version="v0", weight_staging=staging, **settings)
-        self.staging = staging
+        self.staging: str = staging
         self.scratch = scratch
         self.updater = updater_of(self)
         self.weights = self.scheduler.runner.state.model.weights

@@ -21,14 +21,20 @@ from tests.faults.engines import Engine
 from tests.faults.harness import RefreshHarness
 from tests.faults.transports import remove_files
 from weight_sync.errors import StagingError
-from weight_sync.in_model import InPlaceStaging, JournalStaging
+from weight_sync.in_model import ApartStaging, InPlaceStaging, JournalStaging
 from weight_sync.plan import BucketPlan
 from weight_sync.receivers.disk import DiskSource
 from weight_sync.shadow import ShadowStaging
-from weight_sync.staging import Staging, StagingMode
+from weight_sync.staging import Staging
 from weight_sync.updater import WeightUpdater
 
-_STAGINGS = {"host": ShadowStaging, "device": ShadowStaging, "journal": JournalStaging, "in_place": InPlaceStaging}
+_STAGINGS: dict[str, Any] = {
+    "host": ShadowStaging,
+    "device": ShadowStaging,
+    "journal": JournalStaging,
+    "in_place": InPlaceStaging,
+    "apart": ApartStaging,  # of an adapter, in every mode
+}
 BUCKETS = ("first", "middle", "last")
 # The votes on received buckets and on written weights.
 _VOTES = {"verify": "_vote", "commit": "_commit_vote"}
@@ -47,7 +53,7 @@ class Place:
     call: int = 1
 
 
-def place_of(step: str, staging: StagingMode) -> Place:
+def place_of(step: str, staging: str) -> Place:
     """Return the method that carries out a step in this mode; the step is a bucket, "verify" or "commit"."""
     of_mode = _STAGINGS[staging]
     if step in BUCKETS:

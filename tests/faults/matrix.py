@@ -34,7 +34,11 @@ class Played:
 
 
 def play_all(
-    zoo: Zoo, scratch: Path, cells: Iterable[Cell], trainer_class: type[Trainer] = Trainer
+    zoo: Zoo,
+    scratch: Path,
+    cells: Iterable[Cell],
+    trainer_class: type[Trainer] = Trainer,
+    engine_class: type[Engine] = Engine,
 ) -> Iterator[Played]:
     """Play cells of one transport and staging mode on one engine, and on a new one after a cell that is wrong."""
     engine: Engine | None = None
@@ -45,7 +49,7 @@ def play_all(
         try:
             if engine is None or trainer is None:
                 folder = Path(tempfile.mkdtemp(dir=scratch))
-                engine = Engine(zoo, cell.staging, folder)
+                engine = engine_class(zoo, cell.staging, folder)
                 trainer = trainer_class(engine, cell.transport)
                 good_refresh(engine, trainer)
             outcome = play(engine, trainer, cell)
@@ -107,6 +111,4 @@ def _check_request(engine: Engine, cell: Cell, request: Result, old: Version, ne
         return
     if record.reason.type == "abort" and cell.fault.aborts:
         return
-    labels = {span.version for span in record.weight_versions}
-    version = new if labels == {new.label} else old
-    engine.require_answer(request, version)
+    engine.require_answer(request, engine.version_of(request, old, new))

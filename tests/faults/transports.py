@@ -150,12 +150,12 @@ def tensor_inline(engine: RefreshHarness, call: Call) -> Verb | None:
 def _payload(call: Call, content: bytes, **fields: Any) -> Verb | None:
     if call.damage == "killed":
         return None
-    return UpdateWeightsFromTensorReqInput, {"payload": bytearray(_damaged_bytes(content, call.damage)), **fields}
+    return UpdateWeightsFromTensorReqInput, {"payload": bytearray(damaged_bytes(content, call.damage)), **fields}
 
 
 def tensor_safetensors(engine: RefreshHarness, call: Call) -> Verb:
     """Send tensors in shared memory, which a sender that is killed takes with it."""
-    content = _damaged_bytes(save(dict(call.named)), call.damage)
+    content = damaged_bytes(save(dict(call.named)), call.damage)
     segment = SharedMemory(create=True, size=len(content))
     assert segment.buf is not None
     segment.buf[: len(content)] = content
@@ -226,7 +226,7 @@ def disk(engine: RefreshHarness, call: Call) -> Verb | None:
     last = folder / "model-1.safetensors"
     if call.damage in ("flipped", "truncated", "killed"):
         how: Damage = "flipped" if call.damage == "flipped" else "truncated"
-        last.write_bytes(_damaged_bytes(last.read_bytes(), how))
+        last.write_bytes(damaged_bytes(last.read_bytes(), how))
     if call.damage == "vanished":
         remove_files(folder)
     return None if call.damage == "killed" else (UpdateWeightsFromDiskReqInput, {"model_path": str(folder)})
@@ -252,7 +252,7 @@ def _damaged(content: torch.Tensor, damage: Damage | None) -> torch.Tensor:
     return content
 
 
-def _damaged_bytes(content: bytes, damage: Damage | None) -> bytes:
+def damaged_bytes(content: bytes, damage: Damage | None) -> bytes:
     return _damaged(torch.frombuffer(bytearray(content), dtype=torch.uint8), damage).numpy().tobytes()
 
 

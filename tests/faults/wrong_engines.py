@@ -2,6 +2,7 @@
 
     "matrix"     the fault matrix finds one of its cells wrong
     "histories"  a random history fails
+    "adapters"   the matrix with an adapter as the target finds one of its cells wrong
     "stopped"    a server with such ranks fails a cell of `stopped`
 
 Each is a context in which the engine's own code is replaced; nothing else of the engine or of the suite changes.
@@ -32,6 +33,7 @@ from rollout.memory.cache_manager import CacheManager
 from rollout.memory.radix_cache import RadixCache
 from rollout.memory.radix_node import Namespace
 from rollout.memory.sequence import CachedSequence
+from rollout.model.adapter_places import AdapterPlaces
 from rollout.model.model_state import ModelState, ServingEpoch
 from rollout.scheduler.agenda import Agenda
 from rollout.scheduler.records import RecordReader
@@ -47,7 +49,7 @@ from weight_sync.update import UpdateBook
 from weight_sync.updater import WeightUpdater
 
 HANG_S = 2.0
-Suite = Literal["matrix", "histories", "stopped"]
+Suite = Literal["matrix", "histories", "stopped", "adapters"]
 Context = AbstractContextManager[Any]
 Wrong = Callable[[], Context]
 Replacement = tuple[Any, str, Any]
@@ -129,7 +131,18 @@ def forgives_a_bad_bucket() -> Context:
     return _replaced((WeightTransaction, "fail", lambda self, reason: None), (WeightTransaction, "verify", verify))
 
 
-@noticed_by("matrix")
+@noticed_by("adapters")
+def labels_an_adapter_that_it_did_not_apply() -> Context:
+    """Leave the old content in the slot of the next version, as a rank that missed the commit does."""
+    return _replaced((AdapterPlaces, "write", lambda self, slot, writes: None))
+
+
+@noticed_by("adapters")
+def shares_kv_between_versions_of_a_name() -> Context:
+    return _replaced((Req, "cache_key", property(lambda self: self.source.lora_name)))
+
+
+@noticed_by("matrix", "adapters")
 def compares_no_fingerprints() -> Context:
     one_by_one = (intake, "check_content", lambda named, stated: check_content(named, {}))
     return _replaced(one_by_one, (Stated, "require", lambda self, numbers, found: None))

@@ -6,7 +6,6 @@ request's adapter added, in float64 (`tests.history.reference`).
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,16 +16,15 @@ import pytest
 import torch
 
 from rollout.adapters.peft_folder import read_adapter
-from rollout.scheduler.req import Req
-from tests.adapter_updates import Content, abort, begin, bring, end, with_value
-from tests.adapters import write_adapter
+from tests.adapter_updates import Content, abort, begin, bring, end, random_content, with_value
 from tests.faults.contents import HISTORY_SHAPE, Contents
 from tests.faults.harness import RefreshHarness
+from tests.faults.wrong_engines import wrong_engines
 from tests.history.checker import CLOSEST, TOLERANCE
 from tests.history.reference import MixedReference
 
 NAMES = (None, "a", "b")
-NUM_BASES, NUM_ADAPTERS, SCALE = 3, 6, 2.0
+NUM_BASES, NUM_ADAPTERS = 3, 6
 PROMPTS = ([7, 3, 9, 11], [7, 3, 9, 11, 40, 2, 8], [5, 6])
 Key = tuple[int, int]
 """A content of the base, and one of an adapter; -1: none."""
@@ -168,20 +166,10 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Contents:
 
 @pytest.fixture(scope="module")
 def adapters(zoo: Contents, tmp_path_factory: pytest.TempPathFactory) -> list[Content]:
-    weights, found = zoo.contents[0], []
-    modules = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkvo"]
-    for seed in range(NUM_ADAPTERS):
-        generator = torch.Generator().manual_seed(seed)
-        matrices = {}
-        for name in modules:
-            out, into = weights[f"{name}.weight"].shape
-            sides = (0.3 * torch.randn(shape, generator=generator) for shape in ((2, into), (out, 2)))
-            matrices[name] = tuple(sides)
-        content = Content(write_adapter(tmp_path_factory.mktemp(f"adapter{seed}") / "a", matrices, SCALE))
-        config = json.dumps(content.config | {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]})
-        (content.folder / "adapter_config.json").write_text(config)
-        found.append(content)
-    return found
+    return [
+        random_content(tmp_path_factory.mktemp(f"adapter{seed}") / "a", zoo.contents[0], seed)
+        for seed in range(NUM_ADAPTERS)
+    ]
 
 
 def explained(zoo: Contents, adapters: list[Content], scratch: Path, seed: int) -> tuple[int, dict[str, int]]:
@@ -202,10 +190,8 @@ def test_every_token_is_of_its_base_and_its_adapter(
 
 
 @pytest.mark.mutant
-def test_kv_that_versions_of_a_name_share_is_noticed(
-    zoo: Contents, adapters: list[Content], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Req, "cache_key", property(lambda self: self.source.lora_name))
-    with pytest.raises(AssertionError, match="is off by"):
+@pytest.mark.parametrize("wrong", ["labels_an_adapter_that_it_did_not_apply", "shares_kv_between_versions_of_a_name"])
+def test_wrong_engines_are_found(zoo: Contents, adapters: list[Content], tmp_path: Path, wrong: str) -> None:
+    with wrong_engines("adapters")[wrong](), pytest.raises(AssertionError, match="is off by"):
         for seed in range(1, 4):
             explained(zoo, adapters, tmp_path / str(seed), seed)
