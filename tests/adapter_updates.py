@@ -29,6 +29,7 @@ from tests.faults.harness import RefreshHarness
 from tests.faults.transports import Call, Named, Verb
 
 FAMILY, SEED, RANK = "qwen3", 3, 4
+IDS = [5, 9, 200, 31, 7, 8, 77, 140]
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,20 @@ def refresh(engine: Any, content: Content, name: str = "poet", *, with_manifest:
             return begun
         begun = bring(engine, part)
     return end(engine) if begun.success else begun
+
+
+def started(checkpoint: Path, scratch: Path, paths: str, **settings: Any) -> RefreshHarness:
+    """Return an engine that serves the adapters in `paths`."""
+    defaults = {"enable_lora": True, "lora_paths": paths, "max_loras_per_batch": 4, "staging": "host"}
+    defaults |= {"enable_return_routed_experts": False, "skip_tokenizer_init": True, "max_lora_rank": 8}
+    return RefreshHarness(checkpoint, scratch=scratch, **defaults | settings)
+
+
+def answer(harness: RefreshHarness, name: str | None) -> tuple[list[int], list[float]]:
+    """Return the ids and log-probabilities of a short answer by adapter `name`; None: the model alone."""
+    (result,) = harness.generate([IDS], {"max_new_tokens": 4}, lora_name=name)
+    assert result.finished is not None and result.finished.reason.status_code is None, result.finished
+    return result.token_ids, result.logprobs
 
 
 # --- transports -------------------------------------------------------------------------------------------------------

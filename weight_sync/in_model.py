@@ -114,14 +114,16 @@ class InPlaceStaging(_InModelStaging):
 
 
 class Apart(NamedTuple):
-    """The way in which content that lies apart from the model comes into force.
+    """The way of content that lies apart from the model to the place where it will serve.
 
-    `ready()`, on the I/O thread of each rank, raises what keeps the content from serving.  `publish()`, on the thread
-    of steps of all ranks, puts it in force on all of them, or raises on all of them and changes nothing.
+    `ready()`, on the I/O thread of each rank, raises what keeps the content from serving.  `write()`, on the thread of
+    steps, puts it where nothing reads it until the owner of that place publishes it, after the commit.
+    `undo()` puts back what was there before a `write`, also before one that raised.
     """
 
     ready: Callable[[], None]
-    publish: Callable[[], None]
+    write: Callable[[], None]
+    undo: Callable[[], None]
 
 
 class ApartStaging(_InModelStaging):
@@ -132,19 +134,19 @@ class ApartStaging(_InModelStaging):
     def __init__(self, weights: LogicalWeights, apart: Apart, homes: Homes | None = None) -> None:
         super().__init__(weights, homes=homes)
         self._apart = apart
-        self._is_published = False
+        self._is_written = False
 
     def prepare(self) -> None:
         self._apart.ready()
 
     def commit(self) -> None:
-        self._apart.publish()
-        self._is_published = True
+        self._is_written = True
+        self._apart.write()
 
     def undo(self) -> None:
         self.close()
-        if self._is_published:
-            raise StagingError("it is in force on this rank")
+        if self._is_written:
+            self._apart.undo()
 
 
 class JournalStaging(_InModelStaging):

@@ -49,10 +49,9 @@ from weight_sync.take_pairs import PairsFound
 from weight_sync.tensor_meta import BucketLayout, LogicalWeights, PackedBucket, Part, TensorMeta
 
 NAMES_SHOWN = 10
-STATUS_FIELDS = (
-    *("state", "weight_version", "coverage", "received", "missing", "received_names", "missing_names"),
-    *("num_bytes", "unpaired", "unpaired_bytes", "failed"),
-)
+NAME_FIELDS = ("received_names", "missing_names")
+COUNTED_FIELDS = ("received", "missing", *NAME_FIELDS, "num_bytes", "unpaired", "unpaired_bytes")
+STATUS_FIELDS = ("state", "weight_version", "coverage", *COUNTED_FIELDS, "failed")
 _OTHER_FORM = {
     True: "the weight update was not begun with per_rank, and this bucket is per rank",
     False: "the weight update was begun with per_rank, and this bucket is not per rank: give tensors_per_rank",

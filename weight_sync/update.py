@@ -26,81 +26,30 @@ A call is of an update (`foreign`), or is refused and changes nothing:
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from weight_sync.content import ContentBook, Digests, TensorTable
-from weight_sync.errors import TransactionStateError, WeightSyncError
+from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
 from weight_sync.held_format import HeldFormats
 from weight_sync.in_model import Apart
 from weight_sync.ledger import Coverage
 from weight_sync.plan import KnownCalls, Planner
+from weight_sync.rank_parts import Exchange
 from weight_sync.receivers.base import BucketSource, KnownCall, deliver
-from weight_sync.tensor_meta import LogicalWeights
-from weight_sync.transaction import TransactionState, WeightTransaction
+from weight_sync.sorter import Bucket, Sorter
+from weight_sync.staging import Staging
+from weight_sync.tensor_meta import LogicalWeights, TensorMeta
+from weight_sync.transaction import COUNTED_FIELDS, NAME_FIELDS, NAMES_SHOWN, TransactionState, WeightTransaction
+from weight_sync.update_book import EndedUpdate, Outcome
 from weight_sync.waiting import Lease
 
-_REMEMBERED = 256
-_ENDS_REMEMBERED = 16
 _CALLS_KEPT = 4
 """Calls are kept with this many times the tensors of the target, all together."""
-
-
-# --- how updates end -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndedUpdate:
-    """The end of one update; times in seconds.  `weight_epoch`: the one that it published, `reason`: why it did not.
-
-    `prepared_s`: before its opening, by the sender.  `staging_s`: from its opening until its commit began, or it
-    was dropped; `receiving_s` of them in calls that bring tensors, and in the rest it waited for the sender.
-    `steps_held`: no step ran while its tensors came.  `stall_s`: of the step thread in the commit.  `ended_at`: since
-    1970.
-    """
-
-    update_id: str | None
-    kind: Literal["committed", "lost", "aborted"]
-    weight_version: str | None
-    weight_epoch: int | None = None
-    reason: str | None = None
-    num_tensors: int
-    num_bytes: int
-    prepared_s: float | None = None
-    staging_s: float
-    receiving_s: float = 0.0
-    stall_s: float = 0.0
-    steps_held: bool
-    ended_at: float = field(default_factory=time.time)
-    target: str = "model"
-
-
-@dataclass(frozen=True)
-class UpdateFailure:
-    """Why a weight update was not published.  `time`: seconds since 1970."""
-
-    reason: str
-    weight_version: str | None
-    time: float
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The state of an update; `reason`: why it failed.  `answer`: the reply that the sender of a committed one got.
-
-    `lost`: dropped, and not in answer to a call.
-    """
-
-    kind: Literal["open", "verified", "committed", "lost", "aborted", "unknown"]
-    reason: str | None = None
-    answer: Mapping[str, Any] = field(default_factory=dict)
-
-
-# --- one update ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -128,13 +77,30 @@ class UpdateTarget:
         self.planner = Planner(table, self.quantised)
         self.known_calls = KnownCalls(_CALLS_KEPT * len(table))
 
+    def open(self, stage: Callable[..., Staging], coverage: Coverage = "full", **options: Any) -> WeightTransaction:
+        """Return a transaction of these weights.  `stage`: `new_staging` of this rank; `options`: its further fields.
+
+        Raises as `WeightTransaction`, and what `placed` raises.
+        """
+        weights = self.placed(coverage)
+        staging = stage(weights, homes=self.planner.homes(weights), apart=self.apart)
+        options |= {"staging": staging, "quantised": self.quantised, "planner": self.planner}
+        return WeightTransaction(weights, coverage=coverage, **options)
+
+
+class Beside(NamedTuple):
+    """A further target of an update, and its own tensors."""
+
+    target: UpdateTarget
+    transaction: WeightTransaction
+
 
 @dataclass(frozen=True)
 class CommitResult:
     """The version that one commit published."""
 
     weight_version: str | None  # None: the sender named none
-    num_tensors: int  # logical tensors written
+    num_tensors: int  # logical tensors of the first target that were written
     num_bytes: int
     seconds: float  # time that the step thread spent
     digests: Digests  # of the whole content now, as far as they are known
@@ -143,14 +109,15 @@ class CommitResult:
 
     @property
     def names(self) -> list[str]:
-        """The names of the logical tensors written."""
+        """The names of the logical tensors of the first target that were written."""
         return self.update.transaction.received
 
 
 @dataclass(eq=False)
 class WeightUpdate:
-    """One update.  `transaction`: its tensors, and the version that they will be.
+    """One update of `target` and of other targets (`beside`).  `transaction`: the tensors and the version to be.
 
+    All targets are committed, or none.  `sorter`: knows whose tensors come; None where there is one target.
     `id` None: it has no name.  `is_bound`: every call must carry the id.  `is_implicit`: it was opened for a client
     that sends no begin and no end, after `pause` pauses.  `prepared_s`, `receiving_s`: see `EndedUpdate`.
     `counts_tensors`: it was not announced as a part of the tensors, so if not all came, its label states how many.
@@ -165,7 +132,17 @@ class WeightUpdate:
     pause: int = 0
     prepared_s: float | None = None
     counts_tensors: bool = False
+    beside: Sequence[Beside] = ()
+    sorter: Sorter | None = None
     receiving_s: float = field(default=0.0, init=False)
+
+    @property
+    def targets(self) -> list[UpdateTarget]:
+        return [self.target, *(each.target for each in self.beside)]
+
+    @property
+    def transactions(self) -> list[WeightTransaction]:
+        return [self.transaction, *(each.transaction for each in self.beside)]
 
     # --- whose calls ---------------------------------------------------------------------------------------------
 
@@ -223,10 +200,10 @@ class WeightUpdate:
                 other = self._other_version(weight_version)
                 if other is not None and transaction.state is TransactionState.OPEN:
                     raise other
-                transaction.announce(metas, cast, source.layouts, per_rank=source.is_per_rank)
+                self._announce(metas, cast, source)
             except WeightSyncError as error:
                 wrong = error  # known before it is received
-            deliver(source, partial(transaction.receive, cast=cast), wrong, pace)
+            deliver(source, partial(self._take, cast=cast), wrong, pace)
         except Exception as error:
             self.fail(str(error))
             source.refuse(str(error))
@@ -236,16 +213,47 @@ class WeightUpdate:
         if weight_version is not None:
             transaction.weight_version = weight_version
 
+    def _announce(self, metas: Sequence[TensorMeta], cast: bool, source: BucketSource) -> None:
+        """Check what is known of a bucket.  Raises as `WeightTransaction.announce`, and as `Sorter.metas`."""
+        if self.sorter is None:
+            self.transaction.announce(metas, cast, source.layouts, per_rank=source.is_per_rank)
+            return
+        parts, layouts = self.sorter.metas(metas), self.sorter.layouts(source.layouts)
+        self.transaction.announce(parts[0], cast, layouts[0], per_rank=source.is_per_rank)
+        for number, (_, transaction) in enumerate(self.beside, 1):
+            transaction.announce(parts[number], cast, layouts[number])
+
+    def _take(self, bucket: Bucket, cast: bool) -> None:
+        """Stage one bucket.  Errors in other targets are found before the model may be written to."""
+        if self.sorter is None:
+            self.transaction.receive(bucket, cast)
+            return
+        for transaction, part in reversed([*zip(self.transactions, self.sorter.bucket(bucket), strict=True)]):
+            if part is not None:
+                transaction.receive(part, cast)
+
+    def verify(self, exchange: Exchange) -> None:
+        """Verify the tensors of all targets.  Raises as `WeightTransaction.verify`."""
+        for _, transaction in self.beside:
+            transaction.verify()
+        self.transaction.verify(exchange)
+
     def fail(self, reason: str) -> None:
         """Fail: it cannot be verified any more."""
-        self.transaction.fail(reason)
-        self.target.torn = self.transaction.torn or self.target.torn
+        for transaction in self.transactions:
+            transaction.fail(reason)
+        self._note_torn()
 
     def abort(self, reason: str = "the weight update was aborted") -> None:
-        """Put the target back as it was before the update, unless a failed commit has done so."""
-        if self.transaction.state is not TransactionState.ABORTED:
-            self.transaction.abort(reason)
-        self.target.torn = self.transaction.torn or self.target.torn
+        """Put the targets back as they were before the update, unless a failed commit has done so."""
+        for transaction in self.transactions:
+            if transaction.state is not TransactionState.ABORTED:
+                transaction.abort(reason)
+        self._note_torn()
+
+    def _note_torn(self) -> None:
+        for target, transaction in zip(self.targets, self.transactions, strict=True):
+            target.torn = transaction.torn or target.torn
 
     def failure_text(self, reason: str | None) -> str:
         """Return a reason of its failure, and what else is known of that."""
@@ -255,11 +263,16 @@ class WeightUpdate:
                 message = more if message in more else f"{message}; {more}"
         return message
 
+    def check_committable(self) -> None:
+        """Raise `TransactionStateError` unless all is verified."""
+        for transaction in self.transactions:
+            transaction.check_committable()
+
     def commit(self, vote: Callable[[bool], bool]) -> CommitResult:
-        """Write the verified tensors into the target, all or nothing.  Raises as `WeightTransaction.commit`."""
+        """Write the verified tensors into all targets, all or nothing.  Raises as `WeightTransaction.commit`."""
         transaction, target, start = self.transaction, self.target, time.perf_counter()
         staging_s = transaction.age_s
-        transaction.commit(vote)
+        _commit_all(self.transactions, vote)
         seconds, num_tensors = time.perf_counter() - start, transaction.num_received
         if num_tensors == len(target.weights.metas()):
             target.torn = None
@@ -267,12 +280,17 @@ class WeightUpdate:
         return CommitResult(
             weight_version=transaction.weight_version,
             num_tensors=num_tensors,
-            num_bytes=transaction.num_bytes,
+            num_bytes=self.num_bytes,
             seconds=seconds,
             digests=transaction.digests,
             update=self,
             staging_seconds=staging_s,
         )
+
+    def close(self) -> None:
+        """Release the memory that staging took, when it is committed; on any thread."""
+        for transaction in self.transactions:
+            transaction.close()
 
     # --- its state -----------------------------------------------------------------------------------------------
 
@@ -284,19 +302,31 @@ class WeightUpdate:
 
     @property
     def num_received(self) -> int:
-        return self.transaction.num_received
+        return sum(transaction.num_received for transaction in self.transactions)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensors that came."""
+        return sum(transaction.num_bytes for transaction in self.transactions)
 
     @property
     def num_missing(self) -> int:
         """The number of tensors that were announced (without a manifest: all of the target's) and have not come."""
-        return self.transaction.num_missing
+        return sum(transaction.num_missing for transaction in self.transactions)
+
+    @property
+    def target_names(self) -> str:
+        return ", ".join(target.name for target in self.targets)
 
     def status(self) -> dict[str, Any]:
         """Return counts, and the first names."""
         lease = {"lease_s": self.lease.seconds, "lease_left_s": self.lease.left_s}
         identity = {"update_id": self.id, "bound": self.is_bound, "implicit": self.is_implicit}
-        identity["target"] = self.target.name
-        return self.transaction.status() | lease | identity
+        identity["target"] = self.target_names
+        found, *others = (transaction.status() for transaction in self.transactions)
+        for other, field_name in itertools.product(others, COUNTED_FIELDS):
+            found[field_name] += other[field_name]
+        return found | {name: found[name][:NAMES_SHOWN] for name in NAME_FIELDS} | lease | identity
 
     def ended(self, kind: Literal["lost", "aborted"], reason: str, *, steps_held: bool) -> EndedUpdate:
         """Return the record of an end without a commit."""
@@ -307,81 +337,35 @@ class WeightUpdate:
             weight_version=transaction.weight_version,
             reason=transaction.failure or reason,
             num_tensors=self.num_received,
-            num_bytes=transaction.num_bytes,
+            num_bytes=self.num_bytes,
             prepared_s=self.prepared_s,
             staging_s=transaction.age_s,
             receiving_s=self.receiving_s,
             steps_held=steps_held,
-            target=self.target.name,
+            target=self.target_names,
         )
 
 
-# --- the ones that ended ---------------------------------------------------------------------------------------------
+def _commit_all(transactions: Sequence[WeightTransaction], vote: Callable[[bool], bool]) -> None:
+    """Commit all transactions or none: all are written, then there is one vote.
 
-
-class UpdateBook:
-    """The record of the last updates.  `loss`: why the last one was lost, until a sender starts anew.
-
-    A *loss* is an update, or a pause in which one could have been, that ended without a commit and not by a call that
-    carried its id: its lease expired, its pause timed out, a call of unknown origin ended it.  Its sender may go on
-    sending buckets.  Outside of an update each of them would be one of its own: a mixture of two versions.
-
-    `last_failure`: of the last update that failed, until one is committed.  `ended`: the last that ended, oldest first.
+    Raises as `WeightTransaction.commit`; `CommitError` states the failure of this rank, if it was one.
     """
+    first, *rest = transactions
+    failures: list[CommitError] = []
 
-    def __init__(self) -> None:
-        self.ended: deque[EndedUpdate] = deque(maxlen=_ENDS_REMEMBERED)
-        self.loss: str | None = None
-        self.last_failure: UpdateFailure | None = None
-        self._is_reported = True
-        self._outcomes: dict[str, Outcome] = {}
+    def with_the_rest(mine: bool) -> bool:
+        if not rest:
+            return vote(mine)
+        try:
+            _commit_all(rest, lambda theirs: vote(mine and theirs))
+        except CommitError as error:
+            failures.append(error)
+        return not failures
 
-    def note(self, update_id: str | None, outcome: Outcome) -> None:
-        """Remember the outcome of an update that is over."""
-        if update_id is not None:
-            self._outcomes[update_id] = outcome
-        if len(self._outcomes) > _REMEMBERED:
-            del self._outcomes[next(iter(self._outcomes))]
-
-    def note_drop(self, ended: EndedUpdate, reason: str) -> None:
-        """Remember an update that ended without a commit, for `reason`."""
-        self.note(ended.update_id, Outcome(ended.kind, reason))
-        self.ended.append(ended)
-
-    def outcome(self, update_id: str) -> Outcome:
-        """Return the outcome of an update that is over; `unknown` for an id that was never used, or too long ago."""
-        return self._outcomes.get(update_id, Outcome("unknown"))
-
-    def note_failure(self, reason: str, weight_version: str | None) -> None:
-        self.last_failure = UpdateFailure(reason, weight_version, time.time())
-
-    def record_loss(self, reason: str, *, reported: bool) -> None:
-        """Record a loss.  `reported`: in the answer to a call, which may be its sender's."""
-        self.loss, self._is_reported = reason, reported
-
-    def clear_loss(self) -> None:
-        """Forget the loss, as a sender starts anew: what comes from now on is taken for its own."""
-        self.loss, self._is_reported = None, True
-
-    def report_loss(self) -> str | None:
-        """Return the loss, if no answer has reported it yet; the caller's answer does."""
-        loss = None if self._is_reported else self.loss
-        self._is_reported = True
-        return loss
-
-    def loss_error(self) -> TransactionStateError | None:
-        """Return why a call outside of an update cannot be an update of its own; None where nothing was lost."""
-        if self.loss is None:
-            return None
-        self.report_loss()
-        return TransactionStateError(
-            f"an earlier weight update was dropped ({self.loss}), and this call may belong to it: "
-            "begin, pause or abort first"
-        )
-
-    def nothing_open(self, verb: str) -> TransactionStateError:
-        """Return the error of a call that needs an open update, where there is none."""
-        self.report_loss()
-        last = self.loss or (self.last_failure.reason if self.last_failure is not None else None)
-        because = "" if last is None else f"; the last one failed: {last}"
-        return TransactionStateError(f"cannot {verb}: no weight update is open{because}")
+    try:
+        first.commit(with_the_rest)
+    except CommitError as error:
+        restored = error.restored and all(failure.restored for failure in failures)
+        told = next((one for one in (error, *failures) if one.__cause__ is not None or not one.restored), error)
+        raise CommitError(str(told), restored=restored) from told.__cause__

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,8 +32,9 @@ from weight_sync.rank_parts import Exchange, alone
 from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.staging import HOLDING_MODES, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part
-from weight_sync.transaction import STATUS_FIELDS, TransactionState, WeightTransaction, new_staging
-from weight_sync.update import CommitResult, Outcome, UpdateBook, UpdateTarget, WeightUpdate
+from weight_sync.transaction import STATUS_FIELDS, TransactionState, new_staging
+from weight_sync.update import Beside, CommitResult, UpdateTarget, WeightUpdate
+from weight_sync.update_book import Outcome, UpdateBook
 from weight_sync.update_groups import WeightUpdateGroups
 from weight_sync.update_rule import Relation
 from weight_sync.waiting import DEFAULT_LEASE_S, Lease, Patience
@@ -108,26 +110,25 @@ class WeightUpdater:
         cast: bool | None = None,
         per_rank: bool = False,
         target: UpdateTarget | None = None,
+        beside: Sequence[tuple[UpdateTarget, Manifest | None]] = (),
         **facts: Any,
     ) -> None:
         """Open an update.  `bound`: every call must carry `update_id`.  `cast`: see `WeightTransaction`; None: the
-        updater's.  `per_rank`: each rank will be sent what it keeps.  `target`: what it refreshes; None: the model.
-        `facts`: more fields of `WeightUpdate`.
+        updater's.  `per_rank`: each rank is sent what it keeps.  `target`: what is refreshed; None: the model.
+        `beside`: other targets, refreshed whole, and their manifests.  `facts`: more fields of `WeightUpdate`.
 
-        Raises `TransactionStateError` if one is open, or if the id was used before, `WeightRequestError`, and what
-        `WeightTransaction` and `UpdateTarget.cover` raise.
+        Raises `TransactionStateError` if one is open, or the id was used; `WeightRequestError`, as `UpdateTarget.open`.
         """
         self.require_none_open()
         self._held.await_release(self._timeout_s)
         if update_id is not None and self.outcome(update_id).kind != "unknown":
             raise TransactionStateError(f"{self.foreign(update_id)}; begin with a new update_id")
-        target = target or self.model
-        weights, casts, held = target.placed(coverage), self._cast if cast is None else cast, self._held.shadows
-        homes = target.planner.homes(weights)
-        staging = new_staging(weights, self._staging, self._journal_dir, held, self._device, homes, target.apart)
-        cover = self.per_rank.cover if per_rank else None
-        options: dict[str, Any] = {"quantised": target.quantised, "planner": target.planner, "cast": casts}
-        transaction = WeightTransaction(weights, weight_version, coverage, manifest, staging, **options, cover=cover)
+        target, casts = target or self.model, self._cast if cast is None else cast
+        where: dict[str, Any] = {"memory": self._held.shadows, "device": self._device}
+        stage = partial(new_staging, mode=self._staging, journal_dir=self._journal_dir, **where)
+        facts["beside"] = [Beside(it, it.open(stage, manifest=part, cast=casts)) for it, part in beside]
+        stated: dict[str, Any] = {"weight_version": weight_version, "manifest": manifest, "cast": casts}
+        transaction = target.open(stage, coverage, **stated, cover=self.per_rank.cover if per_rank else None)
         self.update = WeightUpdate(target, transaction, Lease(lease_s, self._clock), update_id, bound, **facts)
         if not self.update.is_implicit:
             self.book.clear_loss()
@@ -182,7 +183,7 @@ class WeightUpdater:
             raise TransactionStateError("cannot verify: the weight update is already verified")
         failure: Exception | None = None
         try:
-            transaction.verify(self.exchange)
+            update.verify(self.exchange)
         except Exception as error:
             failure = error
         try:
@@ -242,7 +243,7 @@ class WeightUpdater:
         """
         try:
             update = self._require_update("commit")
-            update.transaction.check_committable()
+            update.check_committable()
         except TransactionStateError:
             self._commit_vote(False)
             raise
@@ -251,7 +252,7 @@ class WeightUpdater:
         except CommitError as error:
             self.drop(str(error), reported=True, by_sender=True)  # all of it had come: no bucket is on its way
             raise
-        self._held.release_in_background(update.transaction.close)
+        self._held.release_in_background(update.close)
         self.book.note(update.id, Outcome("committed"))
         self.update, self.book.last_failure = None, None
         return result

@@ -33,7 +33,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 _MAX_NAME_CHARS = 256  # patterns are matched with names
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The name of the adapter ("default") stands between where a state dict was saved without PEFT.
-_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.-]+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
+_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.-]+)\.lora_(?P<side>[AB])(?:\.[\w-]+)?\.weight")
 _WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Modules that compilers, FSDP and checkpointing put around others: they are no part of a name."""
 _REFUSED_NAMES = {

@@ -84,7 +84,7 @@ class WeightCalls:
         placement_epoch: int | None = None,
         per_rank: bool = False,
         target: Mapping[str, Any] | None = None,
-        adapters: Literal["keep", "refuse"] | None = None,
+        adapters: Literal["keep", "refuse"] | Sequence[Mapping[str, Any]] | None = None,
     ) -> Call[JsonObject]:
         """Open a refresh of all tensors (`coverage` "full") or of some ("partial").
 
@@ -96,7 +96,7 @@ class WeightCalls:
         also where the cast to the model's loses something.  `placement_epoch`: of the expert map, which must be in
         force and stays.  `per_rank`: each rank will be sent what it keeps (`weight_parts`).  `target`: {"adapter",
         "config"}, the name of an adapter and PEFT's configuration; None: the model.  `adapters`: "refuse" to have the
-        refresh refused while the server has adapters.
+        refresh refused while the server has adapters, or targets of adapters that come with the model.
         """
         return method_call(BeginWeightUpdateReqInput, locals() | {"per_rank": per_rank or None})
 

@@ -3,19 +3,22 @@
 begin        its tensors, from the manifest or the configuration; what cannot be served is refused
 buckets      every transport writes them into memory of their own; the model and its adapters serve on
 verify       on the I/O thread: the adapter is checked, and converted for this rank; all ranks vote
-commit       between two steps of all ranks: the next version of its name
+commit       between two steps of all ranks: its slot is chosen, it is written there, all ranks vote, and it becomes
+             the next version of its name
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.adapters.config import LoraConfig, target_modules
 from rollout.adapters.peft_folder import adapter_of, read_config
 from rollout.core.errors import AdapterError
 from rollout.core.messages.update_state import AdapterOfUpdate, AdapterVersion
+from rollout.model.adapter_places import SlotContent
 from rollout.model.adapter_weights import AdapterWeights, announced_weights, configured_weights
-from rollout.model.adapters import AdapterTable, PreparedAdapter, ServedAdapter
+from rollout.model.adapters import AdapterTable, PlannedVersion, PreparedAdapter
 from weight_sync.held_format import AS_SENT
 from weight_sync.in_model import Apart
 from weight_sync.manifest import Manifest
@@ -26,18 +29,24 @@ class _NextVersion:
     """The tensors on their way into `table`.  It does not know the target, so that an update is freed as it ends."""
 
     def __init__(self, table: AdapterTable, name: str, config: LoraConfig, weights: AdapterWeights) -> None:
-        self._table, self._name, self._config, self._weights = table, name, config, weights
-        self._prepared: PreparedAdapter | None = None
-        self.served: ServedAdapter | None = None
+        self.table, self.name, self._config, self._weights = table, name, config, weights
+        self.prepared: PreparedAdapter | None = None
+        self.planned: PlannedVersion | None = None
+        self._before: SlotContent | None = None
+        self._is_written = False
 
     def prepare(self) -> None:
-        adapter = adapter_of(self._weights.pairs(), self._config)
-        self._prepared = self._table.prepare(self._name, adapter)
+        self.prepared = self.table.prepare(self.name, adapter_of(self._weights.pairs(), self._config))
 
-    def put(self) -> None:
-        assert self._prepared is not None, "it is verified"
-        self.served = self._table.put(self._prepared)
-        self._prepared = None
+    def write(self) -> None:
+        assert self.planned is not None, "`plan_versions` was called"
+        self._before = self.table.content(self.planned)
+        self._is_written = True
+        self.table.write(self.planned)
+
+    def undo(self) -> None:
+        if self._is_written and self.planned is not None:
+            self.table.write_back(self.planned, self._before)
 
 
 class AdapterTarget(UpdateTarget):
@@ -45,7 +54,7 @@ class AdapterTarget(UpdateTarget):
 
     def __init__(self, table: AdapterTable, name: str, config: LoraConfig, weights: AdapterWeights) -> None:
         self._config, self._next = config, _NextVersion(table, name, config, weights)
-        apart = Apart(self._next.prepare, self._next.put)
+        apart = Apart(self._next.prepare, self._next.write, self._next.undo)
         super().__init__(f"adapter {name}", weights, lambda _: weights, AS_SENT, apart)
         self._next.prepare()  # with zeros: what only names and shapes decide
 
@@ -67,9 +76,20 @@ class AdapterTarget(UpdateTarget):
                 f"{folder}: adapter_config.json differs from the configuration that the update began with"
             )
 
-    @property
-    def version(self) -> AdapterVersion:
-        """The version that the commit has put in force."""
-        assert self._next.served is not None, "it is committed"
-        label = self._next.served.label
+    def publish(self) -> AdapterVersion:
+        """Put the version in force that was written; return it."""
+        assert self._next.planned is not None, "it is committed"
+        label = self._next.table.publish(self._next.planned).label
         return AdapterVersion(name=label.name, version=label.version, content_digest=label.content_digest)
+
+    @staticmethod
+    def plan_versions(targets: Sequence[AdapterTarget]) -> None:
+        """Choose the versions and slots of verified targets, on the thread of steps of all ranks.
+
+        Raises as `AdapterTable.plan`.
+        """
+        following = [target._next for target in targets]
+        prepared = [each.prepared for each in following if each.prepared is not None]
+        if targets:
+            for each, planned in zip(following, following[0].table.plan(prepared), strict=True):
+                each.planned = planned

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from rollout.control.adapter_target import AdapterTarget
 from rollout.control.placement_adoption import PlacementAdoption
+from rollout.control.tensor_owner import TensorOwner, is_part_of_names
 from rollout.control.weight_queue import Job, nothing, replies
 from rollout.control.weight_sources import manifest_of
 from rollout.core.errors import BadRequest, Conflict
+from rollout.core.messages.update_state import AdapterOfUpdate
 from rollout.core.messages.weights import BeginReply, BeginWeightUpdateReqInput
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checker import live_fingerprints
 from weight_sync.content import Digests
 from weight_sync.errors import BaseMismatchError
+from weight_sync.manifest import Manifest
+from weight_sync.sorter import KnownParts, Sorter
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
 
 
 class WeightBegin:
-    """Opens updates of the model, and of its adapters."""
+    """Opens updates of the model, of an adapter, and of the model with adapters."""
 
     def __init__(self, scheduler: Scheduler, updater: WeightUpdater, adoption: PlacementAdoption) -> None:
         self._scheduler, self._updater, self._adoption = scheduler, updater, adoption
+        self._layouts = KnownParts()
         self._found_digests: Digests | None = None
         self._without_adapters: str | None = None  # the id of an update that refuses adapters
 
@@ -40,6 +46,7 @@ class WeightBegin:
         if verb.per_rank and verb.placement_epoch is None:
             raise BadRequest("per_rank needs placement_epoch: of the answer of /weight_parts that the sender goes by")
         _require_whole_adapter(verb)
+        _require_named_apart(verb)
         # Deltas come with a base, and are added to it in place.
         adopts = False if verb.adopt_placement is None and verb.base_digest is not None else verb.adopt_placement
         if update is None:  # else this begin is refused
@@ -51,9 +58,11 @@ class WeightBegin:
         def io() -> None:
             self._updater.require_none_open()
             self._require_base(verb)
-            manifest, target = manifest_of(verb), None
+            manifest, target, beside = manifest_of(verb), None, dict[str, Any]()
             if verb.target is not None:
                 target = AdapterTarget.of(verb.target, manifest, self._scheduler.runner.state.adapters)
+            elif isinstance(verb.adapters, list):
+                manifest, beside = self._with_adapters(verb.adapters, manifest)
             self._updater.begin(
                 verb.weight_version,
                 verb.coverage,
@@ -66,10 +75,26 @@ class WeightBegin:
                 target=target,
                 prepared_s=verb.prepared_s,
                 counts_tensors=verb.counts_tensors,
+                **beside,
             )
 
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
-        return Job(verb, io, begun, roll_back=roll_back, is_brief=verb.base_digest is None and verb.target is None)
+        has_adapters = verb.target is not None or isinstance(verb.adapters, list)
+        return Job(verb, io, begun, roll_back=roll_back, is_brief=verb.base_digest is None and not has_adapters)
+
+    def _with_adapters(
+        self, stated: list[AdapterOfUpdate], manifest: Manifest | None
+    ) -> tuple[Manifest | None, dict[str, Any]]:
+        """Return the model's part of a manifest, and the fields of `WeightUpdater.begin` for the adapters."""
+        table, names = self._scheduler.runner.state.adapters, [each.adapter for each in stated]
+        for name in names:
+            table.require_name(name)
+        table.require_room(names)
+        owner = TensorOwner(names, self._updater.weights)
+        sorter = Sorter(1 + len(names), owner, owner.rule, self._layouts)
+        mine, *theirs = [None] * sorter.count if manifest is None else sorter.manifests(manifest)
+        targets = [AdapterTarget.of(one, part, table) for one, part in zip(stated, theirs, strict=True)]
+        return mine, {"beside": list(zip(targets, theirs, strict=True)), "sorter": sorter}
 
     def require_no_adapters(self, update_id: str | None) -> None:
         """Raise `Conflict` if the update with this id began with adapters refused, and there are some."""
@@ -127,3 +152,22 @@ def _require_whole_adapter(verb: BeginWeightUpdateReqInput) -> None:
     wrong = [name for name, is_given in given.items() if is_given]
     if wrong:
         raise BadRequest(f"{', '.join(wrong)}: an adapter is sent whole, to all ranks; these are for the model")
+
+
+def _require_named_apart(verb: BeginWeightUpdateReqInput) -> None:
+    """Raise `BadRequest` for adapters with the model if names do not show whose tensors are, or ranks get parts."""
+    if not isinstance(verb.adapters, list):
+        return
+    names = [each.adapter for each in verb.adapters]
+    if not names:
+        raise BadRequest("adapters is an empty list: leave it out, and the server keeps its own")
+    if verb.per_rank:
+        raise BadRequest("adapters come whole, to all ranks: begin without per_rank, or give them updates of their own")
+    if len(set(names)) < len(names):
+        raise BadRequest("adapters name one adapter twice")
+    wrong = [name for name in names if len(names) > 1 and not is_part_of_names(name)]
+    if wrong:
+        raise BadRequest(
+            f"the adapter {wrong[0]!r} cannot come with others: its tensors are named by it, and names of tensors hold "
+            "letters, digits, _ and -"
+        )

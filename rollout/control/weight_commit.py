@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from rollout.control.adapter_target import AdapterTarget
 from rollout.control.placement_adoption import PlacementAdoption
@@ -15,8 +16,9 @@ from rollout.core.messages.update_state import AdapterVersion, CommitReply
 from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.content import Digests
-from weight_sync.errors import CommitError, WeightSyncError
-from weight_sync.update import CommitResult, EndedUpdate, Outcome
+from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
+from weight_sync.update import CommitResult
+from weight_sync.update_book import EndedUpdate, Outcome
 from weight_sync.updater import WeightUpdater
 
 
@@ -43,30 +45,53 @@ class WeightCommit:
         """
         state, update = self._scheduler.runner.state, self._updater.update
         self._scheduler.cache.require_accounted()  # `_publish` gives slots back, when it is too late for an error
-        target = None if update is None else update.target
+        targets = [] if update is None else update.targets
+        adapters = [target for target in targets if isinstance(target, AdapterTarget)]
         with _in_doubt(but=(WeightSyncError, AdapterError)), state.mutate("weight refresh"):
-            if isinstance(target, AdapterTarget):
-                return self._run_adapter(target)
-            result = self._updater.commit()
+            self._plan(adapters)
+            result = self._written(adapters)
             with _in_doubt():
-                reply, note = self._publish(result, alone)
+                versions = [target.publish() for target in adapters]
+                if adapters[:1] == targets[:1]:
+                    reply, note = self._publish_alone(result, *versions), ""
+                else:
+                    reply, note = self._publish(result, alone, versions)
         return committed(reply) + note, reply
 
-    def _run_adapter(self, target: AdapterTarget) -> tuple[str, CommitReply]:
-        """Put an adapter in force.  Raises as `run`, and `AdapterError` with what keeps all ranks from it."""
+    def _plan(self, adapters: Sequence[AdapterTarget]) -> None:
+        """Choose the slots of adapters.  Drops the update, and raises `AdapterError`, where there are not enough."""
+        update = self._updater.update
+        if update is None or not adapters:
+            return
         try:
-            result = self._updater.commit()
-        except CommitError as error:
-            if error.restored and isinstance(error.__cause__, AdapterError):
-                raise error.__cause__ from None
-            raise FatalError(f"an adapter may be in force on some ranks: {error}") from error
-        with _in_doubt():
-            reply = self._reply(result, adapter=target.version)
-            self._note(result, reply, version=result.weight_version, epoch=None, steps_held=False)
-        return committed(reply), reply
+            update.check_committable()
+            AdapterTarget.plan_versions(adapters)
+        except AdapterError as error:
+            self._updater.drop(str(error), reported=True, by_sender=True)
+            raise
+        except TransactionStateError:
+            return  # `WeightUpdater.commit` raises it on all ranks
 
-    def _publish(self, result: CommitResult, alone: bool) -> tuple[CommitReply, str]:
-        """Put the written weights in force and note the commit; return the reply, and a note for the sender."""
+    def _written(self, adapters: Sequence[AdapterTarget]) -> CommitResult:
+        """Write the update.  Raises as `run`, and `FatalError` where a slot has the content of no version."""
+        try:
+            return self._updater.commit()
+        except CommitError as error:
+            if any(target.torn is not None for target in adapters):
+                raise FatalError(f"the slot of an adapter has the content of no version: {error}") from error
+            raise
+
+    def _publish_alone(self, result: CommitResult, version: AdapterVersion) -> CommitReply:
+        """Note the commit of an adapter alone; return the reply."""
+        reply = self._reply(result, adapter=version)
+        self._note(result, reply, version=result.weight_version, epoch=None, steps_held=False)
+        return reply
+
+    def _publish(self, result: CommitResult, alone: bool, adapters: list[AdapterVersion]) -> tuple[CommitReply, str]:
+        """Put the written weights in force and note the commit; return the reply, and a note for the sender.
+
+        `adapters`: the versions that came into force with them.
+        """
         scheduler, state = self._scheduler, self._scheduler.runner.state
         total = len(state.model.weights.metas())
         if result.num_tensors == total:
@@ -81,7 +106,7 @@ class WeightCommit:
         else:
             state.relabel(version)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
-        reply = self._reply(result, **placement)
+        reply = self._reply(result, adapters=adapters or UNSET, **placement)
         self._note(result, reply, version, state.epoch.weight_epoch, self._updater.holds_steps)
         is_part = result.num_tensors < total and (alone or result.update.counts_tensors)
         return reply, f" {result.num_tensors} of {total} tensors came." if is_part else ""
@@ -95,7 +120,7 @@ class WeightCommit:
             content_digest=state.epoch.content_digest,
             held_digest=state.epoch.held_digest,
             placement_epoch=state.epoch.placement_epoch,
-            num_tensors=result.num_tensors,
+            num_tensors=update.num_received,
             num_bytes=result.num_bytes,
             prepared_seconds=update.prepared_s,
             staging_seconds=result.staging_seconds,
@@ -116,14 +141,14 @@ class WeightCommit:
                 kind="committed",
                 weight_version=version,
                 weight_epoch=epoch,
-                num_tensors=result.num_tensors,
+                num_tensors=update.num_received,
                 num_bytes=result.num_bytes,
                 prepared_s=update.prepared_s,
                 staging_s=result.staging_seconds,
                 receiving_s=update.receiving_s,
                 stall_s=result.seconds,
                 steps_held=steps_held,
-                target=update.target.name,
+                target=update.target_names,
             )
         )
 
@@ -156,7 +181,8 @@ def committed(reply: CommitReply) -> str:
     """Return the message to its sender."""
     if isinstance(reply.adapter, AdapterVersion):
         return f"Succeeded to load adapter {reply.adapter.name}, version {reply.adapter.version}."
-    return f"Succeeded to update parameter online. Weight version updated to {reply.weight_version}."
+    beside = "".join(f" Adapter {it.name}: version {it.version}." for it in reply.adapters or ())
+    return f"Succeeded to update parameter online. Weight version updated to {reply.weight_version}.{beside}"
 
 
 # --- labels ------------------------------------------------------------------------------------------------------

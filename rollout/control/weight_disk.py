@@ -37,6 +37,7 @@ from weight_sync.errors import TransportError, WeightRequestError
 from weight_sync.receivers.base import BucketSource
 from weight_sync.receivers.disk import DiskSource, check_against_model
 from weight_sync.safetensors_file import read_small
+from weight_sync.update import WeightUpdate
 from weight_sync.updater import WeightUpdater
 
 HowPulled = Literal["delta", "full", "unchanged"]
@@ -110,14 +111,14 @@ class DiskRefresh:
                 known = "null, 'auto', 'safetensors'"
                 raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")
             path = self._folders.readable(verb.model_path)
-            adapter = None if update is None or not isinstance(update.target, AdapterTarget) else update.target
+            adapter = None if update is None else _adapter_in(path, update)
             if adapter is None:
                 require_same_model(path, model.config, self._overrides)
             else:
                 adapter.require_same_config(path)
             source = DiskSource(
                 path,
-                self._updater.target,
+                self._updater.target if adapter is None else adapter.weights,
                 complete=opens,
                 timeout_s=self._timeout_s,
                 known_calls=self._updater.model.known_calls,
@@ -237,6 +238,19 @@ class DiskRefresh:
     def _note_origin(self, version: int, source: str | None) -> None:
         if source is not None:
             self._origin = MemoryOrigin(self._scheduler.runner.state.epoch.weight_epoch, version, source)
+
+
+def _adapter_in(path: Path, update: WeightUpdate) -> AdapterTarget | None:
+    """Return the target of an update that a folder has tensors for; None: the model.
+
+    Raises `WeightRequestError` for the folder of an adapter, where the update has several.
+    """
+    adapters = [target for target in update.targets if isinstance(target, AdapterTarget)]
+    if not adapters or not (update.target is adapters[0] or (path / TENSORS).exists()):
+        return None
+    if len(adapters) > 1:
+        raise WeightRequestError("a folder does not say which of the update's adapters it holds: send tensors by name")
+    return adapters[0]
 
 
 def _changed_since(start: int, source: Path, target: int) -> Collection[str]:

@@ -36,6 +36,10 @@ class LatentSlots(AdapterSlots):
         self.values_a = build.empty(slots, 1, of_head.rank, most).zero_()
         self.values_b = build.empty(slots, heads, most, of_head.value).zero_()
 
+    @property
+    def matrices(self) -> tuple[torch.Tensor, ...]:
+        return self.keys_a, self.keys_b, self.values_a, self.values_b
+
     def places_a(self, slot: int, part: int, rank: int) -> list[LoraPlace]:
         return [
             LoraPlace(self.keys_b, lambda share: share, lambda held: held[slot, 0, :rank]),

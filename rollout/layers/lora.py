@@ -94,6 +94,20 @@ class AdapterSlots(ABC):
             place.put(place.slots, share_of(b_OR, 0, module.outputs))
         self._ranks[slot, part] = rank
 
+    @property
+    @abstractmethod
+    def matrices(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of A and B, by slot in the first dimension."""
+
+    def content(self, slot: int) -> list[torch.Tensor]:
+        """Return copies of what a slot holds: its matrices, and its ranks [P]."""
+        return [held[slot].clone() for held in (*self.matrices, self._ranks)]
+
+    def restore(self, slot: int, content: Sequence[torch.Tensor]) -> None:
+        """Put back what `content` returned."""
+        for held, copy in zip((*self.matrices, self._ranks), content, strict=True):
+            held[slot].copy_(copy)
+
     @abstractmethod
     def places_a(self, slot: int, part: int, rank: int) -> list[LoraPlace]:
         """Return the places of A [R, D] of an adapter."""
@@ -112,6 +126,10 @@ class LoraSlots(AdapterSlots):
         depth = modules[0].inputs.length
         self.a = build.empty(sizes.slots, len(modules), depth, sizes.rank).zero_()
         self.b = build.empty(sizes.slots, sizes.rank, self._columns[-1]).zero_()
+
+    @property
+    def matrices(self) -> tuple[torch.Tensor, ...]:
+        return self.a, self.b
 
     def places_a(self, slot: int, part: int, rank: int) -> list[LoraPlace]:
         return [LoraPlace(self.a, _whole, lambda a: a[slot, part, :, :rank].t())]

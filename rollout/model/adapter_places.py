@@ -27,6 +27,10 @@ _REASONS = {
 }
 
 
+SlotContent = list[list[torch.Tensor]]
+"""The content of a slot, by layer: `AdapterSlots.content`."""
+
+
 class LinearPlace(NamedTuple):
     """A matrix of a linear layer, or one that latent attention absorbs."""
 
@@ -162,6 +166,15 @@ class AdapterPlaces:
             slots.clear(slot)
         for place, a_RD, b_OR in writes:
             place.write(slot, a_RD, b_OR)
+
+    def content(self, slot: int) -> SlotContent:
+        """Return a copy of what a slot holds in each layer of this rank."""
+        return [slots.content(slot) for slots in self._slots]
+
+    def restore(self, slot: int, content: SlotContent) -> None:
+        """Put back what `content` returned."""
+        for slots, matrices in zip(self._slots, content, strict=True):
+            slots.restore(slot, matrices)
 
     def canonical(self, name: str) -> str:
         """Return the model's name of a module that may be adapted.  Raises `AdapterError`."""

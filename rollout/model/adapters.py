@@ -25,7 +25,7 @@ from rollout.core.adapter_names import adapter_ref, fault_of_name
 from rollout.core.errors import AdapterError, Conflict, FatalError, NotFound
 from rollout.core.messages.req_output import AdapterCard, AdapterLabel
 from rollout.layers.lora import SlotSizes
-from rollout.model.adapter_places import AdapterPlaces, Write, is_dense
+from rollout.model.adapter_places import AdapterPlaces, SlotContent, Write, is_dense
 from rollout.model.decoder import DecoderForCausalLM
 
 _NO_SIZES = SlotSizes(0, 0)
@@ -46,6 +46,15 @@ class PreparedAdapter:
     content: Adapter
     pinned: bool
     writes: Sequence[Write]
+
+
+@dataclass(frozen=True)
+class PlannedVersion:
+    """The next version of an adapter, and the slot that it will have.  Valid until the next step."""
+
+    prepared: PreparedAdapter
+    label: AdapterLabel
+    slot: int
 
 
 class AdapterTable:
@@ -145,10 +154,6 @@ class AdapterTable:
         self.require_name(name)
         return PreparedAdapter(name, adapter, pinned, self._places.prepared(adapter))
 
-    def check(self, name: str, adapter: Adapter) -> None:
-        """Raise the `AdapterError` that `load` would, as far as this rank can tell."""
-        self._slot_for(self.prepare(name, adapter).name, self._slots_in_use())
-
     def load(self, name: str, adapter: Adapter, *, pinned: bool = False) -> ServedAdapter:
         """Put an adapter into a slot, as the next version of its name, for requests that are admitted from now on.
 
@@ -167,21 +172,53 @@ class AdapterTable:
 
     def put(self, prepared: PreparedAdapter) -> ServedAdapter:
         """Load an adapter that every rank has prepared.  See `load`."""
-        name, digest = prepared.name, prepared.content.digest
-        label = AdapterLabel(name, self._num_versions.get(name, 0), digest)
-        mark = int.from_bytes(blake2b(repr((label, prepared.pinned)).encode(), digest_size=7).digest(), "little")
+        (planned,) = self.plan([prepared])
+        try:
+            self.write(planned)
+        except Exception as error:
+            name = prepared.name
+            raise FatalError(f"the adapter {name!r} could not be written; other ranks may have it: {error}") from error
+        return self.publish(planned)
+
+    def plan(self, adapters: Sequence[PreparedAdapter]) -> list[PlannedVersion]:
+        """Return the next version of each adapter, and its slot.  Changes nothing, so that nothing is to be given back.
+
+        Called as `load` is, and raises as `load`; the slots are free until the next step.  Names differ.
+        """
+        labels = [AdapterLabel(it.name, self._num_versions.get(it.name, 0), it.content.digest) for it in adapters]
+        stated = [(label, prepared.pinned) for label, prepared in zip(labels, adapters, strict=True)]
+        mark = int.from_bytes(blake2b(repr(stated).encode(), digest_size=7).digest(), "little")
         told = self._world.gather_ints([mark, *self._slots_in_use()])
         if len({other for other, *_ in told}) > 1:
-            raise AdapterError(f"the ranks read other contents of the adapter {name!r}: copy one to all machines")
-        slot = self._slot_for(name, [sum(each) for each in list(zip(*told))[1:]])
-        self._cards.pop(slot, None)
-        try:
-            self._places.write(slot, prepared.writes)
-        except Exception as error:
-            raise FatalError(f"the adapter {name!r} could not be written; other ranks may have it: {error}") from error
+            names = ", ".join(repr(prepared.name) for prepared in adapters)
+            raise AdapterError(f"the ranks read other contents of the adapter {names}: copy one to all machines")
+        slots = self._slots_for([it.name for it in adapters], [sum(each) for each in list(zip(*told))[1:]])
+        return [PlannedVersion(*one) for one in zip(adapters, labels, slots, strict=True)]
+
+    def require_room(self, names: Sequence[str]) -> None:
+        """Raise the `AdapterError` of `load` if these adapters had no slots even while no request held any."""
+        self._slots_for(names, [0] * self._sizes.slots)
+
+    def content(self, planned: PlannedVersion) -> SlotContent | None:
+        """Return a copy of the older version in the slot of a planned one; None for a free slot."""
+        return self._places.content(planned.slot) if planned.slot in self._cards else None
+
+    def write(self, planned: PlannedVersion) -> None:
+        """Write a planned version into its slot, where nothing reads it before `publish`."""
+        self._places.write(planned.slot, planned.prepared.writes)
+
+    def write_back(self, planned: PlannedVersion, content: SlotContent | None) -> None:
+        """Put back the `content` that the slot had before a `write`."""
+        if content is not None:
+            self._places.restore(planned.slot, content)
+
+    def publish(self, planned: PlannedVersion) -> ServedAdapter:
+        """Have requests that are admitted from now on served by a version that is written.  Raises nothing."""
+        label, slot, prepared = planned.label, planned.slot, planned.prepared
+        self._cards.pop(slot, None)  # a load comes last, also in the slot of an earlier one
         self._cards[slot] = AdapterCard(label, prepared.content.source, pinned=prepared.pinned)
-        self._newest[name] = slot
-        self._num_versions[name] = label.version + 1
+        self._newest[label.name] = slot
+        self._num_versions[label.name] = label.version + 1
         self._on_change(self.cards)
         return ServedAdapter(label, slot)
 
@@ -210,20 +247,25 @@ class AdapterTable:
                 counts[served.slot] += 1
         return counts
 
-    def _slot_for(self, name: str, in_use: Sequence[int]) -> int:
-        """Return a free slot, or that of the oldest version that nothing needs.  Raises `AdapterError`.
+    def _slots_for(self, names: Sequence[str], in_use: Sequence[int]) -> list[int]:
+        """Return a slot for the next version of each name: a free one, or that of the oldest version nothing needs.
 
-        The newest version of this name is needed no more, as it is about to be an older one, but comes last.
+        The newest version of a name is needed no more, as it is about to be an older one, but comes last.  Raises
+        `AdapterError`.
         """
-        free = next((slot for slot in range(self._sizes.slots) if slot not in self._cards), None)
-        if free is not None:
-            return free
+        newest, found = dict(self._newest), list[int]()
         unneeded = [slot for slot, card in self._cards.items() if not (in_use[slot] or card.pinned)]
-        mine = self._newest.get(name)
-        older = [slot for slot in unneeded if slot not in self._newest.values()]
-        for slot in (*older, *(each for each in unneeded if each == mine)):
-            return slot
-        raise AdapterError(f"all {self._sizes.slots} slots are taken (--max-loras-per-batch): {self._held_by(in_use)}")
+        free = [slot for slot in range(self._sizes.slots) if slot not in self._cards]
+        for name in names:
+            older = [slot for slot in unneeded if slot not in newest.values()]
+            slots = (*free, *older, *(slot for slot in unneeded if slot == newest.get(name)))
+            slot = next((slot for slot in slots if slot not in found), None)
+            if slot is None:
+                held = self._held_by(in_use)
+                raise AdapterError(f"all {self._sizes.slots} slots are taken (--max-loras-per-batch): {held}")
+            newest[name] = slot
+            found.append(slot)
+        return found
 
     def _held_by(self, in_use: Sequence[int]) -> str:
         """Return what holds each slot, and why it stays."""

@@ -45,7 +45,7 @@ from weight_sync.errors import WeightSyncError
 from weight_sync.manifest import Stated
 from weight_sync.tensor_meta import PackedBucket
 from weight_sync.transaction import TransactionState, WeightTransaction
-from weight_sync.update import UpdateBook
+from weight_sync.update_book import UpdateBook
 from weight_sync.updater import WeightUpdater
 
 HANG_S = 2.0

@@ -7,7 +7,7 @@ request's adapter added, in float64 (`tests.history.reference`).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from rollout.adapters.peft_folder import read_adapter
+from rollout.model.adapters import AdapterTable, PlannedVersion, ServedAdapter
 from tests.adapter_updates import Content, abort, begin, bring, end, random_content, with_value
 from tests.faults.contents import HISTORY_SHAPE, Contents
 from tests.faults.harness import RefreshHarness
@@ -66,6 +67,8 @@ class World(RefreshHarness):
 
     def __init__(self, zoo: Contents, adapters: list[Content], scratch: Path) -> None:
         self.base_of_epoch = [0]
+        self.in_force = [(0, {"a": 0, "b": 1})]  # the contents of base and adapters after each commit
+        self.given: list[tuple[int, str, int, int]] = []  # commits so far, name, base and adapter of a new request
         self.number_of_digest = {content.digest: number for number, content in enumerate(adapters)}
         self.followed: dict[str, Followed] = {}
         self.claimed: dict[str, Any] = {}
@@ -74,6 +77,8 @@ class World(RefreshHarness):
         settings |= {"max_running_requests": 5, "chunked_prefill_size": 4, "max_total_tokens": 96}
         settings |= {"skip_tokenizer_init": True, "context_length": 64, "enable_return_routed_experts": False}
         super().__init__(zoo.checkpoints[0], "host", scratch, **settings)
+        self._table = self.scheduler.runner.state.adapters
+        self._find, self._table.find = self._table.find, self._noted_find  # type: ignore[method-assign]
 
     def start(self, name: str | None, prompt: list[int], new: int) -> None:
         rid = self.submit(prompt, params={"max_new_tokens": new, "temperature": 1.0}, lora_name=name)
@@ -93,6 +98,23 @@ class World(RefreshHarness):
                 one.bases += [self.base] * (len(result.prompt_ids) + len(result.token_ids) - 1 - len(one.bases))
         return ran
 
+    def commit(self, base: int | None = None, **adapters: int) -> bool:
+        """End the open update; return whether it was committed, for want of slots if not."""
+        self.base_of_epoch += [] if base is None else [base]
+        ended = end(self)
+        assert ended.success or "slots are taken" in ended.message, ended.message
+        now, names = self.in_force[-1]
+        if ended.success:
+            self.in_force.append((now if base is None else base, names | adapters))
+        elif base is not None:
+            self.base_of_epoch.pop()
+        return bool(ended.success)
+
+    def _noted_find(self, name: str) -> Any:
+        served = self._find(name)
+        self.given.append((len(self.in_force), name, self.base, self.number_of_digest[served.label.content_digest]))
+        return served
+
     @property
     def base(self) -> int:
         return self.base_of_epoch[self.scheduler.runner.state.epoch.weight_epoch]
@@ -103,11 +125,17 @@ class World(RefreshHarness):
         super()._append(output)
 
 
-def play(world: World, zoo: Contents, adapters: list[Content], seed: int) -> dict[str, int]:
+EVENTS = ("submit",) * 4 + ("steps",) * 2 + ("base", "adapter", "adapter", "both", "both", "wrong")
+WITHIN_AN_EPOCH = ("submit",) * 4 + ("steps",) * 2 + ("adapter",) * 2
+
+
+def play(
+    world: World, zoo: Contents, adapters: list[Content], seed: int, events: Sequence[str] = EVENTS
+) -> dict[str, int]:
     """Play a random history; return how often what happened."""
-    chance, counts = random.Random(seed), dict.fromkeys(("requests", "bases", "adapters", "refused"), 0)
+    chance, counts = random.Random(seed), dict.fromkeys(("requests", "bases", "adapters", "both", "refused"), 0)
     for _ in range(30):
-        what = chance.choice(["submit"] * 4 + ["steps"] * 2 + ["base", "adapter", "adapter", "wrong"])
+        what = chance.choice(events)
         if what == "submit":
             world.start(chance.choice(NAMES), chance.choice(PROMPTS), chance.randint(2, 10))
             counts["requests"] += 1
@@ -116,11 +144,12 @@ def play(world: World, zoo: Contents, adapters: list[Content], seed: int) -> dic
                 world.tick()
         elif what == "base":
             number = chance.randrange(NUM_BASES)
-            world.base_of_epoch.append(number)
             assert begin(world, None).success
             world.tick()
-            assert bring(world, list(zoo.contents[number].items())).success and end(world).success
+            assert bring(world, list(zoo.contents[number].items())).success and world.commit(number)
             counts["bases"] += 1
+        elif what == "both":
+            counts["both"] += play_both(world, zoo, adapters, chance)
         else:
             content, name = chance.choice(adapters), chance.choice(NAMES[1:])
             assert begin(world, content.target(name), content.named if chance.random() < 0.5 else None).success
@@ -132,15 +161,35 @@ def play(world: World, zoo: Contents, adapters: list[Content], seed: int) -> dic
             for part in (content.named[::2], content.named[1::2]):
                 assert bring(world, part).success
                 world.tick()
-            ended = end(world)
-            assert ended.success or "slots are taken" in ended.message, ended.message
-            counts["adapters"] += ended.success
+            counts["adapters"] += world.commit(**{name: adapters.index(content)})
     world.run()
     return counts
 
 
+def play_both(world: World, zoo: Contents, adapters: list[Content], chance: random.Random) -> bool:
+    """Send a base and an adapter in one update, in mixed buckets; return whether both are in force."""
+    base, adapter, name = chance.randrange(NUM_BASES), chance.randrange(NUM_ADAPTERS), chance.choice(NAMES[1:])
+    assert name is not None
+    named = [*zoo.contents[base].items(), *adapters[adapter].named]
+    chance.shuffle(named)
+    begun = begin(world, None, named if chance.random() < 0.5 else None, adapters=[adapters[adapter].target(name)])
+    assert begun.success, begun.message
+    for part in (named[::2], named[1::2]):
+        assert bring(world, part).success
+        world.tick()
+    return world.commit(base, **{name: adapter})
+
+
+def check_pairs(world: World) -> None:
+    """Compare base and adapter of each new request with a commit: the last one, or the one that was under way."""
+    for count, name, base, adapter in world.given:
+        pairs = [(each, names[name]) for each, names in world.in_force[count - 1 : count + 1]]
+        assert (base, adapter) in pairs, f"a request for {name} began with {base, adapter}, in force were {pairs}"
+
+
 def check(world: World, judge: MixedReference, number: Any) -> int:
     """Compare every token with the judge; return how many were compared."""
+    check_pairs(world)
     compared = 0
     for rid, result in world.results.items():
         one, label = world.followed[rid], world.claimed[rid]
@@ -172,9 +221,11 @@ def adapters(zoo: Contents, tmp_path_factory: pytest.TempPathFactory) -> list[Co
     ]
 
 
-def explained(zoo: Contents, adapters: list[Content], scratch: Path, seed: int) -> tuple[int, dict[str, int]]:
+def explained(
+    zoo: Contents, adapters: list[Content], scratch: Path, seed: int, events: Sequence[str] = EVENTS
+) -> tuple[int, dict[str, int]]:
     world = World(zoo, adapters, scratch)
-    counts = play(world, zoo, adapters, seed)
+    counts = play(world, zoo, adapters, seed, events)
     world.check_idle()
     merged = Merged(zoo.contents, adapters)
     judge = MixedReference(world.scheduler.runner.state.model.config, merged)
@@ -194,4 +245,36 @@ def test_every_token_is_of_its_base_and_its_adapter(
 def test_wrong_engines_are_found(zoo: Contents, adapters: list[Content], tmp_path: Path, wrong: str) -> None:
     with wrong_engines("adapters")[wrong](), pytest.raises(AssertionError, match="is off by"):
         for seed in range(1, 4):
-            explained(zoo, adapters, tmp_path / str(seed), seed)
+            explained(zoo, adapters, tmp_path / str(seed), seed, WITHIN_AN_EPOCH)
+
+
+@pytest.mark.mutant
+def test_an_adapter_that_follows_its_base_a_turn_later_is_noticed(
+    zoo: Contents, adapters: list[Content], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that arrives between the two gets the new base and the old adapter."""
+    publish, tick, late = AdapterTable.publish, World.tick, list[Callable[[], object]]()
+
+    def publish_later(table: AdapterTable, planned: PlannedVersion) -> ServedAdapter:
+        late.append(lambda: publish(table, planned))
+        return ServedAdapter(planned.label, planned.slot)
+
+    def tick_and_publish(world: World) -> bool:
+        due = list(late)
+        late.clear()
+        ran = tick(world)
+        for one in due:
+            one()
+        return ran
+
+    world = World(zoo, adapters, tmp_path)
+    monkeypatch.setattr(AdapterTable, "publish", publish_later)
+    monkeypatch.setattr(World, "tick", tick_and_publish)
+    for number in range(1, NUM_BASES):
+        named = [*zoo.contents[number].items(), *adapters[number + 1].named]
+        assert begin(world, None, adapters=[adapters[number + 1].target("a")]).success and bring(world, named).success
+        assert world.commit(number, a=number + 1)
+        world.start("a", PROMPTS[0], 2)
+        world.run()
+    with pytest.raises(AssertionError, match="in force were"):
+        check_pairs(world)

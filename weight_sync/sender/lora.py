@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from weight_sync.errors import WeightRequestError, shown
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
-from weight_sync.sender.plan import sent_name
+from weight_sync.sender.plan import TensorSource, sent_name
 from weight_sync.sender.ranks import TrainerRanks
 from weight_sync.tensor_meta import dtype_name
 
 RANKS_WAIT_S = 120.0
 """Seconds that the sending rank of a trainer waits for another one in `packed_lora`; the others wait longer for it."""
+_OF_PEFT = re.compile(r"\.(?:lora_\w+|modules_to_save)\.|\.lora_\w+$")
+"""Tensors that PEFT adds to a model."""
 
 
 class Lora(NamedTuple):
@@ -34,9 +37,10 @@ class Lora(NamedTuple):
         return {"adapter": name, "config": self.config}
 
 
-def lora_of(model: torch.nn.Module, adapter: str = "default") -> Lora:
+def lora_of(model: torch.nn.Module, adapter: str = "default", sent_as: str | None = None) -> Lora:
     """Return the adapter that PEFT calls `adapter` in `model`; tensors are the model's own.
 
+    `sent_as`: the adapter's name that names of tensors hold; None: none.
     All tensors of the adapter are among them, also of kinds that no engine serves, which engines refuse by name.
     Raises `WeightRequestError` for a model without that adapter, and for settings that JSON cannot hold.
     """
@@ -48,7 +52,7 @@ def lora_of(model: torch.nn.Module, adapter: str = "default") -> Lora:
     tensors = {}
     for name, tensor in model.state_dict().items():
         if (match := own.fullmatch(sent_name(name))) is not None:
-            tensors[match["stem"] + (match["end"] or "")] = tensor
+            tensors[match["stem"] + ("" if sent_as is None else f".{sent_as}") + (match["end"] or "")] = tensor
     if not tensors:
         raise WeightRequestError(f"the adapter {shown(adapter)} has no tensors with names of LoRA")
     try:
@@ -69,6 +73,39 @@ def ranks_of(model: torch.nn.Module, timeout_s: float = RANKS_WAIT_S) -> Trainer
     """Return the ranks of the default group if the model is sharded, which must be over all of them; None if not."""
     sharded = next((tensor for tensor in model.parameters() if isinstance(tensor, DTensor)), None)
     return None if sharded is None else TrainerRanks(None, sharded.to_local().device, timeout_s)
+
+
+def with_adapters(
+    source: TensorSource, adapters: Mapping[str, torch.nn.Module]
+) -> tuple[TensorSource, list[dict[str, Any]]]:
+    """Return a model's tensors together with adapters' tensors, and the `adapters` of `begin_weight_update`.
+
+    `adapters`: by the engines' names, the models of PEFT that have them, under the same name or as the only adapter.
+    Of a `source` that is a model of PEFT, the model without its adapters is sent.  Raises as `lora_of`.
+    """
+    several = len(adapters) > 1
+    loras = {name: lora_of(it, _name_in(it, name), name if several else None) for name, it in adapters.items()}
+    tensors = {name: tensor for lora in loras.values() for name, tensor in lora.tensors.items()}
+    if isinstance(source, torch.nn.Module):
+        source = base_of(source) if hasattr(source, "peft_config") else source.state_dict()
+    joined: TensorSource = {**source, **tensors} if isinstance(source, Mapping) else [*source, *tensors.items()]
+    return joined, [lora.target(name) for name, lora in loras.items()]
+
+
+def base_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model that PEFT has put adapters around, by that model's names."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if not _OF_PEFT.search(name):
+            name = sent_name(name).removeprefix("base_model.model.").replace(".original_module.", ".")
+            found[name.replace(".base_layer.", ".")] = tensor
+    return found
+
+
+def _name_in(model: torch.nn.Module, name: str) -> str:
+    """Return PEFT's name of the adapter that engines call `name`."""
+    names = list(getattr(model, "peft_config", None) or ())
+    return names[0] if len(names) == 1 else name
 
 
 class PackedLora(NamedTuple):

@@ -55,7 +55,8 @@ class Refresh:
             with self.parts.timed("manifest"):
                 self.fields["manifest"] = Manifest(contents.lists, fingerprints)
                 self._fingerprints = fingerprints.by_name(contents.lists.names)
-                self._digest = contents.digest(fingerprints)
+                if not isinstance(self.fields.get("adapters"), list):  # else engines have a digest of each target
+                    self._digest = contents.digest(fingerprints)
         return gatherer
 
     def begin_fields(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class RefreshReport:
     seconds: float
     num_buckets: int
     fingerprints: dict[str, str]  # 16 hex digits by name; empty without a manifest
-    digest: str | None
+    digest: str | None  # None: not known, or adapters came with the model
     engines: dict[str, EngineReport] = field(default_factory=dict)  # by engine name
     parts: Mapping[str, float] = field(default_factory=dict)
 

@@ -23,7 +23,7 @@ from weight_sync.process_group import resolve_backend
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.layout import SharedBucket, WholeBucket
 from weight_sync.sender.link import Bucket, EngineLink
-from weight_sync.sender.lora import lora_of
+from weight_sync.sender.lora import lora_of, with_adapters
 from weight_sync.sender.meeting import MeetingPlace
 from weight_sync.sender.plan import TensorSource
 from weight_sync.sender.rank_groups import EngineRanks
@@ -160,6 +160,7 @@ class WeightSender:
         progress: Progress | None = None,
         with_manifest: bool = True,
         split_experts: bool = True,
+        adapters: Mapping[str, torch.nn.Module] | None = None,
         begin_options: Mapping[str, Any] | None = None,
     ) -> RefreshReport:
         """Send one weight version as one transaction; returns when the engines have committed it.
@@ -169,6 +170,7 @@ class WeightSender:
         `progress(bytes done, bytes in all)` is called after each bucket.  `with_manifest`: state names, dtypes, shapes
         and fingerprints first, so that a wrong refresh is refused before anything is sent and a flipped bit is noticed.
         `split_experts`: see `split_fused_experts`; without it fused tensors go as they are, with no fingerprint.
+        `adapters`: by the engines' names, models of PEFT whose adapters come into force with it (`with_adapters`).
         `begin_options`: further fields of `begin_weight_update`.
 
         The next bucket is gathered and packed while this one is broadcast.  Memory on the sending rank: two buckets,
@@ -179,6 +181,11 @@ class WeightSender:
         all that could be reached have dropped it; the error carries notes on the others.
         """
         start, parts = time.perf_counter(), Parts()
+        if adapters:
+            if self._per_rank:
+                raise WeightRequestError("a sender per rank sends no adapters: use refresh_adapter of another sender")
+            source, targets = with_adapters(source, adapters)
+            begin_options = {"adapters": targets} | dict(begin_options or {})
         options = {
             "weight_version": weight_version,
             "coverage": coverage,

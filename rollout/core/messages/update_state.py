@@ -28,10 +28,12 @@ class AdapterVersion(msgspec.Struct, kw_only=True):
 class CommitReply(Reply, kw_only=True):
     """The published version; unset without one.  `content_digest`: of the tensors as sent; `held_digest`: of memory.
 
-    `adapter`: of an update whose target is one; the other versions are the ones in force.
+    `adapter`: of an update whose target is one; the other versions are the ones in force.  `adapters`: the ones that
+    came into force with the model's weights.
     """
 
     adapter: AdapterVersion | UnsetType = UNSET
+    adapters: list[AdapterVersion] | UnsetType = UNSET
 
     weight_version: str | UnsetType = UNSET
     weight_epoch: int | UnsetType = UNSET
@@ -49,7 +51,7 @@ class CommitReply(Reply, kw_only=True):
 
 
 class EndedUpdateState(msgspec.Struct, kw_only=True):
-    """The end of one of the last updates, see `weight_sync.update.EndedUpdate`."""
+    """The end of one of the last updates, see `weight_sync.update_book.EndedUpdate`."""
 
     update_id: str | None
     kind: Literal["committed", "lost", "aborted"]
@@ -101,6 +103,7 @@ class UpdateStateReply(Reply, kw_only=True):
     pause_left_s: float | UnsetType | None = UNSET
     poisoned: str | UnsetType | None = UNSET
     adapter: AdapterVersion | UnsetType = UNSET
+    adapters: list[AdapterVersion] | UnsetType = UNSET
     weight_epoch: int | UnsetType = UNSET
     content_digest: str | UnsetType | None = UNSET
     held_digest: str | UnsetType | None = UNSET

@@ -98,7 +98,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
 
     `update_id`: chosen by the sender, all of whose calls must carry it then; null: the request's id becomes it.
     `per_rank`: each rank is sent what it keeps under the expert map of `placement_epoch`, see `/weight_parts`.
-    `target`: an adapter; null: the model, and whether it keeps its `adapters`, or the update is refused if it has any.
+    `target`: an adapter; null: the model, which keeps its `adapters`, or gets these with it, or is refused with any.
     """
 
     endpoint = Endpoint(
@@ -120,7 +120,7 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
     per_rank: bool = False
     target: AdapterOfUpdate | None = None
-    adapters: Literal["keep", "refuse"] = "keep"
+    adapters: Literal["keep", "refuse"] | list[AdapterOfUpdate] = "keep"
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
     counts_tensors: bool = False  # the label states how many came if not all did, as no part was announced

@@ -7,6 +7,8 @@ Shapes: P experts stored here, S slots, D hidden, I expert intermediate of this 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from rollout.kernels.ops import ExpertPart
@@ -42,6 +44,15 @@ class ExpertLoraSlots:
     def clear(self, slot: int) -> None:
         """Empty a slot: it adapts no expert."""
         self.ranks[:, slot] = 0
+
+    def content(self, slot: int) -> list[torch.Tensor]:
+        """Return copies of what a slot holds of each expert: its matrices, and its ranks [P, 3]."""
+        return [held[:, slot].clone() for held in self.tensors]
+
+    def restore(self, slot: int, content: Sequence[torch.Tensor]) -> None:
+        """Put back what `content` returned; no expert has moved since then."""
+        for held, copy in zip(self.tensors, content, strict=True):
+            held[:, slot].copy_(copy)
 
     def write(self, slot: int, expert: int, part: ExpertPart, a_RD: torch.Tensor, b_OR: torch.Tensor) -> None:
         """Put whole matrices of the expert that is stored at `expert`, the scale within B, into a slot."""

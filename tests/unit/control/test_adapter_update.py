@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,19 +22,23 @@ from rollout.core.messages.weights import (
     ManifestEntry,
     UpdateWeightVersionReqInput,
 )
-from rollout.model.adapter_places import AdapterPlaces
+from rollout.layers.lora import LoraSlots
 from rollout.model.adapter_weights import AdapterWeights
+from rollout.model.adapters import AdapterTable
 from tests.adapter_updates import (
     FAMILY,
+    IDS,
     SEED,
     TRANSPORTS,
     Content,
     abort,
+    answer,
     begin,
     bring,
     end,
     make_content,
     refresh,
+    started,
     update_id,
     with_value,
 )
@@ -43,7 +48,6 @@ from tests.faults.transports import SENDS, Call, Damage, delta
 from tests.troubleshooting import require_entry
 from weight_sync.update import UpdateTarget
 
-IDS = [5, 9, 200, 31, 7, 8, 77, 140]
 A, B = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_B"
 
 
@@ -65,23 +69,11 @@ def answers(checkpoint: Path, contents: list[Content], tmp_path_factory: pytest.
     return [answer(harness, f"c{number}") for number in range(len(contents))]
 
 
-def started(checkpoint: Path, scratch: Path, paths: str, **settings: Any) -> RefreshHarness:
-    defaults = {"enable_lora": True, "lora_paths": paths, "max_loras_per_batch": 4, "staging": "host"}
-    defaults |= {"enable_return_routed_experts": False, "skip_tokenizer_init": True, "max_lora_rank": 8}
-    return RefreshHarness(checkpoint, scratch=scratch, **defaults | settings)
-
-
 @pytest.fixture
 def engine(checkpoint: Path, contents: list[Content], tmp_path: Path) -> Iterator[RefreshHarness]:
     harness = started(checkpoint, tmp_path, f"poet={contents[0].folder}")
     yield harness
     harness.clean_up()
-
-
-def answer(harness: RefreshHarness, name: str | None) -> tuple[list[int], list[float]]:
-    (result,) = harness.generate([IDS], {"max_new_tokens": 4}, lora_name=name)
-    assert result.finished is not None and result.finished.reason.status_code is None, result.finished
-    return result.token_ids, result.logprobs
 
 
 def serves(harness: RefreshHarness, content: Content, version: int) -> bool:
@@ -392,21 +384,56 @@ def test_a_load_that_finds_no_slot_says_what_is_full(
     assert engine.control(GetWeightUpdateReqInput, update_id=update_id(engine)).data["outcome"] == "aborted"
 
 
+@pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("lost", ["the write", "the vote"])
-def test_an_engine_whose_ranks_may_differ_ends(
-    engine: RefreshHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch, lost: str
+def test_a_commit_that_one_rank_fails_puts_the_old_version_back(
+    checkpoint: Path,
+    contents: list[Content],
+    answers: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: str,
+    slots: int,
 ) -> None:
-    """This rank fails to write what others have, or has what another failed to write."""
+    """This rank fails in the middle of the write, or has what another failed to write.
 
+    With one slot the new version has overwritten the one that serves.
+    """
+    engine = started(checkpoint, tmp_path, f"poet={contents[0].folder}", max_loras_per_batch=slots)
+    assert begin(engine, contents[1].target()).success and bring(engine, contents[1].named).success
+    with monkeypatch.context() as failing:
+        if lost == "the vote":
+            failing.setattr(engine.updater, "_commit_vote", lambda mine: False)
+        else:
+            failing.setattr(LoraSlots, "write", fails_at(3, LoraSlots.write))
+        ended = end(engine)
+    assert not ended.success and "the old weights were restored" in ended.message, ended.message
+    assert serves(engine, contents[0], 0) and answer(engine, "poet") == answers[0]
+    assert refresh(engine, contents[1]).success and answer(engine, "poet") == answers[1]
+
+
+def fails_at(count: int, write: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that writes as `write` does, and fails at its `count`th call."""
+    calls = itertools.count(1)
+
+    def once(*given: Any) -> None:
+        if next(calls) == count:
+            raise MemoryError("no memory")
+        write(*given)
+
+    return once
+
+
+def test_an_engine_whose_slot_cannot_be_put_back_ends(
+    engine: RefreshHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise MemoryError("no memory")
 
     assert begin(engine, contents[1].target()).success and bring(engine, contents[1].named).success
-    if lost == "the vote":
-        monkeypatch.setattr(engine.updater, "_commit_vote", lambda mine: False)
-    else:
-        monkeypatch.setattr(AdapterPlaces, "write", fail)
-    with pytest.raises(FatalError, match="an adapter may be in force on some ranks"):
+    monkeypatch.setattr(engine.updater, "_commit_vote", lambda mine: False)
+    monkeypatch.setattr(AdapterTable, "write_back", fail)
+    with pytest.raises(FatalError, match="the slot of an adapter has the content of no version"):
         end(engine)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from rollout.core.errors import AdapterError
 from rollout.core.messages.weights import GetWeightUpdateReqInput
@@ -55,3 +56,34 @@ def test_all_ranks_serve_the_version_or_none(
     answer = refresh(engine, contents[1])
     assert answer.success and served(engine) == [new, new], answer.message
     assert answer.data["adapter"] == {"name": "poet", "version": 1, "content_digest": contents[1].digest}
+
+
+def state_of(engine: ParallelHarness) -> list[tuple[int, int, str]]:
+    epochs = [each.runner.state.epoch.weight_epoch for each in engine.schedulers]
+    return [(epoch, *label) for epoch, label in zip(epochs, served(engine), strict=True)]
+
+
+@pytest.mark.parametrize("fails", ["its check", "its write"])
+def test_all_ranks_take_the_model_and_the_adapter_or_neither(
+    engine: ParallelHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    weights = engine.schedulers[0].runner.state.model.weights
+    base = [(name, torch.full(meta.shape, 0.01, dtype=meta.dtype)) for name, meta in weights.metas().items()]
+    table = engine.schedulers[1].runner.state.adapters
+    epoch, version, digest = state_of(engine)[0]
+    content = contents[0] if digest == contents[1].digest else contents[1]
+    both = [*base, *content.named]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AdapterError("this rank has no memory for it")
+
+    for is_well in (False, True):
+        assert begin(engine, None, both, adapters=[content.target()]).success
+        assert bring(engine, both[::2]).success and bring(engine, both[1::2]).success
+        with monkeypatch.context() as one_cannot:
+            if not is_well:
+                one_cannot.setattr(table, "prepare" if fails == "its check" else "write", refuse)
+            ended = end(engine)
+        after = (epoch + 1, version + 1, content.digest) if is_well else (epoch, version, digest)
+        assert ended.success == is_well and state_of(engine) == [after, after], ended.message
+    assert ended.data["adapters"][0]["version"] == version + 1

@@ -11,7 +11,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +27,8 @@ from tests.sharded_trainer import run_ranks
 from tests.troubleshooting import require_entry
 from weight_sync.engine_control import EngineError
 from weight_sync.errors import WeightRequestError
-from weight_sync.sender.lora import lora_of, packed_lora, ranks_of
+from weight_sync.sender.lora import base_of, lora_of, packed_lora, ranks_of, with_adapters
+from weight_sync.sender.refresh import Refresh
 
 PROMPT = [5, 9, 200, 31, 7, 8]
 
@@ -165,3 +166,44 @@ def test_a_folder_is_what_peft_would_save(contents: list[Content], tmp_path: Pat
         name: tensor.shape for name, tensor in contents[1].named
     }
     assert lora.config["target_modules"] == sorted(contents[1].config["target_modules"])
+
+
+def test_the_base_of_a_peft_model_has_the_names_that_it_had(contents: list[Content]) -> None:
+    base, plain = base_of(trained(contents[1])), family_model(FAMILY, SEED).state_dict()
+    assert base.keys() == plain.keys() and all(torch.equal(tensor, plain[name]) for name, tensor in base.items())
+
+
+def test_a_sender_sends_a_model_and_its_adapters_together(
+    contents: list[Content], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = trained(contents[1], "poet"), list[Refresh]()
+    monkeypatch.setattr(WeightSender, "_require_role", lambda *_: None)
+    monkeypatch.setattr(WeightSender, "_attempt", lambda self, refresh, progress: seen.append(refresh) or True)
+    report = WeightSender({}).refresh(model, "both", adapters={"poet": model}, begin_options={"lease_s": 5.0})
+    (refresh,) = seen
+    sent, base = refresh.plan.contents.lists.names, family_model(FAMILY, SEED).state_dict()
+    assert set(dict(contents[1].named)) == {name for name in sent if ".lora_" in name}
+    assert {name for name in sent if ".lora_" not in name} <= base.keys()
+    config = lora_of(model, "poet").config
+    assert refresh.fields["adapters"] == [{"adapter": "poet", "config": config}] and refresh.fields["lease_s"] == 5.0
+    refresh.prepare()
+    assert len(refresh.report().fingerprints) == len(sent) and refresh.report().digest is report.digest is None
+    with pytest.raises(WeightRequestError, match="a sender per rank sends no adapters") as caught:
+        WeightSender({}, per_rank=True).refresh(model, adapters={"poet": model})
+    require_entry(str(caught.value))
+
+
+def test_a_server_takes_a_model_and_two_adapters_of_it(server: Live, contents: list[Content]) -> None:
+    """Last, as the model has another version then."""
+    model = trained(contents[1], "poet")
+    model.load_adapter(contents[2].folder, "clerk")
+    tensors, targets = with_adapters(model, {"poet": model, "clerk": model})
+    payload = save({name: tensor.clone() for name, tensor in dict(tensors).items()})
+    with RolloutClient(server.url) as client:
+        version = adapter_of(client)["version"]
+        with client.weight_transaction("both", adapters=targets) as update:
+            update.send("update_weights_from_tensor", serialized_named_tensors=[payload], format="safetensors")
+            assert adapter_of(client)["version"] == version
+        assert (client.weight_version(), adapter_of(client)) == ("both", label(contents[1], version + 1))
+        clerk = client.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 1}, lora_path="clerk")
+        assert clerk.meta_info["adapter"]["content_digest"] == read_adapter(contents[2].folder).digest

@@ -80,9 +80,8 @@ def test_a_refused_load_says_what_holds_each_slot(model: DecoderForCausalLM) -> 
     table.load("clerk", content(model, 2), pinned=True)
     told = r"all 3 slots are taken .*: poet@0 \(in use\); poet@1 \(newest\); clerk@0 \(newest, pinned\)$"
     before = versions(table)
-    for attempt in (table.check, table.load):
-        with pytest.raises(AdapterError, match=told):
-            attempt("monk", content(model, 3))
+    with pytest.raises(AdapterError, match=told):
+        table.load("monk", content(model, 3))
     assert versions(table) == before and table.find("poet@0") == held[0]
 
 
@@ -174,3 +173,34 @@ def test_names_that_no_adapter_can_have_are_refused(model: DecoderForCausalLM) -
             table.load(name, content(model, 0))
     with pytest.raises(AdapterError, match="start it with --enable-lora"):
         AdapterTable(model).load("poet", content(model, 0))
+
+
+def test_adapters_that_come_together_get_slots_as_if_one_after_the_other(model: DecoderForCausalLM) -> None:
+    table = AdapterTable(model, SlotSizes(3, 2))
+    held = [table.load("poet", content(model, 0))]
+    table.connect(lambda: held, lambda _: None)
+    for count, name in enumerate(("poet", "clerk"), 1):
+        table.load(name, content(model, count))
+    both = [table.prepare(name, content(model, 3)) for name in ("poet", "clerk")]
+    planned = table.plan(both)
+    assert [(each.label.name, each.label.version, each.slot) for each in planned] == [("poet", 2, 1), ("clerk", 1, 2)]
+    assert versions(table) == ["poet@0", "poet@1", "clerk@0"], "nothing has changed"
+    table.require_room(["poet", "clerk", "monk"])
+    told = r"poet@0 \(in use\); poet@1 \(newest\); clerk@0 \(newest\)$"
+    with pytest.raises(AdapterError, match=told):
+        table.plan([*both, table.prepare("monk", content(model, 3))])
+    held.clear()
+    with pytest.raises(AdapterError, match="all 3 slots are taken"):
+        table.require_room(["poet", "clerk", "monk", "cook"])
+
+
+def test_a_version_that_is_written_back_has_its_content(model: DecoderForCausalLM) -> None:
+    table = AdapterTable(model, SlotSizes(1, 2))
+    served = table.load("poet", content(model, 1))
+    before = [matrix.clone() for layer in table.places._slots for matrix in layer.content(0)]
+    (planned,) = table.plan([table.prepare("poet", content(model, 2))])
+    kept = table.content(planned)
+    table.write(planned)
+    table.write_back(planned, kept)
+    after = [matrix for layer in table.places._slots for matrix in layer.content(0)]
+    assert all(map(torch.equal, before, after)) and table.find("poet") == served
