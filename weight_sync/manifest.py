@@ -49,12 +49,12 @@ class Manifest:
         self.key = key
 
     @classmethod
-    def of(cls, entries: Entries) -> Manifest:
-        """Return the manifest of these entries."""
+    def of(cls, entries: Entries, key: Hashable = None) -> Manifest:
+        """Return the manifest of these entries.  `key`: equal for entries with the same tensors."""
         metas = [meta for meta, _ in entries]
         values = np.array([value or 0 for _, value in entries], dtype=np.uint64)
         is_stated = np.array([value is not None for _, value in entries], dtype=np.bool_)
-        return cls(lambda: metas, lambda _: (values, is_stated))
+        return cls(lambda: metas, lambda _: (values, is_stated), key)
 
     @classmethod
     def of_lists(cls, lists: Callable[[], Lists], fingerprints: str | None, key: Hashable = None) -> Manifest:

@@ -9,7 +9,9 @@ commit       between two steps of all ranks: its slot is chosen, it is written t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from rollout.adapters.config import LoraConfig, target_modules
@@ -48,6 +50,11 @@ class _NextVersion:
         if self._is_written and self.planned is not None:
             self.table.write_back(self.planned, self._before)
 
+    def forget(self) -> None:
+        """Release what belongs to one update."""
+        self.prepared = self.planned = self._before = None
+        self._is_written = False
+
 
 class AdapterTarget(UpdateTarget):
     """The next version of adapter `name` in `table`, with this configuration."""
@@ -58,16 +65,15 @@ class AdapterTarget(UpdateTarget):
         super().__init__(f"adapter {name}", weights, lambda _: weights, AS_SENT, apart)
         self._next.prepare()  # with zeros: what only names and shapes decide
 
-    @classmethod
-    def of(cls, stated: AdapterOfUpdate, manifest: Manifest | None, table: AdapterTable) -> AdapterTarget:
-        """Return the target that a begin states.  Raises `AdapterError`, and `WeightRequestError` for its manifest."""
-        table.require_name(stated.adapter)
-        config = LoraConfig.of(stated.config)
-        if manifest is None:
-            weights = configured_weights(config, target_modules(stated.config), table.places)
-        else:
-            weights = announced_weights(manifest.metas(), table.places)
-        return cls(table, stated.adapter, config, weights)
+    def begin(self, name: str) -> None:
+        """Start another update, for the next version of adapter `name`."""
+        self._next.forget()
+        self._next.name, self.name = name, f"adapter {name}"
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its tensors, in host memory."""
+        return sum(meta.nbytes for meta in self.weights.metas().values())
 
     def require_same_config(self, folder: Path) -> None:
         """Raise `AdapterError` unless the folder's tensors are meant for the configuration of this update."""
@@ -80,6 +86,7 @@ class AdapterTarget(UpdateTarget):
         """Put the version in force that was written; return it."""
         assert self._next.planned is not None, "it is committed"
         label = self._next.table.publish(self._next.planned).label
+        self._next.forget()
         return AdapterVersion(name=label.name, version=label.version, content_digest=label.content_digest)
 
     @staticmethod
@@ -93,3 +100,44 @@ class AdapterTarget(UpdateTarget):
         if targets:
             for each, planned in zip(following, following[0].table.plan(prepared), strict=True):
                 each.planned = planned
+
+
+class AdapterTargets:
+    """Makes the targets of updates of adapters in `table`, and keeps the ones that a manifest announced.
+
+    A target is found again for the same tensors and configuration, with its memory and its plans: what only names and
+    shapes decide is not asked again.  The ones used last are kept, with at most `max_bytes` of tensors together.
+    """
+
+    def __init__(self, table: AdapterTable, max_bytes: int = 256 << 20) -> None:
+        self._table, self._max_bytes = table, max_bytes
+        self._kept: OrderedDict[Hashable, AdapterTarget] = OrderedDict()
+
+    def target(self, stated: AdapterOfUpdate, manifest: Manifest | None) -> AdapterTarget:
+        """Return the target that a begin states, while no update is open.
+
+        Raises `AdapterError`, and `WeightRequestError` for its manifest.
+        """
+        self._table.require_name(stated.adapter)
+        if manifest is None:
+            config = LoraConfig.of(stated.config)
+            weights = configured_weights(config, target_modules(stated.config), self._table.places)
+            return AdapterTarget(self._table, stated.adapter, config, weights)
+        key = json.dumps(stated.config), manifest.key
+        target = None if manifest.key is None else self._kept.get(key)
+        if target is None:
+            config = LoraConfig.of(stated.config)
+            weights = announced_weights(manifest.metas(), self._table.places)
+            target = AdapterTarget(self._table, stated.adapter, config, weights)
+        target.begin(stated.adapter)
+        if manifest.key is not None:
+            self._kept[key] = target
+            self._kept.move_to_end(key)
+            self._drop_oldest()
+        return target
+
+    def _drop_oldest(self) -> None:
+        sizes = [target.num_bytes for target in self._kept.values()]
+        while sum(sizes) > self._max_bytes:
+            self._kept.popitem(last=False)
+            del sizes[0]

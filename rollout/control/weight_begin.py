@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from rollout.control.adapter_target import AdapterTarget
+from rollout.control.adapter_target import AdapterTargets
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.tensor_owner import TensorOwner, is_part_of_names
 from rollout.control.weight_queue import Job, nothing, replies
@@ -28,7 +28,7 @@ class WeightBegin:
 
     def __init__(self, scheduler: Scheduler, updater: WeightUpdater, adoption: PlacementAdoption) -> None:
         self._scheduler, self._updater, self._adoption = scheduler, updater, adoption
-        self._layouts = KnownParts()
+        self._targets, self._layouts = AdapterTargets(scheduler.runner.state.adapters), KnownParts()
         self._found_digests: Digests | None = None
         self._without_adapters: str | None = None  # the id of an update that refuses adapters
 
@@ -60,7 +60,7 @@ class WeightBegin:
             self._require_base(verb)
             manifest, target, beside = manifest_of(verb), None, dict[str, Any]()
             if verb.target is not None:
-                target = AdapterTarget.of(verb.target, manifest, self._scheduler.runner.state.adapters)
+                target = self._targets.target(verb.target, manifest)
             elif isinstance(verb.adapters, list):
                 manifest, beside = self._with_adapters(verb.adapters, manifest)
             self._updater.begin(
@@ -93,7 +93,7 @@ class WeightBegin:
         owner = TensorOwner(names, self._updater.weights)
         sorter = Sorter(1 + len(names), owner, owner.rule, self._layouts)
         mine, *theirs = [None] * sorter.count if manifest is None else sorter.manifests(manifest)
-        targets = [AdapterTarget.of(one, part, table) for one, part in zip(stated, theirs, strict=True)]
+        targets = [self._targets.target(one, part) for one, part in zip(stated, theirs, strict=True)]
         return mine, {"beside": list(zip(targets, theirs, strict=True)), "sorter": sorter}
 
     def require_no_adapters(self, update_id: str | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import astuple
 
+from rollout.core.messages.tensor_lists import digest_of
 from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
     RefusedBucketReqInput,
@@ -91,5 +92,7 @@ def manifest_of(verb: BeginWeightUpdateReqInput) -> Manifest | None:
         return None
     key = verb.digest()
     if key is None:
-        return Manifest.of(parse_manifest(map(astuple, verb.entries())))
+        entries = parse_manifest(map(astuple, verb.entries()))
+        tensors = [(meta.name, str(meta.dtype), meta.shape) for meta, _ in entries]
+        return Manifest.of(entries, digest_of(repr(tensors).encode()))
     return Manifest.of_lists(lambda: verb.lists() or ([], [], [], None), verb.fingerprints(), key)

@@ -32,10 +32,11 @@ Pairs = dict[str, dict[str, torch.Tensor]]
 class AdapterWeights:
     """`weight_sync.tensor_meta.LogicalWeights` of one adapter.
 
-    `metas`: its tensors.  `canonical(module)`: the name that `metas` have for a module of the sender's.
+    `metas`: its tensors.  `canonical(module)`: the name that `metas` have for a module of the sender's; None: `metas`
+    have the sender's names and dtypes.
     """
 
-    def __init__(self, metas: Sequence[TensorMeta], canonical: Callable[[str], str]) -> None:
+    def __init__(self, metas: Sequence[TensorMeta], canonical: Callable[[str], str] | None) -> None:
         self._metas = {meta.name: meta for meta in metas}
         self._tensors = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in metas}
         self._canonical = canonical
@@ -45,13 +46,13 @@ class AdapterWeights:
         return self._metas
 
     def split(self, wire: TensorMeta) -> list[Piece]:
-        """Return the only tensor in `wire`, and note how the sender has it.
+        """Return the only tensor in `wire`, and note how the sender has it, where that is not known.
 
         Raises `UnknownTensorError`, `ShapeMismatchError`.
         """
         try:
             module, side = side_of(wire)
-            name = _name(self._canonical(module), side)
+            name = _name(module if self._canonical is None else self._canonical(module), side)
         except AdapterError as error:
             raise UnknownTensorError(str(error)) from None
         if name not in self._metas:
@@ -59,7 +60,8 @@ class AdapterWeights:
         if wire.shape != self._metas[name].shape:
             have, want = list(wire.shape), list(self._metas[name].shape)
             raise ShapeMismatchError(f"{wire.name} has shape {have}, the adapter expects {want}")
-        self._sent[name] = module, wire.dtype
+        if self._canonical is not None:
+            self._sent[name] = module, wire.dtype
         return [Piece(name)]
 
     def nearest(self, name: str) -> str | None:
@@ -100,7 +102,7 @@ def announced_weights(metas: Sequence[TensorMeta], places: AdapterPlaces) -> Ada
         found[name] = replace(meta, name=name)
     if not found:
         raise AdapterError("the manifest is empty")
-    return _empty(list(found.values()), lambda module: module, places)
+    return _empty(list(found.values()), None, places)
 
 
 def configured_weights(config: LoraConfig, target_modules: Sequence[str], places: AdapterPlaces) -> AdapterWeights:
@@ -134,7 +136,9 @@ def _pair(module: str, depth: int, width: int, rank: int) -> list[TensorMeta]:
     return [TensorMeta(_name(module, side), torch.float32, shape) for side, shape in shapes.items()]
 
 
-def _empty(metas: Sequence[TensorMeta], canonical: Callable[[str], str], places: AdapterPlaces) -> AdapterWeights:
+def _empty(
+    metas: Sequence[TensorMeta], canonical: Callable[[str], str] | None, places: AdapterPlaces
+) -> AdapterWeights:
     """Return zeros.  Raises `AdapterError` for more bytes than an adapter has, before they are taken."""
     num_bytes, rank, most = sum(meta.nbytes for meta in metas), places.max_rank, places.max_bytes
     if num_bytes > most:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollout.control.adapter_target import AdapterTarget, AdapterTargets
 from rollout.core.errors import FatalError
 from rollout.core.messages.weights import (
     BeginWeightUpdateReqInput,
@@ -46,6 +47,9 @@ from tests.family_zoo import family_checkpoint
 from tests.faults.harness import RefreshHarness
 from tests.faults.transports import SENDS, Call, Damage, delta
 from tests.troubleshooting import require_entry
+from weight_sync import plan
+from weight_sync.manifest import Manifest
+from weight_sync.tensor_meta import TensorMeta
 from weight_sync.update import UpdateTarget
 
 A, B = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_B"
@@ -363,7 +367,7 @@ def test_an_update_is_freed_as_it_ends(
     monkeypatch.setattr(UpdateTarget, "__post_init__", noted)
     gc.disable()
     try:
-        assert refresh(engine, contents[1]).success
+        assert refresh(engine, contents[1], with_manifest=False).success
         assert begin(engine, None).success and abort(engine).success, "only the last update is remembered"
         deadline = time.monotonic() + 60
         while any(each() is not None for each in made) and time.monotonic() < deadline:
@@ -371,6 +375,41 @@ def test_an_update_is_freed_as_it_ends(
         assert len(made) == 2 and not any(each() is not None for each in made)
     finally:
         gc.enable()
+
+
+def test_what_a_manifest_announced_is_planned_once(
+    engine: RefreshHarness, contents: list[Content], answers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contents, names and a failure between them change nothing of that; another configuration does."""
+    made: list[int] = []
+    plan_bucket = plan.plan_bucket
+    monkeypatch.setattr(plan, "plan_bucket", lambda *given: made.append(1) or plan_bucket(*given))
+    for count, number in enumerate((1, 2, 1)):
+        assert refresh(engine, contents[number]).success and answer(engine, "poet") == answers[number]
+        assert begin(engine, contents[0].target("clerk"), contents[0].named).success
+        bad = with_value(contents[0].named, A, float("nan"))
+        assert not bring(engine, bad).success and abort(engine).success, count
+        assert refresh(engine, contents[0], "clerk").success and answer(engine, "clerk") == answers[0]
+        assert answer(engine, "poet") == answers[number]
+        made += [0] if count == 0 else []
+    assert made.index(0) == len(made) - 1, "all plans were made in the first round"
+    assert begin(engine, contents[1].target(lora_alpha=16), contents[1].named).success
+    assert bring(engine, contents[1].named).success and made[-1] == 1
+    assert end(engine).data["adapter"]["content_digest"] != contents[1].digest
+
+
+def test_targets_are_kept_up_to_a_number_of_bytes(engine: RefreshHarness, contents: list[Content]) -> None:
+    table, content = engine.scheduler.runner.state.adapters, contents[1]
+    size = sum(tensor.nbytes for _, tensor in content.named)
+    targets, made = AdapterTargets(table, max_bytes=2 * size), []
+
+    def target(key: str, alpha: int) -> AdapterTarget:
+        metas = [(TensorMeta(name, tensor.dtype, tuple(tensor.shape)), None) for name, tensor in content.named]
+        return targets.target(content.target(lora_alpha=alpha), Manifest.of(metas, key))
+
+    for key, alpha in (("a", 8), ("b", 8), ("a", 8), ("a", 16), ("a", 8), ("b", 8)):
+        made.append(target(key, alpha))
+    assert [made.index(each) for each in made] == [0, 1, 0, 3, 0, 5], "the one that was used longest ago has gone"
 
 
 def test_a_load_that_finds_no_slot_says_what_is_full(
