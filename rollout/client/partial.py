@@ -2,7 +2,8 @@
 
 The request for the rest has prompt and output as its prompt, so every value of a part stays as it was recorded.  It
 asks for the rows of routed experts that the part does not have.  A seed goes on where it stopped (see
-`continued_seed`).  A server counts penalties from the beginning of an output, so they are refused.  It also begins
+`continued_seed`).  It names the version of the adapter that the part has, which a server refuses once it
+is evicted.  A server counts penalties from the beginning of an output, so they are refused.  It also begins
 anew with stop strings: one across the seam is not seen.
 
     tokens        prompt    | output 1      | output 2      |
@@ -57,6 +58,9 @@ def rest_of(output: GenerationOutput, options: GenerateOptions) -> GenerateOptio
     rest = GenerateOptions(**options)
     rest["sampling_params"] = _sampling_params_after(len(output.output_ids), params)
     rest["input_ids"] = [*prompt_ids, *output.output_ids]
+    if output.meta_info.get("adapter") is not None:
+        label = output.meta_info["adapter"]
+        rest["lora_path"] = f"{label['name']}@{label['version']}"  # a newer version may serve the name by now
     if output.output_ids:
         _require_whole(output, options)
         rest.pop("logprob_start_len", None)  # recorded already
@@ -85,6 +89,9 @@ def join(first: GenerationOutput, rest: GenerationOutput) -> GenerationOutput:
         )
     if first.prompt_ids is not None and rest.prompt_ids not in (None, [*first.prompt_ids, *first.output_ids]):
         raise JoinError(f"the prompt of {rest.rid} differs from the tokens of {first.rid}")
+    contents = [(part.meta_info.get("adapter") or {}).get("content_digest") for part in (first, rest)]
+    if contents[0] != contents[1]:
+        raise JoinError(f"{first.rid} and {rest.rid} have adapters with other contents: {contents[0]}, {contents[1]}")
     if not _has_versions(rest):
         raise JoinError(f"some tokens of {rest.rid} have no weight version")
     fields: dict[str, Any] = {name: _joined_entries(name, first, rest) for name in PER_TOKEN}

@@ -316,3 +316,15 @@ def test_a_text_is_decoded_anew_and_cut_at_its_stop_string() -> None:
     assert output.output_ids == [*plain.output_ids, 7, 8]
     assert output.weight_versions[-1] == VersionSpan("v9", 4, 6)
     assert canned.asked[-1].body == {"tokens": output.output_ids, "skip_special_tokens": True}
+
+
+def test_a_rest_is_of_the_version_of_the_adapter_that_began_it() -> None:
+    label = {"name": "poet", "version": 1, "content_digest": "d1"}
+    first, rest = (replace(part, meta_info={"adapter": label}) for part in cut(recorded(), 4))
+    options = GenerateOptions(input_ids=[1, 2], lora_path="poet")
+    assert rest_of(first, options)["lora_path"] == "poet@1"
+    assert rest_of(replace(first, meta_info={}), options)["lora_path"] == "poet", "a server that does not say"
+    assert join(first, rest).meta_info["adapter"] == label
+    for other in ({}, {"adapter": label | {"content_digest": "d2"}}):  # as of a server that counts versions anew
+        with pytest.raises(JoinError, match="adapters with other contents: d1"):
+            join(first, replace(rest, meta_info=other))
