@@ -9,6 +9,7 @@ from rollout.core.known_fields import shown
 
 _MAX_CHARS = 128
 _SIGN = "@"
+_OF_ADAPTER, _KEY_PARTS = "lora", 5
 _PINNED = re.compile(rf"(?P<name>[^{_SIGN}]+){_SIGN}(?P<version>\d{{1,9}})")
 
 
@@ -32,3 +33,17 @@ def fault_of_name(name: str) -> str | None:
     if _SIGN in name:
         return f"the name of an adapter holds no {_SIGN!r}, which stands before a version: {shown(repr(name))}"
     return None
+
+
+def key_of_kv(extra_key: str | None, name: str, version: int, content_digest: str) -> str:
+    """Return the key of the KV that a version of an adapter makes.
+
+    An `extra_key` of a client never holds the character 0, so that no client can name another adapter's KV.
+    """
+    return "\0".join((extra_key or "", _OF_ADAPTER, name, str(version), content_digest))
+
+
+def adapter_of_key(key: str | None) -> str | None:
+    """Return the name of the adapter whose KV has this key; None for KV of the model alone."""
+    parts = [] if key is None else key.split("\0")
+    return parts[2] if len(parts) == _KEY_PARTS and parts[1] == _OF_ADAPTER else None

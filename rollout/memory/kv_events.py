@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from rollout.core.adapter_names import adapter_of_key
 from rollout.core.args.kv_events_config import BLOCK_SIZE, REPLAY_BYTES, KVEventsConfig
 from rollout.core.errors import StartupError
 from rollout.memory.radix_node import Namespace, RadixNode
@@ -58,7 +59,7 @@ class BlockStored(_Event):
     token_ids: list[int]
     block_size: int
     lora_id: None
-    lora_name: None
+    lora_name: str | None
     medium: str
     extra_keys: list[list[str] | None] | None = None
     cache_salt: str | None = None
@@ -144,7 +145,7 @@ class KVEvents:
             token_ids=tokens.tolist(),
             block_size=BLOCK_SIZE,
             lora_id=None,
-            lora_name=None,
+            lora_name=adapter_of_key(namespace[0]),
             medium=_MEDIUM,
         )
         if namespace[0] is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollout.core.adapter_names import key_of_kv
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.req_output import FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
@@ -169,14 +170,11 @@ class Req(CachedSequence):
 
     @property
     def cache_key(self) -> str | None:
-        """The key of its KV under a weight epoch: `extra_key`, and the content of its adapter.
-
-        An `extra_key` of a client never holds the character 0, so that no client can name another adapter's KV.
-        """
+        """The key of its KV under a weight epoch: `extra_key`, and the content of its adapter."""
         if self.adapter is None:
             return self.source.extra_key
         label = self.adapter.label
-        return "\0".join((self.source.extra_key or "", "lora", label.name, str(label.version), label.content_digest))
+        return key_of_kv(self.source.extra_key, label.name, label.version, label.content_digest)
 
     @property
     def adapter_slot(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zmq
 
+from rollout.core.adapter_names import key_of_kv
 from rollout.core.args.checks import check_settings
 from rollout.core.args.kv_events_config import parse_kv_events
 from rollout.core.args.server_args import ServerArgs
@@ -254,7 +255,7 @@ class Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     data_parallel_rank: int | None = None
 
 
-@pytest.mark.parametrize("key", [None, "extra", "salt\x1f", "salt\x1fextra"])
+@pytest.mark.parametrize("key", [None, "extra", "salt\x1f", "salt\x1fextra", key_of_kv("extra", "poet", 2, "d")])
 def test_strict_subscribers_read_the_batches(rigs: Callable[..., Rig], key: str | None) -> None:
     rig = rigs()
     rig.insert([4, 5, 6], key)
@@ -268,6 +269,7 @@ def test_strict_subscribers_read_the_batches(rigs: Callable[..., Rig], key: str 
     assert first.token_ids == [4, 5, 6] and second.token_ids == [7]
     assert first.parent_block_hash is None and second.parent_block_hash == first.block_hashes[1]
     assert removed.block_hashes == [first.block_hashes[2]] and first.medium == removed.medium == "GPU"
+    assert first.lora_name == second.lora_name == ("poet" if key is not None and "poet" in key else None)
     if key is None:
         assert first.extra_keys is second.extra_keys is None
     else:
