@@ -9,6 +9,7 @@ Tensors in their storage order: D input features, O output features, r rank of a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -87,6 +88,20 @@ def read_adapter(folder: Path) -> Adapter:
         return replace(adapter_of(_read_pairs(_tensor_file(folder)), config), source=str(folder))
     except WeightSyncError as error:
         raise AdapterError(str(error)) from None
+
+
+def mark_of(folder: Path) -> bytes:
+    """Return 32 bytes that stand for the configuration of a folder, and the names, types and places of its tensors.
+
+    Nothing of their content is read.  Raises `AdapterError`.
+    """
+    try:
+        tensors = read_header(_tensor_file(folder)).tensors
+        stated = [(each.meta.name, str(each.meta.dtype), each.meta.shape, each.start) for each in tensors]
+        config = read_small(folder / CONFIG, _MAX_CONFIG_BYTES)
+    except WeightSyncError as error:
+        raise AdapterError(str(error)) from None
+    return hashlib.sha256(config + repr(stated).encode()).digest()
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from rollout.adapters.peft_folder import Adapter, adapter_of_tensors, read_adapter
-from rollout.control.weight_queue import Job, nothing
+from rollout.adapters.peft_folder import Adapter, adapter_of_tensors, mark_of, read_adapter
+from rollout.control.weight_queue import Job, nothing, replies
 from rollout.core.args.named_folders import NamedFolders
 from rollout.core.errors import AdapterError, NotFound
 from rollout.core.messages.adapters import (
@@ -40,14 +41,22 @@ class AdapterControl:
 
     def _load_folder(self, verb: LoadLoraAdapterReqInput) -> Job:
         folder = self._folders.readable(verb.lora_path)
-        return self._load(verb, lambda: read_adapter(folder))
+
+        def read() -> Adapter:
+            marks = self._updater.exchange(mark_of(folder))
+            if len(set(marks)) > 1:  # before any rank reads what others do not have
+                raise AdapterError(f"the ranks read other contents of {folder}: copy one to all machines")
+            return read_adapter(folder)
+
+        self._require(verb)
+        return self._load(verb, read)
 
     def _load_tensors(self, verb: LoadLoraAdapterFromTensorsReqInput) -> Job:
         payload = verb.payload if verb.payloads is None else verb.payloads[self._updater.rank]
+        updater = self._updater
 
-        def read() -> Adapter:
-            updater = self._updater
-            source = TensorSource(
+        def source() -> TensorSource:
+            return TensorSource(
                 payload or bytearray(),
                 verb.load_format,
                 updater.receiver,
@@ -56,22 +65,32 @@ class AdapterControl:
                 is_shared=verb.serialized_once,
                 may_be_dict=True,
             )
+
+        def read() -> Adapter:
+            tensors = source()
             try:
-                source.announce(self._table.max_bytes)
-                named = (each for bucket in source.receive() for each in bucket.named())
+                tensors.announce(self._table.max_bytes)
+                named = (each for bucket in tensors.receive() for each in bucket.named())
                 return adapter_of_tensors(verb.config_dict, named)
             finally:
-                source.refuse("it was read, or will not be")  # gives shared memory back
+                tensors.refuse("it was read, or will not be")  # gives shared memory back
 
+        try:
+            self._require(verb)
+        except AdapterError as refusal:
+            turn_away = functools.partial(updater.turn_away, refusal=refusal)  # gives shared memory back
+            return Job(verb, lambda: turn_away(source()), replies("", UnloadReply(loaded_adapters={})))
         return self._load(verb, read)
 
-    def _load(
-        self, verb: LoadLoraAdapterReqInput | LoadLoraAdapterFromTensorsReqInput, read: Callable[[], Adapter]
-    ) -> Job:
+    def _require(self, verb: LoadLoraAdapterReqInput | LoadLoraAdapterFromTensorsReqInput) -> None:
+        """Raise `AdapterError` for a load that is refused whatever it brings."""
         self._table.require_name(verb.lora_name)
         if not verb.load_inplace and self._table.serves(verb.lora_name):
             raise AdapterError(f"the adapter {verb.lora_name!r} is served; load_inplace makes this its next version")
 
+    def _load(
+        self, verb: LoadLoraAdapterReqInput | LoadLoraAdapterFromTensorsReqInput, read: Callable[[], Adapter]
+    ) -> Job:
         def io() -> PreparedAdapter:
             return self._table.prepare(verb.lora_name, read(), pinned=verb.pinned)
 

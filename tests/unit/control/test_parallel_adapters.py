@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollout.adapters.peft_folder import Adapter, read_adapter
+from rollout.control import adapter_control
 from rollout.core.errors import AdapterError
 from rollout.core.messages.adapters import LoadLoraAdapterReqInput, UnloadLoraAdapterReqInput
 from rollout.core.messages.io_struct import ControlReqOutput
@@ -140,3 +141,14 @@ def test_one_rank_that_cannot_refuses_for_all(
     monkeypatch.undo()
     check_answers(engine, contents[0])
     assert load(engine, contents[1]).data["version"] == 1
+
+
+def test_folders_that_differ_are_compared_before_they_are_read(
+    engine: ParallelHarness, contents: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, reads = itertools.count(), list[Path]()
+    monkeypatch.setattr(adapter_control, "mark_of", lambda folder: bytes([next(numbers)]))
+    monkeypatch.setattr(adapter_control, "read_adapter", reads.append)
+    refused = load(engine, contents[0])
+    assert not refused.success and "the ranks read other contents of" in refused.message and not reads
+    assert versions(engine) == []

@@ -229,6 +229,15 @@ def test_tensors_that_make_no_adapter_are_refused(model: Live, adapters: dict[st
     assert names_of(model) == ["tiny", "poet", "clerk"]
 
 
+def test_a_refused_load_gives_shared_memory_back(model: Live, adapters: dict[str, Path], file_system: None) -> None:
+    mine = f"torch_{os.getpid()}_*"
+    before = set(Path("/dev/shm").glob(mine))
+    for changes in ({"lora_name": "poet", "load_inplace": False}, {"lora_name": "a@3"}, {"config_dict": {}}):
+        body = tensors_body(adapters["clerk"], "plain", **changes)
+        assert model.refused("/load_lora_adapter_from_tensors", **body)[0] == 400
+        assert set(Path("/dev/shm").glob(mine)) <= before, changes
+
+
 def test_trls_clients_see_what_can_be_loaded(model: Live) -> None:
     config = model.client.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]["lora_config"]
     assert config == {"max_lora_rank": 4, "max_loras": 8}
