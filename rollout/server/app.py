@@ -76,7 +76,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     app.state.strict_requests = args.strict_requests
     verbs, sglang = VerbRoutes(manager, metrics), ControlRoutes(manager)
     weights, vllm_weights = WeightRoutes(verbs, args), VllmWeightRoutes(verbs)
-    vllm_control, adapters = VllmControlRoutes(manager), AdapterRoutes(verbs, args)
+    vllm_control, adapters = VllmControlRoutes(manager), AdapterRoutes(verbs, vllm_weights, args)
     admin_verbs, api_verbs = verbs.routers(
         {
             PauseGenerationReqInput: sglang.pause_generation,

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import PlainTextResponse, Response
 
 from rollout.core.args.server_args import ServerArgs
+from rollout.core.errors import BadRequest
 from rollout.core.messages.adapters import (
     LoadLoraAdapterFromTensorsReqInput,
     LoadLoraAdapterReqInput,
@@ -25,6 +26,7 @@ from rollout.http.control.tensor_body import read_adapter_body
 from rollout.http.control.verbs import VerbRoutes
 from rollout.http.io import json_body, json_response
 from rollout.http.protocol import Body
+from rollout.http.vllm.weight_routes import VllmWeightRoutes
 
 
 class VllmLoadRequest(Body):
@@ -46,12 +48,13 @@ class VllmUnloadRequest(Body):
 
 
 class SkyrlLoadRequest(Body):
-    """POST /skyrl/v1/load_lora_adapter.  Adapters come from folders that the server can read."""
+    """POST /skyrl/v1/load_lora_adapter: a folder that the server can read, or what a weight update has brought."""
 
-    unsupported = frozenset({"in_memory", "upload_id"})
+    unsupported = frozenset({"upload_id"})
 
     lora_name: Name
-    lora_path: Name
+    lora_path: Name | None = None
+    in_memory: bool = False
 
 
 VllmLoadBody = Annotated[VllmLoadRequest, Depends(json_body(VllmLoadRequest))]
@@ -62,8 +65,8 @@ SkyrlLoadBody = Annotated[SkyrlLoadRequest, Depends(json_body(SkyrlLoadRequest))
 class AdapterRoutes:
     """Sends the same verbs for all forms, so that an adapter reaches every rank of every engine or none."""
 
-    def __init__(self, verbs: VerbRoutes, args: ServerArgs) -> None:
-        self._verbs, self._args = verbs, args
+    def __init__(self, verbs: VerbRoutes, weights: VllmWeightRoutes, args: ServerArgs) -> None:
+        self._verbs, self._weights, self._args = verbs, weights, args
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=ControlRoute, tags=["vLLM control"])
@@ -91,8 +94,16 @@ class AdapterRoutes:
         return await self._add(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
 
     async def skyrl_load(self, body: SkyrlLoadBody) -> Response:
-        """Load an adapter from a folder of PEFT, as the next version of its name."""
-        return await self._add(body.lora_name, body.lora_path, load_inplace=True)
+        """Load an adapter from a folder of PEFT, as the next version of its name.
+
+        With `in_memory` confirm what the last weight update has put in force.
+        """
+        if body.in_memory == (body.lora_path is not None):
+            raise BadRequest("give either lora_path, or in_memory after a weight update that brought the adapter")
+        if body.lora_path is not None:
+            return await self._add(body.lora_name, body.lora_path, load_inplace=True)
+        self._weights.take_lora(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def vllm_unload(self, body: VllmUnloadBody) -> Response:
         """Remove all versions of an adapter.  A name that is not served is no mistake; 409 while requests use one."""

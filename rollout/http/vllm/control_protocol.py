@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import BaseModel, model_validator
 
 from rollout.core.messages.message import Name, Size
 from rollout.core.messages.weights import InitWeightsUpdateGroupReqInput, PackedBytes
@@ -107,6 +107,23 @@ class CollectiveRpcRequest(Body):
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     timeout: float | None = None
+
+
+class LoraReceiveTarget(BaseModel):
+    """The adapter that SkyRL's next weight update is of.  `aliases`: names of experts that share a tensor."""
+
+    kind: Literal["lora"]
+    lora_name: Name
+    adapter_config: dict[str, Any]
+    aliases: dict[str, str] = {}
+
+
+class SetLoraReceiveTarget(Body):
+    receive_target: LoraReceiveTarget
+
+
+class DiscardInMemoryLora(Body):
+    lora_name: Name
 
 
 class SleepForWeightSync(Body):

@@ -68,6 +68,10 @@ class RpcRoutes:
             "skyrl_finish_weight_update": _Method(
                 "weight_version", bodies.FinishWeightUpdateRequest, vllm_weights.finish_update
             ),
+            "skyrl_set_lora_receive_target": _Method(
+                "receive_target", bodies.SetLoraReceiveTarget, vllm_weights.set_lora_target
+            ),
+            "skyrl_discard_in_memory_lora": _Method("lora_name", bodies.DiscardInMemoryLora, vllm_weights.discard_lora),
             "skyrl_sleep_for_weight_sync": _Method("offload_kv", bodies.SleepForWeightSync, control.sleep_for_sync),
             "skyrl_wake_for_weight_sync": _Method("tags", bodies.WakeForWeightSync, control.wake_for_sync),
         }

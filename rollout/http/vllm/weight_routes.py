@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import uuid
 from pathlib import PurePath
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from rollout.core.errors import BadRequest, Conflict, LockstepError
 from rollout.core.messages.message import ControlReqOutput
-from rollout.core.messages.update_state import UpdateStateReply
+from rollout.core.messages.update_state import AdapterOfUpdate, AdapterVersion, UpdateStateReply
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -37,13 +37,16 @@ from rollout.core.messages.weights import (
 from rollout.http.control.io import ControlRoute, add_route, reply
 from rollout.http.control.verbs import VerbRoutes
 from rollout.http.control.weights import raw_lists
-from rollout.http.io import json_body
+from rollout.http.io import json_body, json_response
 from rollout.http.protocol import EmptyRequest
 from rollout.http.vllm.control_protocol import (
+    DiscardInMemoryLora,
     FetchWeightsRequest,
     FinishWeightUpdateRequest,
     InitInfo,
     InitWeightTransferEngineRequest,
+    LoraReceiveTarget,
+    SetLoraReceiveTarget,
     StartWeightUpdateRequest,
     UpdateInfo,
     UpdateWeightsRequest,
@@ -116,6 +119,8 @@ class VllmWeightRoutes:
         self._joined: InitInfo | None = None
         self._started = StartedUpdates()
         self._fetched: Fetched | None = None
+        self._lora_target: LoraReceiveTarget | None = None  # of the update that is started next
+        self._loras: dict[str, AdapterVersion] = {}  # that updates brought and no call has loaded yet
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=ControlRoute, tags=["vLLM weights"])
@@ -155,7 +160,12 @@ class VllmWeightRoutes:
         """
         await self._make_room()
         update_id = self._started.start()
-        fields = {"update_id": update_id, "coverage": "partial", "counts_tensors": True, "cast": body.cast}
+        target, self._lora_target = self._lora_target, None  # of one update, also where that does not begin
+        fields: dict[str, Any] = {"update_id": update_id, "cast": body.cast}
+        if target is None:
+            fields |= {"coverage": "partial", "counts_tensors": True}
+        else:
+            fields["target"] = AdapterOfUpdate(adapter=target.lora_name, config=target.adapter_config)
         answer = await self._send(BeginWeightUpdateReqInput, **fields)
         if answer.success:
             self._started.confirm(update_id)
@@ -249,9 +259,41 @@ class VllmWeightRoutes:
         answer = await self._send(EndWeightUpdateReqInput, update_id=started, weight_version=body.weight_version)
         if answer.success:
             self._started.forget(started)
+            if answer.data is not None and isinstance(answer.data.adapter, AdapterVersion):
+                self._loras[answer.data.adapter.name] = answer.data.adapter
         else:
             await self._drop(started)  # one whose turn came too late has ended nothing
         return reply(answer)
+
+    # --- SkyRL's adapters in memory ------------------------------------------------------------------------------
+
+    async def set_lora_target(self, body: SetLoraReceiveTarget) -> Response:
+        """Have the update that is started next bring an adapter, in force at its finish.
+
+        Raises `BadRequest` for aliases, and `Conflict`.
+        """
+        if body.receive_target.aliases:
+            raise BadRequest("aliases are names of routed experts, whose adapters are not served")
+        if self._lora_target is not None:
+            name = self._lora_target.lora_name
+            raise Conflict(f"the next weight update brings adapter {name!r} already: POST /start_weight_update")
+        self._lora_target = body.receive_target
+        return json_response(
+            {"success": True, "message": f"The next update brings adapter {body.receive_target.lora_name}."}
+        )
+
+    async def discard_lora(self, body: DiscardInMemoryLora) -> Response:
+        """Do nothing: an adapter that was brought is in its slot, and nothing else is kept."""
+        return json_response({"success": True, "message": f"Nothing of {body.lora_name} is kept."})
+
+    def take_lora(self, name: str) -> AdapterVersion:
+        """Return the version of an adapter that an update brought since the last call.  Raises `Conflict`."""
+        if name not in self._loras:
+            raise Conflict(
+                f"no weight update has brought the adapter {name!r}: call skyrl_set_lora_receive_target, then start, "
+                "update and finish one"
+            )
+        return self._loras.pop(name)
 
     # --- helpers -------------------------------------------------------------------------------------------------
 

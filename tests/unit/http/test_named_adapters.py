@@ -243,9 +243,42 @@ def test_trls_clients_see_what_can_be_loaded(model: Live) -> None:
     assert config == {"max_lora_rank": 4, "max_loras": 8}
 
 
-def test_skyrls_adapters_come_from_folders(model: Live) -> None:
-    status, message = model.refused("/skyrl/v1/load_lora_adapter", lora_name="a", in_memory=True)
-    assert status == 400 and "in_memory" in message
+def test_skyrls_adapters_come_by_weight_updates(model: Live, adapters: dict[str, Path]) -> None:
+    """A target, then start, update and finish, then a load without a path, as SkyRL's client calls them."""
+    config = json.loads((adapters["clerk"] / "adapter_config.json").read_text())
+    target = {"kind": "lora", "lora_name": "sky", "adapter_config": config, "aliases": {}}
+
+    def rpc(method: str, **kwargs: Any) -> Any:
+        return model.client.post("/collective_rpc", json={"method": method, "kwargs": kwargs})
+
+    def loads() -> Any:
+        return model.client.post("/skyrl/v1/load_lora_adapter", json={"lora_name": "sky", "in_memory": True})
+
+    assert loads().status_code == 409 and "no weight update has brought the adapter 'sky'" in loads().text
+    aliases = {"m.experts.1.up_proj.lora_A.weight": "m.experts.0.up_proj.lora_A.weight"}
+    refused = rpc("skyrl_set_lora_receive_target", receive_target=target | {"aliases": aliases})
+    assert refused.status_code == 400 and "routed experts" in refused.text
+    assert rpc("skyrl_set_lora_receive_target", receive_target=target).status_code == 200
+    refused = rpc("skyrl_set_lora_receive_target", receive_target=target)
+    assert refused.status_code == 409 and "brings adapter 'sky' already" in refused.text
+    assert rpc("skyrl_start_weight_update").status_code == 200
+    state = model.client.get("/weight_update").json()
+    assert state["target"] == "adapter sky"
+    payload = base64.b64encode((adapters["clerk"] / "adapter_model.safetensors").read_bytes()).decode()
+    fields = {"serialized_named_tensors": [payload], "format": "safetensors", "update_id": state["update_id"]}
+    assert model.client.post("/update_weights_from_tensor", json=fields).status_code == 200
+    assert rpc("skyrl_finish_weight_update").status_code == 200
+    assert loads().text == "Success: LoRA adapter 'sky' added successfully." and loads().status_code == 409
+    assert served_by(model, "sky")["content_digest"] == read_adapter(adapters["clerk"]).digest
+    assert rpc("skyrl_start_weight_update").status_code == 200, "the target was of one update"
+    state = model.client.get("/weight_update").json()
+    assert state["target"] == "model"
+    assert model.client.post("/abort_weight_update", json={"update_id": state["update_id"]}).status_code == 200
+    assert model.client.post("/v1/unload_lora_adapter", json={"lora_name": "sky"}).status_code == 200
+    assert rpc("skyrl_discard_in_memory_lora", lora_name="sky").status_code == 200
+    for fields in ({}, {"lora_path": "/a", "in_memory": True}):
+        status, message = model.refused("/skyrl/v1/load_lora_adapter", lora_name="a", **fields)
+        assert status == 400 and "give either lora_path" in message
 
 
 def test_our_client_loads_and_unloads(model: Live, adapters: dict[str, Path]) -> None:
