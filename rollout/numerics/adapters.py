@@ -77,7 +77,7 @@ def active_adapter(model: nn.Module) -> dict[str, LoraWeights]:
 
 def _weights_of(path: str, module: Any, name: str) -> LoraWeights:
     """Return what an adapter does to a module.  Raises `UnsupportedFeature` for all but products with A and B."""
-    if name not in module.lora_A:  # of an embedding
+    if name not in module.lora_A or hasattr(module, "parameter_name"):  # of an embedding, or of all experts of a layer
         raise UnsupportedFeature(f"engine numerics take adapters of linear layers: {path} is none")
     a, b = module.lora_A[name], module.lora_B[name]
     if (
