@@ -102,8 +102,12 @@ class Experts(WeightLayer):
 
         The operators have `deferred_sum`.
         """
-        assert self.ops.deferred_sum is not None and work.weights_RS is not None
-        return self.ops.deferred_sum.outputs(*self._operands(work.hidden_RD, work.ids_RS, work.weights_RS))
+        deferred = self.ops.deferred_sum
+        assert deferred is not None and work.weights_RS is not None
+        operands = self._operands(work.hidden_RD, work.ids_RS, work.weights_RS)
+        if self.lora is None or work.adapters_R is None:
+            return deferred.outputs(*operands)
+        return deferred.adapted(*operands, *self._adapters(self.lora, work.adapters_R))
 
     def _of_packed_rows(
         self, hidden_RD: torch.Tensor, rows: PackedRows, packed_experts: Callable[..., torch.Tensor]
@@ -130,8 +134,12 @@ class Experts(WeightLayer):
         operands = self._operands(hidden_RD, local_ids_RS, weights_RS)
         if self.lora is None or adapters_R is None:
             return self.ops.fused_experts(*operands)
+        return self.ops.adapted_experts(*operands, *self._adapters(self.lora, adapters_R))
+
+    def _adapters(self, lora: ExpertLoraSlots, adapters_R: torch.Tensor) -> tuple[Any, ...]:
+        """Return what `adapted_experts` takes behind the operands: no clamp where there is none, and the adapters."""
         unclamped = () if self._activation else (None, 1.0)
-        return self.ops.adapted_experts(*operands, *unclamped, adapters_R, *self.lora.tensors)
+        return (*unclamped, adapters_R, *lora.tensors)
 
     def _operands(
         self, hidden_RD: torch.Tensor, local_ids_RS: torch.Tensor, weights_RS: torch.Tensor | None

@@ -72,10 +72,10 @@ class MoELayer(Layer):
             self._add_by_slices(residual_TD, hidden_TD, norm, context)
             return None
         hidden_TD = self._ranks.all_reduce(hidden_TD)
-        is_plain = self.experts.lora is None or context.batch.adapters is None
-        if self._may_defer and is_plain and hidden_TD.shape[0] <= _MAX_DEFERRED:
+        if self._may_defer and hidden_TD.shape[0] <= _MAX_DEFERRED:
             normed_TD, weights_TK, physical_ids_TK = self.gate(residual_TD, hidden_TD, norm, context)
-            return self.experts.unsummed(self.dispatcher.dispatch(normed_TD, physical_ids_TK, weights_TK))
+            carried = self._carried(context.batch.adapters, normed_TD)
+            return self.experts.unsummed(self.dispatcher.dispatch(normed_TD, physical_ids_TK, weights_TK, carried))
         return self._of_tokens(residual_TD, hidden_TD, norm, context, first_row=0)
 
     def _of_tokens(

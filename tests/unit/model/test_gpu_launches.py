@@ -17,12 +17,16 @@ from triton.runtime import interpreter
 
 from capture.capturer import RoutedExpertsCapturer
 from rollout.kernels.gpu import fused_experts
+from rollout.kernels.ops import Ops, plain_ops
+from rollout.layers.lora import SlotSizes
 from rollout.layers.moe import layer
+from rollout.layers.moe.experts import Experts
 from rollout.layers.moe.layer import MoELayer
 from tests.family_zoo import family_checkpoint
 from tests.forward_harness import ForwardHarness
 from tests.model_zoo import load_tiny
 
+SIZES = SlotSizes(slots=3, rank=4)
 NO_LAUNCH = {"empty", "new_empty", "select", "slice", "unbind", "view", "alias", "expand", "unsqueeze", "detach"}
 
 
@@ -96,3 +100,45 @@ def test_launches_of_a_layer(
     routes, plan = [] if captured else ["copy_"], ["plan_kernel"] if form != "few" else []
     own_sum = ["weighted_sum_kernel"] if form == "many" else []
     assert of_layers == [[*ROUTER, *routes, *plan, *EXPERTS, *own_sum]] * layers
+
+
+def adapted_harness(folder: Path, ops: Ops) -> ForwardHarness:
+    """Return a model whose experts have random adapters, in steps whose tokens have the slots 1, none, 0, 1, none."""
+    model = load_tiny(folder, torch.float32, ops=ops)
+    generator = torch.Generator().manual_seed(4)
+    for experts in (found for _, found in model.named_layers() if isinstance(found, Experts)):
+        lora = experts.reserve_lora(SIZES)
+        for tensor in lora.tensors[:4]:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) / 4)
+        lora.ranks.copy_(torch.randint(0, 5, lora.ranks.shape, generator=generator))
+    harness = ForwardHarness(model, max_requests=1, max_context=8)
+    context = harness.context
+
+    def with_adapters(batch: Any, hooks: Any) -> Any:
+        batch.adapters = torch.tensor([1, -1, 0, 1, -1])
+        return context(batch, hooks)
+
+    harness.context = with_adapters  # type: ignore[method-assign]
+    return harness
+
+
+@pytest.mark.parametrize("form", ["few", "planned", "many"])
+def test_adapters_of_experts_take_four_launches_more(
+    form: str, of_layers: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = family_checkpoint(tmp_path / "model", "qwen3_moe", 3)
+    wanted = adapted_harness(folder, plain_ops()).step({0: [5, 17, 3, 8, 4]})[0].log_probs
+    of_layers.clear()
+    if form != "few":
+        monkeypatch.setattr(fused_experts, "few_assignments", lambda _: 0)
+    if form == "many":
+        monkeypatch.setattr(layer, "_MAX_DEFERRED", 1)
+    harness = adapted_harness(folder, interpreted_ops())
+    torch.testing.assert_close(harness.step({0: [5, 17, 3, 8, 4]})[0].log_probs, wanted, atol=1e-5, rtol=0)
+    plan = ["plan_kernel"] if form != "few" else []
+    own_sum = ["weighted_sum_kernel"] if form == "many" else []
+    product = ["experts_shrink_kernel", "experts_expand_kernel"]
+    experts = [*plan, *product, *EXPERTS, *product, *own_sum]
+    assert [[name for name in names if name.endswith("_kernel")] for names in of_layers] == [
+        [*ROUTER, *experts] for _ in of_layers
+    ]
