@@ -93,7 +93,7 @@ class BucketPlan:
     ) -> tuple[Found, PairsFound | None]:
         """Take a bucket by all tables.  Raises as `SpanTables.take` and `PairTables.take`."""
         assert live is None or self.pairs is None, "weights with tables of their own are not folded"
-        found = self.tables.take(source, storages, checks, writes, live)
+        found = self.tables.take(source, storages, checks=checks, writes=writes, live=live)
         return found, None if self.pairs is None else self.pairs.tables.take(source, storages, checks, writes)
 
     @functools.cached_property

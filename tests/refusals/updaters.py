@@ -161,13 +161,15 @@ def write_fails(at: int) -> Fault:
             if next(numbers) == at:
                 raise OSError("no such luck")
 
-        def take(tables: SpanTables, *arguments: Any, checks: bool = True, writes: bool = True) -> Any:
+        def take(
+            tables: SpanTables, *arguments: Any, checks: bool = True, writes: bool = True, live: Any = None
+        ) -> Any:
             if writes and not checks:
                 for done in range(len(tables.moves)):
                     if next(numbers) == at:
                         inner(SpanTables(tables.tensors, tables.moves[:done]), *arguments, checks=False)
                         raise OSError("no such luck")
-            return inner(tables, *arguments, checks=checks, writes=writes)
+            return inner(tables, *arguments, checks=checks, writes=writes, live=live)
 
         inner, target.weights.fault = SpanTables.take, stop
         with mock.patch.object(SpanTables, "take", take):
