@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import multiprocessing
+import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
+import peft
 import pytest
 import torch
 from accelerate import PartialState
@@ -16,6 +22,7 @@ from transformers import AutoTokenizer
 
 from tests.integrations import cuda_as_cpu, vllm_trainer_side
 from tests.integrations.framework import Framework
+from tests.integrations.peft_adapter import ALPHA, RANK, TARGETS, adapted_model, assert_sampled_by, train
 from tests.integrations.weights import assert_holds, scale_model, scaled, trainer_model
 from tests.model_zoo import logical_tensors
 from tests.server_process import ServerProcess
@@ -25,6 +32,9 @@ from weight_sync.sender import WeightSender
 cuda_as_cpu.install()
 vllm_trainer_side.install()
 importlib.import_module("trl.import_utils").is_vllm_available = lambda min_version=None: True
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer  # noqa: E402
+from trl.experimental.async_grpo.async_grpo_trainer import select_adapter_sync  # noqa: E402
+from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop  # noqa: E402
 from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
@@ -35,7 +45,7 @@ FRAMEWORK = Framework(
     name="TRL",
     packages=("trl",),
     shimmed=(vllm_trainer_side.SHIM, cuda_as_cpu.SHIM, "init_communicator told that its CPU is CUDA"),
-    not_there=("LoRA", "images"),
+    not_there=("images",),
 )
 PROMPTS = [[260, 315, 81, 377, 294], [67, 68, 310]]
 
@@ -194,3 +204,82 @@ def test_grpo_trainer_with_our_sender_needs_no_nccl_of_vllm(
     assert versions[-1] == server.client.weight_version() == "step-2" and len(versions) >= 2
     trainer.model.save_pretrained(tmp_path / "trained")
     assert_holds(server, logical_tensors(tmp_path / "trained"))
+
+
+# --- LoRA -------------------------------------------------------------------------------------------------------------
+
+
+class Rollouts:
+    """A rollout worker in the trainer's process.  Its requests are made by the loop that TRL runs in a process."""
+
+    def __init__(self, server: ServerProcess, checkpoint: Path) -> None:
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[Any] = queue.Queue()
+        self._version = SimpleNamespace(value=0)
+        values: dict[str, Any] = {"model_version_value": self._version, "heartbeat_value": SimpleNamespace(value=0.0)}
+        values |= {"failed_event": multiprocessing.Event(), "exception_info_queue": queue.Queue()}
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        tokenizer.response_schema = {"type": "object"}  # TRL makes one for the templates that it knows
+        self._loop = _AsyncRolloutLoop(
+            model_name=str(checkpoint),
+            dataset=Dataset.from_dict({"prompt": ["hi"]}),
+            reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+            processing_class=tokenizer,
+            eos_token_ids=[],
+            rollout_buffer=self.rollout_buffer,
+            metrics_queue=self.metrics_queue,
+            vllm_server_url=server.url,
+            lora_name="trl-policy",
+            max_tokens=6,
+            **values,
+        )
+
+    def update_model_version(self, version: int) -> None:
+        self._version.value = version
+
+    def sample(self, prompt: list[int]) -> tuple[list[int], list[float]]:
+        async def turn() -> Any:
+            async with aiohttp.ClientSession() as self._loop.session:
+                return await self._loop._generate_one_turn(prompt)
+
+        return asyncio.run(turn())
+
+
+def test_async_grpo_trainer_publishes_its_adapter_as_versions(
+    lora_server: ServerProcess, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sync is an adapter of its own name, which the next request asks for; old ones are unloaded."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "CPU")  # for its count of operations a second
+    rollouts, judge = Rollouts(lora_server, checkpoint), adapted_model(checkpoint, 0)
+    trainer = AsyncGRPOTrainer(
+        model=str(checkpoint),
+        args=AsyncGRPOConfig(
+            output_dir=str(tmp_path / "run"),
+            vllm_server_base_url=lora_server.url,
+            max_staleness=1,
+            use_cpu=True,
+            bf16=False,
+            max_steps=2,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["hi"] * 8}),
+        processing_class=AutoTokenizer.from_pretrained(checkpoint),
+        peft_config=peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM"),
+        rollout_worker=rollouts,
+    )
+    for version in range(1, 5):
+        train(trainer.model, version)
+        train(judge, version)
+        trainer._sync_weight()
+        assert_sampled_by(judge, PROMPTS[0], *rollouts.sample(PROMPTS[0]))
+    served = [card["id"] for card in lora_server.http.get("/v1/models").json()["data"]]
+    assert [name for name in served if "trl-policy" in name] == ["trl-policy-v3", "trl-policy-v4"], (
+        "one more than its staleness"
+    )
+
+
+def test_async_grpo_reads_from_the_server_what_adapters_it_takes(lora_server: ServerProcess, checkpoint: Path) -> None:
+    info, model = AsyncClient(lora_server.url).get_server_info(), adapted_model(checkpoint, 1)
+    assert select_adapter_sync(info, model, SimpleNamespace(max_staleness=6))
+    with pytest.raises(ValueError, match="`--max-loras 8`"):
+        select_adapter_sync(info, model, SimpleNamespace(max_staleness=7))
