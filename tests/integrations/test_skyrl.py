@@ -6,6 +6,7 @@ import asyncio
 import typing
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import typing_extensions
 
 from tests.integrations import stubs, vllm_trainer_side
 from tests.integrations.framework import Framework
+from tests.integrations.peft_adapter import adapted_model, assert_sampled_by, train
 from tests.integrations.weights import assert_holds, scaled
 from tests.server_process import ServerProcess
 from weight_sync.process_group import free_port
@@ -32,7 +34,7 @@ FRAMEWORK = Framework(
     packages=("skyrl",),
     flags={"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_return_routed_experts": True},
     shimmed=(vllm_trainer_side.SHIM, "typing_extensions' TypedDict (it is for Python 3.12)"),
-    not_there=("LoRA", "its own publisher of deltas (not run)", "sharded RDT", "sample support"),
+    not_there=("LoRA in memory", "its own publisher of deltas (not run)", "sharded RDT", "sample support"),
 )
 PROMPTS = [[260, 315, 81, 377, 294], [67, 68, 310]]
 
@@ -161,3 +163,20 @@ def test_weights_by_the_control_plane(server: ServerProcess, tensors: dict[str, 
     control.close()
     assert_holds(server, new)
     assert server.client.weight_version() == "7"
+
+
+def test_adapters_come_from_folders(lora_server: ServerProcess, checkpoint: Path, tmp_path: Path) -> None:
+    """Write and load twice under one name, as its workers do; each sample is of the content before it."""
+    trial, model = Trial(lora_server, uses_lora_weight_sync=True), adapted_model(checkpoint, 1)
+    for seed in (1, 2):
+        train(model, seed)
+        model.save_pretrained(tmp_path / "lora")
+        trial.run(trial.client.load_lora_adapter("tenant", str(tmp_path / "lora")))
+        output = trial.run(trial.client.generate(batch(6), model="tenant"))
+        for prompt, tokens, logprobs in zip(PROMPTS, output["response_ids"], output["response_logprobs"], strict=True):
+            assert_sampled_by(model, prompt, tokens, logprobs)
+    with pytest.raises(ValueError, match="`model` is required when LoRA"):
+        trial.run(trial.client.generate(batch(2)))
+    trial.run(trial.client.unload_lora_adapter("tenant"))
+    assert "tenant" not in [card["id"] for card in lora_server.http.get("/v1/models").json()["data"]]
+    trial.close()
