@@ -16,11 +16,13 @@ import requests
 import torch
 import torch.distributed as dist
 import transformers  # noqa: F401  before anything is stubbed: it asks which packages there are
+from peft import get_peft_model_state_dict
 
 import rollout.integrations
 from tests.integrations import local_ray, stubs
 from tests.integrations.environment import use_apart
 from tests.integrations.framework import Framework
+from tests.integrations.peft_adapter import ALPHA, RANK, adapted_model, assert_sampled_by, train
 from tests.integrations.plain_server_args import ServerArgs
 from tests.integrations.weights import assert_holds, scaled
 from tests.server_process import ServerProcess
@@ -33,6 +35,7 @@ stubs.install("triton", "torchvision", "sgl_kernel", "IPython", "sglang.srt.serv
 import sglang.srt.server_args  # noqa: E402
 
 sglang.srt.server_args.ServerArgs = ServerArgs
+from miles.backends.megatron_utils.lora_utils import LORA_ADAPTER_NAME, build_lora_sync_config  # noqa: E402
 from miles.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from miles.rollout.generate_utils.generate_endpoint_utils import (  # noqa: E402
     compute_request_payload,
@@ -56,12 +59,12 @@ FRAMEWORK = Framework(
         "an argument of torch before 2.6 left out",
         "SGLang's ServerArgs as a plain dataclass",
     ),
-    not_there=("LoRA", "post_process_weights", "RDMA transfer"),
+    not_there=("post_process_weights", "RDMA transfer"),
 )
 PROMPT = [260, 315, 81, 377, 294]
 
 
-def arguments(checkpoint: Path, external: bool) -> SimpleNamespace:
+def arguments(checkpoint: Path, external: bool, lora_rank: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         hf_checkpoint=str(checkpoint),
         rollout_external=external,
@@ -79,8 +82,11 @@ def arguments(checkpoint: Path, external: bool) -> SimpleNamespace:
         use_rollout_routing_replay=True,
         use_miles_router=True,
         fp16=False,
-        lora_rank=0,
+        lora_rank=lora_rank,
+        lora_alpha=ALPHA,
+        lora_dropout=0.0,
         lora_adapter_path=None,
+        target_modules=["linear_qkv", "linear_proj"],
         rollout_max_response_len=16,
         rollout_max_context_len=None,
         num_layers=4,
@@ -163,6 +169,29 @@ def test_a_folder_refreshes_every_tensor(
 ) -> None:
     engine.update_weights_from_disk(str(checkpoint))
     assert_holds(server, tensors)
+
+
+def test_an_adapter_comes_in_the_body(lora_server: ServerProcess, checkpoint: Path) -> None:
+    """Load, unload and load again under one name, as miles syncs; its requests name it."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    args, model = arguments(checkpoint, external=True, lora_rank=RANK), adapted_model(checkpoint, 0)
+    engine = SGLangEngine(args, rank=0)
+    engine.init("127.0.0.1:29500", lora_server.port, free_port(), host="127.0.0.1")
+    for number in (1, 2):
+        train(model, number)
+        if number == 2:
+            engine.unload_lora_adapter(lora_name=LORA_ADAPTER_NAME)
+        engine.load_lora_adapter_from_tensors(
+            lora_name=LORA_ADAPTER_NAME,
+            config_dict=build_lora_sync_config(args),
+            serialized_tensors=_serialized(list(get_peft_model_state_dict(model).items())),
+            load_format="flattened_bucket",
+        )
+        payload, _ = compute_request_payload(args, PROMPT, {"temperature": 1.0, "max_new_tokens": 6})
+        payload |= {"lora_path": LORA_ADAPTER_NAME}
+        output = requests.post(f"{lora_server.url}/generate", json=payload, timeout=60).json()
+        entries = output["meta_info"]["output_token_logprobs"]
+        assert_sampled_by(model, PROMPT, [entry[1] for entry in entries], [entry[0] for entry in entries])
 
 
 def test_release_and_resume_by_tags(engine: Any) -> None:
