@@ -115,7 +115,7 @@ class CommitResult:
 
 @dataclass(eq=False)
 class WeightUpdate:
-    """One update of `target` and of other targets (`beside`).  `transaction`: the tensors and the version to be.
+    """One update of `target`, and of further targets.  `transaction`: the tensors and the version to be.
 
     All targets are committed, or none.  `sorter`: knows whose tensors come; None where there is one target.
     `id` None: it has no name.  `is_bound`: every call must carry the id.  `is_implicit`: it was opened for a client

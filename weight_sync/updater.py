@@ -115,7 +115,7 @@ class WeightUpdater:
     ) -> None:
         """Open an update.  `bound`: every call must carry `update_id`.  `cast`: see `WeightTransaction`; None: the
         updater's.  `per_rank`: each rank is sent what it keeps.  `target`: what is refreshed; None: the model.
-        `beside`: other targets, refreshed whole, and their manifests.  `facts`: more fields of `WeightUpdate`.
+        Further targets are refreshed whole, each with its manifest.  `facts`: more fields of `WeightUpdate`.
 
         Raises `TransactionStateError` if one is open, or the id was used; `WeightRequestError`, as `UpdateTarget.open`.
         """

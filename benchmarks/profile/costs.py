@@ -101,13 +101,15 @@ def _adapted_bytes(arguments: Arguments, result: object) -> int:
     used = _adapted_ranks(arguments)[0].unique(dim=0)
     ranks = arguments["ranks"][used[:, 0], used[:, 1]]
     features = arguments["hidden"].shape[1] + arguments["inner_size"]
-    return _experts_bytes(arguments, result) + int(ranks.sum()) * features * arguments["a13"].itemsize
+    adapters: int = int(ranks.sum()) * features * arguments["a13"].itemsize
+    return _experts_bytes(arguments, result) + adapters
 
 
 def _adapted_flops(arguments: Arguments, result: object) -> int:
     """Count `_experts_flops`, and two products for each rank of a row's adapter."""
     features = arguments["hidden"].shape[1] + arguments["inner_size"]
-    return _experts_flops(arguments, result) + 2 * int(_adapted_ranks(arguments)[1].sum()) * features
+    adapters: int = 2 * int(_adapted_ranks(arguments)[1].sum()) * features
+    return _experts_flops(arguments, result) + adapters
 
 
 def _attention_bytes(arguments: Arguments, result: object) -> int:

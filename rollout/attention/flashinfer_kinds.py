@@ -104,7 +104,7 @@ class KindOfLayer(ABC):
         """Attend as `run`, with q [B, H, hd] of the step's decoding sequences alone."""
         out = q.new_empty(q.shape[0], q.shape[1], self.kind.value_size)
         if self._has_decodes:
-            self._run_decodes(q, k, v, None, scales, out)
+            self._run(self._decode, q, k, v, None, scales, out)
         return out
 
     @abstractmethod

@@ -80,7 +80,7 @@ WITHOUT_EFFECT = SWITCHES | {
     *("rl_on_policy_target", "log_level_http", "log_requests_level", "decode_log_interval"),
     *("stream_interval", "crash_dump_folder", "engine_info_bootstrap_port", "tokenizer_worker_num"),
     *("page_size", "load_balance_method"),
-    *("lora_backend", "lora_target_modules"),  # every module that adapters may change has room in a slot
+    "lora_backend",
     # both
     "download_dir",
     # vLLM
