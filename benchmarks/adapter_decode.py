@@ -6,6 +6,9 @@ round to round (`case_order`).
 no slots     an engine without --enable-lora
 none         an engine with 32 adapters of rank 16 of attention in its slots; no request names one
 N adapters   the same engine; request i has adapter i modulo N
+
+Tokens are drawn at temperature 1.  Greedy requests of a random model soon repeat one token, which the adapter changes,
+and with it the experts that a step reads.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ def _engine(folder: Path, **settings: object) -> Engine:
 
 
 def _generate(engine: Engine, prompts: list[list[int]], adapters: list[str | None] | None, new_tokens: int) -> None:
-    params = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    params = {"temperature": 1.0, "max_new_tokens": new_tokens, "ignore_eos": True}
     request = {"input_ids": prompts, "sampling_params": params}
     engine.generate(**request if adapters is None else request | {"lora_path": adapters})
 

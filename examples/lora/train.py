@@ -124,6 +124,7 @@ class Training:
         result.adapters = [pupil.learned for pupil in self.pupils]
         with Client(self._url) as sending:
             async with AsyncClient(self._url) as client:
+                self._shown.doing("sending the adapters")
                 for pupil in self.pupils:
                     await in_thread(pupil.send, sending)
                 await self._judge(client, 0)
@@ -140,6 +141,7 @@ class Training:
 
     async def _step(self, client: AsyncClient, sending: Client) -> None:
         plan = self._plan
+        self._shown.doing("sampling and training")
         asked = (each.course.sample(client, each.learned.adapter, plan.groups, plan.samples) for each in self.pupils)
         for pupil, samples in zip(self.pupils, await asyncio.gather(*asked), strict=True):
             await in_thread(pupil.step, samples)
@@ -147,6 +149,7 @@ class Training:
 
     async def _judge(self, client: AsyncClient, step: int) -> None:
         """Judge held-out answers of the versions that the trainer has now."""
+        self._shown.doing("judging held-out answers")
         asked = (each.course.judge(client, each.learned.adapter, self._plan.judged) for each in self.pupils)
         for pupil, reward in zip(self.pupils, await asyncio.gather(*asked), strict=True):
             pupil.learned.judgements.append((step, reward))
