@@ -202,7 +202,7 @@ class TakingPairs {
     bool infinite = false;
     if (pair.held == kEightBits) values = rounded_to_w8(values, infinite);
     if (pair.is_quantised() && pair.held != kEightBits) {
-      found = quantised(pair, values);
+      found = quantised(pair, values, infinite);
       values = decoded(pair, found, span.rows, pair.values);
     }
     if (summing_ != nullptr) {
@@ -279,16 +279,18 @@ class TakingPairs {
     return {to, {rows, columns}, {columns, 1}};
   }
 
-  // Elements and scales that are made of values; a band begins with a block.
-  static Elements quantised(const PairTensor& pair, const Matrix& values) {
-    if (pair.values == kBFloat16) return quantised(pair, reinterpret_cast<const bf16*>(values.data), values.sizes.rows);
+  // Elements and scales that are made of values; a band begins with a block.  `infinite` is set where a value is not
+  // finite: an integer cannot be NaN.
+  static Elements quantised(const PairTensor& pair, const Matrix& values, bool& infinite) {
+    const int64_t rows = values.sizes.rows;
+    if (pair.values == kBFloat16) return quantised(pair, reinterpret_cast<const bf16*>(values.data), rows, infinite);
     auto* floats = reinterpret_cast<float*>(scratch<7>(values.numel() * sizeof(float)));
     cast_run(pair.values, values.data, kFloat32, reinterpret_cast<uint8_t*>(floats), values.numel());
-    return quantised(pair, static_cast<const float*>(floats), values.sizes.rows);
+    return quantised(pair, static_cast<const float*>(floats), rows, infinite);
   }
 
   template <class T>
-  static Elements quantised(const PairTensor& pair, const T* from, int64_t rows) {
+  static Elements quantised(const PairTensor& pair, const T* from, int64_t rows, bool& infinite) {
     const int64_t columns = pair.columns;
     uint8_t* to = scratch<8>(rows * columns);
     if (pair.held == kFp8Blocks) {
@@ -297,9 +299,9 @@ class TakingPairs {
       for (int64_t r = 0; r < rows; r += kScaleBlock) {
         for (int64_t c = 0; c < columns; c += kScaleBlock) {
           const Sizes sizes{std::min(kScaleBlock, rows - r), std::min(kScaleBlock, columns - c)};
-          quantise_fp8_block(from + r * columns + c, columns, sizes.rows, sizes.columns,
-                             reinterpret_cast<Fp8*>(to) + r * columns + c,
-                             scales[r / kScaleBlock * blocks + c / kScaleBlock]);
+          infinite |= !quantise_fp8_block(from + r * columns + c, columns, sizes.rows, sizes.columns,
+                                          reinterpret_cast<Fp8*>(to) + r * columns + c,
+                                          scales[r / kScaleBlock * blocks + c / kScaleBlock]);
         }
       }
       return {to, scales, nullptr, 0};
@@ -308,8 +310,9 @@ class TakingPairs {
     auto* scales = reinterpret_cast<bf16*>(scratch<9>(rows * groups * sizeof(bf16)));
     for (int64_t n = 0; n < rows; ++n) {
       for (int64_t c = 0; c < columns; c += group) {
-        quantise_int4_group(from + n * columns + c, std::min(group, columns - c),
-                            reinterpret_cast<int8_t*>(to) + n * columns + c, scales[n * groups + c / group]);
+        infinite |= !quantise_int4_group(from + n * columns + c, std::min(group, columns - c),
+                                         reinterpret_cast<int8_t*>(to) + n * columns + c,
+                                         scales[n * groups + c / group]);
       }
     }
     return {to, nullptr, scales, group};

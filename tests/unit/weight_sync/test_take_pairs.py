@@ -232,9 +232,12 @@ def test_what_is_wrong_is_found(form: str, held: str, name: str, value: float, w
     assert changed(case, name, lambda part: part.view(-1)[-1:].fill_(value)) == wrong
 
 
-def test_an_element_that_is_no_number_is_found() -> None:
-    case = Case("fp8 float32", "fp8", (400, 384))
-    assert changed(case, "", lambda part: part.view(torch.uint8)[399, 383:].fill_(0x7F)) == 1
+@pytest.mark.parametrize("held", [*PACKED_FORMS, "packed"])
+@pytest.mark.parametrize("row", [0, 399])
+def test_an_element_that_is_no_number_is_found(held: str, row: int) -> None:
+    """Also where integers are made of it, of which none is NaN."""
+    case = Case("fp8 float32", held, (400, 384))
+    assert changed(case, "", lambda part: part.view(torch.uint8)[row, 383:].fill_(0x7F)) == 1
 
 
 WRONG_ROWS = {
