@@ -189,12 +189,12 @@ class FlashInferExpandedBackend(FlashInferBackend):
     def _plan_prompts(self, form: LatentForm) -> int:
         sequences = self._sequences
         assert sequences is not None, "plan comes before attend"
+        if form not in self._prompts:  # first: the largest step, at startup, may stay absorbed
+            shared = self._shared
+            self._prompts[form] = ExpandedPrompts(shared.library, form, shared.dtypes, shared.workspace)
         rounds = rounds_of(sequences.prefix_lens, _ROUND)
         if len(rounds) > _MAX_ROUNDS or not saves_products(form, sequences.extend_lens, sequences.prefix_lens):
             return 0
-        if form not in self._prompts:
-            shared = self._shared
-            self._prompts[form] = ExpandedPrompts(shared.library, form, shared.dtypes, shared.workspace)
         self._prompts[form].plan(sequences, rounds)
         self._copied.record()
         return sequences.num_extend_tokens

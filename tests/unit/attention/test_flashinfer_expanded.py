@@ -142,6 +142,14 @@ def test_a_step_that_saves_nothing_is_absorbed() -> None:
     assert captured.expanded_tokens(FORM) == 0
 
 
+def test_sizes_without_a_kernel_are_refused_before_a_step_needs_one() -> None:
+    """The largest step runs at startup.  It may save nothing, and a later one something."""
+    step = Step()
+    step.backend.plan(step.steps.batch(Layout([(1, 40, 12)])))
+    with pytest.raises(StartupError, match="no kernel for keys of 48 elements and values of 32: give flashinfer"):
+        step.backend.expanded_tokens(FORM._replace(nope=32, rotary=16, value=32))
+
+
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
