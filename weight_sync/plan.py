@@ -113,7 +113,7 @@ def plan_bucket(
     """Return the plan of a layout of the tensors `wires`.
 
     Whether the boxes of a tensor are planned does not depend on the boxes: all of them go the same way.  Raises
-    `CoverageError` for a tensor that comes whole in one box, while another brings some of it.
+    `CoverageError` for a tensor that comes whole, in one box or in parts, while another box brings some of it.
     """
     rows, rest, seen = _Rows(table, quantised, homes), [], set[str]()
     in_parts = {wires.parts[wire].name for wire in layout.metas if wire in wires.parts}
@@ -198,12 +198,15 @@ class _Rows:
         return self.table.metas[self.table.number_of[name]]
 
     def require_apart(self) -> None:
-        """Raise `CoverageError` for a tensor that is whole in one row, and has another one."""
+        """Raise `CoverageError` for a tensor that is whole in one row, of any table, and has another one."""
         others = {row.held.name: row for row in self.boxes}
         for row in self.whole:
             other = others.setdefault(row.held.name, row)
             if other is not row:
                 raise CoverageError(f"{row.held.name}: the boxes {box_text(other.box)} and {box_text(row.box)} overlap")
+        for pair in self.pairs.rows:
+            if pair.held.name in others:
+                raise CoverageError(f"{pair.held.name} came whole, as {pair.wire_name}, while boxes of it come")
 
     def plan(self, rest: Sequence[int]) -> BucketPlan:
         """Return the plan of all that was added.  `rest`: places in the layout that were not."""

@@ -15,7 +15,7 @@ from rollout.kernels.places import PackedPlace, ShardPlace, ViewPlace
 from tests import kernels
 from tests.fp8_reference import Named, dequantise, quantise, quantised
 from tests.held_reference import int4_values
-from tests.logical_weights_fake import FakeWeights, bits, expert_name, version
+from tests.logical_weights_fake import GATE_UP, NORM, D, E, FakeWeights, I, bits, expert_name, version
 from tests.loopback_updater import LoopbackSource, LoopbackUpdater, new_updater
 from tests.pair_forms import FP8_FORM, int4_parts
 from tests.unit.weight_sync.test_plans import MovableWeights
@@ -411,6 +411,19 @@ def test_a_part_of_a_planned_weight_comes_once(updater: LoopbackUpdater) -> None
         with pytest.raises(CoverageError, match=f"{again} came twice"):
             updater.receive(LoopbackSource([(again, tensors[again])]))
         updater.drop("twice")
+
+
+def test_a_weight_comes_in_parts_or_in_a_box(updater: LoopbackUpdater, weights: MovableWeights) -> None:
+    """It does not count for a tensor that is missing."""
+    name, before = expert_name(0, "gate_proj"), weights.snapshot()
+    named = [(n, x) for n, x in in_fp8(1).items() if n != NORM and not n.startswith(expert_name(0, "up_proj"))]
+    metas = [TensorMeta(n, x.dtype, tuple(x.shape)) for n, x in named]
+    box = TensorMeta(GATE_UP, torch.bfloat16, (E, 2 * I, D), ((0, 1), (0, 2 * I), (0, D)))
+    updater.begin("v")
+    with pytest.raises(CoverageError, match=f"{name} came whole, as {name}, while boxes of it come"):
+        updater.receive(LoopbackSource([*named, (GATE_UP, torch.ones(1, 2 * I, D))], metas=[*metas, box]))
+    updater.drop("twice")
+    assert weights.snapshot() == before
 
 
 @pytest.mark.mutant
