@@ -18,7 +18,7 @@ from torch import nn
 from rollout.adapters.peft_folder import Adapter, LoraWeights
 from rollout.core.errors import UnsupportedFeature
 from rollout.layers.lora import LoraPlace
-from rollout.model.adapter_places import AdapterPlaces, LinearPlace
+from rollout.model.adapter_places import AdapterPlaces, LinearPlace, is_dense
 from rollout.numerics.assembly import Assembly
 
 _BASE = ".base_layer"
@@ -40,8 +40,9 @@ def without_peft(model: Any) -> Any:
 
 
 def greatest_rank(model: nn.Module) -> int:
-    """Return the greatest rank of an adapter in the model; 0 without any."""
-    ranks = (a.weight.shape[0] for _, module in _adapted(model) for a in module.lora_A.values())
+    """Return the greatest rank of an adapter of a linear layer in the model; 0 without any."""
+    linear = (module for _, module in _adapted(model) if not hasattr(module, "parameter_name"))
+    ranks = (a.weight.shape[0] for module in linear for a in module.lora_A.values())
     return max(ranks, default=0)
 
 
@@ -49,11 +50,14 @@ def base_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[
     """Leave out the tensors of adapters, and return the others by the names that they have without PEFT."""
     adapted, found = {path for path, _ in _adapted(model)}, {}
     for name, tensor in tensors.items():
+        if name.partition(".lora_")[0] in adapted:
+            continue
         path, base, end = name.rpartition(_BASE)
         if base and path in adapted:
-            found[path + end] = tensor
-        elif name.partition(".lora_")[0] not in adapted:
-            found[name] = tensor
+            while path.endswith(_BASE):  # PEFT puts a wrapper for each parameter around the experts of a layer
+                path = path.removesuffix(_BASE)
+            name = path + end
+        found[name] = tensor
     return found
 
 
@@ -76,8 +80,13 @@ def active_adapter(model: nn.Module) -> dict[str, LoraWeights]:
 
 
 def _weights_of(path: str, module: Any, name: str) -> LoraWeights:
-    """Return what an adapter does to a module.  Raises `UnsupportedFeature` for all but products with A and B."""
-    if name not in module.lora_A or hasattr(module, "parameter_name"):  # of an embedding, or of all experts of a layer
+    """Return what an adapter does to a module.
+
+    Raises `UnsupportedFeature` for routed experts, and for all but products with A and B.
+    """
+    if not is_dense(f"{path}."):
+        raise UnsupportedFeature(f"engine numerics do not compute adapters of routed experts: {path} has one")
+    if name not in module.lora_A or hasattr(module, "parameter_name"):  # of an embedding, or of a parameter
         raise UnsupportedFeature(f"engine numerics take adapters of linear layers: {path} is none")
     a, b = module.lora_A[name], module.lora_B[name]
     if (

@@ -14,6 +14,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from torch import nn
 
 from capture.replay import force_routes, record_routes
 from rollout.core.errors import Conflict, UnsupportedFeature
@@ -158,6 +159,24 @@ def test_what_the_engine_cannot_serve_is_refused(served: Served) -> None:
     ):
         base = trainer_model(served.folder, torch.bfloat16)
         refused(peft.get_peft_model(base, peft.LoraConfig(r=2, **settings)), message)
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def test_adapters_of_routed_experts_are_refused(served: Served) -> None:
+    """They are, whether PEFT has a pair of matrices for all experts of a layer, or one for each."""
+    message = "do not compute adapters of routed experts: .*experts.* has one"
+    base = trainer_model(served.folder, torch.bfloat16)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
+    refused(model, message)
+    with model.disable_adapter(), use_engine_numerics(model) as numerics:
+        assert disagreements(model, numerics, *served.without) == []
+    experts = nn.ModuleList([nn.ModuleDict({"down_proj": nn.Linear(4, 4)})])
+    each = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts})})
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["down_proj"]), each)
+    with pytest.raises(UnsupportedFeature, match=message):
+        adapters.active_adapter(each)
 
 
 def test_merged_adapters_and_several_are_refused(served: Served) -> None:
