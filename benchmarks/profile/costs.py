@@ -73,26 +73,32 @@ def _token_rows(arguments: Arguments) -> torch.Tensor:
     return rows
 
 
+def _filled(arguments: Arguments) -> torch.Tensor:
+    """Return which slots of `ids` have an expert of this rank [T, K]: their ids are of those stored."""
+    ids: torch.Tensor = arguments["ids"]
+    return (ids >= 0) & (ids < arguments["w13"].shape[0])
+
+
 def _experts_bytes(arguments: Arguments, result: object) -> int:
     """Count the experts in `ids`, of `w13`, `w2` and their biases [P, ...], and the activations."""
     held = [arguments.get(name) for name in ("w13", "w2", "w13_bias", "w2_bias")]
-    used: int = arguments["ids"].unique().numel()
+    used: int = arguments["ids"][_filled(arguments)].unique().numel()
     activations = nbytes(arguments["hidden"], arguments["ids"], arguments["weights"], result)
     experts: int = arguments["w13"].shape[0]
     return used * (nbytes(*held) // experts) + activations
 
 
 def _experts_flops(arguments: Arguments, result: object) -> int:
-    """Count three products of D * `inner_size` for every (token, slot) pair of `ids` [T, K]."""
+    """Count three products of D * `inner_size` for every (token, slot) pair of `ids` [T, K] that has an expert."""
     hidden_size = arguments["hidden"].shape[1]
-    flops: int = 2 * arguments["ids"].numel() * 3 * hidden_size * arguments["inner_size"]
+    flops: int = 2 * int(_filled(arguments).sum()) * 3 * hidden_size * arguments["inner_size"]
     return flops
 
 
 def _adapted_ranks(arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts and slots [N, 2] of the rows with an adapter, and their ranks of gate, up and down [N, 3]."""
     slots_TK = arguments["slots"].unsqueeze(1).expand_as(arguments["ids"])
-    pairs_N2 = torch.stack((arguments["ids"], slots_TK), dim=-1)[slots_TK >= 0]
+    pairs_N2 = torch.stack((arguments["ids"], slots_TK), dim=-1)[_filled(arguments) & (slots_TK >= 0)]
     return pairs_N2, arguments["ranks"][pairs_N2[:, 0], pairs_N2[:, 1]]
 
 

@@ -109,6 +109,21 @@ def test_adapters_of_experts_count_the_ranks_that_rows_use() -> None:
     assert with_adapters.bytes_moved - without.bytes_moved == 2 * (64 + 32) * (9 + 1)
 
 
+def test_experts_of_other_ranks_cost_nothing() -> None:
+    """Their ids are below 0, or beyond the experts that are stored.  Operators on CUDA take them, this one does not."""
+    ids, slots = torch.tensor([[1, -7], [9, -1]]), torch.tensor([0, 0])
+    base = (zeros(2, 64), ids, zeros(2, 2), packed(8, rows=64, depth=64), packed(8, rows=64, depth=32), 32)
+    matrices = zeros(8, 1, 2, 64, 4), zeros(8, 1, 4, 64), zeros(8, 1, 32, 4), zeros(8, 1, 4, 64)
+    ranks = torch.full((8, 1, 3), 2)
+    result, rest = zeros(2, 64), (None, None, None, 1.0, slots, *matrices, ranks)
+    plain = operator_cost(torch.ops.lockstep.fused_experts.default, base, {}, result)
+    assert plain.flops == 2 * 3 * 64 * 32
+    assert plain.bytes_moved == 2 * 3 * 64 * 32 + 2 * (2 * 64 + 2 * 64) + 2 * 2 * (8 + 2)
+    adapted = operator_cost(torch.ops.lockstep.adapted_experts.default, (*base, *rest), {}, result)
+    assert adapted.flops - plain.flops == 2 * (64 + 32) * 6
+    assert adapted.bytes_moved - plain.bytes_moved == 2 * (64 + 32) * 6
+
+
 def test_adapters_count_those_that_are_used() -> None:
     ranks, slots = torch.tensor([[4, 2], [1, 0]]), torch.tensor([0, -1, 0])
     a, b = zeros(2, 2, 12, 4), zeros(2, 4, 8)  # parts of 6 and 2 columns
