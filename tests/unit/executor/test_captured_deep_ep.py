@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rollout.core.errors import StartupError
 from rollout.core.messages.experts import EplbRebalanceReqInput, GetExpertLocationReqInput
 from rollout.distributed.communicator import Communicator
 from rollout.engine import build
@@ -218,6 +219,23 @@ def test_mode_and_size_decide_which_steps_are_captured(
         mode == "auto"
     )
     assert (f"steps are not captured, decoding is slower: {reason} 1 tokens" in said) == (mode == "normal")
+
+
+def test_adapters_of_experts_are_refused_at_the_start(folder: Path) -> None:
+    """Rows do not bring them to other ranks.  Adapters of attention are served."""
+    lora: dict[str, Any] = {
+        "enable_lora": True,
+        "max_loras_per_batch": 1,
+        "max_lora_rank": 2,
+        "disable_cuda_graph": True,
+    }
+    settings = SETTINGS | DP2 | {"deepep_mode": "auto"} | lora
+    with deep_ep([]):
+        with ParallelHarness(folder, captured_gloo, **settings, lora_target_modules="q_proj") as harness:
+            assert not harness.scheduler.runner.state.adapters.places.adapts_experts
+        for named in ("all", "experts.3.down_proj"):
+            with pytest.raises(StartupError, match=r"^--moe-a2a-backend deepep does not bring adapters of routed"):
+                ParallelHarness(folder, captured_gloo, **settings, lora_target_modules=named)
 
 
 def check_loads(loads: list[Load]) -> None:
