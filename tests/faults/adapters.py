@@ -36,7 +36,7 @@ NAME = "poet"
 TRANSPORTS = tuple(name for name in SENDS if name != "delta")  # deltas are of the model
 LEFT_OUT = frozenset(
     {
-        *("derived tensors raise", "restoring fails too", "disk full"),  # nothing of the model is written
+        *("derived tensors raise", "disk full"),  # nothing of the model is written
         "file vanishes while it is read",  # one file, which one bucket brings
     }
 )
@@ -170,5 +170,7 @@ def cells(staging: StagingMode, transport: str) -> Iterator[AdapterCell]:
         if fault.title in LEFT_OUT or transport not in fault.transports or staging not in fault.stagings:
             continue
         for point in fault.points:
-            # After all have verified, other ranks may serve the next version, which they cannot take back.
-            yield AdapterCell(replace(fault, verdict="ENDS") if point == "commit" else fault, point, transport, staging)
+            # A slot that holds no version can serve none, and the model has no part in that.
+            yield AdapterCell(
+                replace(fault, verdict="ENDS") if fault.verdict == "TORN" else fault, point, transport, staging
+            )

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 from rollout.control import weight_disk
+from rollout.model.adapter_places import LinearPlace
 from tests.faults.engines import Engine
 from tests.faults.harness import RefreshHarness
 from tests.faults.transports import remove_files
@@ -60,6 +61,8 @@ def place_of(step: str, staging: str) -> Place:
         return Place(of_mode, "write", 2)
     if step == "verify":
         return Place(of_mode, "prepare")
+    if of_mode is ApartStaging:
+        return Place(LinearPlace, "write", 2)
     return Place(of_mode, "exchange", 2) if of_mode is ShadowStaging else Place(of_mode, "commit")
 
 
