@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from tests.faults import adapters, killed, ranks, stopped
+from tests.faults import adapters, killed, ranks, stopped, stopped_pairs
 from tests.faults.cells import FAULTS, STAGINGS, cells
 from tests.faults.contents import Zoo
 from tests.faults.matrix import Played, play_all
@@ -38,8 +38,9 @@ def run(
         "Trainers that are processes": [],
         "Ranks that are processes": [],
         "Ranks that stop or die": [],
+        "Ranks that stop or die, with a model and an adapter": [],
     }
-    main, processes, ranked, stopping = played.values()
+    main, processes, ranked, stopping, of_pairs = played.values()
     for transport in transports:
         for staging in stagings:
             main += play_all(zoo, scratch, [cell for cell in cells(staging, transport) if chosen(cell.fault.title)])
@@ -59,6 +60,8 @@ def run(
         for layout in stopped.LAYOUTS:
             stopping += stopped.play_all(zoo, layout, lambda cell: chosen(cell.title))
             progress(f"ranks that stop or die, {layout}: {len(stopping)} cells so far")
+        pairs = stopped_pairs.PairZoo(scratch / "pairs")
+        of_pairs += stopped.play_all(pairs, "2 ranks", lambda cell: chosen(cell.title), None, stopped_pairs.PairPlayer)
     order: dict[str, int] = {}
     for number, fault in enumerate(FAULTS):
         order.setdefault(fault.title, number)
@@ -69,6 +72,7 @@ def run(
         "Senders that are processes": processes,
         "Ranks that are processes": ranked,
         "Ranks that stop or die": stopping,
+        "Ranks that stop or die, with a model and an adapter": of_pairs,
     }
 
 

@@ -55,7 +55,12 @@ class Contents:
 
 
 class Zoo(Contents):
-    """The contents of the matrix.  `answers[i]` is the answer of an engine that was started with content i."""
+    """The contents of the matrix.  `answers[i]` is the answer of an engine that was started with content i.
+
+    `adapter`: the name that requests have; None: they are for the model alone.
+    """
+
+    adapter: str | None = None
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, MATRIX_SHAPE, DTYPE, NUM_CONTENTS)

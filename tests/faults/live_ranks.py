@@ -25,6 +25,7 @@ from rollout.control.weight_queue import WeightQueue
 from rollout.core.args.checks import check_settings
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.messages.io_struct import (
+    AdaptersChanged,
     BatchTokenOutput,
     ControlReqOutput,
     SchedulerFailed,
@@ -37,9 +38,10 @@ from rollout.core.messages.message import ControlReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.distributed.layout import layout_of
 from rollout.engine import worker
+from rollout.model.adapters import AdapterTable
 from rollout.model.model_state import ModelState
 from rollout.scheduler.scheduler import Scheduler
-from tests.faults.contents import NEW_TOKENS, PROMPT, Version, Zoo, harness_settings
+from tests.faults.contents import NEW_TOKENS, PROMPT, Version, Zoo
 from tests.faults.engines import Wrong
 from tests.faults.injections import hook
 from tests.faults.killed import forkserver
@@ -72,7 +74,7 @@ class LiveRanks:
     def __init__(self, zoo: Zoo, layout: str, wrong: str | None = None) -> None:
         self.zoo, self.in_force = zoo, Version("v0", 0)
         self.reasons: list[str] = []
-        settings = harness_settings() | LAYOUTS[layout] | {"num_threads": 1, "random_seed": 1}
+        settings = zoo.settings | LAYOUTS[layout] | {"num_threads": 1, "random_seed": 1}
         args = ServerArgs(model_path=str(zoo.checkpoints[0]), weight_version="v0", **settings)
         check_settings(args)
         self._layout, self._num_answers = layout_of(args), args.dp_size
@@ -145,6 +147,7 @@ class LiveRanks:
                     return_logprob=True,
                     extra_key=rid,
                     dp_rank=dp_rank,
+                    lora_name=self.zoo.adapter,
                 )
             )
         self.wait(lambda: all(self._outputs.get(rid, [None])[-1] is not None for rid in rids))
@@ -183,7 +186,7 @@ class LiveRanks:
                 self._outputs.setdefault(output.rid, []).append(output)
                 if output.finished is None:
                     self._outputs[output.rid].append(None)
-        else:
+        elif not isinstance(message, AdaptersChanged):
             answers = self._partial.setdefault(message.request_id, [])
             answers.append(message)
             if len(answers) == self._num_answers:
@@ -263,5 +266,7 @@ def _set_traps(armed: Any) -> None:
     trap(RankConsensus, "run", "at work", None)
     trap(RankConsensus, "_share", "exchange", "exchanged")
     trap(RankConsensus, "commit_vote", "vote", "voted")
+    trap(AdapterTable, "plan", "planning", "planned")
+    trap(AdapterTable, "write", None, "written")
     trap(ModelState, "publish_weights", None, "published")
     trap(Scheduler, "reply", None, "answered")

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from safetensors.torch import save
 
@@ -63,10 +63,10 @@ class StopCell:
         return f"rank {self.victim} of {self.layout} {self.how} | {self.verb}: {self.point}"
 
 
-def cells(layout: str) -> Iterator[StopCell]:
-    """Yield a cell for every point and way to stop; the ranks are the victim by turns."""
+def cells(layout: str, points: Mapping[str, Sequence[str]]) -> Iterator[StopCell]:
+    """Yield a cell for every point, by verb, and way to stop; the ranks are the victim by turns."""
     ranks = layout_of(ServerArgs(model_path="", **LAYOUTS[layout])).world_size
-    for turn, (verb, point) in enumerate((verb, point) for verb, points in _POINTS.items() for point in points):
+    for turn, (verb, point) in enumerate((verb, point) for verb, of_verb in points.items() for point in of_verb):
         for number, how in enumerate(HOWS):
             yield StopCell(layout, verb, point, how, (turn + number) % ranks)
 
@@ -76,6 +76,8 @@ class Player:
 
     The expected answers come from a server of this layout without a fault.
     """
+
+    points: ClassVar[Mapping[str, Sequence[str]]] = _POINTS
 
     def __init__(self, zoo: Zoo, layout: str, wrong: str | None = None) -> None:
         self._zoo, self._layout, self._wrong = zoo, layout, wrong
@@ -148,8 +150,8 @@ class Player:
             ranks.good(UpdateWeightsFromTensorReqInput, **bucket, weight_version=new.label)
             return ContinueGenerationReqInput, {}
         if verb == "begin":
-            return BeginWeightUpdateReqInput, {"weight_version": new.label}
-        ranks.good(BeginWeightUpdateReqInput, weight_version=new.label)
+            return BeginWeightUpdateReqInput, self._stated(new)
+        ranks.good(BeginWeightUpdateReqInput, **self._stated(new))
         if verb == "bucket":
             return UpdateWeightsFromTensorReqInput, bucket
         ranks.good(UpdateWeightsFromTensorReqInput, **bucket)
@@ -170,19 +172,29 @@ class Player:
         raise Wrong(f"neither {old} nor {new} serves on all ranks, but labels {[label for label, _, _ in answers]}")
 
     def _refresh(self, ranks: LiveRanks, version: Version) -> None:
-        ranks.good(BeginWeightUpdateReqInput, weight_version=version.label)
+        ranks.good(BeginWeightUpdateReqInput, **self._stated(version))
         ranks.good(UpdateWeightsFromTensorReqInput, payload=self._payload(version), format="safetensors")
         ranks.good(EndWeightUpdateReqInput)
         ranks.in_force = version
+
+    def _stated(self, version: Version) -> dict[str, Any]:
+        """Return the fields of a begin."""
+        return {"weight_version": version.label}
 
     def _payload(self, version: Version) -> bytearray:
         return bytearray(save(self._zoo.contents[version.content]))
 
 
-def play_all(zoo: Zoo, layout: str, chosen: Callable[[StopCell], bool], wrong: str | None = None) -> Iterator[Played]:
+def play_all(
+    zoo: Zoo,
+    layout: str,
+    chosen: Callable[[StopCell], bool],
+    wrong: str | None = None,
+    player_type: type[Player] = Player,
+) -> Iterator[Played]:
     """Play the chosen cells of a layout.  `wrong` names the rule that its ranks break, if any."""
-    player = Player(zoo, layout, wrong)
+    player = player_type(zoo, layout, wrong)
     try:
-        yield from (player.play(cell) for cell in cells(layout) if chosen(cell))
+        yield from (player.play(cell) for cell in cells(layout, player.points) if chosen(cell))
     finally:
         player.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults import killed, ranks, stopped
+from tests.faults import killed, ranks, stopped, stopped_pairs
 from tests.faults.cells import FAULTS, STAGINGS, Cell, cells
 from tests.faults.contents import Zoo
 from tests.faults.matrix import play_all
@@ -93,6 +93,21 @@ def test_ranks_that_stop_or_die(zoo: Zoo, layout: str) -> None:
     chosen = STOPPED[layout]
     played = list(stopped.play_all(zoo, layout, lambda cell: (cell.verb, cell.point, cell.how) in chosen))
     assert [cell.wrong for cell in played] == [None] * len(chosen)
+
+
+@pytest.mark.full
+def test_ranks_that_stop_or_die_while_a_model_and_an_adapter_are_committed(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    chosen = {("planned", "dies"), ("written", "stops for a moment")}
+    played = list(
+        stopped.play_all(
+            stopped_pairs.PairZoo(tmp_path),
+            "2 ranks",
+            lambda cell: (cell.point, cell.how) in chosen,
+            player_type=stopped_pairs.PairPlayer,
+        )
+    )
+    assert [(cell.outcome, cell.wrong) for cell in played] == [("ENDED", None), ("new", None)]
 
 
 @pytest.mark.mutant
