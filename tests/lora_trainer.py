@@ -28,7 +28,7 @@ from tests.family_zoo import family_model
 from tests.sharded_trainer import NUM_RANKS, sender_of
 from weight_sync.engine_control import EngineError
 from weight_sync.errors import TransportError, WeightRequestError
-from weight_sync.sender.lora import lora_of, packed_lora, ranks_of
+from weight_sync.sender.lora import base_of, lora_of, packed_lora, ranks_of
 
 PROMPT = [5, 9, 200, 31, 7, 8]
 SOON_S = 20.0
@@ -131,6 +131,30 @@ def failures(rank: int, url: str, folder: str) -> None:
             raises_soon(refused, lambda: sender.refresh_adapter("poet", hurt))
 
 
+def both(rank: int, url: str, folder: str) -> None:
+    """Send the sharded model and its adapter in one commit; where one rank fails, both raise soon and neither moves."""
+    model, hurt, digest = sharded(folder), sharded(folder), read_adapter(Path(folder)).digest
+    with torch.no_grad():
+        for tensor in lora_of(hurt).tensors.values():
+            tensor.to_local()[-1:] = float("nan") if rank == 1 else 0.5
+    lacking = sharded(folder)
+    lacking.peft_config = {}
+    refused = EngineError if rank == 0 else TransportError
+    alone = WeightRequestError if rank == 1 else TransportError
+    with RolloutClient(url) as client, sender_of({"engine": client} if rank == 0 else {}) as sender:
+        label = client.weight_version()
+        for source in (model, base_of(trained(folder))):  # the second is not sharded, unlike the adapter
+            adapters = {"poet": model if rank == 0 else lacking}
+            with next_version(rank, client, None):
+                raises_soon(alone, lambda source=source, adapters=adapters: sender.refresh(source, adapters=adapters))
+        assert client.weight_version() == label
+        with next_version(rank, client, digest):
+            sender.refresh(model, "of both ranks", adapters={"poet": model})
+        with next_version(rank, client, None):
+            raises_soon(refused, lambda: sender.refresh(model, "hurt", adapters={"poet": hurt}))
+        assert client.weight_version() == "of both ranks"
+
+
 def in_block(client: RolloutClient, block: Any) -> None:
     with client.adapter_update("poet") as update:
         block(update)
@@ -146,7 +170,7 @@ def raises_soon(error: type[BaseException], call: Any) -> None:
         raise AssertionError(f"no {error.__name__} was raised")
 
 
-SCENARIOS = {function.__name__: function for function in (payload, by_sender, by_client, failures)}
+SCENARIOS = {function.__name__: function for function in (payload, by_sender, by_client, failures, both)}
 
 
 def main(scenarios: str, rank: str, port: str, *words: str) -> None:

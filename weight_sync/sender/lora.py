@@ -92,6 +92,21 @@ def with_adapters(
     return joined, [lora.target(name) for name, lora in loras.items()]
 
 
+def with_adapters_or_error(
+    source: TensorSource, adapters: Mapping[str, torch.nn.Module]
+) -> tuple[TensorSource, list[dict[str, Any]], Exception | None]:
+    """Return what `with_adapters` returns and None, or all tensors that were given, and the error.
+
+    The tensors show which ranks the trainer has: they wait for this one, and are to learn of its error.
+    """
+    try:
+        return *with_adapters(source, adapters), None
+    except Exception as error:
+        models = [model for model in (source, *adapters.values()) if isinstance(model, torch.nn.Module)]
+        given = source.items() if isinstance(source, Mapping) else () if isinstance(source, torch.nn.Module) else source
+        return [*given, *(named for model in models for named in model.named_parameters())], [], error
+
+
 def base_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of the model that PEFT has put adapters around, by that model's names."""
     found = {}

@@ -23,7 +23,7 @@ from weight_sync.process_group import resolve_backend
 from weight_sync.sender.gather import Gatherer
 from weight_sync.sender.layout import SharedBucket, WholeBucket
 from weight_sync.sender.link import Bucket, EngineLink
-from weight_sync.sender.lora import lora_of, with_adapters
+from weight_sync.sender.lora import lora_of, with_adapters_or_error
 from weight_sync.sender.meeting import MeetingPlace
 from weight_sync.sender.plan import TensorSource
 from weight_sync.sender.rank_groups import EngineRanks
@@ -181,10 +181,11 @@ class WeightSender:
         all that could be reached have dropped it; the error carries notes on the others.
         """
         start, parts = time.perf_counter(), Parts()
+        lacks: Exception | None = None
         if adapters:
             if self._per_rank:
                 raise WeightRequestError("a sender per rank sends no adapters: use refresh_adapter of another sender")
-            source, targets = with_adapters(source, adapters)
+            source, targets, lacks = with_adapters_or_error(source, adapters)
             begin_options = {"adapters": targets} | dict(begin_options or {})
         options = {
             "weight_version": weight_version,
@@ -195,7 +196,7 @@ class WeightSender:
             "per_rank": self._per_rank,
         } | dict(begin_options or {})
         with parts.timed("plan"):
-            listed = Source(source)
+            listed = Source(source, lacks)
             ranks = self._trainer_ranks(listed)
             plan = self._planned(listed, dtype, ranks, options)
         fields = {"weight_version": weight_version, "coverage": coverage} | dict(begin_options or {})
@@ -283,6 +284,8 @@ class WeightSender:
         settings = Settings(dtype, options["split_experts"], options["bucket_bytes"], self._device, members)
 
         def plan_here() -> RefreshPlan:
+            if source.lacks is not None:
+                raise source.lacks
             plan = self._plans.find(source, settings, ranks)
             self._require_role(ranks)
             return plan

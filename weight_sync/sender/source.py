@@ -18,10 +18,11 @@ _SHAPE, _DTYPE, _DEVICE = map(operator.attrgetter, ("shape", "dtype", "device"))
 class Source:
     """`names` and `tensors` as they were given; `is_state`: by a model or state dict, of which tied tensors go once.
 
-    `locals`: what of the tensors lies on this rank.
+    `locals`: what of the tensors lies on this rank.  `lacks`: why this rank cannot send them.
     """
 
-    def __init__(self, source: TensorSource) -> None:
+    def __init__(self, source: TensorSource, lacks: Exception | None = None) -> None:
+        self.lacks = lacks
         state = source.state_dict() if isinstance(source, torch.nn.Module) else source
         self.is_state = isinstance(state, Mapping)
         if isinstance(state, Mapping):

@@ -157,7 +157,8 @@ def test_a_sharded_model_sends_what_a_whole_one_does(one_rank: None, contents: l
 
 
 def test_a_model_sharded_over_two_processes_is_one_version_or_none(server: Live, contents: list[Content]) -> None:
-    run_ranks("payload,by_sender,by_client,failures", server.url, str(contents[1].folder), module="tests.lora_trainer")
+    scenarios = "payload,by_sender,by_client,failures,both"
+    run_ranks(scenarios, server.url, str(contents[1].folder), module="tests.lora_trainer", within_s=240.0)
 
 
 def test_a_folder_is_what_peft_would_save(contents: list[Content], tmp_path: Path) -> None:
