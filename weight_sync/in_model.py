@@ -118,7 +118,7 @@ class Apart(NamedTuple):
 
     `ready()`, on the I/O thread of each rank, raises what keeps the content from serving.  `write()`, on the thread of
     steps, puts it where nothing reads it until the owner of that place publishes it, after the commit.
-    `undo()` puts back what was there before a `write`, also before one that raised.
+    `undo()` puts back what was there before a `write`, also before one that raised, and lets go of the content.
     """
 
     ready: Callable[[], None]
@@ -134,19 +134,16 @@ class ApartStaging(_InModelStaging):
     def __init__(self, weights: LogicalWeights, apart: Apart, homes: Homes | None = None) -> None:
         super().__init__(weights, homes=homes)
         self._apart = apart
-        self._is_written = False
 
     def prepare(self) -> None:
         self._apart.ready()
 
     def commit(self) -> None:
-        self._is_written = True
         self._apart.write()
 
     def undo(self) -> None:
         self.close()
-        if self._is_written:
-            self._apart.undo()
+        self._apart.undo()
 
 
 class JournalStaging(_InModelStaging):

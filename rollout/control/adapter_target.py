@@ -49,6 +49,7 @@ class _NextVersion:
     def undo(self) -> None:
         if self._is_written and self.planned is not None:
             self.table.write_back(self.planned, self._before)
+        self.forget()
 
     def forget(self) -> None:
         """Release what belongs to one update."""

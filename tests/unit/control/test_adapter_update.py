@@ -377,6 +377,31 @@ def test_an_update_is_freed_as_it_ends(
         gc.enable()
 
 
+def test_a_dropped_update_leaves_no_copy_of_its_adapter(
+    engine: RefreshHarness, contents: list[Content], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its target is kept for the next one, but not what one update converted, nor what it found in its slot."""
+    made: list[weakref.ref[object]] = []
+    prepare = AdapterTable.prepare
+
+    def noted(table: AdapterTable, *given: Any) -> Any:
+        prepared = prepare(table, *given)
+        made.append(weakref.ref(prepared))
+        return prepared
+
+    monkeypatch.setattr(AdapterTable, "prepare", noted)
+    for loses_the_vote in (False, True):
+        assert begin(engine, contents[1].target(), contents[1].named).success
+        assert bring(engine, contents[1].named).success
+        if loses_the_vote:
+            monkeypatch.setattr(engine.updater, "_commit_vote", lambda mine: False)
+            assert not end(engine).success
+        else:
+            assert end(engine, phase="verify").success and abort(engine).success
+        gc.collect()
+        assert len(made) >= 2 and not any(each() is not None for each in made)
+
+
 def test_what_a_manifest_announced_is_planned_once(
     engine: RefreshHarness, contents: list[Content], answers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
