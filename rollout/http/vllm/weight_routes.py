@@ -273,7 +273,7 @@ class VllmWeightRoutes:
         Raises `BadRequest` for aliases, and `Conflict`.
         """
         if body.receive_target.aliases:
-            raise BadRequest("aliases are names of routed experts, whose adapters are not served")
+            raise BadRequest("aliases are not taken: send what experts share once for each, under that expert's name")
         if self._lora_target is not None:
             name = self._lora_target.lora_name
             raise Conflict(f"the next weight update brings adapter {name!r} already: POST /start_weight_update")
@@ -283,7 +283,8 @@ class VllmWeightRoutes:
         )
 
     async def discard_lora(self, body: DiscardInMemoryLora) -> Response:
-        """Do nothing: an adapter that was brought is in its slot, and nothing else is kept."""
+        """Forget what an update brought and no call has loaded.  The adapter itself stays in its slot."""
+        self._loras.pop(body.lora_name, None)
         return json_response({"success": True, "message": f"Nothing of {body.lora_name} is kept."})
 
     def take_lora(self, name: str) -> AdapterVersion:

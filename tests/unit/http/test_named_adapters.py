@@ -257,17 +257,25 @@ def test_skyrls_adapters_come_by_weight_updates(model: Live, adapters: dict[str,
     assert loads().status_code == 409 and "no weight update has brought the adapter 'sky'" in loads().text
     aliases = {"m.experts.1.up_proj.lora_A.weight": "m.experts.0.up_proj.lora_A.weight"}
     refused = rpc("skyrl_set_lora_receive_target", receive_target=target | {"aliases": aliases})
-    assert refused.status_code == 400 and "routed experts" in refused.text
+    assert refused.status_code == 400 and "aliases are not taken" in refused.text
+    payload = base64.b64encode((adapters["clerk"] / "adapter_model.safetensors").read_bytes()).decode()
+
+    def brings() -> None:
+        assert rpc("skyrl_start_weight_update").status_code == 200
+        state = model.client.get("/weight_update").json()
+        assert state["target"] == "adapter sky"
+        fields = {"serialized_named_tensors": [payload], "format": "safetensors", "update_id": state["update_id"]}
+        assert model.client.post("/update_weights_from_tensor", json=fields).status_code == 200
+        assert rpc("skyrl_finish_weight_update").status_code == 200
+
     assert rpc("skyrl_set_lora_receive_target", receive_target=target).status_code == 200
     refused = rpc("skyrl_set_lora_receive_target", receive_target=target)
     assert refused.status_code == 409 and "brings adapter 'sky' already" in refused.text
-    assert rpc("skyrl_start_weight_update").status_code == 200
-    state = model.client.get("/weight_update").json()
-    assert state["target"] == "adapter sky"
-    payload = base64.b64encode((adapters["clerk"] / "adapter_model.safetensors").read_bytes()).decode()
-    fields = {"serialized_named_tensors": [payload], "format": "safetensors", "update_id": state["update_id"]}
-    assert model.client.post("/update_weights_from_tensor", json=fields).status_code == 200
-    assert rpc("skyrl_finish_weight_update").status_code == 200
+    brings()
+    assert rpc("skyrl_discard_in_memory_lora", lora_name="sky").status_code == 200
+    assert loads().status_code == 409, "what was discarded is not confirmed"
+    assert rpc("skyrl_set_lora_receive_target", receive_target=target).status_code == 200
+    brings()
     assert loads().text == "Success: LoRA adapter 'sky' added successfully." and loads().status_code == 409
     assert served_by(model, "sky")["content_digest"] == read_adapter(adapters["clerk"]).digest
     assert rpc("skyrl_start_weight_update").status_code == 200, "the target was of one update"
