@@ -138,9 +138,13 @@ class PlannedPairs:
         return len(self.codes)
 
     def of(self, chosen: np.ndarray) -> tuple[list[str], list[int]]:
-        """Return the names of some weights, and the places of all of their parts.  `chosen` [Q]: not 0 for these."""
+        """Return the names of some weights, and the places of all of their parts.  `chosen` [Q]: not 0 for these.
+
+        A tensor with several of them has one place.
+        """
         found = np.flatnonzero(chosen).tolist()
-        return [self.names[at] for at in found], [place for at in found for place in self.places[at]]
+        places = dict.fromkeys(place for at in found for place in self.places[at])
+        return [self.names[at] for at in found], list(places)
 
 
 class _Row(NamedTuple):

@@ -16,7 +16,7 @@ from tests import kernels
 from tests.fp8_reference import Named, dequantise, quantise, quantised
 from tests.held_reference import int4_values
 from tests.logical_weights_fake import GATE_UP, NORM, D, E, FakeWeights, I, bits, expert_name, version
-from tests.loopback_updater import LoopbackSource, LoopbackUpdater, new_updater
+from tests.loopback_updater import LoopbackSource, LoopbackUpdater, layout_of, new_updater, packed
 from tests.pair_forms import FP8_FORM, int4_parts
 from tests.unit.weight_sync.test_plans import MovableWeights
 from weight_sync import int4_groups
@@ -31,6 +31,7 @@ from weight_sync.plan import BucketPlan, plan_bucket
 from weight_sync.shadow import ShadowStaging
 from weight_sync.take_pairs import PairTables
 from weight_sync.tensor_meta import BucketLayout, LogicalWeights, Pair, Piece, Place, TensorMeta
+from weight_sync.transaction import WeightTransaction
 
 NAME = "model.layers.0.mlp.experts.0.up_proj.weight"
 PACKED_FORMS = ("fp8", "int4", "int4-128", "w8")
@@ -411,6 +412,18 @@ def test_a_part_of_a_planned_weight_comes_once(updater: LoopbackUpdater) -> None
         with pytest.raises(CoverageError, match=f"{again} came twice"):
             updater.receive(LoopbackSource([(again, tensors[again])]))
         updater.drop("twice")
+
+
+def test_all_wrong_weights_of_one_tensor_are_named(weights: MovableWeights) -> None:
+    """Each is a piece of it, and it is looked at again once."""
+    formats = {name: FP8_BLOCKS for name in weights.metas() if ".experts." in name}
+    content = torch.ones(E, 2 * I, D, dtype=torch.bfloat16)
+    content[0, 0, 0] = content[2, I, 0] = float("nan")
+    layout = layout_of([TensorMeta(GATE_UP, torch.bfloat16, (E, 2 * I, D))])
+    transaction = WeightTransaction(weights, coverage="partial", quantised=formats)
+    wrong = f"values that are not finite in {expert_name(0, 'gate_proj')}, {expert_name(2, 'up_proj')}"
+    with pytest.raises(ContentError, match=wrong):
+        transaction.receive(packed(layout, [(GATE_UP, content)]))
 
 
 def test_a_weight_comes_in_parts_or_in_a_box(updater: LoopbackUpdater, weights: MovableWeights) -> None:
