@@ -76,7 +76,8 @@ def _token_rows(arguments: Arguments) -> torch.Tensor:
 def _filled(arguments: Arguments) -> torch.Tensor:
     """Return which slots of `ids` have an expert of this rank [T, K]: their ids are of those stored."""
     ids: torch.Tensor = arguments["ids"]
-    return (ids >= 0) & (ids < arguments["w13"].shape[0])
+    experts: int = arguments["w13"].shape[0]
+    return (ids >= 0) & (ids < experts)
 
 
 def _experts_bytes(arguments: Arguments, result: object) -> int:

@@ -273,7 +273,7 @@ class VllmWeightRoutes:
         Raises `BadRequest` for aliases, and `Conflict`.
         """
         if body.receive_target.aliases:
-            raise BadRequest("aliases are not taken: send what experts share once for each, under that expert's name")
+            raise BadRequest("aliases are not taken: send a shared matrix for each expert, under that expert's name")
         if self._lora_target is not None:
             name = self._lora_target.lora_name
             raise Conflict(f"the next weight update brings adapter {name!r} already: POST /start_weight_update")

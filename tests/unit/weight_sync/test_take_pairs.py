@@ -236,7 +236,7 @@ def test_what_is_wrong_is_found(form: str, held: str, name: str, value: float, w
 @pytest.mark.parametrize("held", [*PACKED_FORMS, "packed"])
 @pytest.mark.parametrize("row", [0, 399])
 def test_an_element_that_is_no_number_is_found(held: str, row: int) -> None:
-    """Also where integers are made of it, of which none is NaN."""
+    """A tensor of integers has none, also where it is made of one that is NaN."""
     case = Case("fp8 float32", held, (400, 384))
     assert changed(case, "", lambda part: part.view(torch.uint8)[row, 383:].fill_(0x7F)) == 1
 
