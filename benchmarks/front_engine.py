@@ -209,6 +209,7 @@ class NullEngine:
         known |= {"step_time_ms": {}, "memory": {}, "weight_versions": [], "ended_updates": [], "device": "cpu"}
         known |= {"paused": False, "overlap_schedule": False, "batch_invariant": True, "dtype": "bfloat16"}
         known |= {"weight_version": VERSION, "cpu_isa": "", "plain_torch_reason": "", "batch_invariance_note": ""}
+        known["prompt_attention"] = ""
         known |= {"plain_linears": {}}
         known |= {"weight_update": UpdateStateReply(update_id=None), "num_generated_tokens": self._num_tokens}
         known |= {"max_total_num_tokens": 1 << 26, "max_running_requests": 1 << 14, "context_length": CONTEXT}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, model_validator
+from pydantic import model_validator
 
 from rollout.core.messages.message import Name, Size
 from rollout.core.messages.weights import InitWeightsUpdateGroupReqInput, PackedBytes
@@ -109,7 +109,7 @@ class CollectiveRpcRequest(Body):
     timeout: float | None = None
 
 
-class LoraReceiveTarget(BaseModel):
+class LoraReceiveTarget(Body):
     """The adapter that SkyRL's next weight update is of.  `aliases`: names of experts that share a tensor."""
 
     kind: Literal["lora"]

@@ -19,7 +19,7 @@ from tests.loopback_refresh import LoopbackTrainer
 from tests.loopback_updater import LoopbackSource
 from tests.model_zoo import logical_tensors, tiny_checkpoint
 from tests.scheduler_harness import Harness
-from weight_sync.transaction import STATUS_FIELDS, WeightTransaction
+from weight_sync.transaction import NAME_FIELDS, STATUS_FIELDS, WeightTransaction
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_a_bucket_asks_its_transaction_for_no_list_of_names(
     def lists(name: str) -> property:
         return property(lambda self: asked.append(name) or [])  # type: ignore[func-returns-value]
 
-    counts = dict.fromkeys(STATUS_FIELDS) | {"received": 3, "missing": 1}
+    counts = dict.fromkeys(STATUS_FIELDS) | dict.fromkeys(NAME_FIELDS, ()) | {"received": 3, "missing": 1}
     monkeypatch.setattr(WeightTransaction, "status", lambda self: counts)
     monkeypatch.setattr(WeightTransaction, "received", lists("received"))
     monkeypatch.setattr(WeightTransaction, "missing", lists("missing"))

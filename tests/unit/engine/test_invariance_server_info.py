@@ -88,7 +88,7 @@ def test_a_device_without_operators_is_the_reason_for_no_invariance() -> None:
 @pytest.mark.parametrize(
     ("settings", "status", "line"),
     [
-        ({}, KernelStatus(True), "Triton kernels for add_head_lora, add_lora, add_rms_norm, "),
+        ({}, KernelStatus(True), "Triton kernels for adapted_experts, add_head_lora, add_lora, "),
         ({}, KernelStatus(False, "no triton"), "running on plain torch, several times slower: no triton"),
         ({"disable_native_kernels": True}, KernelStatus(True), ""),
     ],

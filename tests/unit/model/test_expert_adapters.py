@@ -149,7 +149,7 @@ def test_memory_is_where_the_flag_says(folder: Path, tmp_path: Path) -> None:
         assert any(".experts." in name for name in table.places.features) == has_experts, targets
         if targets != "all":
             with pytest.raises(AdapterError, match=r"start it with --lora-target-modules all$"):
-                table.check("a", read_adapter(path))
+                table.prepare("a", read_adapter(path))
     with pytest.raises(StartupError, match="the model has no module 'w1'"):
         Harness(folder, enable_lora=True, lora_target_modules="q_proj,w1")
 
