@@ -7,8 +7,9 @@ no slots     an engine without --enable-lora
 none         an engine with 32 adapters of rank 16 of attention in its slots; no request names one
 N adapters   the same engine; request i has adapter i modulo N
 
-Tokens are drawn at temperature 1.  Greedy requests of a random model soon repeat one token, which the adapter changes,
-and with it the experts that a step reads.
+B of every adapter is zero: the products are computed, and the model draws the same tokens.  An adapter that changes
+tokens changes the experts that a step reads, too.  Tokens are drawn at temperature 1, as greedy requests of a random
+model soon repeat one token.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _generate(engine: Engine, prompts: list[list[int]], adapters: list[str | Non
 
 
 def _write_adapters(folder: Path, scratch: Path) -> list[Path]:
-    """Write 32 random adapters of the model's attention; return their folders."""
+    """Write 32 adapters of the model's attention that change no token; return their folders."""
     metas = [tensor.meta for file in sorted(folder.glob("*.safetensors")) for tensor in read_header(file).tensors]
     shapes = {meta.name: meta.shape for meta in metas}
     paths = []
@@ -119,7 +120,11 @@ def _write_adapters(folder: Path, scratch: Path) -> list[Path]:
         paths[-1].mkdir()
         config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(TARGETS)}
         (paths[-1] / "adapter_config.json").write_text(json.dumps(config))
-        save_file(random_adapter(shapes), paths[-1] / "adapter_model.safetensors")
+        tensors = random_adapter(shapes)
+        for name in tensors:
+            if "lora_B" in name:
+                tensors[name].zero_()
+        save_file(tensors, paths[-1] / "adapter_model.safetensors")
     return paths
 
 
