@@ -24,6 +24,7 @@ from rollout.tokenizer_manager.manager import TokenizerManager
 DIALECTS = {
     "native": ("generate", "SGLang"),
     "openai": ("openai", "OpenAI"),
+    "agents": ("agents", "Anthropic, OpenAI"),
     "tokens": ("vllm", "vLLM, SkyRL"),
     "info": ("information", "SGLang, vLLM"),
     "sessions": ("sessions", "Lockstep"),

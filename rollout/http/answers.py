@@ -49,6 +49,26 @@ def version_info(native: Native) -> dict[str, Any]:
     return {name: meta[name] for name in names if name in meta}
 
 
+def token_record(native: Native) -> dict[str, Any]:
+    """Return what a trainer needs of a finished sample, as every door for chats hands it out.
+
+    `prompt_token_ids` are the prompt as the engine read it.  `output_token_logprobs` has a number for each of
+    `output_token_ids`.  Versions have the names of `meta_info`, and so have routes and sampling masks where they were
+    recorded.
+    """
+    meta = native["meta_info"]
+    recorded = ("routed_experts", "output_token_sampling_mask", "output_token_sampling_logprobs", "adapter")
+    return {
+        "id": meta["id"],
+        "prompt_token_ids": native["prompt_token_ids"],
+        "output_token_ids": native["output_ids"],
+        "output_token_logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
+        "finish_reason": meta["finish_reason"],
+        **version_info(native),
+        **{name: value for name, value in meta.items() if name.startswith(recorded)},
+    }
+
+
 def prompt_logprobs(meta: dict[str, Any], num_top: int) -> list[dict[str, Any] | None]:
     """Return the log-probabilities of a prompt in vLLM's form: an object for each token, and null for the first one.
 

@@ -41,9 +41,10 @@ Refused = Callable[[str, str, int, bytes], None]
 class Access:
     """Decides on a request by its path, key and site.
 
-    It refuses with 401 a request without the right `Authorization: Bearer KEY`.  Where no key is asked for, it refuses
-    with 403 a request of another site's page.  It refuses with 503 a request over one connection too many, unless it is
-    control.  With an admin key, control paths take that key and no other; without one they take the API key.
+    It refuses with 401 a request without the right `Authorization: Bearer KEY` or `x-api-key: KEY`.  Where no key is
+    asked for, it refuses with 403 a request of another site's page.  It refuses with 503 a request over one connection
+    too many, unless it is control.  With an admin key, control paths take that key and no other; without one they take
+    the API key.
     `OPEN_PATHS` and `page_files` take anything.
     """
 
@@ -73,7 +74,7 @@ class Access:
         if wanted is None:
             reason = self._sites.objection(headers)
             return None if reason is None else (403, "Forbidden", reason)
-        if _same(_bearer(headers), wanted):
+        if _same(_key(headers), wanted):
             return None
         return 401, "Unauthorized", "missing or wrong key: Authorization: Bearer KEY"
 
@@ -242,8 +243,11 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _bearer(headers: dict[bytes, bytes]) -> bytes:
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+def _key(headers: dict[bytes, bytes]) -> bytes:
+    """Return the key that a request came with: after `Bearer`, or where Anthropic's clients put it."""
+    if b"authorization" not in headers:
+        return headers.get(b"x-api-key", b"")
+    scheme, _, key = headers[b"authorization"].partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
 
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -323,17 +323,28 @@ class _Watch:
         self._task.cancel()
 
 
+class SseForm(NamedTuple):
+    """The frame around the events of a stream: what comes before and after each, the event of an error, and the end."""
+
+    before: bytes
+    after: bytes
+    error: Callable[[Exception], bytes]
+    end: bytes
+
+
 class SseResponse(StreamingResponse):
-    """Server-sent events from a generator of JSON bytes, ended by `data: [DONE]`.
+    """Server-sent events from a generator of JSON bytes, ended by `data: [DONE]`, or as another `form` has them.
 
     An error of the generator becomes an event with `error`.  A client that goes away closes the generator.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None], form: SseForm | None = None
+    ) -> None:
         """Wrap the generator.  `on_close` is called however the stream ends, also when it never began."""
-        self._framed = _framed(events)
+        self._framed = _framed(events, form or _DATA_EVENTS)
         self._on_close = on_close
         super().__init__(self._framed, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -346,18 +357,28 @@ class SseResponse(StreamingResponse):
             self._on_close()
 
 
-async def _framed(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+async def _framed(events: AsyncGenerator[bytes, None], form: SseForm) -> AsyncGenerator[bytes, None]:
     async with contextlib.aclosing(events):
         try:
             async for event in events:
-                yield b"data: " + event + b"\n\n"
+                yield form.before + event + form.after
         except Exception as error:
             if status_of(error) == 500:
                 logger.exception("a stream failed")
-            yield b"data: " + encode_json({"error": _stream_error(error)}) + b"\n\n"
-    yield b"data: [DONE]\n\n"
+            yield form.error(error)
+    if form.end:
+        yield form.end
 
 
-def _stream_error(error: Exception) -> dict[str, Any]:
+def named_event(content: dict[str, Any]) -> bytes:
+    """Return an event that has the name of its `type`."""
+    return f"event: {content['type']}\ndata: ".encode() + encode_json(content) + b"\n\n"
+
+
+def _error_event(error: Exception) -> bytes:
     status = status_of(error)
-    return error_content(error) | {"code": status, "retryable": status == 503}
+    content = error_content(error) | {"code": status, "retryable": status == 503}
+    return b"data: " + encode_json({"error": content}) + b"\n\n"
+
+
+_DATA_EVENTS = SseForm(b"data: ", b"\n\n", _error_event, b"data: [DONE]\n\n")

@@ -31,6 +31,7 @@ from rollout.core.messages.weights import (
 from rollout.core.version import VERSION
 from rollout.dashboard.history import ServerHistory
 from rollout.dashboard.routes import DashboardRoutes
+from rollout.http.anthropic.routes import AnthropicRoutes
 from rollout.http.api_page.routes import PageRoutes
 from rollout.http.control.experts import ExpertRoutes
 from rollout.http.control.routes import ControlRoutes
@@ -45,7 +46,9 @@ from rollout.http.native.generate import GenerateRoutes
 from rollout.http.native.info import InfoRoutes
 from rollout.http.native.short_generate import ShortGenerate
 from rollout.http.native.tokenize import TokenizeRoutes
+from rollout.http.openai.chats import Chats
 from rollout.http.openai.routes import OpenAIRoutes
+from rollout.http.responses.routes import ResponsesRoutes
 from rollout.http.server_info import num_ranks
 from rollout.http.sessions import SessionRoutes
 from rollout.http.vllm.adapter_routes import AdapterRoutes
@@ -95,7 +98,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
             LoadLoraAdapterFromTensorsReqInput: adapters.load_tensors,
         },
     )
-    sessions = SessionRoutes(manager, metrics.sessions)
+    sessions, chats = SessionRoutes(manager, metrics.sessions), Chats(manager)
     control = [
         admin_verbs,
         sglang.router(),
@@ -107,7 +110,9 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
     open_to_clients = [
         GenerateRoutes(manager).router(),
         TokenizeRoutes(manager).router(),
-        OpenAIRoutes(manager).router(),
+        OpenAIRoutes(manager, chats).router(),
+        AnthropicRoutes(manager, chats).router(),
+        ResponsesRoutes(manager, chats).router(),
         VllmGenerateRoutes(manager).router(),
         InfoRoutes(manager, metrics).router(),
         sessions.router(),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout.http.responses.protocol import SEALED
 from tests.abuse.good import good_bodies, payload, tensors_of
 from tests.abuse.schema import Body, Operation, plain
 from tests.abuse.server import Victim
@@ -61,6 +62,34 @@ VLLM_PARAMS = {
 OPENAI = {
     "model": "default", "max_tokens": 3, "temperature": 0.7, "n": 2, "stop": ["END"], "stop_token_ids": [9],
     "logit_bias": {"5": 1.5}, "response_format": {"type": "text"}, "seed": 7,
+}  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+MESSAGES_BODY: dict[str, Any] = {
+    "max_tokens": 3, "system": [{"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "t", "signature": ""},
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"x": [1, {"y": None}]}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "r"}]},
+    ],
+    "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "stop_sequences": ["END"],
+    "thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "low"},
+    "chat_template_kwargs": TEMPLATE_KWARGS, "input_ids": None, "return_token_record": True,
+    "logit_bias": {"5": 1.5}, "stop": ["x"], "stop_token_ids": [9],
+}  # fmt: skip
+RESPONSES_BODY: dict[str, Any] = {
+    "max_output_tokens": 3, "instructions": "S", "store": True, "return_token_record": True, "include": [SEALED],
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "aGk="},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "r"},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}], "tool_choice": "auto",
+    "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}, "metadata": {"a": "b"},
+    "chat_template_kwargs": TEMPLATE_KWARGS, "logit_bias": {"5": 1.5}, "stop": ["x"], "stop_token_ids": [9],
 }  # fmt: skip
 
 
@@ -134,6 +163,9 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
             chat | {"stream": True, "stream_options": {"include_usage": True}},
             OPENAI | {"messages": [], "input_ids": PROMPT},
         ],
+        "/v1/messages": [MESSAGES_BODY, MESSAGES_BODY | {"stream": True}, {"max_tokens": 3, "input_ids": PROMPT}],
+        "/v1/messages/count_tokens": [MESSAGES_BODY],
+        "/v1/responses": [RESPONSES_BODY, RESPONSES_BODY | {"stream": True}, {"input_ids": PROMPT, "input": "a"}],
         "/inference/v1/generate": [tokens | {"sampling_params": VLLM_PARAMS}],
         "/skyrl/v1/generate": [tokens | {"sampling_params": VLLM_PARAMS}],
         **{path: [tokenize, {"prompt": ["a", "b"]}] for path in ("/tokenize", "/v1/tokenize")},

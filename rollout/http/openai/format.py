@@ -19,6 +19,7 @@ from rollout.http.answers import (
     finite,
     ignored_fields,
     prompt_logprobs,
+    token_record,
     usage,
     version_info,
 )
@@ -57,8 +58,8 @@ def versions(native: Native) -> dict[str, Any]:
 
 
 def sglext(request: OpenAIRequest, native: Native) -> dict[str, Any]:
-    """Return the routed experts of one choice.  With `return_meta_info` there are none: each choice carries its own."""
-    if request.return_meta_info:
+    """Return the routed experts of one choice.  There are none where each choice carries its own."""
+    if request.has_record:
         return {}
     return {key: value for key, value in native["meta_info"].items() if key.startswith("routed_experts")}
 
@@ -196,6 +197,8 @@ class ChoiceCursor:
         extras: dict[str, Any] = {}
         if request.return_meta_info and _is_finished(native):
             extras["meta_info"] = native["meta_info"]
+        if request.return_token_record and _is_finished(native):
+            extras["token_record"] = token_record(native)
         return extras
 
 

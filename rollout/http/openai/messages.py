@@ -6,10 +6,11 @@ The formats of models are in `parsers`.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from rollout.core.errors import StartupError
+from rollout.http.answers import Native
 from rollout.http.openai.parsers import harmony
 from rollout.http.openai.parsers.answer import AnswerParser, names_of
 from rollout.http.openai.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
@@ -69,6 +70,31 @@ class ChatMessage:
             call_id = f"call_{uuid.uuid4().hex[:24]}"
         self._call_ids.add(call_id)
         return call_id
+
+
+class SpokenParts:
+    """The parts of one message in the order in which its text came: thoughts, text and calls."""
+
+    def __init__(self, message: ChatMessage) -> None:
+        self.message = message
+        self._num_chars = 0
+
+    def new(self, native: Native) -> Iterator[tuple[str, Any]]:
+        """Yield what is new in a response, which has all of the text so far.
+
+        The pairs are ("thought", text), ("text", text) and ("call", call as OpenAI has it).  What came together is
+        in this order.
+        """
+        text: str = native.get("text", "")
+        is_last = native["meta_info"]["finish_reason"] is not None
+        delta = self.message.delta(text[self._num_chars :], is_last=is_last)
+        self._num_chars = len(text)
+        if thought := delta.get("reasoning_content"):
+            yield "thought", thought
+        if delta["content"]:
+            yield "text", delta["content"]
+        for call in delta.get("tool_calls", ()):
+            yield "call", call
 
 
 class ChatMessages:

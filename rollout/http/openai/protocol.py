@@ -40,6 +40,7 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
     routed_experts_start_len: int = 0
     routed_experts_format: RoutesFormat = "compatible"
     return_meta_info: bool = False
+    return_token_record: bool = False
     return_sampling_mask: bool | None = None
     sampling_logprobs_mode: SamplingLogprobsMode | None = None
     return_token_ids: bool = False
@@ -50,6 +51,11 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
     def wants_prompt_token_ids(self) -> bool:
         return self.return_prompt_token_ids or self.return_token_ids
 
+    @property
+    def has_record(self) -> bool:
+        """True where each choice carries what a trainer needs of its tokens: in `meta_info`, or as a token record."""
+        return self.return_meta_info or self.return_token_record
+
     def _engine_fields(
         self, headers: Mapping[str, str], max_new_tokens: int | None, num_top: int | None
     ) -> dict[str, Any]:
@@ -59,9 +65,9 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
         """
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise UnsupportedFeature("response_format other than text is not supported by this server")
-        if self.return_sampling_mask and not self.return_meta_info:
-            raise BadRequest("return_sampling_mask requires return_meta_info=true")
-        logprobs = self.engine_logprobs(0 if num_top is None and self.return_meta_info else num_top, stream=self.stream)
+        if self.return_sampling_mask and not self.has_record:
+            raise BadRequest("return_sampling_mask requires return_meta_info=true or return_token_record=true")
+        logprobs = self.engine_logprobs(0 if num_top is None and self.has_record else num_top, stream=self.stream)
         return (
             self.common_fields(headers)
             | logprobs
@@ -73,9 +79,9 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
                 "return_routed_experts": self.return_routed_experts,
                 "routed_experts_start_len": self.routed_experts_start_len,
                 "routed_experts_format": self.routed_experts_format,
-                "return_sampling_mask": self.return_sampling_mask if self.return_meta_info else False,
+                "return_sampling_mask": self.return_sampling_mask if self.has_record else False,
                 "sampling_logprobs_mode": self.sampling_logprobs_mode,
-                "return_prompt_token_ids": self.wants_prompt_token_ids,
+                "return_prompt_token_ids": self.wants_prompt_token_ids or self.return_token_record,
                 "default_new_tokens": self.default_new_tokens,
                 "is_reformed": True,
             }

@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from rollout.core.errors import NotFound, TooLarge
@@ -21,7 +20,7 @@ from rollout.http.answers import Native, ignored_fields
 from rollout.http.direct import DirectRoute
 from rollout.http.io import SseResponse, body_schema, json_body, json_response, until_disconnect
 from rollout.http.openai import format as fmt
-from rollout.http.openai.messages import ChatMessage, ChatMessages
+from rollout.http.openai.chats import Chats
 from rollout.http.openai.protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -36,9 +35,9 @@ ChoiceOf = Callable[[fmt.ChoiceCursor, int, Native], dict[str, Any]]
 class OpenAIRoutes:
     """OpenAI's endpoints with SGLang's additions for RL."""
 
-    def __init__(self, manager: TokenizerManager) -> None:
+    def __init__(self, manager: TokenizerManager, chats: Chats) -> None:
         self._manager = manager
-        self._messages = ChatMessages(manager)
+        self._chats = chats
 
     def router(self) -> APIRouter:
         router = APIRouter(prefix="/v1", route_class=DirectRoute, tags=["openai"])
@@ -85,32 +84,13 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
         """Answer a chat under the model's template, or continue `input_ids`."""
-        handle, messages = await until_disconnect(
-            request.scope, request.receive, self._submit_chat(body, request.headers)
-        )
+        chat = self._chats.submit(body, request.headers)
+        handle, messages = await until_disconnect(request.scope, request.receive, chat)
 
         def choice_of(cursor: fmt.ChoiceCursor, index: int, native: Native) -> dict[str, Any]:
             return cursor.chat(body, messages[index], index, native)
 
         return await self._answer(request, handle, body, "chat.completion", choice_of)
-
-    async def _submit_chat(
-        self, body: ChatCompletionRequest, headers: Headers
-    ) -> tuple[GenerateHandle, list[ChatMessage]]:
-        """Send the request; return its handle, and a message for each of its samples."""
-        prompt_ids = body.input_ids
-        if prompt_ids is None:
-            prompt_ids = await self._manager.tokenizer.render_chat(
-                body.template_messages(),
-                tools=body.template_tools(),
-                continue_final=body.continue_final_message,
-                add_generation_prompt=body.add_generation_prompt,
-                extra=body.template_variables(),
-            )
-        wanted = body.to_request(headers, prompt_ids, self._messages.kept_tokens(body), self._messages.end_ids())
-        make_message = self._messages.maker(body, prompt_ids)
-        handle = await self._manager.submit(wanted)
-        return handle, [make_message() for _ in handle.records]
 
     # --- replies -------------------------------------------------------------------------------------------------
 

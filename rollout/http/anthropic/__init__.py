@@ -1,0 +1,1 @@
+"""Anthropic's Messages endpoint, for agents that speak nothing else."""

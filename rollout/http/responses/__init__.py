@@ -1,0 +1,1 @@
+"""OpenAI's Responses endpoint, for agents that speak nothing else."""
