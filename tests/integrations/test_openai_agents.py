@@ -1,4 +1,4 @@
-"""The Agents SDK of OpenAI over chat completions: tools, streams, one call at a time."""
+"""The Agents SDK of OpenAI over Responses, its default, and chat completions: tools, streams, one call at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    function_tool,
+)
 from openai import AsyncOpenAI
 
 from tests.http_harness import Live
@@ -18,9 +26,11 @@ FRAMEWORK = Framework(
     packages=("openai-agents", "openai"),
     flags={"tool_call_parser": "hermes", "reasoning_parser": "qwen3"},
     shimmed=("a model that repeats the last message",),
-    not_there=("the Responses API, its default", "output types (response_format)", "tool_choice: required"),
+    not_there=("output types (response_format)", "tool_choice: required"),
 )
 CALLS: list[str] = []
+DOORS = {"responses": OpenAIResponsesModel, "chat": OpenAIChatCompletionsModel}
+EITHER_DOOR = pytest.mark.parametrize("door", list(DOORS))
 
 
 @function_tool
@@ -37,10 +47,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield server
 
 
-async def run(live: Live, said: str, settings: ModelSettings, *, stream: bool) -> str:
+async def run(live: Live, door: str, said: str, settings: ModelSettings, *, stream: bool) -> str:
     CALLS.clear()
     async with AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
-        model = OpenAIChatCompletionsModel(model="tiny", openai_client=client)
+        model = DOORS[door](model="tiny", openai_client=client)
         agent = Agent(name="agent", model=model, tools=[weather], model_settings=settings)
         config = RunConfig(tracing_disabled=True)
         if not stream:
@@ -51,16 +61,18 @@ async def run(live: Live, said: str, settings: ModelSettings, *, stream: bool) -
         return str(running.final_output)
 
 
+@EITHER_DOOR
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_tool_is_called_and_its_result_said(live: Live, stream: bool) -> None:
+def test_a_tool_is_called_and_its_result_said(live: Live, stream: bool, door: str) -> None:
     said = "<think>hm</think>" + call("weather", '{"city":"a</tool_call>b"}')
-    assert asyncio.run(run(live, said, ModelSettings(), stream=stream)) == "fine in a</tool_call>b"
+    assert asyncio.run(run(live, door, said, ModelSettings(), stream=stream)) == "fine in a</tool_call>b"
     assert CALLS == ["a</tool_call>b"]
 
 
+@EITHER_DOOR
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_one_call_at_a_time(live: Live, stream: bool) -> None:
+def test_one_call_at_a_time(live: Live, stream: bool, door: str) -> None:
     both = call("weather", '{"city":"a"}') + call("weather", '{"city":"b"}')
     settings = ModelSettings(parallel_tool_calls=False)
-    assert asyncio.run(run(live, both, settings, stream=stream)) == "fine in a" and CALLS == ["a"]
-    assert asyncio.run(run(live, both, ModelSettings(), stream=stream)) == "fine in b" and CALLS == ["a", "b"]
+    assert asyncio.run(run(live, door, both, settings, stream=stream)) == "fine in a" and CALLS == ["a"]
+    assert asyncio.run(run(live, door, both, ModelSettings(), stream=stream)) == "fine in b" and CALLS == ["a", "b"]
