@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import time
@@ -17,8 +18,11 @@ from starlette.responses import Response
 
 from rollout.core.errors import LockstepError, NotFound
 from rollout.core.messages.sessions import GetSessionsReqInput, SessionReport
+from rollout.http.conversations import Conversations
 from rollout.http.io import json_response
+from rollout.http.session_record import session_record
 from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.response import RouteShape, encode_json
 from rollout.tokenizer_manager.sample import SampleRecord
 
 logger = logging.getLogger(__name__)
@@ -99,13 +103,15 @@ class SessionBook:
 class SessionRoutes:
     """Endpoints for routers that schedule sessions."""
 
-    def __init__(self, manager: TokenizerManager, book: SessionBook) -> None:
+    def __init__(self, manager: TokenizerManager, book: SessionBook, conversations: Conversations) -> None:
         self._manager = manager
         self._book = book
+        self._conversations = conversations
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["sessions"])
         router.add_api_route("/sessions", self.sessions)
+        router.add_api_route("/sessions/{session_id:path}/record", self.record)
         router.add_api_route("/sessions/{session_id:path}", self.session)
         return router
 
@@ -122,6 +128,15 @@ class SessionRoutes:
         if session_id not in found:
             raise NotFound(f"no session {session_id[:80]!r} is known")
         return json_response(found[session_id])
+
+    async def record(self, session_id: str) -> Response:
+        """Return the conversations of a session as sequences for a trainer; 404 if none of its turns is kept."""
+        turns = self._conversations.turns(session_id)
+        if not turns:
+            raise NotFound(f"no turn of the session {session_id[:80]!r} is kept: it had no chat, or is too long ago")
+        shape = RouteShape.of(self._manager.model_config)
+        content = await asyncio.to_thread(lambda: encode_json(session_record(session_id, turns, shape)))
+        return Response(content, media_type="application/json")
 
     async def _reports(self) -> tuple[dict[str, dict[str, Any]], int]:
         """Return the report of each known session, and the tokens that are pinned for all of them."""

@@ -37,6 +37,7 @@ from rollout.http.control.experts import ExpertRoutes
 from rollout.http.control.routes import ControlRoutes
 from rollout.http.control.verbs import VerbRoutes
 from rollout.http.control.weights import WeightRoutes
+from rollout.http.conversations import Conversations
 from rollout.http.direct import DirectRoutes, direct_handlers
 from rollout.http.gate import Access, Gate
 from rollout.http.io import describe_query, error_response
@@ -98,7 +99,9 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
             LoadLoraAdapterFromTensorsReqInput: adapters.load_tensors,
         },
     )
-    sessions, chats = SessionRoutes(manager, metrics.sessions), Chats(manager)
+    conversations = Conversations(manager, args.session_record_mb << 20)
+    manager.observe(conversations)
+    sessions, chats = SessionRoutes(manager, metrics.sessions, conversations), Chats(manager, conversations)
     control = [
         admin_verbs,
         sglang.router(),

@@ -168,9 +168,28 @@ class Tokenizer:
         add_generation_prompt: bool,
         extra: dict[str, Any],
     ) -> list[int]:
-        """Return the token ids of a chat under the model's template.
+        """Return the token ids of a chat under the model's template, see `render_text`."""
+        text = await self.render_text(
+            messages,
+            tools=tools,
+            continue_final=continue_final,
+            add_generation_prompt=add_generation_prompt,
+            extra=extra,
+        )
+        return (await self.encode([text], add_special_tokens=False))[0]
 
-        They end where the last message goes on (`continue_final`), or else after the head of the assistant's turn
+    async def render_text(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[Any] | None,
+        continue_final: bool,
+        add_generation_prompt: bool,
+        extra: dict[str, Any],
+    ) -> str:
+        """Return a chat under the model's template.
+
+        It ends where the last message goes on (`continue_final`), or else after the head of the assistant's turn
         (`add_generation_prompt`) or the end of the last message.
         Raises `UnsupportedFeature` without a template, `BadRequest` when the template refuses the messages.
         """
@@ -179,15 +198,14 @@ class Tokenizer:
         is_plain = tools is None and all(isinstance(text, str) for text in texts)
         size = _size(texts) + len(messages) if is_plain else LONG_CHARS + 1
 
-        def render() -> list[int]:
-            text = self._templates.render(
+        def render() -> str:
+            return self._templates.render(
                 messages,
                 tools=tools,
                 continue_final=continue_final,
                 add_generation_prompt=add_generation_prompt,
                 variables=extra,
             )
-            return self._encode([text], False)[0]
 
         return await self._in_thread(render, size)
 

@@ -68,6 +68,7 @@ class GenerateReqInput:
     `kept_special_tokens`: special tokens that the text holds even where `sampling_params` skip the others.
     `is_binary`: its answer is msgpack with arrays, see `binary_response`.
     `model`: the name of the base model or of an adapter, and `lora_path`: the name of an adapter, None for neither.
+    `hidden`: "logprobs" or "routes" that the server records for itself, and that the answer does not show.
     `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
     """
 
@@ -103,6 +104,7 @@ class GenerateReqInput:
     is_binary: bool = False
     kept_special_tokens: tuple[str, ...] = ()
     default_new_tokens: int | None = None
+    hidden: frozenset[str] = frozenset()
 
     @property
     def texts(self) -> list[str]:

@@ -92,6 +92,7 @@ class ResponseForm:
     kept_ids: frozenset[int] = frozenset()
     ignored_fields: Sequence[str] = ()  # the unknown ones of the request
     is_binary: bool = False  # msgpack with arrays, see `binary_response`
+    hidden: frozenset[str] = frozenset()  # "logprobs" or "routes" that the record has and the answer has not
 
     @classmethod
     def of(
@@ -114,6 +115,7 @@ class ResponseForm:
             kept_ids=frozenset() if tokenizer is None else tokenizer.vocabulary.ids_of(request.kept_special_tokens),
             ignored_fields=ignored_fields,
             is_binary=request.is_binary,
+            hidden=request.hidden,
         )
 
 
@@ -188,7 +190,7 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
         meta["ignored_fields"] = list(form.ignored_fields)
     if record.session_id is not None:
         meta["session_id"] = record.session_id
-    if record.source.return_logprob:
+    if record.source.return_logprob and "logprobs" not in form.hidden:
         if form.logprobs_format == "compact":
             _add_compact_logprobs(meta, record, form)
         elif form.is_binary and form.token_text is None:
@@ -202,7 +204,7 @@ def build_meta_info(record: SampleRecord, form: ResponseForm, entries: OutputEnt
         _add_mask(meta, record, form.mask_format, entries)
     if finished is not None:
         _add_finished(meta, record, finished)
-        if record.source.return_routed_experts:
+        if record.source.return_routed_experts and "routes" not in form.hidden:
             payload = finished.routed_experts or _no_rows(record, finished, form.route_shape)
             _add_routes(meta, payload, form)
     return meta

@@ -111,6 +111,7 @@ def _check_memory(args: ServerArgs) -> None:
         not (args.session_pin_fraction and args.disable_radix_cache),
         "--session-pin-fraction needs a prefix cache, which --disable-radix-cache turns off",
     )
+    _require(args.session_record_mb >= 0, "--session-record-mb must be at least 0")
     _require(args.session_pin_timeout > 0, "--session-pin-timeout must be positive")
     _require(args.max_kv_version_lag >= -1, "--max-kv-version-lag must be -1 (no limit) or at least 0")
     _require(

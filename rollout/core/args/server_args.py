@@ -160,6 +160,9 @@ class ServerArgs:
         0.0, "fraction of the KV pool that sessions may keep from eviction between their requests; 0: none"
     )
     session_pin_timeout: float = _arg(60.0, "seconds that a session's prefix is kept after its last request")
+    session_record_mb: int = _arg(
+        256, "megabytes of the HTTP process for the turns of sessions' chats, see GET /sessions/ID/record; 0: none"
+    )
     max_kv_version_lag: int = _arg(
         -1, "maximum commits between a request's KV and the weights; older KV is computed again; -1: no limit"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rollout.http.conversations import Conversations
 from rollout.http.openai.messages import ChatMessage, ChatMessages
 from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.tokenizer_manager.handle import GenerateHandle
@@ -16,9 +17,10 @@ from rollout.tokenizer_manager.manager import TokenizerManager
 class Chats:
     """Renders and submits chats."""
 
-    def __init__(self, manager: TokenizerManager) -> None:
+    def __init__(self, manager: TokenizerManager, conversations: Conversations) -> None:
         """Find the parsers that the settings name.  Raises `StartupError`."""
         self._manager = manager
+        self._conversations = conversations
         self._messages = ChatMessages(manager)
 
     async def prompt_ids(self, body: ChatCompletionRequest) -> list[int]:
@@ -40,11 +42,19 @@ class Chats:
 
         `ends_with_context`: `max_tokens` that the context has no room for are cut, and not refused.
         """
-        prompt_ids = await self.prompt_ids(body)
+        session_id = body.common_fields(headers)["session_id"]
+        prompt = None
+        if session_id is not None and self._conversations.takes(body):
+            prompt = await self._conversations.prompt(session_id, body)
+        prompt_ids = await self.prompt_ids(body) if prompt is None else prompt.token_ids
         room = self._manager.limits.room(len(prompt_ids))
         if ends_with_context and (body.max_tokens or 0) > room > 0:
             body = body.model_copy(update={"max_completion_tokens": room})
         wanted = body.to_request(headers, prompt_ids, self._messages.kept_tokens(body), self._messages.end_ids())
         make_message = self._messages.maker(body, prompt_ids)
+        if prompt is not None:
+            self._conversations.prepare(wanted, prompt)
         handle = await self._manager.submit(wanted)
+        if prompt is not None:
+            self._conversations.follow(session_id, prompt, handle.records, make_message, handle.form.kept_ids)
         return handle, [make_message() for _ in handle.records]

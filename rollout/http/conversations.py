@@ -1,0 +1,319 @@
+"""Conversations of sessions, as the turns that the engine computed: prompts that go on from earlier tokens.
+
+A turn is a chat and its answer.  The next request of its session holds its messages and its answer, so that its prompt
+is the turn's own tokens and what the template puts behind them.  Nothing that was sampled is tokenized again.
+
+    tokens of a turn:   its parent's | given by the template | sampled
+
+A prompt begins anew where no turn has its messages, or where the template now renders them otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rollout.core.messages.req_output import AdapterLabel, FinishReason, RoutedExpertsPayload, VersionSpan
+from rollout.http.chat_messages import plain_messages
+from rollout.http.openai.messages import ChatMessage
+from rollout.http.openai.protocol import ChatCompletionRequest
+from rollout.tokenizer_manager.handle import SampleText
+from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.request import GenerateReqInput
+from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord
+
+Message = dict[str, Any]
+_TOKEN_BYTES = 64
+"""Bytes of Python's objects for one token and its log-probability."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One finished chat.  Its tokens are its parent's, then `given_ids` and `output_ids`; `end` counts them all.
+
+    `messages` are the conversation with the answer, and `key` is their digest.  `rewrites`: the turn whose messages
+    this one has, too, where the template does not render them as its tokens any more.
+    """
+
+    rid: str
+    key: bytes
+    parent: Turn | None
+    rewrites: Turn | None
+    messages: list[Message]
+    given_ids: list[int]
+    output_ids: list[int]
+    output_logprobs: list[float]
+    output_mask: MaskRecord | None
+    routes: RoutedExpertsPayload | None
+    versions: list[VersionSpan]
+    reason: FinishReason
+    adapter: AdapterLabel | None
+    end: int
+    num_bytes: int
+
+    @property
+    def output_start(self) -> int:
+        """The position of the first sampled token."""
+        return self.end - len(self.output_ids)
+
+    def chain(self) -> list[Turn]:
+        """Return the turns from the first one of the conversation to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    def token_ids(self) -> list[int]:
+        """Return all tokens up to the end of this turn."""
+        return [token for turn in self.chain() for part in (turn.given_ids, turn.output_ids) for token in part]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a chat.  Its messages have the thoughts that the client left out."""
+
+    token_ids: list[int]
+    messages: list[Message]
+    context: bytes = b""
+    parent: Turn | None = None
+    rewrites: Turn | None = None
+
+
+@dataclass(slots=True)
+class _Session:
+    turns: list[Turn] = field(default_factory=list)
+    by_key: dict[bytes, Turn] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    session_id: str
+    prompt: Prompt
+    new_message: Callable[[], ChatMessage]
+    kept_ids: frozenset[int]
+
+
+class Conversations:
+    """The turns of sessions; an observer of the manager.  Use from its event loop.
+
+    All of them take at most `max_bytes`.  The session that was used least recently goes first, and goes whole.
+    """
+
+    def __init__(self, manager: TokenizerManager, max_bytes: int) -> None:
+        self._manager = manager
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._pending: dict[str, _Pending] = {}
+
+    # --- prompts -------------------------------------------------------------------------------------------------
+
+    def takes(self, body: ChatCompletionRequest) -> bool:
+        """Return whether a chat of a session is a turn: it has messages, and turns are kept."""
+        return body.input_ids is None and self._max_bytes > 0
+
+    async def prompt(self, session_id: str, body: ChatCompletionRequest) -> Prompt:
+        """Return the prompt of a chat.  Raises `BadRequest` as its rendering does."""
+        messages = body.template_messages()
+        context = _digest(b"", [body.template_tools(), body.template_variables()])
+        found = self._last_turn(session_id, context, messages)
+        if found is not None:
+            turn, count = found
+            known = _with_thoughts(messages, turn.messages)
+            token_ids = await self._extended(turn, body, known, count)
+            if token_ids is not None:
+                return Prompt(token_ids, known, context, parent=turn)
+        rewrites = None if found is None else found[0]
+        rendered = await self._render(body, messages, add_head=body.add_generation_prompt)
+        (token_ids,) = await self._manager.tokenizer.encode([rendered], add_special_tokens=False)
+        return Prompt(token_ids, messages, context, rewrites=rewrites)
+
+    def _last_turn(self, session_id: str, context: bytes, messages: list[Message]) -> tuple[Turn, int] | None:
+        """Return the turn that has the most of these messages, and their number."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return None
+        self._sessions.move_to_end(session_id)
+        keys = list(_keys(context, messages))
+        for count in range(len(messages), 0, -1):
+            if messages[count - 1]["role"] == "assistant" and keys[count - 1] in session.by_key:
+                return session.by_key[keys[count - 1]], count
+        return None
+
+    async def _extended(
+        self, turn: Turn, body: ChatCompletionRequest, messages: list[Message], count: int
+    ) -> list[int] | None:
+        """Return the tokens of `turn` and of what follows; None where the template does not keep its messages."""
+        before = await self._render(body, messages[:count], add_head=False, continues=False)
+        whole = await self._render(body, messages, add_head=body.add_generation_prompt)
+        if not whole.startswith(before):
+            return None
+        added = self._after_answer(turn, before, whole[len(before) :])
+        if added is None:
+            return None
+        (more,) = await self._manager.tokenizer.encode([added], add_special_tokens=False)
+        return turn.token_ids() + more
+
+    def _after_answer(self, turn: Turn, before: str, after: str) -> str | None:
+        """Return the text behind the last token of a turn; None if the place of that token is not known.
+
+        `before` is the text of the turn's messages, and `after` what the template puts behind them.  A template closes
+        the last message itself, or where another one follows.
+        """
+        tokenizer = self._manager.tokenizer
+        matched = turn.reason.matched
+        is_sampled = isinstance(matched, int) and turn.output_ids[-1] == matched
+        end_id = turn.output_ids[-1] if is_sampled else tokenizer.eos_token_id
+        end = "" if end_id is None else tokenizer.token_text(end_id)
+        skipped = len(end) if is_sampled else 0
+        place = before.rfind(end)
+        if not end:
+            return None
+        if place >= 0 and not before[place + len(end) :].strip():
+            return before[place + skipped :] + after
+        return after[skipped:] if after.startswith(end) else None
+
+    async def _render(
+        self, body: ChatCompletionRequest, messages: list[Message], *, add_head: bool, continues: bool | None = None
+    ) -> str:
+        return await self._manager.tokenizer.render_text(
+            messages,
+            tools=body.template_tools(),
+            continue_final=body.continue_final_message if continues is None else continues,
+            add_generation_prompt=add_head,
+            extra=body.template_variables(),
+        )
+
+    # --- turns ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, wanted: GenerateReqInput, prompt: Prompt) -> None:
+        """Have the engine record what a turn keeps.  The answer shows no more than its request asked for."""
+        limits = self._manager.limits
+        shows_routes = (
+            limits.routes_by_default if wanted.return_routed_experts is None else wanted.return_routed_experts
+        )
+        wanted.hidden = frozenset(
+            name for name, is_shown in (("logprobs", wanted.return_logprob), ("routes", shows_routes)) if not is_shown
+        )
+        wanted.return_logprob = True
+        wanted.return_routed_experts = limits.captures_routes or shows_routes
+        if not shows_routes and prompt.parent is not None:
+            wanted.routed_experts_start_len = prompt.parent.end - 1  # the row of its last token comes now
+
+    def follow(
+        self,
+        session_id: str,
+        prompt: Prompt,
+        records: list[SampleRecord],
+        new_message: Callable[[], ChatMessage],
+        kept_ids: frozenset[int],
+    ) -> None:
+        """Make each sample a turn once it has ended."""
+        for record in records:
+            self._pending[record.rid] = _Pending(session_id, prompt, new_message, kept_ids)
+
+    def on_first_token(self, record: SampleRecord) -> None:
+        """Do nothing: a turn is kept once it has ended."""
+
+    def on_finished(self, record: SampleRecord) -> None:
+        """Keep a sample that is followed, unless it has no tokens."""
+        pending = self._pending.pop(record.rid, None)
+        if pending is None or not record.output_ids:
+            return
+        turn = self._turn(record, pending)
+        session = self._sessions.setdefault(pending.session_id, _Session())
+        self._sessions.move_to_end(pending.session_id)
+        session.turns.append(turn)
+        session.by_key[turn.key] = turn
+        session.num_bytes += turn.num_bytes
+        self._num_bytes += turn.num_bytes
+        while self._num_bytes > self._max_bytes:
+            _, dropped = self._sessions.popitem(last=False)
+            self._num_bytes -= dropped.num_bytes
+
+    def _turn(self, record: SampleRecord, pending: _Pending) -> Turn:
+        finished, prompt = record.finished, pending.prompt
+        assert finished is not None
+        text = SampleText(record, self._manager.tokenizer, pending.kept_ids).update()
+        answer = _answer(pending.new_message().delta(text, is_last=True))
+        messages = [*prompt.messages, answer]
+        given = prompt.token_ids[0 if prompt.parent is None else prompt.parent.end :]
+        mask = record.output_mask if record.source.return_sampling_mask else None
+        num_bytes = _TOKEN_BYTES * (len(given) + 2 * len(record.output_ids))
+        num_known = 0 if prompt.parent is None else len(prompt.parent.messages)
+        num_bytes += len(text) + sum(len(str(message)) for message in prompt.messages[num_known:])
+        num_bytes += 0 if finished.routed_experts is None else len(finished.routed_experts.data)
+        num_bytes += 0 if mask is None else len(mask.token_ids) + len(mask.kept_logprobs)
+        *_, key = _keys(prompt.context, messages)
+        return Turn(
+            rid=record.rid,
+            key=key,
+            parent=prompt.parent,
+            rewrites=prompt.rewrites,
+            messages=messages,
+            given_ids=given,
+            output_ids=record.output_ids,
+            output_logprobs=record.output_logprobs,
+            output_mask=mask,
+            routes=finished.routed_experts,
+            versions=finished.weight_versions,
+            reason=finished.reason,
+            adapter=record.adapter,
+            end=len(prompt.token_ids) + len(record.output_ids),
+            num_bytes=num_bytes,
+        )
+
+    def turns(self, session_id: str) -> list[Turn]:
+        """Return the turns of a session in the order of their ends; none for one that is not known."""
+        session = self._sessions.get(session_id)
+        return [] if session is None else list(session.turns)
+
+
+def _answer(delta: dict[str, Any]) -> Message:
+    """Return an answer as the message that it is for the next turn."""
+    message: Message = {"role": "assistant", "content": delta["content"]}
+    for name in ("reasoning_content", "tool_calls"):
+        if delta.get(name):
+            message[name] = delta[name]
+    (plain,) = plain_messages([message])
+    return plain
+
+
+def _with_thoughts(messages: list[Message], known: list[Message]) -> list[Message]:
+    """Return `messages` with the thoughts of the `known` ones at the same places, where a client left them out."""
+    return [
+        message | {"reasoning_content": before["reasoning_content"]}
+        if "reasoning_content" in before and "reasoning_content" not in message
+        else message
+        for message, before in zip(messages, known)
+    ] + messages[len(known) :]
+
+
+def _keys(context: bytes, messages: list[Message]) -> Iterator[bytes]:
+    """Yield the digest of the first message, of the first two, and so on, under the digest of all else."""
+    key = context
+    for message in messages:
+        key = _digest(key, _content_of(message))
+        yield key
+
+
+def _content_of(message: Message) -> list[Any]:
+    """Return what two forms of one message share: ids of calls differ, and thoughts are often left out."""
+    calls = [
+        [call["function"].get("name"), call["function"].get("arguments")]
+        for call in message.get("tool_calls") or ()
+        if isinstance(call, dict) and isinstance(call.get("function"), dict)
+    ]
+    return [message["role"], message.get("content") or "", calls, message.get("name")]
+
+
+def _digest(before: bytes, content: Any) -> bytes:
+    return hashlib.sha256(before + msgspec.json.encode(content, order="deterministic")).digest()

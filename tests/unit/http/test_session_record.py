@@ -1,0 +1,235 @@
+"""The record of a session: prompts that go on from sampled tokens, and one sequence for each end of a conversation."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.http import conversations
+from rollout.http.conversations import Conversations
+from tests.http_harness import Live, live_server
+from tests.stand_in_scheduler import NUM_EXPERTS, TOP_K, logprob_of
+from tests.tiny_tokenizer import write_model_folder
+
+# A template of which one kind of past changes: thoughts before the last message of the user are left out.
+TEMPLATE = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'raw' %}{{ m.content }}{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or () %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}"
+    "{% if not loop.last or not continue_final_message %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = write_model_folder(Path(tmp_path_factory.mktemp("model")))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with live_server(
+        folder,
+        context_length=2048,
+        enable_return_routed_experts=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+    ) as server:
+        yield server
+
+
+class Agent:
+    """A client that keeps a conversation as it got it, on the door that it was written for."""
+
+    def __init__(self, live: Live, session: str) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._live = live
+        self._session = session
+
+    def ask(self, content: str, *, role: str = "user", max_tokens: int = 400, **fields: Any) -> dict[str, Any]:
+        """Send a message, keep the answer, and return the whole reply."""
+        self.messages.append({"role": role, "content": content})
+        body = {"messages": self.messages, "max_tokens": max_tokens, "session_id": self._session} | fields
+        reply = self._live.client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        answer: dict[str, Any] = reply.json()
+        message = answer["choices"][0]["message"]
+        kept = {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name) is not None}
+        self.messages.append(kept)  # without its thought, as agents keep it
+        return answer
+
+    def record(self) -> dict[str, Any]:
+        reply = self._live.client.get(f"/sessions/{self._session}/record")
+        assert reply.status_code == 200, reply.text
+        record: dict[str, Any] = reply.json()
+        return record
+
+
+def sent(live: Live) -> list[TokenizedGenerateReqInput]:
+    return live.sent(TokenizedGenerateReqInput)
+
+
+def ids_of(live: Live, text: str) -> list[int]:
+    tokens: list[int] = live.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    return tokens
+
+
+def text_of(live: Live, ids: list[int]) -> str:
+    text: str = live.client.post("/detokenize", json={"tokens": ids, "skip_special_tokens": False}).json()["text"]
+    return text
+
+
+def output_of(live: Live, prompt: list[int], count: int) -> list[int]:
+    """Return what the stand-in answers: its prompt, repeated up to the end of a turn."""
+    (eos,) = ids_of(live, "<|im_end|>")
+    made = [prompt[i % len(prompt)] for i in range(count)]
+    return made[: made.index(eos) + 1] if eos in made else made
+
+
+def test_a_prompt_goes_on_from_the_tokens_of_the_turn_before(live: Live) -> None:
+    """Its first answer begins with a special token that no template would write there."""
+    live.scheduler.received.clear()
+    agent = Agent(live, "on")
+    agent.ask("hello")
+    agent.ask("END")
+    first, second = sent(live)
+    output = output_of(live, list(first.input_ids), 400)
+    assert text_of(live, output) == "<|im_start|>user\nhello<|im_end|>"
+    more = ids_of(live, "\n<|im_start|>user\nEND<|im_end|>\n<|im_start|>assistant\n")
+    assert list(second.input_ids) == [*first.input_ids, *output, *more]
+    (sequence,) = agent.record()["sequences"]
+    assert sequence["token_ids"] == [*second.input_ids, *output_of(live, list(second.input_ids), 400)]
+
+
+def test_a_turn_that_was_cut_is_closed(live: Live) -> None:
+    live.scheduler.received.clear()
+    agent = Agent(live, "cut")
+    agent.ask("hello", max_tokens=2)
+    agent.ask("END")
+    first, second = sent(live)
+    more = ids_of(live, "<|im_end|>\n<|im_start|>user\nEND<|im_end|>\n<|im_start|>assistant\n")
+    assert list(second.input_ids) == [*first.input_ids, *first.input_ids[:2], *more]
+
+
+def routes_of(sequence: dict[str, Any]) -> np.ndarray:
+    """Return the routes of the only MoE layer: [T - 1, K]."""
+    routes = sequence["routed_experts"]
+    content = np.frombuffer(base64.b64decode(routes["data"]), dtype=routes["dtype"]).reshape(routes["shape"])
+    assert routes["start"] == 0 and sequence["routed_experts_missing"] == 0
+    return content[:, -1]
+
+
+def test_a_sequence_has_all_that_a_trainer_needs(live: Live) -> None:
+    """The row of the last token of a turn comes from the forward of the next one."""
+    live.scheduler.received.clear()
+    agent = Agent(live, "all")
+    for content in ("hello", "END", "hell"):
+        agent.ask(content)
+    record = agent.record()
+    (sequence,) = record["sequences"]
+    ids, sampled = sequence["token_ids"], sequence["sampled"]
+    assert len(ids) == len(sampled) == len(sequence["logprobs"]) == record["turns"][-1]["end"]
+    assert sequence["logprobs"] == [logprob_of(token) if is_own else None for token, is_own in zip(ids, sampled)]
+    for turn, message in zip(record["turns"], sent(live), strict=True):
+        assert ids[: turn["output_start"]] == list(message.input_ids) and not any(
+            sampled[turn["start"] : turn["output_start"]]
+        )
+        assert all(sampled[turn["output_start"] : turn["end"]])
+    spans = [(span["start"], span["end"]) for span in sequence["weight_versions"]]
+    assert spans == [(turn["output_start"], turn["end"]) for turn in record["turns"]]
+    places = np.arange(len(ids) - 1)[:, None] + np.arange(TOP_K)
+    assert np.array_equal(routes_of(sequence), places % NUM_EXPERTS)
+    starts = [message.routed_experts_start_len for message in sent(live)]
+    assert starts == [0, *(turn["end"] - 1 for turn in record["turns"][:-1])]  # no row is sent twice
+
+
+def test_answers_show_no_more_than_they_were_asked_for(live: Live) -> None:
+    agent = Agent(live, "hidden")
+    agent.ask("hello")
+    answer = agent.ask("END")
+    assert "sglext" not in answer and answer["choices"][0]["logprobs"] is None
+    shown = agent.ask("hell", return_meta_info=True, return_routed_experts=True)["choices"][0]["meta_info"]
+    assert "routed_experts" in shown and shown["output_token_logprobs"]
+    assert agent.record()["sequences"][0]["routed_experts_missing"] == 0
+
+
+def test_retries_and_edits_are_branches(live: Live) -> None:
+    agent = Agent(live, "tree")
+    agent.ask("hello")
+    before = list(agent.messages)
+    agent.ask("END")
+    agent.messages = list(before)
+    agent.ask("hell")  # another message after the same turn
+    agent.messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "edited"}]
+    agent.ask("END")
+    record = agent.record()
+    root, end, hell, edited = record["turns"]
+    assert [turn["parent"] for turn in record["turns"]] == [None, root["id"], root["id"], None]
+    assert [sequence["turns"] for sequence in record["sequences"]] == [
+        [root["id"], end["id"]], [root["id"], hell["id"]], [edited["id"]],
+    ]  # fmt: skip
+
+
+def test_thoughts_stay_until_the_template_leaves_them_out(live: Live) -> None:
+    """An agent sends no thoughts back.  They are in the prompt as they were, unless the template changes the past."""
+    live.scheduler.received.clear()
+    agent = Agent(live, "thoughts")
+    agent.ask("<think>hm</think>hello<|im_end|>", role="raw")
+    assert agent.messages[-1] == {"role": "assistant", "content": "hello"}
+    agent.ask("END", role="tool")
+    agent.ask("hell")
+    first, second, third = sent(live)
+    output = ids_of(live, "<think>hm</think>hello<|im_end|>")
+    assert list(second.input_ids)[: len(first.input_ids) + len(output)] == [*first.input_ids, *output]
+    assert "<|im_start|>assistant\nhello<|im_end|>" in text_of(live, list(third.input_ids))
+    one, two, three = agent.record()["turns"]
+    assert (two["parent"], two["rewrites"]) == (one["id"], None)
+    assert (three["parent"], three["rewrites"]) == (None, two["id"])
+
+
+def test_sessions_that_have_no_room_are_dropped_whole(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = next(each for each in live.manager._observers if isinstance(each, Conversations))
+    monkeypatch.setattr(kept, "_max_bytes", kept._num_bytes + 20 * conversations._TOKEN_BYTES)
+    oldest = next(iter(kept._sessions))
+    Agent(live, "new").ask("hello")
+    assert kept.turns("new") and not kept.turns(oldest)
+    status, message = refused(live, oldest)
+    assert status == 404 and "no turn of the session" in message
+
+
+def refused(live: Live, session: str) -> tuple[int, str]:
+    reply = live.client.get(f"/sessions/{session}/record")
+    return reply.status_code, reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("door", ["/v1/messages", "/v1/responses"])
+def test_every_door_has_the_record(live: Live, door: str) -> None:
+    live.scheduler.received.clear()
+    session = door.replace("/", "_")
+    history: list[dict[str, Any]] = []
+    for content in ("hello", "END"):
+        history.append({"role": "user", "content": content})
+        body: dict[str, Any] = {"session_id": session}
+        body |= {"messages": history, "max_tokens": 99} if door == "/v1/messages" else {"input": history}
+        reply = live.client.post(door, json=body).json()
+        if door == "/v1/messages":
+            history.append({"role": "assistant", "content": reply["content"]})
+        else:
+            history += reply["output"]
+    first, second = sent(live)
+    output = output_of(live, list(first.input_ids), 99)
+    assert list(second.input_ids)[: len(first.input_ids) + len(output)] == [*first.input_ids, *output]
+    record = live.client.get(f"/sessions/{session}/record").json()
+    assert [turn["parent"] for turn in record["turns"]] == [None, record["turns"][0]["id"]]
+
+
+@pytest.mark.mutant
+def test_prompts_that_are_tokenized_again_are_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Conversations, "_last_turn", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_a_prompt_goes_on_from_the_tokens_of_the_turn_before(live)
