@@ -61,13 +61,13 @@ class LoraPlace:
         part = self.part(share)
         self.view(slots).copy_(part if self.order is None else part.index_select(0, self.order))
 
-    def take(self, slots: torch.Tensor, share: torch.Tensor) -> None:
-        """Copy the part from a tensor like `slots` into a share."""
+    def add_to(self, share: torch.Tensor, slots: torch.Tensor) -> None:
+        """Add the part in a tensor like `slots` to a share."""
         part, found = self.part(share), self.view(slots)
         if self.order is None:
-            part.copy_(found)
+            part.add_(found)
         else:
-            part.index_copy_(0, self.order, found)
+            part.index_add_(0, self.order, found)
 
 
 class AdapterSlots(ABC):

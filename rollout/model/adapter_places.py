@@ -15,7 +15,7 @@ from rollout.adapters.peft_folder import Adapter, LoraWeights
 from rollout.core.errors import AdapterError
 from rollout.kernels.ops import ExpertPart
 from rollout.layers.layer import Layer
-from rollout.layers.lora import AdaptedLayer, AdapterSlots, LoraModule, SlotSizes
+from rollout.layers.lora import AdaptedLayer, AdapterSlots, LoraModule, LoraPlace, SlotSizes
 from rollout.layers.moe.expert_lora import ExpertLoraSlots
 from rollout.layers.moe.experts import Experts
 from rollout.model.decoder import DecoderForCausalLM
@@ -51,6 +51,16 @@ class LinearPlace(NamedTuple):
         assert self.layer.lora is not None, "every layer of a place has slots"
         self.layer.lora.write(slot, self.module.part, a_RD, b_OR)
 
+    def places_a(self, slot: int, rank: int) -> list[LoraPlace]:
+        """Return the places of A [R, D] of an adapter."""
+        assert self.layer.lora is not None, "every layer of a place has slots"
+        return self.layer.lora.places_a(slot, self.module.part, rank)
+
+    def places_b(self, slot: int, rank: int) -> list[LoraPlace]:
+        """Return the places of B [O, R] of an adapter."""
+        assert self.layer.lora is not None, "every layer of a place has slots"
+        return self.layer.lora.places_b(slot, self.module.part, rank)
+
 
 class ExpertPlace(NamedTuple):
     """A matrix of a routed expert, with all copies of it."""
@@ -71,10 +81,23 @@ class ExpertPlace(NamedTuple):
 
     def write(self, slot: int, a_RD: torch.Tensor, b_OR: torch.Tensor) -> None:
         """Write to each copy on this rank, where the map in force has it."""
-        experts = self.experts
-        assert experts.lora is not None, "every layer of a place has slots"
-        for local in experts.placement.local_slots(experts.moe_layer, self.logical_expert):
-            experts.lora.write(slot, local, self.part, a_RD, b_OR)
+        assert self.experts.lora is not None, "every layer of a place has slots"
+        for local in self._stored:
+            self.experts.lora.write(slot, local, self.part, a_RD, b_OR)
+
+    def places_a(self, slot: int, rank: int) -> list[LoraPlace]:
+        """Return the place of A [R, D] of an adapter in each copy on this rank."""
+        assert self.experts.lora is not None, "every layer of a place has slots"
+        return [self.experts.lora.place_a(slot, local, self.part, rank) for local in self._stored]
+
+    def places_b(self, slot: int, rank: int) -> list[LoraPlace]:
+        """Return the place of B [O, R] of an adapter in each copy on this rank."""
+        assert self.experts.lora is not None, "every layer of a place has slots"
+        return [self.experts.lora.place_b(slot, local, self.part, rank) for local in self._stored]
+
+    @property
+    def _stored(self) -> list[int]:
+        return self.experts.placement.local_slots(self.experts.moe_layer, self.logical_expert)
 
 
 class Write(NamedTuple):
@@ -207,6 +230,11 @@ class AdapterPlaces:
             return "it is not a linear layer that adapters may change"
         what = "linear layers like this" if is_dense(canonical) else "routed experts"
         return f"this server has no memory for adapters of {what}: start it with --lora-target-modules all"
+
+    def matrices_of(self, name: str, weights: LoraWeights) -> Iterator[tuple[LinearPlace | ExpertPlace, LoraWeights]]:
+        """Yield the matrices of a module as views, each with its place.  Raises `AdapterError`."""
+        for matrix, of_matrix in self._matrices_of(name, weights):
+            yield self._places[self.canonical(matrix)], of_matrix
 
     def _matrices_of(self, name: str, weights: LoraWeights) -> Iterator[tuple[str, LoraWeights]]:
         """Yield the matrices of a module, by name: itself, or the ones of each expert.  Raises `AdapterError`."""

@@ -1,9 +1,10 @@
 """The LoRA adapter of a trainer's model: what PEFT computes with, as the engine holds it in a slot.
 
 PEFT puts a module around each matrix that an adapter changes: `base_layer`, and `lora_A` and `lora_B` of each adapter.
-The active one counts.  The engine multiplies the scale into B and rounds both; gradients go straight through that.
+Around the routed experts of a layer it puts one for each of their two parameters.  The active adapter counts.  The
+engine multiplies the scale into B and rounds both; gradients go straight through that.
 
-Shapes: D input features, O output features, R rank.
+Shapes: E experts, D input features, O output features, R rank.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollout.adapters.expert_stacks import WRAPPED, is_stack, stacked
 from rollout.adapters.peft_folder import Adapter, LoraWeights
 from rollout.core.errors import UnsupportedFeature
 from rollout.layers.lora import LoraPlace
-from rollout.model.adapter_places import AdapterPlaces, LinearPlace, is_dense
+from rollout.model.adapter_places import AdapterPlaces, is_dense
 from rollout.numerics.assembly import Assembly
-
-_BASE = ".base_layer"
 
 
 def without_peft(model: Any) -> Any:
@@ -40,10 +40,14 @@ def without_peft(model: Any) -> Any:
 
 
 def greatest_rank(model: nn.Module) -> int:
-    """Return the greatest rank of an adapter of a linear layer in the model; 0 without any."""
-    linear = (module for _, module in _adapted(model) if not hasattr(module, "parameter_name"))
-    ranks = (a.weight.shape[0] for module in linear for a in module.lora_A.values())
+    """Return the greatest rank of an adapter in the model; 0 without any."""
+    ranks = (a.weight.shape[0] // _num_stacked(module) for _, module in _adapted(model) for a in module.lora_A.values())
     return max(ranks, default=0)
+
+
+def adapts_experts(model: nn.Module) -> bool:
+    """Return whether PEFT has put a module around routed experts."""
+    return any(not is_dense(f"{path}.") for path, _ in _adapted(model))
 
 
 def base_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -52,11 +56,9 @@ def base_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[
     for name, tensor in tensors.items():
         if name.partition(".lora_")[0] in adapted:
             continue
-        path, base, end = name.rpartition(_BASE)
+        path, base, end = name.rpartition(WRAPPED)
         if base and path in adapted:
-            while path.endswith(_BASE):  # PEFT puts a wrapper for each parameter around the experts of a layer
-                path = path.removesuffix(_BASE)
-            name = path + end
+            name = _without_wrappers(path) + end
         found[name] = tensor
     return found
 
@@ -75,19 +77,19 @@ def active_adapter(model: nn.Module) -> dict[str, LoraWeights]:
         if len(names) > 1:
             raise UnsupportedFeature(f"engine numerics take one active adapter, got {', '.join(sorted(names))}")
         for name in active:
-            found[path] = _weights_of(path, module, name)
+            found[_name_of(path, module)] = _weights_of(path, module, name)
     return found
 
 
 def _weights_of(path: str, module: Any, name: str) -> LoraWeights:
-    """Return what an adapter does to a module.
+    """Return what an adapter does to a module: of a parameter of all experts A [E, R, D] and B [E, O, R].
 
-    Raises `UnsupportedFeature` for routed experts, and for all but products with A and B.
+    Raises `UnsupportedFeature` for all but products with A and B, and for parameters of other modules than experts.
     """
-    if not is_dense(f"{path}."):
-        raise UnsupportedFeature(f"engine numerics do not compute adapters of routed experts: {path} has one")
-    if name not in module.lora_A or hasattr(module, "parameter_name"):  # of an embedding, or of a parameter
-        raise UnsupportedFeature(f"engine numerics take adapters of linear layers: {path} is none")
+    if name not in module.lora_A or (hasattr(module, "parameter_name") and not is_stack(_name_of(path, module))):
+        raise UnsupportedFeature(
+            f"engine numerics take adapters of linear layers and of routed experts: {path} is none"
+        )
     a, b = module.lora_A[name], module.lora_B[name]
     if (
         name in (*getattr(module, "lora_variant", ()), *module.lora_magnitude_vector)
@@ -95,7 +97,28 @@ def _weights_of(path: str, module: Any, name: str) -> LoraWeights:
         or b.bias is not None
     ):
         raise UnsupportedFeature(f"engine numerics take plain LoRA: {path} is adapted by a variant, or with a bias")
-    return LoraWeights(a.weight, b.weight, float(module.scaling[name]))
+    sides, scale = (a.weight, b.weight), float(module.scaling[name])
+    if hasattr(module, "parameter_name"):
+        sides = stacked(path, *sides, a.weight.shape[0] // _num_stacked(module))
+    return LoraWeights(*sides, scale)
+
+
+def _name_of(path: str, module: Any) -> str:
+    """Return the name of the matrix, or of the parameter of all experts, that a module of PEFT's is around."""
+    if not hasattr(module, "parameter_name"):
+        return path
+    return f"{_without_wrappers(path)}.{module.parameter_name}"
+
+
+def _without_wrappers(path: str) -> str:
+    while path.endswith(WRAPPED):  # PEFT puts a wrapper for each parameter around the experts of a layer
+        path = path.removesuffix(WRAPPED)
+    return path
+
+
+def _num_stacked(module: Any) -> int:
+    """Return the number of experts whose matrices lie in one A and one B; 1 for a linear layer."""
+    return int(module.num_experts) if hasattr(module, "parameter_name") else 1
 
 
 def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
@@ -106,11 +129,14 @@ def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A trainer's matrix of `shape`, and its place in a layer's slots."""
+    """A matrix in a trainer's tensor of `shape`: the view that `like` is of a contiguous one; its place in slots."""
 
-    name: str
     shape: torch.Size
+    like: torch.Tensor
     place: LoraPlace
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.like.size(), self.like.stride(), self.like.storage_offset())
 
 
 class SlotAssembly(Assembly):
@@ -118,28 +144,31 @@ class SlotAssembly(Assembly):
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__(shape, ())
-        self._parts: list[_Part] = []
+        self._parts: dict[str, list[_Part]] = {}
 
-    def add(self, part: _Part) -> None:
-        """Take another of the trainer's tensors."""
-        self._parts.append(part)
-        self.names = (*self.names, part.name)
+    def add(self, name: str, part: _Part) -> None:
+        """Take another place of a matrix in the trainer's tensor `name`: gate and up of an expert share their A."""
+        self._parts.setdefault(name, []).append(part)
+        self.names = tuple(self._parts)
 
     def matrix(self, tensors: Sequence[torch.Tensor], rounded_to: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
         matrix = torch.zeros(self.shape, dtype=dtype, device=tensors[0].device)
-        for part, tensor in zip(self._parts, tensors, strict=True):
-            part.place.put(matrix, tensor.detach().to(rounded_to).to(dtype))
+        for parts, tensor in zip(self._parts.values(), tensors, strict=True):
+            rounded = tensor.detach().to(rounded_to).to(dtype).contiguous()
+            for part in parts:
+                part.place.put(matrix, part.of(rounded))
         return matrix
 
     def gradients(self, gradient: torch.Tensor, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
-        for part, is_wanted in zip(self._parts, wanted, strict=True):
+        for parts, is_wanted in zip(self._parts.values(), wanted, strict=True):
             if not is_wanted:
                 found.append(None)
                 continue
-            of_part = gradient.new_zeros(part.shape)  # a tensor may lie in several tensors, a part of it in each
-            part.place.take(gradient, of_part)
-            found.append(of_part)
+            whole = gradient.new_zeros(parts[0].shape)  # a tensor may lie in several tensors, a part of it in each
+            for part in parts:
+                part.place.add_to(part.of(whole), gradient)
+            found.append(whole)
         return found
 
 
@@ -148,6 +177,7 @@ class TrainedAdapter:
 
     def __init__(self, places: AdapterPlaces) -> None:
         self._places = places
+        self._shapes: dict[str, tuple[torch.Size, torch.Size]] = {}
         self.named: dict[str, torch.Tensor] = {}
         self.assemblies: dict[int, SlotAssembly] = {}
 
@@ -158,19 +188,25 @@ class TrainedAdapter:
     def load(self, modules: Mapping[str, LoraWeights]) -> None:
         """Take the adapter as it is now, rounded as the engine's load rounds it.  Raises `AdapterError`."""
         held = {name: LoraWeights(a.detach(), b.detach(), scale) for name, (a, b, scale) in modules.items()}
-        writes = self._places.prepared(Adapter(held, ""))
-        self._places.write(0, writes)
-        self.named, self.assemblies = {}, {}
-        for (name, (a_RD, b_OR, scale)), write in zip(modules.items(), writes, strict=True):
-            assert isinstance(write.place, LinearPlace), "engine numerics adapt linear layers"
-            slots, module, rank = write.place.layer.lora, write.place.module, a_RD.shape[0]
-            assert slots is not None, "every layer of a place has slots"
-            self.named |= {f"{name}.lora_A": a_RD, f"{name}.lora_B": b_OR.float() * scale}
-            for place in slots.places_a(0, module.part, rank):
-                self._add(_Part(f"{name}.lora_A", a_RD.shape, place))
-            for place in slots.places_b(0, module.part, rank):
-                self._add(_Part(f"{name}.lora_B", b_OR.shape, place))
+        self._places.write(0, self._places.prepared(Adapter(held, "")))
+        self.named = {}
+        for name, (a, b, scale) in modules.items():
+            self.named |= {f"{name}.lora_A": a, f"{name}.lora_B": b.float() * scale}
+        shapes = {name: (a.shape, b.shape) for name, (a, b, _) in modules.items()}
+        if shapes != self._shapes:
+            self._shapes, self.assemblies = shapes, {}
+            for name, shape in shapes.items():
+                self._assemble(name, *shape)
 
-    def _add(self, part: _Part) -> None:
+    def _assemble(self, name: str, shape_a: torch.Size, shape_b: torch.Size) -> None:
+        """Find the places of all matrices of a module: of itself, or of each expert."""
+        whole = LoraWeights(torch.empty(shape_a, device="meta"), torch.empty(shape_b, device="meta"), 1.0)
+        for place, (a_RD, b_OR, _) in self._places.matrices_of(name, whole):
+            for at in place.places_a(0, a_RD.shape[0]):
+                self._add(f"{name}.lora_A", _Part(shape_a, a_RD, at))
+            for at in place.places_b(0, a_RD.shape[0]):
+                self._add(f"{name}.lora_B", _Part(shape_b, b_OR, at))
+
+    def _add(self, name: str, part: _Part) -> None:
         slots = part.place.slots
-        self.assemblies.setdefault(id(slots), SlotAssembly(slots.shape)).add(part)
+        self.assemblies.setdefault(id(slots), SlotAssembly(slots.shape)).add(name, part)

@@ -14,7 +14,7 @@ from rollout.core.specs.model_config import ModelConfig
 from rollout.families.registry import FAMILIES, model_config_from_dict
 from rollout.kernels.build import KernelStatus, load_kernels
 from rollout.kernels.gpu.register import load_gpu_kernels
-from rollout.numerics.adapters import active_adapter, base_tensors, greatest_rank
+from rollout.numerics.adapters import active_adapter, adapts_experts, base_tensors, greatest_rank
 from rollout.numerics.engine import TrainedEngine
 from weight_sync.errors import WeightSyncError
 
@@ -63,7 +63,14 @@ def checked_engine(model: nn.Module, dtype: torch.dtype, device: torch.device, a
     kernels = kernels_for(device)
     try:
         engine = TrainedEngine(
-            config, tensors, dtype, device, kernels.available, _padding_id(model), greatest_rank(model)
+            config,
+            tensors,
+            dtype,
+            device,
+            kernels.available,
+            _padding_id(model),
+            greatest_rank(model),
+            adapts_experts(model),
         )
         engine.load(tensors, adapter)
     except (WeightSyncError, LockstepError) as error:

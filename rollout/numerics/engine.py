@@ -25,7 +25,7 @@ from rollout.layers.lora import SlotSizes
 from rollout.layers.moe.router import TopKRouter
 from rollout.memory.kv_pool import KVPool
 from rollout.memory.state_pool import StatePool
-from rollout.model.adapter_places import AdapterPlaces
+from rollout.model.adapter_places import AdapterPlaces, is_dense
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.numerics.adapters import TrainedAdapter
 from rollout.numerics.assembly import assemblies_of
@@ -45,6 +45,8 @@ class TrainedEngine:
     """The engine's model for a trainer's tensors.  It runs one forward at a time.
 
     `tensors` are the trainer's by name, of which only the shapes are read.  `padding_id` belongs to its embedding.
+    `max_rank`: the greatest rank of an adapter, of which there are none by default; `with_experts`: it may adapt routed
+    experts.
 
     Raises `StartupError`, and `UnknownTensorError` or `ShapeMismatchError` for tensors that are not the model's.
     """
@@ -58,6 +60,7 @@ class TrainedEngine:
         kernels_available: bool,
         padding_id: int | None,
         max_rank: int = 0,
+        with_experts: bool = False,
     ) -> None:
         self.config = config
         self._dtype, self._device, self._kernels_available = dtype, device, kernels_available
@@ -68,7 +71,8 @@ class TrainedEngine:
         self._model = self._build(self._operators.ops, device)
         self._adapter = None
         if max_rank:
-            self._adapter = TrainedAdapter(AdapterPlaces(self._model, SlotSizes(1, max_rank)))
+            wanted = (lambda _: True) if with_experts else is_dense
+            self._adapter = TrainedAdapter(AdapterPlaces(self._model, SlotSizes(1, max_rank), wanted))
         template = self._build(plain_ops(), torch.device("meta"))
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._assemblies = assemblies_of(self._model, template, shapes)

@@ -44,22 +44,28 @@ def adapted_experts(
     b2: torch.Tensor,
     ranks: torch.Tensor,
 ) -> torch.Tensor:
-    out_TKD = fused_experts.plain(hidden, ids, None, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
-    form = ExpertForm(w13_bias, w2_bias, limit, alpha)
-    for expert, slot in torch.stack((ids, slots.unsqueeze(1).expand_as(ids)), -1).flatten(0, 1).unique(dim=0).tolist():
+    pairs_A2 = torch.stack((ids, slots.unsqueeze(1).expand_as(ids)), -1).flatten(0, 1)
+    form, outputs, places = ExpertForm(w13_bias, w2_bias, limit, alpha), [], []
+    for expert, slot in pairs_A2.unique(dim=0).tolist():
         if slot < 0:
             continue
         of_gate, of_up, of_down = ranks[expert, slot].tolist()
-        is_pair_TK = (ids == expert) & (slots == slot).unsqueeze(1)
-        rows_N, _ = is_pair_TK.nonzero(as_tuple=True)
-        x_ND, experts_N = hidden.index_select(0, rows_N), torch.full_like(rows_N, expert)
+        places_N = (pairs_A2 == pairs_A2.new_tensor((expert, slot))).all(dim=1).nonzero().squeeze(1)
+        x_ND, experts_N = hidden.index_select(0, places_N // ids.shape[1]), torch.full_like(places_N, expert)
         b_gate_RI, b_up_RI = b13[expert, slot].split(inner_size, dim=1)
         gate_NI, up_NI = (x_ND @ w13[expert].t()).split(inner_size, dim=1)
         gate_NI = _plus(gate_NI, x_ND, a13[expert, slot, 0], b_gate_RI, of_gate)
         up_NI = _plus(up_NI, x_ND, a13[expert, slot, 1], b_up_RI, of_up)
         inner_NI = form.inner(torch.cat((gate_NI, up_NI), dim=1), experts_N)
         down_ND = _plus(inner_NI @ w2[expert].t(), inner_NI, a2[expert, slot], b2[expert, slot], of_down)
-        out_TKD = out_TKD.masked_scatter(is_pair_TK.unsqueeze(2), form.out(down_ND, experts_N))
+        outputs.append(form.out(down_ND, experts_N))
+        places.append(places_N)
+    if bool((slots >= 0).all()):
+        out_TKD = hidden.new_zeros(*ids.shape, hidden.shape[1])
+    else:
+        out_TKD = fused_experts.plain(hidden, ids, None, w13, w2, inner_size, w13_bias, w2_bias, limit, alpha)
+    if outputs:
+        out_TKD = out_TKD.flatten(0, 1).index_copy(0, torch.cat(places), torch.cat(outputs)).view_as(out_TKD)
     return out_TKD if weights is None else weighted_sum(out_TKD, weights)
 
 

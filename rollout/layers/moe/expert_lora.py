@@ -13,7 +13,7 @@ import torch
 
 from rollout.kernels.ops import ExpertPart
 from rollout.layers.build import Build
-from rollout.layers.lora import SlotSizes, share_of
+from rollout.layers.lora import LoraPlace, SlotSizes, share_of
 from rollout.layers.shard import Shard
 
 _PARTS: dict[ExpertPart, int] = {"gate_proj": 0, "up_proj": 1, "down_proj": 2}
@@ -56,13 +56,29 @@ class ExpertLoraSlots:
 
     def write(self, slot: int, expert: int, part: ExpertPart, a_RD: torch.Tensor, b_OR: torch.Tensor) -> None:
         """Put whole matrices of the expert that is stored at `expert`, the scale within B, into a slot."""
-        rank, at = a_RD.shape[0], (expert, slot)
+        is_down, rank = part == "down_proj", a_RD.shape[0]
+        share_a, share_b = (share_of(a_RD, 1, self._inner), b_OR) if is_down else (a_RD, share_of(b_OR, 0, self._inner))
+        for place, share in (
+            (self.place_a(slot, expert, part, rank), share_a),
+            (self.place_b(slot, expert, part, rank), share_b),
+        ):
+            place.put(place.slots, share)
+        self.ranks[expert, slot, _PARTS[part]] = rank
+
+    def place_a(self, slot: int, expert: int, part: ExpertPart, rank: int) -> LoraPlace:
+        """Return the place of this rank's share of A."""
         if part == "down_proj":
-            self.a2[at][:, :rank].copy_(share_of(a_RD, 1, self._inner).t())
-            self.b2[at][:rank].copy_(b_OR.t())
-        else:
-            first = _PARTS[part] * self._inner.length
-            self.a13[at][_PARTS[part], :, :rank].copy_(a_RD.t())
-            columns = self.b13[at][:rank, first : first + self._inner.length]
-            columns.copy_(share_of(b_OR, 0, self._inner).t())
-        self.ranks[at][_PARTS[part]] = rank
+            return LoraPlace(self.a2, _whole, lambda a2: a2[expert, slot, :, :rank].t())
+        return LoraPlace(self.a13, _whole, lambda a13: a13[expert, slot, _PARTS[part], :, :rank].t())
+
+    def place_b(self, slot: int, expert: int, part: ExpertPart, rank: int) -> LoraPlace:
+        """Return the place of this rank's share of B."""
+        if part == "down_proj":
+            return LoraPlace(self.b2, _whole, lambda b2: b2[expert, slot, :rank].t())
+        first = _PARTS[part] * self._inner.length
+        end = first + self._inner.length
+        return LoraPlace(self.b13, _whole, lambda b13: b13[expert, slot, :rank, first:end].t())
+
+
+def _whole(share: torch.Tensor) -> torch.Tensor:
+    return share

@@ -5,7 +5,7 @@ Real schedulers sample, with the adapter and without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from capture.replay import force_routes, record_routes
+from rollout.adapters.peft_folder import LoraWeights
 from rollout.core.errors import Conflict, UnsupportedFeature
 from rollout.numerics import EngineNumerics, adapters, use_engine_numerics
 from rollout.numerics.adapters import SlotAssembly
@@ -29,15 +30,24 @@ from tests.scheduler_harness import Harness
 
 SEED = 3
 LEAST_AGREEMENT = 2e-4  # a loss in float32 under both, so only the order of sums differs
-TARGETS = {
-    "qwen3_moe": ATTENTION,
-    "qwen3": ATTENTION + DENSE,
-    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-    "gpt_oss": ATTENTION,
-    "qwen3_next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+LINEAR = {"r": 6, "lora_alpha": 9, "rank_pattern": {"o_proj": 3}}
+STACKED = {"target_parameters": EXPERTS, "lora_alpha": 9}
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**LINEAR, "target_modules": ATTENTION},
+    "qwen3": {**LINEAR, "target_modules": ATTENTION + DENSE},
+    "deepseek_v3": {
+        **LINEAR,
+        "target_modules": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    },
+    "gpt_oss": {**LINEAR, "target_modules": ATTENTION},
+    "qwen3_next": {**LINEAR, "target_modules": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj")},
+    "qwen3_moe experts": {**STACKED, "target_modules": ["q_proj"], "r": 8, "rank_pattern": {"experts.down_proj": 1}},
+    "deepseek_v3 experts": {**STACKED, "target_modules": ["o_proj"], "r": 64},
+    "gpt_oss experts": {**STACKED, "target_modules": [], "r": 8, "rank_pattern": {"experts.gate_up_proj": 3}},
 }
-GATE = ("qwen3_moe", "qwen3")
-EACH_FAMILY = [pytest.param(name, marks=() if name in GATE else pytest.mark.full) for name in TARGETS]
+GATE = ("qwen3_moe", "qwen3", "qwen3_moe experts")
+EACH_CASE = [pytest.param(name, marks=() if name in GATE else pytest.mark.full) for name in CASES]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,16 +62,18 @@ def _operators() -> Iterator[None]:
 class Served:
     """A family's checkpoint and an adapter of it, and the samples of an engine that serves both."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name, self.folder = name, family_checkpoint(folder / "m", name, SEED, torch.bfloat16)
-        config = {"target_modules": list(TARGETS[name]), "r": 6, "lora_alpha": 9, "rank_pattern": {"o_proj": 3}}
+    def __init__(self, folder: Path, case: str) -> None:
+        self.name = name = case.split()[0]
+        self.folder = family_checkpoint(folder / "m", name, SEED, torch.bfloat16)
+        config = {**CASES[case], "target_modules": list(CASES[case]["target_modules"])}
+        self.max_rank = max(8, config["r"])
         self.adapter = save_adapter(folder / "a", name, SEED, **config)
-        self.with_adapter, self.without = (self._samples(each) for each in ("a", None))
+        self.with_adapter, self.without = (self.samples(each) for each in ("a", None))
 
-    def _samples(self, adapter: str | None, count: int = 6) -> tuple[list[Ask], list[Any]]:
-        settings = {"enable_lora": True, "lora_paths": f"a={self.adapter}", "max_lora_rank": 8}
+    def samples(self, adapter: str | None, count: int = 6, dtype: str = "bfloat16") -> tuple[list[Ask], list[Any]]:
+        settings = {"enable_lora": True, "lora_paths": f"a={self.adapter}", "max_lora_rank": self.max_rank}
         is_moe = self.name != "qwen3"
-        harness = Harness(self.folder, dtype="bfloat16", enable_return_routed_experts=is_moe, **settings)
+        harness = Harness(self.folder, dtype=dtype, enable_return_routed_experts=is_moe, **settings)
         generator = torch.Generator().manual_seed(0)
         asks = []
         for number in range(count):
@@ -89,8 +101,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Served(tmp_path_factory.mktemp("adapted"), getattr(request, "param", "qwen3_moe"))
 
 
-@pytest.mark.parametrize("served", EACH_FAMILY, indirect=True, scope="module")
-class TestFamilies:
+@pytest.mark.parametrize("served", EACH_CASE, indirect=True, scope="module")
+class TestCases:
     def test_log_probabilities_and_routes_are_the_engines(self, served: Served) -> None:
         model = served.model()
         with use_engine_numerics(model) as numerics:
@@ -109,6 +121,35 @@ class TestFamilies:
         wanted = gradients(model, batch, numerics.routes)
         assert found.keys() == wanted.keys() and all(".lora_" in name for name in wanted)
         assert max(gradient_errors(found, wanted).values()) < LEAST_AGREEMENT
+
+
+with_experts = pytest.mark.parametrize("served", ["qwen3_moe experts"], indirect=True, scope="module")
+
+
+@with_experts
+def test_adapters_of_experts_agree_in_float32_with_forced_routes(served: Served) -> None:
+    """Routes that the engine did not choose are followed, forward and backward; the model's own weights train, too."""
+    model, samples = served.model(torch.float32), served.samples("a", 4, "float32")
+    with use_engine_numerics(model, dtype=torch.float32) as numerics:
+        assert disagreements(model, numerics, *samples) == []
+        other = numerics.routes.roll(1, 1)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".mlp.experts." in name)
+        batch = Batch.of(*samples)
+        other = torch.where(other < 0, torch.arange(other.shape[-1]), other)
+        found = gradients(model, batch, other, by_engine=True)
+    wanted = gradients(model, batch, other)
+    assert found.keys() == wanted.keys() and any(name.endswith("base_layer.gate_up_proj") for name in wanted)
+    assert max(gradient_errors(found, wanted).values()) < LEAST_AGREEMENT
+
+
+def test_an_adapter_of_each_expert_is_named_by_its_matrix() -> None:
+    """Models whose experts are modules, as PEFT adapts them one by one."""
+    experts = nn.ModuleList([nn.ModuleDict({"down_proj": nn.Linear(4, 4)})])
+    each = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts})})
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["down_proj"]), each)
+    assert list(adapters.active_adapter(each)) == ["mlp.experts.0.down_proj"]
+    assert adapters.adapts_experts(each) and adapters.greatest_rank(each) == 2
 
 
 def test_the_adapter_is_read_at_every_forward(served: Served) -> None:
@@ -155,28 +196,16 @@ def test_what_the_engine_cannot_serve_is_refused(served: Served) -> None:
     for settings, message in (
         ({"target_modules": ["q_proj"], "use_dora": True}, "adapted by a variant"),
         ({"target_modules": ["q_proj"], "lora_dropout": 0.1}, "dropout"),
-        ({"target_modules": ["embed_tokens"]}, "linear layers: model.embed_tokens is none"),
+        ({"target_modules": ["embed_tokens"]}, "routed experts: model.embed_tokens is none"),
     ):
         base = trainer_model(served.folder, torch.bfloat16)
         refused(peft.get_peft_model(base, peft.LoraConfig(r=2, **settings)), message)
 
 
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
-def test_adapters_of_routed_experts_are_refused(served: Served) -> None:
-    """They are, whether PEFT has a pair of matrices for all experts of a layer, or one for each."""
-    message = "do not compute adapters of routed experts: .*experts.* has one"
+def test_a_parameter_of_another_module_than_experts_is_refused(served: Served) -> None:
     base = trainer_model(served.folder, torch.bfloat16)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
-    refused(model, message)
-    with model.disable_adapter(), use_engine_numerics(model) as numerics:
-        assert disagreements(model, numerics, *served.without) == []
-    experts = nn.ModuleList([nn.ModuleDict({"down_proj": nn.Linear(4, 4)})])
-    each = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts})})
-    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["down_proj"]), each)
-    with pytest.raises(UnsupportedFeature, match=message):
-        adapters.active_adapter(each)
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.gate.weight"])
+    refused(peft.get_peft_model(base, config), "linear layers and of routed experts: .*gate is none")
 
 
 def test_merged_adapters_and_several_are_refused(served: Served) -> None:
@@ -221,3 +250,29 @@ def test_gradients_of_another_place_are_noticed(served: Served, monkeypatch: pyt
     with use_engine_numerics(model, dtype=torch.float32) as numerics:
         found = gradients(model, batch, by_engine=True)
     assert max(gradient_errors(found, gradients(model, batch, numerics.routes)).values()) > LEAST_AGREEMENT
+
+
+def _scale_twice(modules: dict[str, LoraWeights]) -> dict[str, LoraWeights]:
+    return {name: each._replace(scale=each.scale**2) for name, each in modules.items()}
+
+
+def _next_experts(modules: dict[str, LoraWeights]) -> dict[str, LoraWeights]:
+    return {name: LoraWeights(each.a.roll(1, 0), each.b.roll(1, 0), each.scale) for name, each in modules.items()}
+
+
+@pytest.mark.mutant
+@with_experts
+@pytest.mark.parametrize("wrong", [_scale_twice, _next_experts])
+def test_wrong_adapters_of_experts_are_noticed(
+    served: Served, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., dict[str, LoraWeights]]
+) -> None:
+    """A scale that is applied twice, and matrices of the expert before."""
+    model, read = served.model(), adapters.active_adapter
+
+    def wrongly(model: Any) -> dict[str, LoraWeights]:
+        found = read(model)
+        return {**found, **wrong({name: each for name, each in found.items() if ".experts." in name})}
+
+    monkeypatch.setattr("rollout.numerics.model.active_adapter", wrongly)
+    with use_engine_numerics(model) as numerics:
+        assert disagreements(model, numerics, *served.with_adapter)
