@@ -117,7 +117,6 @@ class AdapterPlaces:
     """The modules of `model` that are `wanted` and that adapters may change, each with slots of `sizes`.
 
     Every such layer gets its slots here, as a recorded forward holds for the layers that had some when it was recorded.
-    Raises `AdapterError` where routed experts are wanted and the dispatcher does not carry what they need.
     """
 
     def __init__(self, model: DecoderForCausalLM, sizes: SlotSizes, wanted: Callable[[str], bool] = is_dense) -> None:
@@ -132,7 +131,6 @@ class AdapterPlaces:
             if not places:
                 continue
             if isinstance(layer, Experts):
-                _require_carrier(model)
                 self._experts[prefix] = layer
             self._places |= places
             if sizes.slots:
@@ -282,12 +280,3 @@ def _places_in(prefix: str, layer: Layer) -> Iterator[tuple[str, LinearPlace | E
         for logical_expert in range(layer.num_logical_experts):
             for part in parts:
                 yield f"{prefix}.{logical_expert}.{part}", ExpertPlace(layer, logical_expert, part)
-
-
-def _require_carrier(model: DecoderForCausalLM) -> None:
-    """Raise `AdapterError` where rows reach the experts without the slots of their adapters."""
-    if not model.dispatcher.carries_adapters:
-        raise AdapterError(
-            "--moe-a2a-backend deepep does not bring adapters of routed experts to other ranks: take all_to_all, or "
-            "leave their projections out of --lora-target-modules"
-        )

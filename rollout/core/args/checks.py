@@ -135,6 +135,10 @@ def _check_adapters(args: ServerArgs) -> None:
         "--attention-backend flashinfer_expanded does not apply adapters to keys and values: give flashinfer",
     )
     _require(args.max_loras_per_batch > 0, f"--max-loras-per-batch must be at least 1, got {args.max_loras_per_batch}")
+    _require(
+        args.moe_a2a_backend != "deepep" or args.max_loras_per_batch < 1 << 15,
+        f"--moe-a2a-backend deepep takes a --max-loras-per-batch below 32768, got {args.max_loras_per_batch}",
+    )
     names = list(args.adapter_folders)
     for fault in map(fault_of_name, names):
         _require(fault is None, f"--lora-paths: {fault}")

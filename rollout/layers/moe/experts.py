@@ -90,8 +90,7 @@ class Experts(WeightLayer):
 
         With a shard of the inner features, the result is this rank's part of a sum.
         """
-        if work.packed is not None and self.ops.packed_experts is not None:
-            assert work.adapters_R is None, "these rows do not bring their adapters"
+        if work.packed is not None and work.adapters_R is None and self.ops.packed_experts is not None:
             return self._of_packed_rows(work.hidden_RD, work.packed, self.ops.packed_experts)
         if work.has_holes and not self.ops.takes_empty_slots:
             return self._of_filled_slots(work)

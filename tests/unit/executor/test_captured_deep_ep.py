@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rollout.core.errors import StartupError
 from rollout.core.messages.experts import EplbRebalanceReqInput, GetExpertLocationReqInput
 from rollout.distributed.communicator import Communicator
 from rollout.engine import build
@@ -31,6 +30,7 @@ from rollout.layers.moe.dispatchers.base import DispatchOutput, PackedRows
 from rollout.layers.moe.dispatchers.deep_ep import DeepEpDispatcher
 from rollout.layers.moe.dispatchers.deep_ep_library import DeepEpApi, DeepEpShape
 from rollout.layers.moe.dispatchers.deep_ep_modes import LowLatencyMode, NormalMode
+from tests.adapters import write_adapter
 from tests.captured_ranks import captured_gloo, captured_ranks
 from tests.deepep_stand_in import stand_in
 from tests.graph_stand_in import StandInGraphPool, launch
@@ -221,21 +221,41 @@ def test_mode_and_size_decide_which_steps_are_captured(
     assert (f"steps are not captured, decoding is slower: {reason} 1 tokens" in said) == (mode == "normal")
 
 
-def test_adapters_of_experts_are_refused_at_the_start(folder: Path) -> None:
-    """Rows do not bring them to other ranks.  Adapters of attention are served."""
-    lora: dict[str, Any] = {
-        "enable_lora": True,
-        "max_loras_per_batch": 1,
-        "max_lora_rank": 2,
-        "disable_cuda_graph": True,
+@pytest.mark.parametrize("mode", ["low_latency", "normal"])
+def test_experts_have_the_adapters_of_rows_of_other_ranks(folder: Path, tmp_path: Path, mode: str) -> None:
+    """Log-probabilities as by all_to_all, but for roundings of sums."""
+    generator = torch.Generator().manual_seed(0)
+    modules = {
+        f"model.layers.1.mlp.experts.{expert}.down_proj": (
+            torch.randn(2, INNER, generator=generator),
+            torch.randn(2048, 2, generator=generator),
+        )
+        for expert in range(8)
     }
-    settings = SETTINGS | DP2 | {"deepep_mode": "auto"} | lora
-    with deep_ep([]):
-        with ParallelHarness(folder, captured_gloo, **settings, lora_target_modules="q_proj") as harness:
-            assert not harness.scheduler.runner.state.adapters.places.adapts_experts
-        for named in ("all", "experts.3.down_proj"):
-            with pytest.raises(StartupError, match=r"^--moe-a2a-backend deepep does not bring adapters of routed"):
-                ParallelHarness(folder, captured_gloo, **settings, lora_target_modules=named)
+    path = write_adapter(tmp_path / "adapter", modules, 1.0)
+    lora: dict[str, Any] = {"enable_lora": True, "lora_paths": f"a={path}", "disable_cuda_graph": True}
+    prompts = [list(range(5 + number, 11 + number)) for number in range(4)]
+
+    def scores(names: list[str | None], **settings: Any) -> list[float]:
+        with ParallelHarness(folder, captured_gloo, **SETTINGS | DP2 | lora | settings) as harness:
+            asked = enumerate(zip(prompts, names, strict=True))
+            params = {"max_new_tokens": 1, "temperature": 0.0}
+            rids = [
+                harness.submit(prompt, str(number), params, dp_rank=number % 2, lora_name=name)
+                for number, (prompt, name) in asked
+            ]
+            harness.run()
+            return [harness.results[rid].logprobs[0] for rid in rids]
+
+    with deep_ep([]) as patch:
+        select_ops = build.select_ops  # compiled operators take no empty slots
+        few = lambda *args, **named: select_ops(*args, **named).replace(takes_empty_slots=False)  # noqa: E731
+        patch.setattr(build, "select_ops", few)
+        found = scores(["a", None, None, "a"], deepep_mode=mode)
+        wanted = scores(["a", None, None, "a"], moe_a2a_backend="all_to_all")
+        without = scores([None] * 4, moe_a2a_backend="all_to_all")
+    assert found == pytest.approx(wanted, abs=0.05)
+    assert max(abs(one - other) for one, other in zip(found[::3], without[::3], strict=True)) > 0.2, "it must count"
 
 
 def check_loads(loads: list[Load]) -> None:

@@ -82,8 +82,6 @@ class Dispatcher(ABC):
     scatters_tokens = False
     # Whether tokens stay with the experts of a lone rank, so that `combine` changes nothing.
     is_local = False
-    # Whether rows bring the slots of their adapters to the experts.
-    carries_adapters = True
 
     def plan_step(self, tokens_by_rank: Sequence[int]) -> None:  # noqa: B027 (most have nothing to plan)
         """Prepare for a forward in which each rank of the engine brings this many tokens to `dispatch`.

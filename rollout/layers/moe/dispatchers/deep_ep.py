@@ -60,7 +60,6 @@ class DeepEpDispatcher(Dispatcher):
     """
 
     scatters_tokens = True
-    carries_adapters = False
     # The mode for any step, and the mode for steps of few tokens.
     modes: dict[DeepEpApi, tuple[type[DeepEpMode] | None, type[DeepEpMode] | None]] = {
         DeepEpApi.ELASTIC: (ElasticMode, FixedElasticMode),
@@ -92,7 +91,7 @@ class DeepEpDispatcher(Dispatcher):
             for_few = None
         if shape.mode == "low_latency":
             for_any = None
-        made = [None if mode is None else mode(self._buffer, shape) for mode in (for_any, for_few)]
+        made = [None if mode is None else mode(self._buffer, shape, communicator) for mode in (for_any, for_few)]
         self._for_any, self._for_few = made
         self._max_tokens = shape.max_tokens_per_rank
         self._needs_cleaning = False
@@ -130,13 +129,15 @@ class DeepEpDispatcher(Dispatcher):
         adapters_T: torch.Tensor | None = None,
     ) -> DispatchOutput:
         """Send tokens to the ranks that hold their experts.  An id of -1 chooses no expert."""
-        assert adapters_T is None, "buffers of deep_ep do not carry adapters"
         assert hidden_TD.shape[0] <= self._max_tokens, "more tokens than the step was planned for"
         mode = self._mode
         self._needs_cleaning |= isinstance(mode, NormalMode)
-        work = mode.dispatch(
-            hidden_TD.contiguous(), physical_ids_TK.to(self._ids_dtype).contiguous(), weights_TK.float().contiguous()
+        sent = (
+            hidden_TD.contiguous(),
+            physical_ids_TK.to(self._ids_dtype).contiguous(),
+            weights_TK.float().contiguous(),
         )
+        work = mode.dispatch(*sent) if adapters_T is None else mode.dispatch_adapted(*sent, adapters_T)
         work.handle = mode, work.handle
         return work
 
