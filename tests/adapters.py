@@ -6,18 +6,19 @@ PEFT's own forward of the saved folder is the judge.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.family_zoo import family_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = ("gate_proj", "up_proj", "down_proj")
+MIXED_RANKS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 24, 31, 32, 33, 64)
 
 
 def save_adapter(folder: Path, family: str, model_seed: int, seed: int = 1, **settings: Any) -> Path:
@@ -62,6 +63,30 @@ def write_adapter(folder: Path, modules: Matrices, scale: float) -> Path:
             tensors[f"base_model.model.{name}.lora_{side}.weight"] = tensor
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
+
+
+def random_modules(checkpoint: Path, endings: Sequence[str], rank: int, seed: int) -> Matrices:
+    """Return random A and B of the matrices in `checkpoint` whose names end so, routed experts one by one."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        for name, weight in sorted(load_file(file).items()):
+            module = name.removesuffix(".weight")
+            if module.endswith(tuple(endings)):
+                shapes = ((rank, weight.shape[1]), (weight.shape[0], rank))
+                a_RD, b_OR = (0.2 * torch.randn(shape, generator=generator) for shape in shapes)
+                found[module] = a_RD, b_OR
+    return found
+
+
+def mixed_adapters(checkpoint: Path, folder: Path, targets: Sequence[Sequence[str]]) -> dict[str, Path]:
+    """Write an adapter for each rank of `MIXED_RANKS`; they adapt `targets` by turns.  Returns folders by name."""
+    return {
+        f"a{number}": write_adapter(
+            folder / f"a{number}", random_modules(checkpoint, targets[number % len(targets)], rank, number), 0.5
+        )
+        for number, rank in enumerate(MIXED_RANKS)
+    }
 
 
 def merged_logprobs(family: str, model_seed: int, modules: Matrices, scale: float, ids: list[int]) -> list[float]:

@@ -27,10 +27,11 @@ ROOMY = {"max_total_tokens": 16384, "chunked_prefill_size": -1}
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: its prompt and its sampling parameters."""
+    """One request: its prompt, its sampling parameters, and the name of its adapter."""
 
     prompt: tuple[int, ...]
     params: dict[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
 
     @property
     def length(self) -> int:
@@ -103,7 +104,8 @@ class Server:
 
     def submit(self, ask: Ask, every_token: bool = True, **fields: Any) -> str:
         chosen = list(range(self.vocab_size)) if every_token else None
-        return self.harness.submit(list(ask.prompt), params=dict(ask.params), token_ids_logprob=chosen, **fields)
+        fields |= {"token_ids_logprob": chosen, "lora_name": ask.adapter}
+        return self.harness.submit(list(ask.prompt), params=dict(ask.params), **fields)
 
     def facts(self, rids: Sequence[str]) -> list[Facts]:
         return [facts_of(self.harness.results[rid], self.has_routes) for rid in rids]
@@ -132,7 +134,8 @@ class Server:
         for ask, known in zip(asks, facts, strict=True):
             temperature = ask.params.get("temperature", 0.0)
             assert temperature in (0.0, 1.0), "scores of prompts are of the logits over the temperature"
-            whole = Ask((*ask.prompt, *known.token_ids), {"temperature": temperature, "max_new_tokens": 0})
+            params = {"temperature": temperature, "max_new_tokens": 0}
+            whole = Ask((*ask.prompt, *known.token_ids), params, ask.adapter)
             rids.append(self.submit(whole, every_token, logprob_start_len=len(ask.prompt) - 1))
         self.harness.run()
         self.harness.check_idle()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rollout.core.errors import BadRequest
 from rollout.core.messages.adapters import LoadLoraAdapterReqInput
@@ -18,7 +16,6 @@ from rollout.layers.moe.layer import MoELayer
 from tests.adapters import logprobs_of, save_adapter
 from tests.expert_adapters import STACKS
 from tests.family_zoo import family_checkpoint
-from tests.kernels import native_ops
 from tests.parallel_harness import ParallelHarness
 
 SEED = 3
@@ -132,55 +129,6 @@ def test_rows_that_leave_their_adapters_are_noticed(
     with engine(folder, "dp2 all-to-all") as harness:
         load(harness, contents[0], "poet")
         assert distance(harness, contents[0], "poet") > 10 * NEAR
-
-
-def answers(harness: ParallelHarness, batch: Sequence[tuple[list[int], str | None]]) -> list[object]:
-    """Return the answers to prompts, each with its adapter, which data-parallel ranks get in turn."""
-    rids = [
-        harness.submit(prompt, params={"max_new_tokens": 3}, lora_name=name, dp_rank=number % harness.num_dp_ranks)
-        for number, (prompt, name) in enumerate(batch)
-    ]
-    harness.run()
-    return [(harness.results[rid].token_ids, harness.results[rid].logprobs) for rid in rids]
-
-
-def mixed_and_alone(folder: Path, contents: list[Path]) -> tuple[list[object], list[object]]:
-    """Return the answers to a mixed batch, and to each of its requests alone after experts have moved.
-
-    The compiled operators compute them, in bfloat16.
-    """
-    native_ops()
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(5, 300, (length,), generator=generator).tolist() for length in (9, 21, 4, 13)]
-    batch = list(zip(prompts, ("poet", None, "clerk", "poet"), strict=True))
-    settings: dict[str, Any] = {"dtype": "bfloat16", "ep_num_redundant_experts": 4, "disable_radix_cache": True}
-    with engine(folder, "dp2 all-to-all", **settings) as harness:
-        (experts, *_) = (
-            layer for _, layer in harness.scheduler.runner.state.model.named_layers() if isinstance(layer, Experts)
-        )
-        assert experts.ops.batch_invariant
-        for content, name in zip(contents, ("poet", "clerk"), strict=True):
-            load(harness, content, name)
-        mixed = answers(harness, batch)
-        assert answers(harness, [(prompt, None) for prompt in prompts]) != mixed, "the adapters must count"
-        rebalance(harness, 3)
-        return mixed, [answers(harness, [each])[0] for each in batch]
-
-
-def test_a_mixed_batch_has_the_bits_of_its_requests_alone_wherever_experts_lie(
-    folder: Path, contents: list[Path]
-) -> None:
-    mixed, alone = mixed_and_alone(folder, contents)
-    assert mixed == alone
-
-
-@pytest.mark.mutant
-def test_bits_that_depend_on_the_place_of_experts_are_noticed(
-    folder: Path, contents: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Experts, "slot_tensors", lambda self: [self.w13, self.w2])
-    mixed, alone = mixed_and_alone(folder, contents)
-    assert mixed != alone
 
 
 def test_an_update_does_not_adopt_a_placement(folder: Path, contents: list[Path]) -> None:
