@@ -102,11 +102,13 @@ test-real-model: real-model install-dev  ## Compare a trained model with transfo
 real-model: $(REAL_MODEL)/.made  ## Make the checkpoint for test-real-model
 
 # Thousands of random histories of requests and refreshes, and of mixed schedules; `make test-full` plays hundreds.
-# SEED plays the same ones again.
+# ADAPTER_HISTORIES are those in which a model and two adapters of it change.  SEED plays the same ones again.
 HISTORIES ?= 5000
+ADAPTER_HISTORIES ?= 1000
 SCHEDULES ?= 5000
 nightly: install-dev  ## Play random histories and mixed schedules; SEED=number
 	$(BIN)/python -m tests.history run --histories $(HISTORIES) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.history run --target adapter --histories $(ADAPTER_HISTORIES) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.mixed run --seeds $(SCHEDULES) --processes $(WORKERS) $(if $(SEED),--seed $(SEED))
 
 # Every fault of a weight refresh, wherever it can occur, and ranks that stop or die (some twenty minutes); `make test-full` plays a part.
