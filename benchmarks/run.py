@@ -15,6 +15,7 @@ from rich.console import Console
 from benchmarks import (
     adapter_decode,
     adapter_refresh,
+    adapter_times,
     capture,
     delta,
     eplb_planners,
@@ -53,6 +54,7 @@ PARTS = (
     "refresh",
     "delta",
     "adapters",
+    "adapter-times",
     "fingerprint",
     "spans",
     "planners",
@@ -77,7 +79,9 @@ def main() -> None:
     parser.add_argument(
         "--families", choices=FAMILIES, nargs="+", default=FAMILIES, help="families to measure in `families`"
     )
-    parser.add_argument("--markdown", type=Path, default=None, help="folder for the tables of `families`")
+    parser.add_argument(
+        "--markdown", type=Path, default=None, help="folder for the tables of `families`, `adapter-times`"
+    )
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -115,6 +119,12 @@ def main() -> None:
             rows += parallel_stalls.run(shape, args.rounds, console)
         if "adapters" in args.only:
             rows += adapter_decode.run(shape, args.rounds, args.new_tokens, console)
+        if "adapter-times" in args.only:
+            measured = adapter_times.run(shape, args.rounds, console)
+            rows += measured
+            if args.markdown is not None:
+                args.markdown.mkdir(parents=True, exist_ok=True)
+                (args.markdown / f"adapter_times_{shape}.md").write_text(adapter_times.markdown(measured))
         if "memory" in args.only:
             rows += memory.run(shape, console)
         if "refresh" in args.only:
