@@ -6,16 +6,21 @@ held, so the mismatch comes from these values alone.  It is measured by transfor
 SmolLM2-135M where `make real-model` made it, and samples of the plain engine: once with the weights as sent, and once
 with the weights as held in each format.
 
+    python -m benchmarks.weight_formats speed                           experts and projections alike, few rounds
+    python -m benchmarks.weight_formats agreement --held int4-128       the trained model alone
+
 Shapes: N samples, S positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
@@ -44,8 +49,15 @@ MISMATCH_SAMPLES, MISMATCH_TOKENS = 32, 64
 Which = Literal["experts", "projections", "both"]
 
 
-def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: Console) -> list[dict]:
-    """Measure all formats in turns, print one table, and return its rows."""
+def run(
+    shape: str,
+    batches: list[int],
+    rounds: int,
+    new_tokens: int,
+    console: Console,
+    formats: Sequence[tuple[str, str]] = FORMATS,
+) -> list[dict]:
+    """Measure formats (of experts, of projections) in turns, print one table, and return its rows."""
     spec, folder = SHAPES[shape], checkpoint(shape)
     read_rate = measure_machine().read_bytes_per_s
     engines = {
@@ -57,7 +69,7 @@ def run(shape: str, batches: list[int], rounds: int, new_tokens: int, console: C
             cpu_weight_format=experts,
             cpu_linear_format=linears,
         )
-        for experts, linears in FORMATS
+        for experts, linears in formats
     }
     cases = [(batch, PROMPT_TOKENS, new) for batch in batches for new in (1, new_tokens)] + [(1, PREFILL_TOKENS, 1)]
     times: dict[tuple[tuple[str, str], int, int, int], list[float]] = defaultdict(list)
@@ -92,32 +104,37 @@ def mismatch(console: Console) -> list[dict]:
     """Compare models with their weights as sent and as held; print and return a row of each format."""
     demo = cached_checkpoint("demo", CheckpointSpec(shards=4))
     parts: tuple[Which, ...] = ("experts", "both")
-    rows = [row for which in parts for row in _mismatch("demo", demo, which, console)]
+    rows = [row for which in parts for row in _mismatch("demo", demo, which, list(HELD_FORMS), console)]
     if REAL_MODEL.is_dir():
-        rows += _mismatch("SmolLM2-135M", REAL_MODEL, "projections", console)
+        rows += trained_mismatch(REAL_MODEL, list(HELD_FORMS), console)
     return rows
 
 
-def _mismatch(name: str, folder: Path, which: Which, console: Console) -> list[dict]:
+def trained_mismatch(folder: Path, forms: Sequence[str], console: Console) -> list[dict]:
+    """Compare a trained model without experts, as `mismatch` does, with its projections in each of `forms`."""
+    return _mismatch("SmolLM2-135M", folder, "projections", forms, console)
+
+
+def _mismatch(name: str, folder: Path, which: Which, forms: Sequence[str], console: Console) -> list[dict]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-    ids_NS, num_given = _sampled(folder, model.config)
+    ids_NS, num_given = _sampled(folder, model.config, is_random=which != "projections")
     plain = _answers(model, ids_NS, num_given)
     sent = {each: tensor.clone() for each, tensor in model.named_parameters() if _is_held(each, tensor, which)}
     rows = []
-    for form_name, form in HELD_FORMS.items():
-        _hold(model, sent, form.held)
+    for form_name in forms:
+        _hold(model, sent, HELD_FORMS[form_name].held)
         found = _compared(plain, _answers(model, ids_NS, num_given), ids_NS[:, num_given:, None])
         rows.append({"part": "formats", "model": name, "held": which, "format": form_name} | found)
         _say(rows[-1], console)
     return rows
 
 
-def _sampled(folder: Path, config: PretrainedConfig) -> tuple[torch.Tensor, int]:
+def _sampled(folder: Path, config: PretrainedConfig, is_random: bool) -> tuple[torch.Tensor, int]:
     """Return prompts with samples of the plain engine [N, S], and the length of the prompts.
 
     Prompts of a random model are random.  The prompt of a trained one is its first token, so that it writes text.
     """
-    generator, is_random = random.Random(0), folder != REAL_MODEL
+    generator = random.Random(0)
     prompts = [
         [generator.randrange(config.vocab_size) for _ in range(32)] if is_random else [config.bos_token_id]
         for _ in range(MISMATCH_SAMPLES)
@@ -201,3 +218,29 @@ def _print(rows: list[dict], batches: list[int], console: Console) -> None:
         cells = ["noise" if rate is None else f"{rate:.0f}" for rate in rates]
         table.add_row(row["experts"], row["projections"], f"{row['model_bytes'] / 1e6:.0f}", *cells)
     console.print(table)
+
+
+def main() -> None:
+    """Measure one part by itself.  Few rounds of few tokens: both shapes are to fit into minutes."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("part", choices=("speed", "agreement"))
+    parser.add_argument("--held", choices=tuple(HELD_FORMS), nargs="+", default=["w8", "fp8", "int4"])
+    parser.add_argument("--shapes", choices=tuple(SHAPES), nargs="+", default=list(SHAPES))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--checkpoint", type=Path, default=REAL_MODEL, help="SmolLM2-135M, of `make real-model`")
+    args = parser.parse_args()
+    console = Console()
+    if args.part == "agreement":
+        if not args.checkpoint.is_dir():
+            parser.error(f"the folder {args.checkpoint} is not there; `make real-model` makes it")
+        trained_mismatch(args.checkpoint, args.held, console)
+        return
+    for shape in args.shapes:
+        formats = [("plain", "plain"), *((form, form) for form in args.held)]
+        run(shape, args.batches, args.rounds, args.new_tokens, console, formats)
+
+
+if __name__ == "__main__":
+    main()
