@@ -23,7 +23,6 @@ import itertools
 import mmap
 import operator
 import os
-import re
 import sys
 import weakref
 from collections.abc import Sequence
@@ -39,8 +38,6 @@ _MOVE_AND_KEEP = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 _PROT_NONE = 0
 _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
-_MOVABLE = re.compile(rb"^(\w+)-(\w+) rw-p \w+ \S+ 0 *(?:\[anon.*)?$", re.MULTILINE)
-"""A line of /proc/self/maps (start-end rw-p offset device inode name) of private anonymous memory."""
 _STOP = operator.attrgetter("stop")
 
 
@@ -147,9 +144,17 @@ def _movable_pages(tensor: torch.Tensor, mappings: Sequence[range]) -> list[rang
 
 
 def _movable_mappings() -> list[range]:
-    """Return the addresses of this process's mappings of private anonymous memory, ascending."""
-    found = _MOVABLE.findall(Path("/proc/self/maps").read_bytes())
-    return [range(int(start, 16), int(end, 16)) for start, end in found]
+    """Return the addresses of this process's mappings of private anonymous memory, ascending.
+
+    An engine has hundreds of mappings: cutting their lines takes a third of the time of a regular expression.
+    """
+    found = []
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        addresses, access, _, _, inode, *name = line.split(None, 5)
+        if access == b"rw-p" and inode == b"0" and (not name or name[0].startswith(b"[anon")):
+            start, end = addresses.split(b"-")
+            found.append(range(int(start, 16), int(end, 16)))
+    return found
 
 
 def _can_trade() -> bool:

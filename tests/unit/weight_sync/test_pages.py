@@ -171,6 +171,19 @@ def test_what_cannot_be_traded(kind: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert tradable_spans([(live, aside)]) == [[]]
 
 
+def test_only_private_anonymous_memory_can_be_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "00001000-00003000 rw-p 00000000 00:00 0 ",
+        "00003000-00004000 r--p 00000000 00:00 0 ",
+        "00004000-00005000 rw-s 00000000 00:01 71    /dev/zero (deleted)",
+        "00005000-00006000 rw-p 00002000 08:01 1234  /tmp/a rw-p 0 0 0 name",
+        "00006000-00007000 rw-p 00000000 00:00 0     [heap]",
+        "7f00006000-7f00008000 rw-p 00000000 00:00 0     [anon:with a name]",
+    ]
+    monkeypatch.setattr(pages.Path, "read_bytes", lambda _: "\n".join(lines).encode() + b"\n")
+    assert pages._movable_mappings() == [range(0x1000, 0x3000), range(0x7F00006000, 0x7F00008000)]
+
+
 def test_there_is_one_memory_node_or_more() -> None:
     assert pages._num_memory_nodes() >= 1
 
