@@ -55,6 +55,7 @@ from rollout.http.sessions import SessionRoutes
 from rollout.http.vllm.adapter_routes import AdapterRoutes
 from rollout.http.vllm.control_routes import VllmControlRoutes
 from rollout.http.vllm.generate import VllmGenerateRoutes
+from rollout.http.vllm.render import RenderRoutes
 from rollout.http.vllm.rpc_routes import RpcRoutes
 from rollout.http.vllm.weight_routes import VllmWeightRoutes
 from rollout.tokenizer_manager.manager import TokenizerManager
@@ -117,6 +118,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         AnthropicRoutes(manager, chats).router(),
         ResponsesRoutes(manager, chats).router(),
         VllmGenerateRoutes(manager).router(),
+        RenderRoutes(manager, chats).router(),
         InfoRoutes(manager, metrics).router(),
         sessions.router(),
         pages.router(),

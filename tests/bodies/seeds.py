@@ -91,6 +91,7 @@ RESPONSES_BODY: dict[str, Any] = {
     "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}, "metadata": {"a": "b"},
     "chat_template_kwargs": TEMPLATE_KWARGS, "logit_bias": {"5": 1.5}, "stop": ["x"], "stop_token_ids": [9],
 }  # fmt: skip
+GENERATED = {"request_id": "r", "choices": [{"index": 0, "token_ids": PROMPT, "finish_reason": "stop", "logprobs": {}}]}
 
 
 def seeds(victim: Victim) -> dict[str, list[Body]]:
@@ -166,6 +167,16 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         "/v1/messages": [MESSAGES_BODY, MESSAGES_BODY | {"stream": True}, {"max_tokens": 3, "input_ids": PROMPT}],
         "/v1/messages/count_tokens": [MESSAGES_BODY],
         "/v1/responses": [RESPONSES_BODY, RESPONSES_BODY | {"stream": True}, {"input_ids": PROMPT, "input": "a"}],
+        "/v1/chat/completions/render": [chat],
+        "/v1/completions/render": [OPENAI | {"prompt": ["a", "b"], "logprobs": 2}],
+        "/v1/chat/completions/derender": [
+            {"generate_response": GENERATED, "chat_request": chat, "prompt_token_ids": PROMPT},
+            {"stream": True, "generate_chunk": GENERATED, "stream_state": {"token_ids": {"0": [5]}}},
+        ],
+        "/v1/completions/derender": [
+            {"generate_responses": [GENERATED], "completion_request": OPENAI | {"prompt": "a"}, "prompt_tokens": [1]},
+            {"stream": True, "generate_chunk": GENERATED, "stream_state": {"token_ids": {"0": [5]}}},
+        ],
         "/inference/v1/generate": [tokens | {"sampling_params": VLLM_PARAMS}],
         "/skyrl/v1/generate": [tokens | {"sampling_params": VLLM_PARAMS}],
         **{path: [tokenize, {"prompt": ["a", "b"]}] for path in ("/tokenize", "/v1/tokenize")},

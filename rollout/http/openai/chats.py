@@ -5,13 +5,14 @@ Every door for chats translates its body into a `ChatCompletionRequest` and subm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rollout.http.conversations import Conversations
 from rollout.http.openai.messages import ChatMessage, ChatMessages
 from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.tokenizer_manager.handle import GenerateHandle
 from rollout.tokenizer_manager.manager import TokenizerManager
+from rollout.tokenizer_manager.request import GenerateReqInput
 
 
 class Chats:
@@ -35,6 +36,16 @@ class Chats:
             extra=body.template_variables(),
         )
 
+    def wanted(
+        self, body: ChatCompletionRequest, headers: Mapping[str, str], prompt_ids: list[int]
+    ) -> GenerateReqInput:
+        """Return the request of a chat with this prompt.  Raises `BadRequest`."""
+        return body.to_request(headers, prompt_ids, self._messages.kept_tokens(body), self._messages.end_ids())
+
+    def maker(self, body: ChatCompletionRequest, prompt_ids: list[int]) -> Callable[[], ChatMessage]:
+        """Return a maker of the messages that answer `body`.  Raises `BadRequest`."""
+        return self._messages.maker(body, prompt_ids)
+
     async def submit(
         self, body: ChatCompletionRequest, headers: Mapping[str, str], *, ends_with_context: bool = False
     ) -> tuple[GenerateHandle, list[ChatMessage]]:
@@ -50,8 +61,8 @@ class Chats:
         room = self._manager.limits.room(len(prompt_ids))
         if ends_with_context and (body.max_tokens or 0) > room > 0:
             body = body.model_copy(update={"max_completion_tokens": room})
-        wanted = body.to_request(headers, prompt_ids, self._messages.kept_tokens(body), self._messages.end_ids())
-        make_message = self._messages.maker(body, prompt_ids)
+        wanted = self.wanted(body, headers, prompt_ids)
+        make_message = self.maker(body, prompt_ids)
         if prompt is not None:
             self._conversations.prepare(wanted, prompt)
         handle = await self._manager.submit(wanted)
