@@ -38,6 +38,7 @@ from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop  
 from trl.experimental.async_grpo.vllm_client import VLLMClient as AsyncClient  # noqa: E402
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient  # noqa: E402
 from trl.generation.vllm_client import VLLMClient  # noqa: E402
+from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
 from trl.trainer.grpo_config import GRPOConfig  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
@@ -140,8 +141,8 @@ def test_async_weights_around_a_running_request(
     assert_holds(server, scaled(tensors, 4.0))
 
 
-def grpo_trainer(server: ServerProcess, checkpoint: Path, folder: Path) -> Any:
-    """Return a trainer of two steps that samples from the server."""
+def grpo_trainer(server: ServerProcess, checkpoint: Path, folder: Path, **given: Any) -> Any:
+    """Return a trainer of two steps that samples from the server.  `given`: more of `GRPOTrainer`'s arguments."""
     args = GRPOConfig(
         output_dir=str(folder / "run"),
         use_vllm=True,
@@ -164,6 +165,7 @@ def grpo_trainer(server: ServerProcess, checkpoint: Path, folder: Path) -> Any:
         args=args,
         train_dataset=Dataset.from_dict({"prompt": [f"What is {number} + 3?" for number in range(8)]}),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
+        **given,
     )
 
 
@@ -207,6 +209,44 @@ def test_grpo_trainer_with_our_sender_needs_no_nccl_of_vllm(
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------
+
+LORA = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM")
+
+
+def test_grpo_trainer_merges_its_adapter_into_all_weights(
+    server: ServerProcess,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two steps with `peft_config`, and the line of docs/guides/trl.md.  Without it TRL sends the model alone.
+
+    TRL takes the adapter out of the weights once the last tensor was asked for.  vLLM's sender joins the tensors of a
+    buffer after that, from views of the weights.
+    """
+    join, named_params = VLLMClient.init_communicator, VLLMGeneration._iter_named_params
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda self, device: join(self, "cuda"))
+    monkeypatch.setattr(
+        VLLMGeneration, "_iter_named_params", lambda self: ((name, it.clone()) for name, it in named_params(self))
+    )
+    trainer = grpo_trainer(server, checkpoint, tmp_path, peft_config=LORA)
+    trainer.train()
+    for seed in (1, 2):
+        train(trainer.model, seed)
+        trainer.vllm_generation.sync_weights()
+        (tokens,), (entries,) = _sampled(trainer.vllm_generation.vllm_client)
+        assert_sampled_by(trainer.model, PROMPTS[0], tokens, entries)
+    monkeypatch.setattr(VLLMGeneration, "_iter_named_params", named_params)
+    trainer.vllm_generation.sync_weights()
+    (tokens,), (entries,) = _sampled(trainer.vllm_generation.vllm_client)
+    with pytest.raises(AssertionError, match="are off by"):
+        assert_sampled_by(trainer.model, PROMPTS[0], tokens, entries)
+
+
+def _sampled(client: Any) -> tuple[list[list[int]], list[list[float]]]:
+    """Return tokens and their log-probabilities of one answer to the first prompt."""
+    reply = client.generate(PROMPTS[:1], max_tokens=6, logprobs=0, generation_kwargs={"ignore_eos": True})
+    return reply["completion_ids"], [[each[0] for each in entry] for entry in reply["logprobs"]]
 
 
 class Rollouts:
@@ -264,7 +304,7 @@ def test_async_grpo_trainer_publishes_its_adapter_as_versions(
         ),
         train_dataset=Dataset.from_dict({"prompt": ["hi"] * 8}),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
-        peft_config=peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM"),
+        peft_config=LORA,
         rollout_worker=rollouts,
     )
     for version in range(1, 5):
