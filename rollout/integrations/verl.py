@@ -4,13 +4,13 @@
     actor_rollout_ref.rollout.engine_kwargs.lockstep.num_threads=8        further settings of the server
 
 It is verl's own SGLang replica, whose server starts `lockstep serve` and whose tokenizer manager speaks HTTP.  verl's
-adapter in the trainer, which sends weights, releases and resumes memory, is used as it is.  It needs SGLang's Python
-package, though none of its kernels.
+adapter in the trainer sends weights, releases and resumes memory.  It needs SGLang's Python package, though none of its
+kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutMode, RolloutReplicaRegistry
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
+from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
+from verl.workers.rollout.sglang_rollout.utils import lora_rank_of, sglang_lora_target_modules
 
 from capture.codec import encode_compatible
 from capture.routed_experts import RoutedExperts
@@ -74,6 +76,10 @@ class LockstepHttpServer(SGLangHttpServer):
             "enable_weights_cpu_backup": may_release and shares_memory,
             "enable_return_routed_experts": config.enable_rollout_routing_replay,
         }
+        if self.lora_as_adapter:
+            targets = ",".join(sglang_lora_target_modules(self.model_config.target_modules))
+            rank = lora_rank_of(self.model_config)
+            settings |= {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": targets}
         return settings | given
 
 
@@ -90,8 +96,8 @@ class HttpTokenizerManager:
 
     async def generate_request(self, request: Any, _: Any = None) -> AsyncIterator[dict[str, Any]]:
         """Yield one answer in SGLang's form.  Raises `BadRequest`, `ClientError`."""
-        if request.image_data or request.video_data or getattr(request, "lora_path", None):
-            raise BadRequest("images, videos and adapters are not supported")
+        if request.image_data or request.video_data:
+            raise BadRequest("images and videos are not supported")
         output = await self._client.generate(
             input_ids=request.input_ids,
             sampling_params=request.sampling_params,
@@ -100,6 +106,7 @@ class HttpTokenizerManager:
             logprob_start_len=-1 if request.logprob_start_len is None else request.logprob_start_len,
             top_logprobs_num=request.top_logprobs_num or 0,
             return_routed_experts=bool(request.return_routed_experts),
+            lora_path=request.lora_path,
         )
         assert isinstance(output, GenerationOutput)  # one prompt, one sample
         routes = output.routed_experts
@@ -164,5 +171,28 @@ class LockstepReplica(SGLangReplica):
         self.server_class = ray.remote(LockstepHttpServer)
 
 
+class LockstepServerAdapter(ServerAdapter):
+    """The trainer's adapter."""
+
+    async def resume(self, tags: list[str]) -> None:
+        """Resume what was released.
+
+        With LoRA (`sleep_level` 1) verl releases the KV cache alone.  Its worker asks for the weights all the same,
+        unless the rollout's name is "sglang".
+        """
+        if self.sleep_level == 1:
+            tags = [tag for tag in tags if tag != "weights"]
+        if tags:
+            await super().resume(tags)
+
+    def wrap_lora_params(self, peft_config: dict[str, Any], weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Return the adapter's configuration and tensors as verl sends them.
+
+        PEFT 0.21 puts sets into the configuration of MoE models, which verl 0.9.1 then cannot write as JSON.
+        """
+        config = {key: sorted(value) if isinstance(value, set) else value for key, value in peft_config.items()}
+        return super().wrap_lora_params(config, weights)
+
+
 RolloutReplicaRegistry.register(NAME, lambda: LockstepReplica)
-_ROLLOUT_REGISTRY[(NAME, "async")] = _ROLLOUT_REGISTRY[("sglang", "async")]
+_ROLLOUT_REGISTRY[(NAME, "async")] = f"{__name__}.{LockstepServerAdapter.__name__}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -20,6 +21,7 @@ from hydra.errors import ConfigCompositionException
 from rollout.core.args.server_args import ServerArgs
 from tests.integrations import local_ray, stubs
 from tests.integrations.framework import Framework
+from tests.integrations.peft_adapter import ALPHA, RANK, TARGETS, adapted_model, assert_sampled_by, train
 from tests.integrations.weights import scaled
 from weight_sync.fingerprint import fingerprint, fingerprint_hex
 from weight_sync.process_group import free_port
@@ -33,7 +35,9 @@ stubs.install(
 import sglang.srt.utils.patch_torch  # noqa: E402
 import verl.trainer  # noqa: E402
 from verl.utils.device import get_visible_devices_keyword  # noqa: E402
+from verl.utils.fsdp_utils import replace_lora_wrapper  # noqa: E402
 from verl.workers.config import HFModelConfig, RolloutConfig  # noqa: E402
+from verl.workers.engine.fsdp.utils import unfuse_moe_params  # noqa: E402
 from verl.workers.rollout.base import get_rollout_class  # noqa: E402
 from verl.workers.rollout.replica import get_rollout_replica_class  # noqa: E402
 from verl.workers.rollout.sglang_rollout import sglang_rollout  # noqa: E402
@@ -50,7 +54,7 @@ FRAMEWORK = Framework(
         "stubs for SGLang's kernels and engine",
         "SGLang 0.5.23 for 0.5.12",
     ),
-    not_there=("delta_sharded (its own loader)", "LoRA"),
+    not_there=("delta_sharded (its own loader)",),
 )
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples" / "recipes" / "verl" / "train.sh"
@@ -61,7 +65,7 @@ PROMPT = [260, 315, 81, 377, 294]
 class Trial:
     """A hybrid replica of one server, and the adapter of the one trainer process."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, **of_model: Any) -> None:
         self.loop = asyncio.new_event_loop()
         config = RolloutConfig(
             name="lockstep",
@@ -72,7 +76,7 @@ class Trial:
             enable_rollout_routing_replay=True,
             engine_kwargs={"lockstep": {"max_total_tokens": 8192}},
         )
-        model = HFModelConfig(path=str(checkpoint), external_lib="rollout.integrations.verl")
+        model = HFModelConfig(path=str(checkpoint), external_lib="rollout.integrations.verl", **of_model)
         self.replica = get_rollout_replica_class("lockstep")(0, config, model, gpus_per_node=1)
         worker = rollout.integrations.verl.ray.remote(SimpleNamespace).remote()
         self.run(self.replica.init_hybrid(SimpleNamespace(workers=[worker])))
@@ -108,6 +112,14 @@ def trial(checkpoint: Path) -> Iterator[Trial]:
     yield running
     running.close()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def lora_trial(trial: Trial, checkpoint: Path) -> Iterator[Trial]:
+    """A replica of a model with an adapter, in the process group of `trial`."""
+    running = Trial(checkpoint, lora_rank=RANK, lora_alpha=ALPHA, target_modules=TARGETS)
+    yield running
+    running.close()
 
 
 def expected(tensors: dict[str, torch.Tensor], factor: float) -> dict[str, str]:
@@ -160,6 +172,36 @@ def test_abort_for_a_partial_rollout(trial: Trial) -> None:
 
     first = trial.run(partial())
     assert first.stop_reason == "abort" and len(first.token_ids) == len(first.log_probs) < 3000
+
+
+def test_a_step_with_lora_sends_the_adapter_alone(lora_trial: Trial, checkpoint: Path) -> None:
+    """The calls of verl's worker: the base's weights once, then in each step the adapter; KV is released in between."""
+    judge = adapted_model(checkpoint, 0)
+    config = judge.peft_config["default"]
+    names = {name.replace(".base_layer", ""): it for name, it in judge.get_base_model().state_dict().items()}
+    base = {replace_lora_wrapper(name, config): it for name, it in names.items() if "lora_" not in name}
+    before = lora_trial.run(lora_trial.held())
+
+    async def step(version: int) -> None:
+        adapter = lora_trial.adapter
+        await adapter.release()
+        await adapter.resume(["weights"])
+        if version == 1:
+            plain = unfuse_moe_params(base.items(), "qwen3_moe")
+            await adapter.update_weights(
+                plain, global_steps=version, peft_config=config.to_dict(), base_sync_done=False
+            )
+        tensors = iter(peft.get_peft_model_state_dict(judge).items())
+        await adapter.update_weights(tensors, global_steps=version, peft_config=config.to_dict(), base_sync_done=True)
+        await adapter.resume(["kv_cache"])
+
+    for version in (1, 2):
+        train(judge, version)
+        lora_trial.run(step(version))
+        output = lora_trial.run(lora_trial.generate(6))
+        assert output.extra_fields["global_steps"] == version
+        assert_sampled_by(judge, PROMPT, output.token_ids, output.log_probs)
+    assert lora_trial.run(lora_trial.held()) == before, "the adapter changes nothing of the base"
 
 
 def overrides(script: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -24,6 +25,21 @@ class RolloutMode(Enum):
     STANDALONE = 3
 
 
+class ServerAdapter:
+    """verl's adapter in the trainer: what it asks of the server."""
+
+    sleep_level = 2
+
+    def __init__(self) -> None:
+        self.resumed: list[list[str]] = []
+
+    async def resume(self, tags: list[str]) -> None:
+        self.resumed.append(tags)
+
+    def wrap_lora_params(self, peft_config: Any, weights: Any) -> Any:
+        return json.dumps(peft_config), list(weights)
+
+
 STAND_INS: dict[str, dict[str, Any]] = {
     "ray": {"remote": lambda kind: kind},
     "verl.workers.rollout.base": {"_ROLLOUT_REGISTRY": {("sglang", "async"): object()}},
@@ -31,7 +47,15 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "RolloutMode": RolloutMode,
         "RolloutReplicaRegistry": SimpleNamespace(register=lambda *_: None),
     },
-    "verl.workers.rollout.sglang_rollout.async_sglang_server": {"SGLangHttpServer": object, "SGLangReplica": object},
+    "verl.workers.rollout.sglang_rollout.async_sglang_server": {
+        "SGLangHttpServer": type("SGLangHttpServer", (), {"lora_as_adapter": False}),
+        "SGLangReplica": object,
+    },
+    "verl.workers.rollout.sglang_rollout.sglang_rollout": {"ServerAdapter": ServerAdapter},
+    "verl.workers.rollout.sglang_rollout.utils": {
+        "lora_rank_of": lambda config: config.lora_rank,
+        "sglang_lora_target_modules": list,
+    },
 }
 
 
@@ -64,7 +88,7 @@ def settings(plugin: Any, base_gpu_id: int = 0, **engine_kwargs: Any) -> dict[st
         enable_rollout_routing_replay=False,
         engine_kwargs={"lockstep": engine_kwargs},
     )
-    server.model_config = SimpleNamespace(local_path="m")
+    server.model_config = SimpleNamespace(local_path="m", lora_rank=8, target_modules=("q_proj", "v_proj"))
     server.rollout_mode, server.base_gpu_id, server._server_address = RolloutMode.HYBRID, base_gpu_id, "127.0.0.1"
     return server._settings()
 
@@ -93,6 +117,29 @@ def test_a_release_on_a_gpu_is_refused_by_name(plugin: Any) -> None:
             BadRequest, match=f"{verb}: memory is released on a CPU only, but this server runs on cuda:3"
         ):
             asyncio.run(getattr(manager, verb)(request, None))
+
+
+def test_an_adapter_has_slots_of_its_rank_and_its_modules(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin.LockstepHttpServer, "lora_as_adapter", True)
+    made = settings(plugin)
+    assert (made["enable_lora"], made["max_lora_rank"], made["lora_target_modules"]) == (True, 8, "q_proj,v_proj")
+    assert settings(plugin, max_lora_rank=32)["max_lora_rank"] == 32
+
+
+def test_weights_that_were_kept_are_not_resumed(plugin: Any) -> None:
+    """With LoRA verl releases the KV cache alone, and its worker asks for the weights, too."""
+    adapter = plugin.LockstepServerAdapter()
+    asyncio.run(adapter.resume(["weights"]))
+    adapter.sleep_level = 1
+    for tags in (["weights"], ["kv_cache"], ["weights", "kv_cache"]):
+        asyncio.run(adapter.resume(tags))
+    assert adapter.resumed == [["weights"], ["kv_cache"], ["kv_cache"]]
+
+
+def test_sets_in_the_configuration_of_an_adapter_are_sent_as_lists(plugin: Any) -> None:
+    config = {"r": 8, "target_modules": {"v_proj", "q_proj"}, "target_parameters": set()}
+    sent, _ = plugin.LockstepServerAdapter().wrap_lora_params(config, [])
+    assert json.loads(sent) == {"r": 8, "target_modules": ["q_proj", "v_proj"], "target_parameters": []}
 
 
 class Profiler:
