@@ -109,7 +109,7 @@ class AdapterControl:
     def _unload(self, verb: UnloadLoraAdapterReqInput) -> Job:
         def step(_: Any) -> tuple[str, UnloadReply]:
             known = list(self._table.sources)
-            if not self._table.unload(verb.lora_name) and not verb.missing_ok:
+            if not self._table.unload(verb.lora_name, retire=verb.retire) and not verb.missing_ok:
                 raise NotFound(unknown_adapter(verb.lora_name, known))
             return f"Adapter {verb.lora_name!r} unloaded.", UnloadReply(loaded_adapters=self._table.sources)
 

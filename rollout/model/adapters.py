@@ -7,6 +7,7 @@
     poet@2   older, of requests that began with it               stays until they have ended
     poet@1   older, of no request                                stays until a load needs its slot
     poet@0   evicted                                             a request that names it is refused
+    clerk@0  unloaded while requests use it (`retire`)           stays until they have ended; nothing can name it
 
 A version is one content for ever: a name that comes back after its unload goes on counting.
 """
@@ -76,6 +77,7 @@ class AdapterTable:
         self._places = AdapterPlaces(model, sizes, wanted)
         self._cards: dict[int, AdapterCard] = {}  # by slot, in the order of the loads
         self._newest: dict[str, int] = {}  # the slot of the version that serves a name
+        self._retired: dict[int, AdapterLabel] = {}  # by slot: unloaded, and may be in use
         self._num_versions: dict[str, int] = {}  # of each name, ever
         self._users: Callable[[], Iterable[ServedAdapter | None]] = tuple
         self._on_change: Callable[[list[AdapterCard]], None] = lambda _: None
@@ -216,25 +218,27 @@ class AdapterTable:
         """Have requests that are admitted from now on served by a version that is written.  Raises nothing."""
         label, slot, prepared = planned.label, planned.slot, planned.prepared
         self._cards.pop(slot, None)  # a load comes last, also in the slot of an earlier one
+        self._retired.pop(slot, None)
         self._cards[slot] = AdapterCard(label, prepared.content.source, pinned=prepared.pinned)
         self._newest[label.name] = slot
         self._num_versions[label.name] = label.version + 1
         self._on_change(self.cards)
         return ServedAdapter(label, slot)
 
-    def unload(self, name: str) -> bool:
+    def unload(self, name: str, *, retire: bool = False) -> bool:
         """Remove all versions of an adapter.  Returns False for a name that is not served.
 
-        Called as `load` is.  Raises `Conflict`, and changes nothing, while requests use one of its versions.
+        Called as `load` is.  Raises `Conflict`, and changes nothing, while requests use one of its versions.  With
+        `retire` such versions keep their slots until these requests have ended, and no other request can name them.
         """
         if name not in self._newest:
             return False
         in_use = [sum(each) for each in zip(*self._world.gather_ints(self._slots_in_use()))]
         slots = [slot for slot, card in self._cards.items() if card.label.name == name]
-        if any(in_use[slot] for slot in slots):
+        if any(in_use[slot] for slot in slots) and not retire:
             raise Conflict(f"the adapter {name!r} is in use: unload it once its requests have ended, or abort them")
         for slot in slots:
-            del self._cards[slot]
+            self._retired[slot] = self._cards.pop(slot).label
         del self._newest[name]
         self._on_change(self.cards)
         return True
@@ -255,7 +259,8 @@ class AdapterTable:
         """
         newest, found = dict(self._newest), list[int]()
         unneeded = [slot for slot, card in self._cards.items() if not (in_use[slot] or card.pinned)]
-        free = [slot for slot in range(self._sizes.slots) if slot not in self._cards]
+        retired = {slot for slot in self._retired if in_use[slot]}
+        free = [slot for slot in range(self._sizes.slots) if slot not in self._cards and slot not in retired]
         for name in names:
             older = [slot for slot in unneeded if slot not in newest.values()]
             slots = (*free, *older, *(slot for slot in unneeded if slot == newest.get(name)))
@@ -274,6 +279,8 @@ class AdapterTable:
             reasons = ["newest"] * (slot in self._newest.values()) + ["in use"] * bool(in_use[slot])
             reasons += ["pinned"] * card.pinned
             held.append(f"{card.label.name}@{card.label.version} ({', '.join(reasons)})")
+        for slot, label in self._retired.items():
+            held += [f"{label.name}@{label.version} (unloaded, in use)"] * bool(in_use[slot])
         return "; ".join(held)
 
 

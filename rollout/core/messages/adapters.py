@@ -74,15 +74,19 @@ class UnloadReply(Reply, kw_only=True):
 class UnloadLoraAdapterReqInput(ControlReqInput[UnloadReply]):
     """Remove all versions of an adapter.  409 while requests use one; 404 for a name that is not served.
 
-    `missing_ok`: answer as if the name had been served.
+    `missing_ok`: answer as if the name had been served.  `retire`: take the name away also while requests use it.
     """
 
     endpoint = Endpoint(
-        path="/unload_lora_adapter", tag="adapters", client_waits="weights", hidden=frozenset({"missing_ok"})
+        path="/unload_lora_adapter",
+        tag="adapters",
+        client_waits="weights",
+        hidden=frozenset({"missing_ok", "retire"}),
     )
 
     lora_name: Name
     missing_ok: bool = False
+    retire: bool = False
 
 
 VERBS = (LoadLoraAdapterReqInput, LoadLoraAdapterFromTensorsReqInput, UnloadLoraAdapterReqInput)

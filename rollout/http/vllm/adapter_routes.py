@@ -106,8 +106,12 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def vllm_unload(self, body: VllmUnloadBody) -> Response:
-        """Remove all versions of an adapter.  A name that is not served is no mistake; 409 while requests use one."""
-        answer = await self._verbs.ask(UnloadLoraAdapterReqInput, lora_name=body.lora_name, missing_ok=True)
+        """Take the name of an adapter away.  Requests that use it go on, and then its slots are free.
+
+        A name that is not served is no mistake.
+        """
+        verb = {"lora_name": body.lora_name, "missing_ok": True, "retire": True}
+        answer = await self._verbs.ask(UnloadLoraAdapterReqInput, **verb)
         return _in_words(answer, f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _add(self, name: str, path: str, *, load_inplace: bool) -> Response:

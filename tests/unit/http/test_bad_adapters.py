@@ -218,7 +218,7 @@ def test_the_same_adapter_without_the_fault_is_taken(
     assert numbers[1][0] == {"name": "poet", "version": version + 1, "content_digest": good[0].digest} and not is_open
 
 
-@pytest.mark.parametrize("path", ["/unload_lora_adapter", "/v1/unload_lora_adapter", None])
+@pytest.mark.parametrize("path", ["/unload_lora_adapter", None])
 def test_an_unload_of_an_adapter_in_use_is_refused_in_one_line(server: Live, path: str | None) -> None:
     before = state_of(server)
     with RolloutClient(server.url) as client, ThreadPoolExecutor(1) as pool:
@@ -237,3 +237,23 @@ def test_an_unload_of_an_adapter_in_use_is_refused_in_one_line(server: Live, pat
         client.continue_generation()
         assert waiting.result()["meta_info"]["adapter"] == before[1][1][0]
     assert state_of(server) == before
+
+
+def test_vllms_unload_takes_the_name_away_and_lets_requests_end(
+    server: Live, good: list[Content], tmp_path: Path
+) -> None:
+    label = state_of(server)[1][1][0]
+    with RolloutClient(server.url) as client, ThreadPoolExecutor(1) as pool:
+        client.pause("in_place")
+        waiting = pool.submit(server.generate, input_ids=PROMPT, sampling_params=GREEDY, lora_path="poet")
+        server.wait_until(lambda: client.loads()["loads"][0]["num_waiting_reqs"] == 1)
+        answer = server.client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
+        assert answer.text == "Success: LoRA adapter 'poet' removed successfully."
+        assert "poet" not in [card["id"] for card in server.client.get("/v1/models").json()["data"]]
+        assert server.refused(input_ids=PROMPT, lora_path="poet")[0] == 404
+        client.continue_generation()
+        assert waiting.result()["meta_info"]["adapter"] == label
+    again = Sent(good[0].config, good[0].named).folder(tmp_path / "again")
+    body = {"lora_name": "poet", "lora_path": str(again)}
+    assert server.client.post("/v1/load_lora_adapter", json=body).status_code == 200
+    assert state_of(server)[1][1][0]["version"] == label["version"] + 1

@@ -123,6 +123,42 @@ def test_an_unload_removes_all_versions_that_no_request_holds(model: DecoderForC
     assert table.load("poet", content(model, 2)).label.version == 2, "a version is one content for ever"
 
 
+def test_a_retired_adapter_keeps_its_slot_until_its_requests_have_ended(model: DecoderForCausalLM) -> None:
+    table = AdapterTable(model, SlotSizes(3, 2))
+    held = [table.load("poet", content(model, 0), pinned=True)]
+    table.connect(lambda: held, lambda _: None)
+    table.load("poet", content(model, 1))
+    assert table.unload("poet", retire=True)
+    assert versions(table) == [] and not table.serves("poet") and not table.unload("poet", retire=True)
+    for name in ("poet", "poet@0"):
+        with pytest.raises(NotFound, match="this server has none"):
+            table.find(name)
+    assert table.load("clerk", content(model, 2)).slot == 1, "the version that no request holds is gone"
+    again = table.load("poet", content(model, 3))
+    assert (again.label.version, again.slot) == (2, 2)
+    with pytest.raises(NotFound, match="no version 0 of the adapter 'poet'; this server has 2"):
+        table.find("poet@0")
+    with pytest.raises(AdapterError, match=r"poet@2 \(newest\); poet@0 \(unloaded, in use\)$"):
+        table.load("third", content(model, 1))
+    held.clear()
+    assert table.load("third", content(model, 1)).slot == 0
+    assert versions(table) == ["clerk@0", "poet@2", "third@0"]
+
+
+def test_a_request_of_another_rank_keeps_the_slot_of_a_retired_adapter(
+    model: DecoderForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = AdapterTable(model, SlotSizes(2, 2))
+    table.load("poet", content(model, 0))
+    monkeypatch.setattr(
+        Communicator, "gather_ints", lambda _, mine: [list(mine), [*mine[:-2], 1, 0]]  # a request there has slot 0
+    )  # fmt: skip
+    assert table.unload("poet", retire=True)
+    assert table.load("clerk", content(model, 1)).slot == 1
+    with pytest.raises(AdapterError, match=r"clerk@0 \(newest\); poet@0 \(unloaded, in use\)$"):
+        table.load("third", content(model, 1))
+
+
 def test_another_rank_may_refuse_for_all(model: DecoderForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     table = AdapterTable(model, SlotSizes(2, 2))
     answers: list[Sequence[int]] = []
