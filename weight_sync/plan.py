@@ -49,6 +49,7 @@ from weight_sync.spans import (
     TENSOR_COLUMNS,
     SpanMove,
     SpanTensor,
+    table_of,
 )
 from weight_sync.take_pairs import PairsFound, is_compiled
 from weight_sync.take_spans import Found, SpanTables
@@ -220,7 +221,7 @@ class _Rows:
 
         every = [*self.whole, *self.boxes]
         moves = [SpanMove.of(move, at, number_of(move.storage)) for at, row in enumerate(every) for move in row.moves]
-        tensors = torch.tensor([row.span for row in every], dtype=torch.int64).view(-1, TENSOR_COLUMNS)
+        tensors = table_of([row.span for row in every], TENSOR_COLUMNS)
         pairs = self.pairs.planned(number_of)
         return BucketPlan(
             numbers=np.concatenate([self._numbers(self.whole), *([] if pairs is None else [pairs.numbers])]),
@@ -229,7 +230,7 @@ class _Rows:
             codes=tensors[:, 1].numpy().astype(np.uint8),
             boxes=self._boxes() if self.boxes else None,
             pairs=pairs,
-            tables=SpanTables(tensors, torch.tensor(moves, dtype=torch.int64).view(-1, MOVE_COLUMNS)),
+            tables=SpanTables(tensors, table_of(moves, MOVE_COLUMNS)),
             storages=list(storages.values()),
             rest=rest,
         )

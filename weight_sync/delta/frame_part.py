@@ -25,7 +25,7 @@ from weight_sync.errors import ContentError
 from weight_sync.fingerprint_words import SIGNED
 from weight_sync.homes import address_of, bytes_of
 from weight_sync.moves import Move, matrix_of
-from weight_sync.spans import DTYPE_CODES, MOVE_COLUMNS, SpanMove, SpanTensor
+from weight_sync.spans import DTYPE_CODES, MOVE_COLUMNS, TENSOR_COLUMNS, SpanMove, SpanTensor, table_of
 from weight_sync.take_spans import SpanTables
 from weight_sync.tensor_meta import BucketLayout, PackedBucket, TensorMeta
 
@@ -60,9 +60,9 @@ class PartTables(NamedTuple):
                 key = address_of(move.storage)
                 storages.setdefault(key, move.storage)
                 moves.append(SpanMove.of(move, at, numbers.setdefault(key, len(numbers))))
-        tables = SpanTables(torch.tensor(rows), torch.empty(0, MOVE_COLUMNS, dtype=torch.int64))
-        steps = torch.tensor(moves, dtype=torch.int64).view(-1, MOVE_COLUMNS)
-        return cls(BucketLayout(metas, offsets, num_bytes), tables, steps, list(storages.values()))
+        tables = SpanTables(table_of(rows, TENSOR_COLUMNS), table_of((), MOVE_COLUMNS))
+        layout = BucketLayout(metas, offsets, num_bytes)
+        return cls(layout, tables, table_of(moves, MOVE_COLUMNS), list(storages.values()))
 
 
 def cut_parts(metas: Sequence[TensorMeta], moves_of: Callable[[str], Sequence[Move]] | None = None) -> list[PartTables]:

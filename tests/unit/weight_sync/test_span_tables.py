@@ -8,7 +8,7 @@ import torch
 from tests import kernels
 from tests.unit.weight_sync.test_spans import FORMS, Taken, compiled, random_bytes, taken
 from weight_sync.moves import MoveKind
-from weight_sync.spans import DTYPE_CODES, INT8_BLOCKS_CODE, SpanMove, SpanTensor
+from weight_sync.spans import DTYPE_CODES, INT8_BLOCKS_CODE, MOVE_COLUMNS, SpanMove, SpanTensor, table_of
 
 CODE = DTYPE_CODES[torch.bfloat16]
 FLOAT = DTYPE_CODES[torch.float32]
@@ -146,3 +146,17 @@ def test_tables_and_bytes_of_another_form_are_refused(take: Taken) -> None:
         with pytest.raises(RuntimeError):
             take(*wrong, table, True, True)
     take(source, tensors, moves, [storage], table, True, True)
+
+
+@pytest.mark.parametrize("rows", [[], [MOVE], [MOVE, MOVE._replace(offset=HUGE)]])
+def test_a_table_has_the_numbers_of_its_rows(rows: list[SpanMove]) -> None:
+    table = table_of(rows, MOVE_COLUMNS)
+    assert table.dtype == torch.int64
+    assert table.shape == (len(rows), MOVE_COLUMNS)
+    assert table.tolist() == [list(row) for row in rows]
+
+
+@pytest.mark.parametrize("rows", [[MOVE[:-1]], [MOVE, MOVE[:-1]], [(*MOVE, 0), MOVE[:-1]]])
+def test_a_table_of_rows_of_another_length_is_refused(rows: list[tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError):
+        table_of(rows, MOVE_COLUMNS)
