@@ -66,7 +66,7 @@ def test_a_stream_is_the_message_in_pieces(client: Anthropic) -> None:
     assert (made.stop_reason, made.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 
-def test_tokens_are_counted(client: Anthropic) -> None:
+def test_the_tokens_of_a_prompt_are_counted(client: Anthropic) -> None:
     counted = client.messages.count_tokens(model="tiny", messages=HELLO).input_tokens
     usage = client.messages.create(model="tiny", max_tokens=20, messages=HELLO).usage
     assert usage.input_tokens + usage.cache_read_input_tokens == counted

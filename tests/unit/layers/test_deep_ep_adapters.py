@@ -21,7 +21,7 @@ FEW = pytest.mark.parametrize(
 
 
 def mistakes(api: str, variant: type[DeepEpDispatcher] = DeepEpDispatcher) -> set[str]:
-    """Return what went wrong: rows with the slot of another token, and sums that are not those of one rank.
+    """Return what went wrong: rows with the slot of another token, and sums that differ from one rank's.
 
     Channel 63 of a token is its slot.
     """
