@@ -25,7 +25,7 @@ class Gradient:
     becomes its sum with the second, in place, and the plain form takes the sum and None for the gradient; `chosen`: the
     argument that gives the plain form the integers that the operator returned; `pools`: tensors that the operator
     writes; `stored`: the pools whose rows `slots` are further results; `looks_up`: a padding row of the weight has no
-    gradient.
+    gradient; `copied`: integers that may be others before the backward, so that the gradient is of a copy.
 
     `form`: the function that autograd follows, where the plain form computes more than its gradient needs.
     """
@@ -37,6 +37,7 @@ class Gradient:
     pools: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
     looks_up: bool = False
+    copied: tuple[str, ...] = ()
     form: Callable[..., Any] | None = None
 
 

@@ -181,7 +181,8 @@ class Differentiable:
         if not flows and not matrices:
             return (operator(*arguments.values()),)
         padding_id = self._padding_id if rule.looks_up else None
-        without_flows = {**arguments, **dict.fromkeys(flows)}
+        copies = {name: arguments[name].clone() for name in rule.copied}
+        without_flows = {**arguments, **copies, **dict.fromkeys(flows)}
         call = Call(operator, formula, rule, without_flows, flows, matrices, self._dtype, padding_id)
         parts = [self.named[name] for assembly in matrices.values() for name in assembly.names]
         results: tuple[torch.Tensor, ...] = Operation.apply(call, *(arguments[name] for name in flows), *parts)

@@ -24,7 +24,11 @@ from rollout.kernels.operators.fused_experts import ExpertForm, fused_experts, w
     "(Tensor hidden, Tensor ids, Tensor? weights, Tensor w13, Tensor w2, int inner_size, Tensor? w13_bias, "
     "Tensor? w2_bias, float? limit, float alpha, Tensor slots, Tensor a13, Tensor b13, Tensor a2, Tensor b2, "
     "Tensor ranks) -> Tensor",
-    Gradient(flows=("hidden", "weights"), weights=("w13", "w2", "w13_bias", "w2_bias", "a13", "b13", "a2", "b2")),
+    Gradient(
+        flows=("hidden", "weights"),
+        weights=("w13", "w2", "w13_bias", "w2_bias", "a13", "b13", "a2", "b2"),
+        copied=("ranks",),
+    ),
 )
 def adapted_experts(
     hidden: torch.Tensor,

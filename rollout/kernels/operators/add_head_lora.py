@@ -16,7 +16,7 @@ from rollout.kernels.operator import Gradient, operator
 
 @operator(
     "(Tensor out, Tensor hidden, Tensor slots, Tensor a, Tensor b, Tensor ranks, int num_heads) -> Tensor",
-    Gradient(flows=("out", "hidden"), weights=("a", "b")),
+    Gradient(flows=("out", "hidden"), weights=("a", "b"), copied=("ranks",)),
 )
 def add_head_lora(
     out: torch.Tensor,

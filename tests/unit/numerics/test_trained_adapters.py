@@ -167,6 +167,26 @@ def test_the_adapter_is_read_at_every_forward(served: Served) -> None:
         assert disagreements(model, numerics, *served.with_adapter), "the adapter is another"
 
 
+@pytest.mark.parametrize("served", ["qwen3_moe", "qwen3_moe experts"], indirect=True, scope="module")
+def test_a_backward_is_of_the_adapter_of_its_forward(served: Served) -> None:
+    """A forward of the reference model, without the adapter, comes between forward and backward."""
+    model, batch = served.model(torch.float32), Batch.of(*served.with_adapter)
+
+    def found(between: bool) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        logits = model(input_ids=batch.input_ids, attention_mask=batch.mask).logits
+        if between:
+            with model.disable_adapter(), torch.no_grad():
+                model(input_ids=batch.input_ids, attention_mask=batch.mask)
+        logits[batch.mask.bool()].logsumexp(-1).sum().backward()
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    with use_engine_numerics(model, dtype=torch.float32):
+        wanted, got = found(between=False), found(between=True)
+    assert wanted.keys() == got.keys() and any(each.any() for each in wanted.values())
+    assert all(torch.equal(each, got[name]) for name, each in wanted.items())
+
+
 def test_routes_are_forced_on_a_model_of_peft(served: Served) -> None:
     """The hooks find the routers inside of the PEFT model."""
     model = served.model(torch.float32)
