@@ -136,7 +136,8 @@ class _Part:
     place: LoraPlace
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.as_strided(self.like.size(), self.like.stride(), self.like.storage_offset())
+        start = tensor.storage_offset() + self.like.storage_offset()  # a parameter may lie within a larger storage
+        return tensor.as_strided(self.like.size(), self.like.stride(), start)
 
 
 class SlotAssembly(Assembly):

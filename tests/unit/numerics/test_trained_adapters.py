@@ -187,6 +187,21 @@ def test_a_backward_is_of_the_adapter_of_its_forward(served: Served) -> None:
     assert all(torch.equal(each, got[name]) for name, each in wanted.items())
 
 
+@pytest.mark.parametrize("served", ["qwen3_moe", "qwen3_moe experts"], indirect=True, scope="module")
+def test_parameters_may_lie_in_one_flat_tensor(served: Served) -> None:
+    """As trainers that shard or fuse them keep them: each is a view that starts somewhere in the storage."""
+    model, batch = served.model(torch.float32), Batch.of(*served.with_adapter)
+    with use_engine_numerics(model, dtype=torch.float32):
+        wanted = gradients(model, batch, by_engine=True)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        flat = torch.cat([torch.zeros(3), *(each.detach().flatten() for each in trained)])
+        for each, values in zip(trained, flat[3:].split([each.numel() for each in trained]), strict=True):
+            each.data = values.view_as(each)
+        found = gradients(model, batch, by_engine=True)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(each, found[name]) for name, each in wanted.items())
+
+
 def test_routes_are_forced_on_a_model_of_peft(served: Served) -> None:
     """The hooks find the routers inside of the PEFT model."""
     model = served.model(torch.float32)
