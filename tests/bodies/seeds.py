@@ -165,10 +165,15 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
             OPENAI | {"messages": [], "input_ids": PROMPT},
         ],
         "/v1/messages": [MESSAGES_BODY, MESSAGES_BODY | {"stream": True}, {"max_tokens": 3, "input_ids": PROMPT}],
-        "/v1/messages/count_tokens": [MESSAGES_BODY],
+        "/v1/messages/count_tokens": [MESSAGES_BODY, {"input_ids": PROMPT}],
         "/v1/responses": [RESPONSES_BODY, RESPONSES_BODY | {"stream": True}, {"input_ids": PROMPT, "input": "a"}],
-        "/v1/chat/completions/render": [chat],
-        "/v1/completions/render": [OPENAI | {"prompt": ["a", "b"], "logprobs": 2}],
+        "/v1/chat/completions/render": [
+            chat | {"stream_options": {"include_usage": True}},
+            OPENAI | {"messages": [], "input_ids": PROMPT},
+        ],
+        "/v1/completions/render": [
+            OPENAI | {"prompt": ["a", "b"], "logprobs": 2, "stream_options": {"include_usage": True}}
+        ],
         "/v1/chat/completions/derender": [
             {"generate_response": GENERATED, "chat_request": chat, "prompt_token_ids": PROMPT},
             {"stream": True, "generate_chunk": GENERATED, "stream_state": {"token_ids": {"0": [5]}}},

@@ -75,7 +75,7 @@ def check_answers(engine: ParallelHarness, content: Path, name: str = "poet") ->
 def hold_an_older_version(engine: ParallelHarness, contents: list[Path]) -> str:
     """Load two versions, and begin a request of the older one on the last data-parallel rank."""
     assert load(engine, contents[0]).success
-    rid = engine.submit(PROMPT, params={"max_new_tokens": 30}, lora_name="poet", dp_rank=engine.num_dp_ranks - 1)
+    rid = engine.submit(PROMPT, params={"max_new_tokens": 150}, lora_name="poet", dp_rank=engine.num_dp_ranks - 1)
     engine.tick()
     assert load(engine, contents[1]).data["version"] == 1
     return rid
