@@ -24,6 +24,7 @@ from rollout.core.messages.experts import EplbRebalanceReqInput, GetExpertLocati
 from rollout.distributed.communicator import Communicator
 from rollout.engine import build
 from rollout.executor import graph_runner
+from rollout.kernels.operators.fused_experts import weighted_sum
 from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers import select
 from rollout.layers.moe.dispatchers.base import DispatchOutput, PackedRows
@@ -140,8 +141,11 @@ class Ran(NamedTuple):
     num_replays: int
 
 
-def run(folder: Path, captures: bool, **settings: Any) -> Ran:
-    """Decode between prompts that are too long for low-latency mode, and move experts while requests run."""
+def run(folder: Path, captures: bool, adapted: str = "", **settings: Any) -> Ran:
+    """Decode between prompts that are too long for low-latency mode, and move experts while requests run.
+
+    The requests that `adapted` names have the adapter "a".
+    """
     settings = SETTINGS | settings | {"disable_cuda_graph": not captures}
     with ParallelHarness(folder, captured_gloo, **settings) as harness:
         runners = [scheduler.runner.graphs for scheduler in harness.schedulers]
@@ -151,7 +155,8 @@ def run(folder: Path, captures: bool, **settings: Any) -> Ran:
         def submit(name: str, length: int, tokens: int) -> str:
             params = {"max_new_tokens": tokens, "temperature": 0.8, "sampling_seed": length}
             prompt = list(range(length, 2 * length))
-            return harness.submit(prompt, name, params, dp_rank=len(rids) % harness.num_dp_ranks)
+            lora_name = "a" if name in adapted else None
+            return harness.submit(prompt, name, params, dp_rank=len(rids) % harness.num_dp_ranks, lora_name=lora_name)
 
         rids: list[str] = []
         for name, length, tokens in (("a", 3, 12), ("b", 9, 9), ("c", 2, 5)):
@@ -202,6 +207,76 @@ def test_replays_give_the_same_while_the_host_is_a_step_ahead(folder: Path, engi
     assert found.answers == plain.answers and found.num_replays > 20
 
 
+def adapter_of_experts(folder: Path) -> Path:
+    """Write an adapter of all experts of a layer."""
+    generator = torch.Generator().manual_seed(0)
+    modules = {
+        f"model.layers.1.mlp.experts.{expert}.down_proj": (
+            torch.randn(2, INNER, generator=generator),
+            torch.randn(2048, 2, generator=generator),
+        )
+        for expert in range(8)
+    }
+    return write_adapter(folder, modules, 1.0)
+
+
+class RecordedGather(NamedTuple):
+    """Ranks whose exchange of slots a capture records, as it does on a device."""
+
+    ranks: Communicator
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        out = tensor.new_empty(self.ranks.size, *tensor.shape)
+        launch(lambda: out.copy_(self.ranks.all_gather(tensor)), "all_gather of slots")
+        return out
+
+
+class GathersOnTheDevice(LowLatencyMode):
+    def __init__(self, buffer: Any, shape: DeepEpShape, communicator: Communicator) -> None:
+        super().__init__(buffer, shape, communicator)
+        self.communicator: Any = RecordedGather(communicator)
+
+
+def carry_slots_on_the_device(patch: pytest.MonkeyPatch) -> None:
+    """Let captures record exchanges of slots, and let experts with adapters take empty slots, as on CUDA devices."""
+    select_ops = build.select_ops
+
+    def selected(*arguments: Any, **named: Any) -> Ops:
+        ops = select_ops(*arguments, **named)
+
+        def adapted_experts(
+            hidden_RD: torch.Tensor, ids_RS: torch.Tensor, weights_RS: torch.Tensor | None, *rest: Any
+        ) -> torch.Tensor:
+            most = rest[0].shape[0] - 1
+            filled_RS = (ids_RS >= 0) & (ids_RS <= most)
+            out_RSD = ops.adapted_experts(hidden_RD, ids_RS.clamp(0, most), None, *rest)
+            out_RSD = out_RSD.masked_fill(~filled_RS.unsqueeze(2), 0.0)
+            return out_RSD if weights_RS is None else weighted_sum(out_RSD, weights_RS.masked_fill(~filled_RS, 0.0))
+
+        return ops.replace(adapted_experts=adapted_experts)
+
+    use(patch, GathersOnTheDevice)
+    patch.setitem(DeepEpDispatcher.modes, DeepEpApi.LOW_LATENCY, (None, GathersOnTheDevice))
+    patch.setattr(build, "select_ops", selected)
+
+
+@pytest.mark.full(but=("dp2, auto",))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_replays_bring_the_adapters_of_rows(folder: Path, tmp_path: Path, engine: str) -> None:
+    """Slots of steps after the capture, of ranks with adapters and without, while experts move."""
+    path = adapter_of_experts(tmp_path / "adapter")
+    settings = ENGINES[engine] | {"enable_lora": True, "lora_paths": f"a={path}"}
+    with deep_ep([]) as patch:
+        carry_slots_on_the_device(patch)
+        plain = run(folder, captures=False, adapted="ad", **settings)
+        found = run(folder, captures=True, adapted="ad", **settings)
+        without = run(folder, captures=True, **settings)
+    assert found.answers == plain.answers and found.location == plain.location
+    assert plain.num_replays == 0 and found.num_replays > 20
+    differ = [one != other for one, other in zip(found.answers, without.answers, strict=True)]
+    assert differ == [True, False, False, True, False], "requests without an adapter have the bits of a batch without"
+
+
 CAPTURED = {"auto": [1, 2, MOST], "low_latency": [1, 2, MOST, MOST + 2], "normal": None}
 
 
@@ -224,15 +299,7 @@ def test_mode_and_size_decide_which_steps_are_captured(
 @pytest.mark.parametrize("mode", ["low_latency", "normal"])
 def test_experts_have_the_adapters_of_rows_of_other_ranks(folder: Path, tmp_path: Path, mode: str) -> None:
     """Log-probabilities as by all_to_all, but for roundings of sums."""
-    generator = torch.Generator().manual_seed(0)
-    modules = {
-        f"model.layers.1.mlp.experts.{expert}.down_proj": (
-            torch.randn(2, INNER, generator=generator),
-            torch.randn(2048, 2, generator=generator),
-        )
-        for expert in range(8)
-    }
-    path = write_adapter(tmp_path / "adapter", modules, 1.0)
+    path = adapter_of_experts(tmp_path / "adapter")
     lora: dict[str, Any] = {"enable_lora": True, "lora_paths": f"a={path}", "disable_cuda_graph": True}
     prompts = [list(range(5 + number, 11 + number)) for number in range(4)]
 
