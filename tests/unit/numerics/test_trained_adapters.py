@@ -189,7 +189,7 @@ def test_a_backward_is_of_the_adapter_of_its_forward(served: Served) -> None:
 
 @pytest.mark.parametrize("served", ["qwen3_moe", "qwen3_moe experts"], indirect=True, scope="module")
 def test_parameters_may_lie_in_one_flat_tensor(served: Served) -> None:
-    """As trainers that shard or fuse them keep them: each is a view that starts somewhere in the storage."""
+    """Trainers that shard or fuse matrices keep views that start somewhere in a storage."""
     model, batch = served.model(torch.float32), Batch.of(*served.with_adapter)
     with use_engine_numerics(model, dtype=torch.float32):
         wanted = gradients(model, batch, by_engine=True)
