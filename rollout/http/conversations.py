@@ -10,14 +10,15 @@ A prompt begins anew where no turn has its messages, or where the template now r
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
+from rollout.core.errors import BadRequest
 from rollout.core.messages.req_output import AdapterLabel, FinishReason, RoutedExpertsPayload, VersionSpan
 from rollout.http.chat_messages import plain_messages
 from rollout.http.openai.messages import ChatMessage
@@ -123,18 +124,21 @@ class Conversations:
     async def prompt(self, session_id: str, body: ChatCompletionRequest) -> Prompt:
         """Return the prompt of a chat.  Raises `BadRequest` as its rendering does."""
         messages = body.template_messages()
-        context = _digest(b"", [body.template_tools(), body.template_variables()])
+        settings = [body.template_tools(), body.template_variables(), body.model, body.lora_path]
+        context = _digest(b"", settings)  # another adapter begins a conversation of its own
         found = self._last_turn(session_id, context, messages)
         if found is not None:
             turn, count = found
             known = _with_thoughts(messages, turn.messages)
-            token_ids = await self._extended(turn, body, known, count)
+            token_ids: list[int] | None = None
+            with contextlib.suppress(BadRequest):  # a template may refuse messages that end with an answer
+                token_ids = await self._extended(turn, body, known, count)
             if token_ids is not None:
                 return Prompt(token_ids, known, context, parent=turn)
         rewrites = None if found is None else found[0]
         rendered = await self._render(body, messages, add_head=body.add_generation_prompt)
-        (token_ids,) = await self._manager.tokenizer.encode([rendered], add_special_tokens=False)
-        return Prompt(token_ids, messages, context, rewrites=rewrites)
+        (anew,) = await self._manager.tokenizer.encode([rendered], add_special_tokens=False)
+        return Prompt(anew, messages, context, rewrites=rewrites)
 
     def _last_turn(self, session_id: str, context: bytes, messages: list[Message]) -> tuple[Turn, int] | None:
         """Return the turn that has the most of these messages, and their number."""
@@ -316,4 +320,4 @@ def _content_of(message: Message) -> list[Any]:
 
 
 def _digest(before: bytes, content: Any) -> bytes:
-    return hashlib.sha256(before + msgspec.json.encode(content, order="deterministic")).digest()
+    return hashlib.sha256(before + json.dumps(content, sort_keys=True).encode()).digest()

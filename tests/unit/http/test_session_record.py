@@ -25,6 +25,8 @@ TEMPLATE = (
     "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or () %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}"
     "{% if not loop.last or not continue_final_message %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if messages[0].content == 'forbidden' and messages[-1].role == 'assistant' %}"
+    "{{ raise_exception('no') }}{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -190,6 +192,40 @@ def test_thoughts_stay_until_the_template_leaves_them_out(live: Live) -> None:
     one, two, three = agent.record()["turns"]
     assert (two["parent"], two["rewrites"]) == (one["id"], None)
     assert (three["parent"], three["rewrites"]) == (None, two["id"])
+
+
+def test_another_model_begins_a_conversation_of_its_own(live: Live) -> None:
+    agent = Agent(live, "models")
+    agent.ask("hello")
+    agent.ask("END", model="tiny")
+    assert [turn["parent"] for turn in agent.record()["turns"]] == [None, None]
+
+
+def test_a_template_that_refuses_an_answer_at_the_end_renders_anew(live: Live) -> None:
+    agent = Agent(live, "refusing")
+    agent.ask("forbidden")
+    agent.ask("END")
+    first, second = agent.record()["turns"]
+    assert (second["parent"], second["rewrites"]) == (None, first["id"])
+
+
+def test_calls_are_compared_by_their_content(live: Live) -> None:
+    agent = Agent(live, "calls")
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, {"y": null}]}'}}
+    agent.messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    agent.ask("END", role="tool")
+    agent.ask("hell")
+    first, second = agent.record()["turns"]
+    assert second["parent"] == first["id"]
+
+
+def test_text_that_is_not_unicode_is_refused_as_without_a_session(live: Live) -> None:
+    body = '{"session_id": "s", "messages": [{"role": "user", "content": "\\ud800"}]}'
+    reply = live.client.post("/v1/chat/completions", content=body)
+    assert reply.status_code == 400, reply.text
 
 
 def test_sessions_that_have_no_room_are_dropped_whole(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
