@@ -18,7 +18,7 @@ from rollout.core.known_fields import (
     UNSUPPORTED_SAMPLING_FIELDS,
 )
 from rollout.http.protocol import Body, TokenIds
-from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS
+from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, RoutesFormat
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
 RANK_HEADER = "x-data-parallel-rank"
@@ -100,6 +100,16 @@ def _rank_in(headers: Mapping[str, str]) -> int | None:
     if not rank.isdecimal() or len(rank) > 9:
         raise BadRequest(f"{RANK_HEADER} must be a number, got {rank[:80]!r}")
     return int(rank)
+
+
+class RecordFields(Body):
+    """What an answer of a chat's or completion's dialect carries for a trainer."""
+
+    return_token_record: bool = False
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int = 0
+    routed_experts_format: RoutesFormat = "compatible"
+    return_sampling_mask: bool | None = None
 
 
 class StreamOptions(Body):

@@ -12,10 +12,9 @@ from pydantic import Field
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.known_fields import HARMLESS_OPENAI_FIELDS, UNSUPPORTED_GENERATE_FIELDS, shown
 from rollout.http.anthropic.turns import chat_messages, joined_text
-from rollout.http.generation import AnyGeneration, SamplingFields
+from rollout.http.generation import AnyGeneration, RecordFields, SamplingFields
 from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.http.protocol import Body, FreeForm, FreeObject, Messages, TokenIds, Tools
-from rollout.tokenizer_manager.request import RoutesFormat
 
 _HARMLESS = HARMLESS_OPENAI_FIELDS | {
     # where and for whom a request is computed, and marks for a cache that is kept here without them
@@ -24,7 +23,10 @@ _HARMLESS = HARMLESS_OPENAI_FIELDS | {
 _UNSUPPORTED = UNSUPPORTED_GENERATE_FIELDS | {
     *("container", "mcp_servers", "context_management", "fallbacks", "prefill", "prompt_logprobs"),
 }
-_SAME = frozenset({*SamplingFields.model_fields, *AnyGeneration.model_fields}) - {"stop", "stream"}
+_SAME = frozenset({*SamplingFields.model_fields, *RecordFields.model_fields, *AnyGeneration.model_fields}) - {
+    "stop",
+    "stream",
+}
 
 
 class CountTokensRequest(Body):
@@ -85,7 +87,7 @@ class CountTokensRequest(Body):
         return effort
 
 
-class MessagesRequest(CountTokensRequest, SamplingFields, AnyGeneration):
+class MessagesRequest(CountTokensRequest, SamplingFields, RecordFields, AnyGeneration):
     """POST /v1/messages.  Sampling fields of the other dialects count here, too, and so do our own.
 
     `input_ids` replaces the rendered messages as the prompt.
@@ -97,22 +99,13 @@ class MessagesRequest(CountTokensRequest, SamplingFields, AnyGeneration):
     max_tokens: Annotated[int, Field(ge=0)]
     stop_sequences: list[str] = []
     rid: str | None = None
-    return_token_record: bool = False
-    return_routed_experts: bool | None = None
-    routed_experts_start_len: int = 0
-    routed_experts_format: RoutesFormat = "compatible"
-    return_sampling_mask: bool | None = None
 
     def chat(self) -> ChatCompletionRequest:
         """Return the chat.  Raises `BadRequest` or `UnsupportedFeature`, which name the place of a fault."""
         if self.n != 1:
             raise BadRequest(f"n must be 1: an answer holds one message, got {self.n}")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        own = (
-            "rid", "return_token_record", "return_routed_experts", "routed_experts_start_len",
-            "routed_experts_format", "return_sampling_mask", "max_tokens", "stream",
-        )  # fmt: skip
-        fields = {name: getattr(self, name) for name in (*own, *_SAME)}
+        fields = {name: getattr(self, name) for name in ("rid", "max_tokens", "stream", *_SAME)}
         chat = ChatCompletionRequest(**self._chat_fields(), **fields, stop=[*self.stop_sequences, *stops])
         chat.unknown = self.unknown
         return chat

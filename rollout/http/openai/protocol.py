@@ -14,12 +14,12 @@ from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.known_fields import HARMLESS_OPENAI_FIELDS, UNSUPPORTED_GENERATE_FIELDS
 from rollout.core.sampling_params import SamplingLogprobsMode
 from rollout.http.chat_messages import plain_messages, template_variables
-from rollout.http.generation import AnyGeneration, Count, SamplingFields, StreamOptions
+from rollout.http.generation import AnyGeneration, Count, RecordFields, SamplingFields, StreamOptions
 from rollout.http.protocol import FreeForm, FreeObject, Messages, TokenIds, Tools
-from rollout.tokenizer_manager.request import FILL_CONTEXT, GenerateReqInput, RoutesFormat
+from rollout.tokenizer_manager.request import FILL_CONTEXT, GenerateReqInput
 
 
-class OpenAIRequest(SamplingFields, AnyGeneration):
+class OpenAIRequest(SamplingFields, RecordFields, AnyGeneration):
     """The fields that both endpoints share.  `priority` is refused: lower ones go first in vLLM, and last in SGLang."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_GENERATE_FIELDS | {
@@ -36,12 +36,7 @@ class OpenAIRequest(SamplingFields, AnyGeneration):
     stream_options: StreamOptions = StreamOptions()
     rid: str | None = None
     request_id: str | None = None  # vLLM's name for it
-    return_routed_experts: bool | None = None
-    routed_experts_start_len: int = 0
-    routed_experts_format: RoutesFormat = "compatible"
     return_meta_info: bool = False
-    return_token_record: bool = False
-    return_sampling_mask: bool | None = None
     sampling_logprobs_mode: SamplingLogprobsMode | None = None
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False

@@ -8,17 +8,16 @@ from pydantic import Field
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.known_fields import HARMLESS_OPENAI_FIELDS, UNSUPPORTED_GENERATE_FIELDS, shown
-from rollout.http.generation import AnyGeneration, Count, SamplingFields
+from rollout.http.generation import AnyGeneration, Count, RecordFields, SamplingFields
 from rollout.http.openai.protocol import ChatCompletionRequest
 from rollout.http.protocol import FreeForm, FreeObject, Messages, TokenIds, Tools
 from rollout.http.responses.items import Message, item_messages
-from rollout.tokenizer_manager.request import RoutesFormat
 
 SEALED = "reasoning.encrypted_content"
-_SAME = frozenset({*SamplingFields.model_fields, *AnyGeneration.model_fields}) - {"stream"}
+_SAME = frozenset({*SamplingFields.model_fields, *RecordFields.model_fields, *AnyGeneration.model_fields}) - {"stream"}
 
 
-class ResponsesRequest(SamplingFields, AnyGeneration):
+class ResponsesRequest(SamplingFields, RecordFields, AnyGeneration):
     """POST /v1/responses.  Sampling fields of the other dialects count here, too, and so do our own.
 
     `input_ids` replaces the rendered items as the prompt.  `strict` of a tool has no effect: arguments are what the
@@ -52,11 +51,6 @@ class ResponsesRequest(SamplingFields, AnyGeneration):
     user: str | None = None
     chat_template_kwargs: FreeObject = {}
     rid: str | None = None
-    return_token_record: bool = False
-    return_routed_experts: bool | None = None
-    routed_experts_start_len: int = 0
-    routed_experts_format: RoutesFormat = "compatible"
-    return_sampling_mask: bool | None = None
 
     def messages(self, before: list[Message]) -> list[Message]:
         """Return the conversation: the messages `before` it, and its own.  Raises `BadRequest`."""
@@ -77,8 +71,6 @@ class ResponsesRequest(SamplingFields, AnyGeneration):
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         own = (
             "model", "input_ids", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "rid", "stream",
-            "return_token_record", "return_routed_experts", "routed_experts_start_len", "routed_experts_format",
-            "return_sampling_mask",
         )  # fmt: skip
         chat = ChatCompletionRequest(
             messages=[] if self.input_ids is not None else [*system, *messages],
