@@ -103,7 +103,7 @@ def _rank_in(headers: Mapping[str, str]) -> int | None:
 
 
 class RecordFields(Body):
-    """What an answer of a chat's or completion's dialect carries for a trainer."""
+    """Fields for a trainer that chats and completions have in common."""
 
     return_token_record: bool = False
     return_routed_experts: bool | None = None
