@@ -53,6 +53,7 @@ from rollout.http.responses.routes import ResponsesRoutes
 from rollout.http.server_info import num_ranks
 from rollout.http.sessions import SessionRoutes
 from rollout.http.vllm.adapter_routes import AdapterRoutes
+from rollout.http.vllm.areal_routes import ArealRoutes
 from rollout.http.vllm.control_routes import VllmControlRoutes
 from rollout.http.vllm.generate import VllmGenerateRoutes
 from rollout.http.vllm.render import RenderRoutes
@@ -109,7 +110,8 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         vllm_control.router(),
         vllm_weights.router(),
         adapters.router(),
-        RpcRoutes(verbs, weights, vllm_weights, vllm_control, num_ranks(args)).router(),
+        RpcRoutes(verbs, vllm_weights, vllm_control, num_ranks(args)).router(),
+        ArealRoutes(verbs, weights, vllm_control, args).router(),
     ]
     open_to_clients = [
         GenerateRoutes(manager).router(),

@@ -21,6 +21,16 @@ EXCLUDED = {"/areal_init_weights_update_group", "/init_weights_update_group", "/
 """They wait for a trainer until their deadline.  One body in `SELDOM` is theirs."""
 SELDOM = 200
 PROMPT = [5, 6, 7, 8]
+AREAL_ADAPTER = {
+    "lora_name": "a",
+    "lora_int_id": 1,
+    "lora_target_modules": ["q_proj"],
+    "lora_rank": 2,
+    "lora_alpha": 4,
+    "lora_bias": "none",
+    "base_model_name": "m",
+    "group_name": "g",
+}
 TOOLS = [
     {
         "type": "function",
@@ -205,6 +215,10 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         "/load_lora_adapter_from_tensors": [
             {"lora_name": "a", "config_dict": {"peft_type": "LORA", "r": 2}, "serialized_tensors": [payload(tensors)]}
         ],
+        **{
+            path: [lists | AREAL_ADAPTER]
+            for path in ("/areal_set_update_weight_meta_lora", "/areal_update_weights_lora_xccl")
+        },
         "/weight_checker": [{"action": "compare", "baseline": dict.fromkeys(names, "0" * 16)}],
         "/weights_checker": [{"action": "checksum", "skip_tensor_list": names}],
         "/eplb_rebalance": [{"dry_run": True} | moved],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 
 from tests.integrations import stubs
 from tests.integrations.framework import Framework
-from tests.integrations.peft_adapter import adapted_model, assert_sampled_by, train
+from tests.integrations.peft_adapter import ALPHA, RANK, TARGETS, adapted_model, assert_sampled_by, train
 from tests.integrations.weights import assert_holds, scaled
 from tests.server_process import ServerProcess
 from weight_sync.process_group import free_port
@@ -34,7 +35,7 @@ FRAMEWORK = Framework(
     name="AReaL",
     packages=("areal",),
     flags={"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_return_routed_experts": True},
-    not_there=("LoRA by xccl of its vLLM backend", "compute_logp: float() of the null that SGLang sends first, too"),
+    not_there=("compute_logp: float() of the null that SGLang sends first, too"),
 )
 PROMPT = [260, 315, 81, 377, 294]
 ENGINES = {"sglang": RemoteSGLangEngine, "vllm": RemotevLLMEngine}
@@ -81,17 +82,27 @@ class Trial:
         )
         told.result()
 
-    def send(self, tensors: dict[str, torch.Tensor]) -> None:
+    def send(self, tensors: dict[str, torch.Tensor], num_buckets: int = BUCKETS) -> None:
         """Send tensors as the trainer does: paused, a bucket a call."""
         named = list(tensors.items())
         self.engine.pause_generation()
-        for bucket in (named[: len(named) // BUCKETS], named[len(named) // BUCKETS :]):
+        for bucket in (named[part::num_buckets] for part in range(num_buckets)):
             specs = [ParamSpec(name=n, shape=tuple(t.shape), dtype=str(t.dtype).split(".")[-1]) for n, t in bucket]
             told = self.engine.update_weights_from_distributed(self.meta, specs)
             for _, tensor in bucket:
                 dist.broadcast(tensor, src=0, group=self.group)
             told.result()
         self.engine.continue_generation()
+
+    def send_adapter(self, name: str, version: int, model: Any, num_buckets: int) -> None:
+        """Send what is trained as AReaL's FSDP engine does, under the name of this version."""
+        lora = {"r": RANK, "lora_alpha": ALPHA, "target_modules": TARGETS, "bias": "none"}
+        meta = replace(self.meta, use_lora=True, lora_name=name, lora_int_id=1, peft_config=lora).with_version(version)
+        whole, self.meta = self.meta, meta
+        trained = {key: tensor.data for key, tensor in model.named_parameters() if tensor.requires_grad}
+        self.send(trained, num_buckets)
+        self.meta = whole
+        self.engine.set_version(version)
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
@@ -177,3 +188,19 @@ def test_each_step_is_an_adapter_of_its_own_name(
     served = [card["id"] for card in lora_server.http.get("/v1/models").json()["data"]]
     names_of_backend = [name for name in served if name.startswith(backend)]
     assert names_of_backend == [f"{backend}-v{version}" for version in ((2, 3) if backend == "sglang" else (1, 2, 3))]
+
+
+def test_an_adapter_comes_by_broadcast_and_takes_the_place_of_the_one_before(
+    lora_server: ServerProcess, checkpoint: Path
+) -> None:
+    trial, model = Trial("vllm", lora_server, use_lora=True), adapted_model(checkpoint, 0)
+    trial.meta.nccl_group_name = "adapters"  # a process has each name once
+    trial.join()
+    for version, num_buckets in ((1, 1), (2, 2)):
+        train(model, version)
+        trial.send_adapter("sent", version, model, num_buckets)
+        response = trial.generate(6, lora_name="sent")
+        assert_sampled_by(model, PROMPT, response.output_tokens, response.output_logprobs)
+    trial.engine.destroy()
+    served = [card["id"] for card in lora_server.http.get("/v1/models").json()["data"]]
+    assert [name for name in served if name.startswith("sent")] == ["sent-v2"]

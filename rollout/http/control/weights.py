@@ -56,16 +56,16 @@ class WeightRoutes:
     async def bucket(self, request: Request) -> Response:
         return await self.receive_bucket(await self.read_bucket(request))
 
-    async def read_bucket(self, request: Request) -> Body:
-        """Return the body of a bucket.
+    async def read_bucket(self, request: Request, model: type[Body] | None = None) -> Body:
+        """Return the body of a bucket, in this form, or in that of /update_weights_from_distributed.
 
         The engine is notified of one that cannot be read, as its broadcast may come all the same.
         """
         data = b"unread"
         try:
             data = await read_limited(request)
-            model, known = body_of(UpdateWeightsFromDistributedReqInput), request.app.state.known_lists
-            return accepted(request, await parsed(request, data, lambda data: parse_body(model, data, known)))
+            form, known = model or body_of(UpdateWeightsFromDistributedReqInput), request.app.state.known_lists
+            return accepted(request, await parsed(request, data, lambda data: parse_body(form, data, known)))
         except LockstepError as error:
             await self._refuse_bucket(data, error)
             raise

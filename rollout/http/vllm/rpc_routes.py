@@ -1,8 +1,6 @@
-"""vLLM's `/collective_rpc`, with a closed list of methods, and what AReaL adds to a vLLM server.
+"""vLLM's `/collective_rpc`, with a closed list of methods.
 
 A method of vLLM's workers is any Python there; here each name in the list is a verb that has an endpoint of its own.
-AReaL's endpoints are other names of pause, resume and weight calls, but for one, which announces the tensors that the
-next call brings.
 """
 
 from __future__ import annotations
@@ -11,16 +9,15 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, NamedTuple
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from rollout.core.errors import BadRequest, Conflict, LockstepError
-from rollout.core.messages.weights import UpdateWeightsFromDistributedReqInput, UpdateWeightsFromIPCReqInput
+from rollout.core.errors import BadRequest, LockstepError
+from rollout.core.messages.weights import UpdateWeightsFromIPCReqInput
 from rollout.http import protocol
 from rollout.http.control.body import body_of
 from rollout.http.control.io import ControlRoute, add_route
 from rollout.http.control.verbs import VerbRoutes
-from rollout.http.control.weights import WeightRoutes
 from rollout.http.io import json_body, json_response, validated
 from rollout.http.vllm import control_protocol as bodies
 from rollout.http.vllm.control_routes import VllmControlRoutes
@@ -41,18 +38,10 @@ class RpcRoutes:
     """The routes of workers' methods.  `num_ranks`: how many workers answer a call."""
 
     def __init__(
-        self,
-        verbs: VerbRoutes,
-        weights: WeightRoutes,
-        vllm_weights: VllmWeightRoutes,
-        control: VllmControlRoutes,
-        num_ranks: int,
+        self, verbs: VerbRoutes, vllm_weights: VllmWeightRoutes, control: VllmControlRoutes, num_ranks: int
     ) -> None:
-        self._weights = weights
         self._vllm_weights = vllm_weights
-        self._control = control
         self._num_ranks = num_ranks
-        self._announced: protocol.Body | None = None
         self._methods = {
             # checkpoint-engine's
             "update_weights_from_ipc": _Method(
@@ -78,12 +67,7 @@ class RpcRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=ControlRoute, tags=["vLLM workers"])
-        bucket = body_of(UpdateWeightsFromDistributedReqInput)
         add_route(router, "/collective_rpc", self.collective_rpc, bodies.CollectiveRpcRequest)
-        add_route(router, "/areal_pause_generation", self._control.pause, protocol.EmptyRequest)
-        add_route(router, "/areal_continue_generation", self._control.resume, protocol.EmptyRequest)
-        add_route(router, "/areal_set_update_weight_meta", self.announce, bucket)
-        add_route(router, "/areal_update_weights_xccl", self.receive_announced, protocol.EmptyRequest)
         return router
 
     async def collective_rpc(self, body: RpcBody) -> Response:
@@ -99,20 +83,6 @@ class RpcRoutes:
             raise
         response = await method.call(arguments)
         return json_response({"results": [None] * self._num_ranks}) if response.status_code == 200 else response
-
-    async def announce(self, request: Request) -> Response:
-        """Announce the tensors that the next /areal_update_weights_xccl brings."""
-        body: Any = await self._weights.read_bucket(request)
-        self._announced = body
-        count = len(body.names) if body.lists is None else body.lists.num_names
-        return json_response({"success": True, "message": f"{count} tensors announced."})
-
-    async def receive_announced(self) -> Response:
-        """Receive the tensors that were announced, by broadcast from rank 0 of the group."""
-        announced, self._announced = self._announced, None
-        if announced is None:
-            raise Conflict("no tensors were announced: POST /areal_set_update_weight_meta")
-        return await self._weights.receive_bucket(announced)
 
 
 def _arguments(method: _Method, body: bodies.CollectiveRpcRequest) -> Any:

@@ -13,6 +13,7 @@ import pytest
 
 from rollout.core.messages import io_struct
 from rollout.core.messages import weights as weight_io_struct
+from rollout.core.messages.adapters import UnloadLoraAdapterReqInput
 from rollout.core.messages.io_struct import ControlReqOutput
 from rollout.core.messages.message import ControlReqInput
 from rollout.http.vllm import weight_routes as vllm_weight_routes
@@ -580,3 +581,26 @@ def test_calls_of_areal_become_verbs_in_order(live: Live) -> None:
     ]  # fmt: skip
     assert live.sent(weight_io_struct.UpdateWeightsFromDistributedReqInput)[0].group_name == "g"
     assert live.sent(weight_io_struct.InitWeightsUpdateGroupReqInput)[0].master_port == 5
+
+
+def test_an_adapter_of_areal_is_an_update_of_its_own(live: Live) -> None:
+    """The stand-in misses no tensor, so each call is a whole adapter."""
+    lists = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 2]], "group_name": "g"}
+    lora = {"lora_name": "poet-v1", "lora_int_id": 1, "lora_target_modules": ["q_proj"], "lora_rank": 2}
+    body = lists | lora | {"lora_alpha": 4, "lora_bias": "none", "base_model_name": "tiny"}
+    reply = live.client.post("/areal_set_update_weight_meta_lora", json=body)
+    assert reply.json() == {"success": True, "message": "1 tensors announced."} and verbs(live) == []
+    for path in ("/areal_set_update_weight_meta_lora", "/areal_update_weights_lora_xccl"):
+        assert "lora_bias" in live.client.post(path, json=body | {"lora_bias": None}).json()["message"]
+    live.scheduler.received.clear()
+    live.client.post("/areal_update_weights_lora_xccl", json=body)
+    live.client.post("/areal_update_weights_lora_xccl", json=body | {"lora_name": "poet-v2"})
+    (begin, _) = live.sent(weight_io_struct.BeginWeightUpdateReqInput)
+    assert begin.target is not None and begin.target.adapter == "poet-v1" and not begin.has_manifest
+    assert begin.target.config == {
+        "peft_type": "LORA", "target_modules": ["q_proj"], "r": 2, "lora_alpha": 4, "bias": "none"
+    }  # fmt: skip
+    update = ["BeginWeightUpdate", "UpdateWeightsFromDistributed", "EndWeightUpdate"]
+    assert verbs(live) == [*update, *update, "UnloadLoraAdapter"]
+    (unload,) = live.sent(UnloadLoraAdapterReqInput)
+    assert (unload.lora_name, unload.retire, unload.missing_ok) == ("poet-v1", True, True)
