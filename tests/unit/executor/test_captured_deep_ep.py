@@ -237,7 +237,21 @@ class GathersOnTheDevice(LowLatencyMode):
         self.communicator: Any = RecordedGather(communicator)
 
 
-def carry_slots_on_the_device(patch: pytest.MonkeyPatch) -> None:
+class DropsSlots(GathersOnTheDevice):
+    """A wrong mode: rows come without a slot."""
+
+    def dispatch_adapted(self, *args: torch.Tensor) -> DispatchOutput:
+        return super().dispatch_adapted(*args[:3], torch.full_like(args[3], -1))
+
+
+class TakesTheNeighboursSlots(GathersOnTheDevice):
+    """A wrong mode: each token has the slot of the one before."""
+
+    def dispatch_adapted(self, *args: torch.Tensor) -> DispatchOutput:
+        return super().dispatch_adapted(*args[:3], args[3].roll(1))
+
+
+def carry_slots_on_the_device(patch: pytest.MonkeyPatch, mode: type[LowLatencyMode] = GathersOnTheDevice) -> None:
     """Let captures record exchanges of slots, and let experts with adapters take empty slots, as on CUDA devices."""
     select_ops = build.select_ops
 
@@ -255,26 +269,52 @@ def carry_slots_on_the_device(patch: pytest.MonkeyPatch) -> None:
 
         return ops.replace(adapted_experts=adapted_experts)
 
-    use(patch, GathersOnTheDevice)
-    patch.setitem(DeepEpDispatcher.modes, DeepEpApi.LOW_LATENCY, (None, GathersOnTheDevice))
+    use(patch, mode)
+    patch.setitem(DeepEpDispatcher.modes, DeepEpApi.LOW_LATENCY, (None, mode))
     patch.setattr(build, "select_ops", selected)
+
+
+def mistakes_of_adapters(folder: Path, adapter: Path, engine: str, mode: type[LowLatencyMode]) -> set[str]:
+    """Return what goes wrong with slots of steps after the capture, while experts move.
+
+    Ranks have requests with the adapter and without.
+    """
+    settings = ENGINES[engine] | {"enable_lora": True, "lora_paths": f"a={adapter}"}
+    with deep_ep([]) as patch:
+        carry_slots_on_the_device(patch, mode)
+        plain = run(folder, captures=False, adapted="ad", **settings)
+        found = run(folder, captures=True, adapted="ad", **settings)
+        without = run(folder, captures=True, **settings)
+    assert found.location == plain.location and plain.num_replays == 0 and found.num_replays > 20
+    differ = [one != other for one, other in zip(found.answers, without.answers, strict=True)]
+    checks = {
+        "replays": found.answers == plain.answers,
+        "the adapter counts": differ[0] and differ[3],
+        "others have the bits of a batch without": not (differ[1] or differ[2] or differ[4]),
+    }
+    return {check for check, holds in checks.items() if not holds}
 
 
 @pytest.mark.full(but=("dp2, auto",))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_replays_bring_the_adapters_of_rows(folder: Path, tmp_path: Path, engine: str) -> None:
-    """Slots of steps after the capture, of ranks with adapters and without, while experts move."""
-    path = adapter_of_experts(tmp_path / "adapter")
-    settings = ENGINES[engine] | {"enable_lora": True, "lora_paths": f"a={path}"}
-    with deep_ep([]) as patch:
-        carry_slots_on_the_device(patch)
-        plain = run(folder, captures=False, adapted="ad", **settings)
-        found = run(folder, captures=True, adapted="ad", **settings)
-        without = run(folder, captures=True, **settings)
-    assert found.answers == plain.answers and found.location == plain.location
-    assert plain.num_replays == 0 and found.num_replays > 20
-    differ = [one != other for one, other in zip(found.answers, without.answers, strict=True)]
-    assert differ == [True, False, False, True, False], "requests without an adapter have the bits of a batch without"
+    adapter = adapter_of_experts(tmp_path / "adapter")
+    assert mistakes_of_adapters(folder, adapter, engine, GathersOnTheDevice) == set()
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize(
+    ("mode", "mistake"),
+    [
+        (DropsSlots, "the adapter counts"),
+        (TakesTheNeighboursSlots, "others have the bits of a batch without"),
+    ],
+)
+def test_wrong_slots_in_captured_steps_are_noticed(
+    folder: Path, tmp_path: Path, mode: type[LowLatencyMode], mistake: str
+) -> None:
+    adapter = adapter_of_experts(tmp_path / "adapter")
+    assert mistake in mistakes_of_adapters(folder, adapter, "dp2, low_latency", mode)
 
 
 CAPTURED = {"auto": [1, 2, MOST], "low_latency": [1, 2, MOST, MOST + 2], "normal": None}
