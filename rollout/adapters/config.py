@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,6 +41,8 @@ _REASONS = {
 }
 _KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that do not change the base model's weights."""
+_BEFORE = r"(.*\.)?"
+"""A part of each pattern, as in PEFT: it matches the end of a name."""
 _MAX_PATTERN_CHARS = 512
 _MAX_BITS = 20
 """Limit of the logarithm of the steps of a failed match, but for the prefix that every pattern gets.
@@ -106,6 +108,17 @@ class LoraConfig:
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
+    def unmatched(self, modules: Collection[str]) -> tuple[str, ...]:
+        """Return the patterns that match none of these modules, with their setting.  PEFT ignores such patterns."""
+        settings: dict[str, Iterable[re.Pattern[str]]]
+        settings = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        return tuple(
+            f"{setting} {_text(key.pattern[len(_BEFORE) + 1 : -2])}"
+            for setting, keys in settings.items()
+            for key in keys
+            if not any(map(key.match, modules))
+        )
+
 
 def target_modules(raw: Mapping[str, Any]) -> list[str]:
     """Return the ends of the names of the modules that a parsed `adapter_config.json` adapts.
@@ -142,7 +155,7 @@ def _patterns(raw: Mapping[str, Any], name: str, check: Callable[[str, Any], V])
             if len(key) > _MAX_PATTERN_CHARS or _bits_of(key) > _MAX_BITS:
                 raise _refusal(f"{name}: {_text(key)} has too many repeats or alternatives, or is too long")
             re.compile(key)
-            patterns[re.compile(rf"(.*\.)?({key})$")] = check(f"{name}[{key!r}]", of_modules)
+            patterns[re.compile(rf"{_BEFORE}({key})$")] = check(f"{name}[{key!r}]", of_modules)
         except (re.error, OverflowError, RecursionError) as error:
             raise _refusal(f"{name}: {_text(key)} cannot be read as a pattern: {error}") from None
     return patterns

@@ -65,11 +65,13 @@ class Adapter:
     """The content of an adapter: `modules` by their names in the trained model, on the host.
 
     `digest` names the content: tensors and scales, by module.  `source`: the folder that it was read from, if it was.
+    `unmatched`: patterns of the configuration that match no module.
     """
 
     modules: Mapping[str, LoraWeights]
     digest: str
     source: str | None = None
+    unmatched: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -200,4 +202,4 @@ def adapter_of(pairs: Mapping[str, Mapping[str, torch.Tensor]], config: LoraConf
         for what, tensor in (("lora_A", a), ("lora_B", b), ("scale", torch.tensor(scale, dtype=torch.float64))):
             meta = TensorMeta(f"{module}.{what}", tensor.dtype, tuple(tensor.shape))
             entries.append((meta, fingerprint(tensor.contiguous())))
-    return Adapter(modules, digest(entries))
+    return Adapter(modules, digest(entries), unmatched=config.unmatched(modules))

@@ -102,7 +102,8 @@ class AdapterControl:
                 content_digest=label.content_digest,
                 loaded_adapters=self._table.sources,
             )
-            return f"Adapter {label.name!r} loaded as version {label.version}.", reply
+            ignored = [f"{pattern} matches none of its modules." for pattern in prepared.content.unmatched]
+            return " ".join([f"Adapter {label.name!r} loaded as version {label.version}.", *ignored]), reply
 
         return Job(verb, io, step)
 

@@ -41,6 +41,8 @@ def load_adapters(args: ServerArgs, model: DecoderForCausalLM) -> AdapterTable:
         for name, adapter in found.items():
             label = table.load(name, adapter).label
             say(f"adapter {name}: {len(adapter.modules)} modules, rank {adapter.rank}, content {label.content_digest}")
+            for pattern in adapter.unmatched:
+                say(f"adapter {name}: {pattern} matches none of its modules")
     except AdapterError as error:
         of = f"--lora-paths {name}={args.adapter_folders[name]}: " if name else ""
         raise StartupError(f"{of}{error}") from None

@@ -155,6 +155,21 @@ def test_sglangs_clients_load_and_unload(model: Live, adapters: dict[str, Path])
 
 
 def test_vllms_clients_load_and_unload(model: Live, adapters: dict[str, Path]) -> None:
+def test_a_load_names_the_patterns_that_match_nothing(model: Live, tmp_path: Path, file_system: None) -> None:
+    """PEFT ignores them in silence."""
+    patterns = {"rank_pattern": {"o_proj": 2, "experts.down_proj": 1}, "alpha_pattern": {"layers.9.o_proj": 3}}
+    folder = save_adapter(tmp_path / "a", "qwen3", 3, 7, target_modules=ATTENTION, r=4, lora_alpha=8, **patterns)
+    answer = model.client.post("/load_lora_adapter", json={"lora_name": "odd", "lora_path": str(folder)}).json()
+    assert answer["success"] and answer["message"] == (
+        "Adapter 'odd' loaded as version 0. rank_pattern 'experts.down_proj' matches none of its modules. "
+        "alpha_pattern 'layers.9.o_proj' matches none of its modules."
+    )
+    answer = model.client.post("/load_lora_adapter_from_tensors", json=tensors_body(folder, lora_name="odd")).json()
+    assert answer["success"], answer
+    assert answer["message"].count("matches none of its modules.") == 2
+    assert model.client.post("/unload_lora_adapter", json={"lora_name": "odd"}).status_code == 200
+
+
     body = {"lora_name": "scribe", "lora_path": str(adapters["clerk"])}
     for path, more, status in (
         ("/v1/load_lora_adapter", {}, 200),

@@ -57,7 +57,12 @@ def test_a_configuration_says_which_tensors_come(places: AdapterPlaces, name: st
     raw = config_of(folder)
     weights = configured_weights(LoraConfig.of(raw), target_modules(raw), places)
     assert len(weights.metas()) == len(load_file(folder / "adapter_model.safetensors"))
-    assert received(weights, folder) == read_adapter(folder).digest
+    adapter = read_adapter(folder)
+    assert received(weights, folder) == adapter.digest
+    ranks = {module: each.rank for module, each in adapter.modules.items()}
+    of_down = TARGETS[name].get("rank_pattern", {}).get("experts.down_proj", RANK)  # type: ignore[attr-defined]
+    assert all(rank == (of_down if module.endswith("experts.down_proj") else RANK) for module, rank in ranks.items())
+    assert any(module.endswith("experts.down_proj") for module in ranks) and not adapter.unmatched
 
 
 @pytest.mark.parametrize("layout", ["peft", *LAYOUTS])
