@@ -122,8 +122,11 @@ class AdapterTargets:
         self._table.require_name(stated.adapter)
         if manifest is None:
             config = LoraConfig.of(stated.config)
-            weights = configured_weights(config, target_modules(stated.config), self._table.places)
+            modules = target_modules(stated.config)
+            weights = configured_weights(config, modules, self._table.places, stated.aliases)
             return AdapterTarget(self._table, stated.adapter, config, weights)
+        if stated.aliases:
+            raise AdapterError("aliases are for updates without a manifest: list all tensors, and send them")
         key = json.dumps(stated.config), manifest.key
         target = None if manifest.key is None else self._kept.get(key)
         if target is None:

@@ -19,6 +19,7 @@ from rollout.adapters.config import LoraConfig
 from rollout.adapters.expert_stacks import WRAPPED
 from rollout.adapters.peft_folder import side_of
 from rollout.core.errors import AdapterError
+from rollout.core.known_fields import shown
 from rollout.kernels.places import ViewPlace
 from rollout.model.adapter_places import AdapterPlaces
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError
@@ -33,26 +34,34 @@ class AdapterWeights:
     """`weight_sync.tensor_meta.LogicalWeights` of one adapter.
 
     `metas`: its tensors.  `canonical(module)`: the name that `metas` have for a module of the sender's; None: `metas`
-    have the sender's names and dtypes.
+    have the sender's names and dtypes.  `aliases`: of tensors that do not come, the ones that they equal, by the
+    sender's names.  Raises `AdapterError` for aliases of what the adapter does not have.
     """
 
-    def __init__(self, metas: Sequence[TensorMeta], canonical: Callable[[str], str] | None) -> None:
+    def __init__(
+        self,
+        metas: Sequence[TensorMeta],
+        canonical: Callable[[str], str] | None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         self._metas = {meta.name: meta for meta in metas}
         self._tensors = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in metas}
         self._canonical = canonical
         self._sent: dict[str, tuple[str, torch.dtype]] = {}  # the sender's name of the module, and the dtype
+        self._aliases: dict[str, list[tuple[str, str]]] = {}  # by the name that comes: others, and their modules
+        for alias, sent in (aliases or {}).items():
+            self._add_alias(alias, sent, sent in (aliases or {}))
 
     def metas(self) -> Mapping[str, TensorMeta]:
         return self._metas
 
     def split(self, wire: TensorMeta) -> list[Piece]:
-        """Return the only tensor in `wire`, and note how the sender has it, where that is not known.
+        """Return the tensor in `wire` and its aliases.  Note how the sender has them, where that is not known.
 
         Raises `UnknownTensorError`, `ShapeMismatchError`.
         """
         try:
-            module, side = side_of(wire)
-            name = _name(module if self._canonical is None else self._canonical(module), side)
+            name, module = self._named(wire)
         except AdapterError as error:
             raise UnknownTensorError(str(error)) from None
         if name not in self._metas:
@@ -60,9 +69,26 @@ class AdapterWeights:
         if wire.shape != self._metas[name].shape:
             have, want = list(wire.shape), list(self._metas[name].shape)
             raise ShapeMismatchError(f"{wire.name} has shape {have}, the adapter expects {want}")
+        found = [(name, module), *self._aliases.get(name, ())]
         if self._canonical is not None:
-            self._sent[name] = module, wire.dtype
-        return [Piece(name)]
+            self._sent |= {each: (of, wire.dtype) for each, of in found}
+        return [Piece(each) for each, _ in found]
+
+    def _named(self, wire: TensorMeta) -> tuple[str, str]:
+        """Return the name of a tensor of the sender's in `metas`, and the sender's name of its module."""
+        module, side = side_of(wire)
+        return _name(module if self._canonical is None else self._canonical(module), side), module
+
+    def _add_alias(self, alias: str, sent: str, is_chain: bool) -> None:
+        name, module = self._named(TensorMeta(alias, torch.float32, (1, 1)))
+        target, _ = self._named(TensorMeta(sent, torch.float32, (1, 1)))
+        metas = self._metas.get(name), self._metas.get(target)
+        if is_chain or name == target or metas[0] is None or metas[1] is None or metas[0].shape != metas[1].shape:
+            raise AdapterError(
+                f"alias {shown(alias)} of {shown(sent)}: both must be tensors of one shape that the adapter has, of "
+                "which the second comes"
+            )
+        self._aliases.setdefault(target, []).append((name, module))
 
     def nearest(self, name: str) -> str | None:
         return NearestName(self._metas).of(name)
@@ -105,7 +131,12 @@ def announced_weights(metas: Sequence[TensorMeta], places: AdapterPlaces) -> Ada
     return _empty(list(found.values()), None, places)
 
 
-def configured_weights(config: LoraConfig, target_modules: Sequence[str], places: AdapterPlaces) -> AdapterWeights:
+def configured_weights(
+    config: LoraConfig,
+    target_modules: Sequence[str],
+    places: AdapterPlaces,
+    aliases: Mapping[str, str] | None = None,
+) -> AdapterWeights:
     """Return A and B of all modules of the model whose names end as `target_modules` say.
 
     PEFT has one A and one B for all experts of a layer, if `target_parameters` of the configuration name them.  Raises
@@ -123,7 +154,7 @@ def configured_weights(config: LoraConfig, target_modules: Sequence[str], places
     if not metas:
         targets = ", ".join((*target_modules, *config.target_parameters))[:200]
         raise AdapterError(f"the model has no module that target_modules {targets} adapts")
-    return _empty(metas, places.canonical_sent, places)
+    return _empty(metas, places.canonical_sent, places, aliases)
 
 
 def _ends(module: str, targets: Sequence[str]) -> bool:
@@ -137,13 +168,16 @@ def _pair(module: str, depth: int, width: int, rank: int) -> list[TensorMeta]:
 
 
 def _empty(
-    metas: Sequence[TensorMeta], canonical: Callable[[str], str] | None, places: AdapterPlaces
+    metas: Sequence[TensorMeta],
+    canonical: Callable[[str], str] | None,
+    places: AdapterPlaces,
+    aliases: Mapping[str, str] | None = None,
 ) -> AdapterWeights:
     """Return zeros.  Raises `AdapterError` for more bytes than an adapter has, before they are taken."""
     num_bytes, rank, most = sum(meta.nbytes for meta in metas), places.max_rank, places.max_bytes
     if num_bytes > most:
         raise AdapterError(f"the adapter has {num_bytes} bytes; with --max-lora-rank {rank} it has at most {most}")
-    return AdapterWeights(metas, canonical)
+    return AdapterWeights(metas, canonical, aliases)
 
 
 def _name(module: str, side: str) -> str:

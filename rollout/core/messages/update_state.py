@@ -11,10 +11,14 @@ from rollout.core.messages.message import Name, Reply
 
 
 class AdapterOfUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The adapter that an update makes a version of.  `config`: the object of PEFT's `adapter_config.json`."""
+    """The adapter that an update makes a version of.  `config`: the object of PEFT's `adapter_config.json`.
+
+    `aliases`: names of tensors that do not come, as they equal others, and the names of those.
+    """
 
     adapter: Name
     config: dict[str, Any]
+    aliases: dict[str, str] = {}
 
 
 class AdapterVersion(msgspec.Struct, kw_only=True):

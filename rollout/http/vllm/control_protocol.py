@@ -110,7 +110,7 @@ class CollectiveRpcRequest(Body):
 
 
 class LoraReceiveTarget(Body):
-    """The adapter that SkyRL's next weight update is of.  `aliases`: names of experts that share a tensor."""
+    """The adapter that SkyRL's next weight update is of.  `aliases`: tensors that equal others, which come."""
 
     kind: Literal["lora"]
     lora_name: Name

@@ -165,7 +165,9 @@ class VllmWeightRoutes:
         if target is None:
             fields |= {"coverage": "partial", "counts_tensors": True}
         else:
-            fields["target"] = AdapterOfUpdate(adapter=target.lora_name, config=target.adapter_config)
+            fields["target"] = AdapterOfUpdate(
+                adapter=target.lora_name, config=target.adapter_config, aliases=target.aliases
+            )
         answer = await self._send(BeginWeightUpdateReqInput, **fields)
         if answer.success:
             self._started.confirm(update_id)
@@ -270,10 +272,8 @@ class VllmWeightRoutes:
     async def set_lora_target(self, body: SetLoraReceiveTarget) -> Response:
         """Have the update that is started next bring an adapter, in force at its finish.
 
-        Raises `BadRequest` for aliases, and `Conflict`.
+        Raises `Conflict`.
         """
-        if body.receive_target.aliases:
-            raise BadRequest("aliases are not taken: send a shared matrix for each expert, under that expert's name")
         if self._lora_target is not None:
             name = self._lora_target.lora_name
             raise Conflict(f"the next weight update brings adapter {name!r} already: POST /start_weight_update")

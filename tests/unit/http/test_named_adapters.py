@@ -6,13 +6,14 @@ import base64
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save, save_file
 
 from rollout.adapters.peft_folder import read_adapter
 from rollout.client import RolloutClient, ServerError
@@ -154,7 +155,6 @@ def test_sglangs_clients_load_and_unload(model: Live, adapters: dict[str, Path])
     assert model.refused(input_ids=PROMPT, lora_path="bard@0")[0] == 404
 
 
-def test_vllms_clients_load_and_unload(model: Live, adapters: dict[str, Path]) -> None:
 def test_a_load_names_the_patterns_that_match_nothing(model: Live, tmp_path: Path, file_system: None) -> None:
     """PEFT ignores them in silence."""
     patterns = {"rank_pattern": {"o_proj": 2, "experts.down_proj": 1}, "alpha_pattern": {"layers.9.o_proj": 3}}
@@ -170,6 +170,7 @@ def test_a_load_names_the_patterns_that_match_nothing(model: Live, tmp_path: Pat
     assert model.client.post("/unload_lora_adapter", json={"lora_name": "odd"}).status_code == 200
 
 
+def test_vllms_clients_load_and_unload(model: Live, adapters: dict[str, Path]) -> None:
     body = {"lora_name": "scribe", "lora_path": str(adapters["clerk"])}
     for path, more, status in (
         ("/v1/load_lora_adapter", {}, 200),
@@ -270,9 +271,6 @@ def test_skyrls_adapters_come_by_weight_updates(model: Live, adapters: dict[str,
         return model.client.post("/skyrl/v1/load_lora_adapter", json={"lora_name": "sky", "in_memory": True})
 
     assert loads().status_code == 409 and "no weight update has brought the adapter 'sky'" in loads().text
-    aliases = {"m.experts.1.up_proj.lora_A.weight": "m.experts.0.up_proj.lora_A.weight"}
-    refused = rpc("skyrl_set_lora_receive_target", receive_target=target | {"aliases": aliases})
-    assert refused.status_code == 400 and "aliases are not taken" in refused.text
     payload = base64.b64encode((adapters["clerk"] / "adapter_model.safetensors").read_bytes()).decode()
 
     def brings() -> None:
@@ -302,6 +300,45 @@ def test_skyrls_adapters_come_by_weight_updates(model: Live, adapters: dict[str,
     for fields in ({}, {"lora_path": "/a", "in_memory": True}):
         status, message = model.refused("/skyrl/v1/load_lora_adapter", lora_name="a", **fields)
         assert status == 400 and "give either lora_path" in message
+
+
+def test_skyrls_aliases_are_tensors_that_do_not_come(model: Live, adapters: dict[str, Path], tmp_path: Path) -> None:
+    """SkyRL leaves out what equals a tensor that it sends: the adapter has both.  An alias of what never came fails."""
+    config = json.loads((adapters["clerk"] / "adapter_config.json").read_text())
+    name = "base_model.model.model.layers.{}.self_attn.v_proj.lora_{}.weight"
+    aliases = {name.format(1, side): name.format(0, side) for side in "AB"}
+    sent = load_file(adapters["clerk"] / "adapter_model.safetensors")
+    whole = sent | {alias: sent[of] for alias, of in aliases.items()}
+    shutil.copy(adapters["clerk"] / "adapter_config.json", tmp_path)
+    save_file({key: value.clone() for key, value in whole.items()}, tmp_path / "adapter_model.safetensors")
+
+    def finish(aliases: dict[str, str], sent: dict[str, torch.Tensor]) -> Any:
+        target = {"kind": "lora", "lora_name": "shared", "adapter_config": config, "aliases": aliases}
+        calls: list[tuple[str, dict[str, Any]]] = [("skyrl_set_lora_receive_target", {"receive_target": target})]
+        for method, kwargs in [*calls, ("skyrl_start_weight_update", {})]:
+            answer = model.client.post("/collective_rpc", json={"method": method, "kwargs": kwargs})
+            if answer.status_code != 200:
+                return answer
+        state = model.client.get("/weight_update").json()
+        payload = base64.b64encode(save(sent)).decode()
+        fields = {"serialized_named_tensors": [payload], "format": "safetensors", "update_id": state["update_id"]}
+        model.client.post("/update_weights_from_tensor", json=fields)
+        return model.client.post("/collective_rpc", json={"method": "skyrl_finish_weight_update"})
+
+    left = {key: value for key, value in sent.items() if key not in aliases}
+    assert finish(aliases, left).status_code == 200
+    assert served_by(model, "shared")["content_digest"] == read_adapter(tmp_path).digest
+    for of, tensors, message in (
+        (aliases, {key: value for key, value in left.items() if key != name.format(0, "A")}, "2 of 24 tensors missing"),
+        (aliases, sent, "came again as"),
+        ({"m.experts.1.up_proj.lora_A.weight": name.format(0, "A")}, left, "the model has no tensor"),
+        ({name.format(1, "A"): name.format(0, "B")}, left, "both must be tensors of one shape"),
+        (aliases | {name.format(0, "A"): name.format(1, "A")}, left, "of which the second comes"),
+    ):
+        refused = finish(of, tensors)
+        assert refused.status_code >= 400 and message in refused.text, refused.text
+    assert served_by(model, "shared")["version"] == 0
+    assert model.client.post("/v1/unload_lora_adapter", json={"lora_name": "shared"}).status_code == 200
 
 
 def test_our_client_loads_and_unloads(model: Live, adapters: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,28 @@ def test_a_server_without_memory_for_experts_takes_none(tmp_path: Path) -> None:
     stack = {"model.layers.1.mlp.experts.down_proj": {"A": torch.ones(8, 2, 32), "B": torch.ones(8, 64, 2)}}
     with pytest.raises(AdapterError, match=r"start it with --lora-target-modules all$"):
         without.prepared(adapter_of(stack, LoraConfig.of(config)))
+
+
+def test_experts_that_share_an_adapter_come_once(places: AdapterPlaces) -> None:
+    """SkyRL's `share_expert_adapters`: four experts in turn have one adapter, which comes for the first of them."""
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig.of({"peft_type": "LORA", "r": RANK, "lora_alpha": 4, "target_modules": targets})
+    generator = torch.Generator().manual_seed(0)
+    whole, aliases = dict[str, torch.Tensor](), dict[str, str]()
+    for name, meta in configured_weights(config, targets, places).metas().items():
+        expert = re.search(r"(?<=\.experts\.)\d+(?=\.)", name)
+        first = name if expert is None else name.replace(f".{expert[0]}.", f".{int(expert[0]) // 4 * 4}.", 1)
+        if first != name and first in whole:
+            aliases[name] = first
+        whole[name] = whole[first] if name in aliases else torch.randn(meta.shape, generator=generator)
+    assert len(aliases) > len(whole) / 2
+
+    def digest(aliases: dict[str, str]) -> str:
+        weights = configured_weights(config, targets, places, aliases)
+        for name, tensor in whole.items():
+            if name not in aliases:
+                for piece in weights.split(TensorMeta(name, tensor.dtype, tuple(tensor.shape))):
+                    weights.write(piece.name, piece.of(tensor))
+        return adapter_of(weights.pairs(), config).digest
+
+    assert digest(aliases) == digest({})
