@@ -70,8 +70,12 @@ class Served:
         self.adapter = save_adapter(folder / "a", name, SEED, **config)
         self.with_adapter, self.without = (self.samples(each) for each in ("a", None))
 
-    def samples(self, adapter: str | None, count: int = 6, dtype: str = "bfloat16") -> tuple[list[Ask], list[Any]]:
-        settings = {"enable_lora": True, "lora_paths": f"a={self.adapter}", "max_lora_rank": self.max_rank}
+    def samples(
+        self, adapter: str | None, count: int = 6, dtype: str = "bfloat16", other: Path | None = None
+    ) -> tuple[list[Ask], list[Any]]:
+        """Return what was asked and sampled, in one batch.  With `other` every second request has that adapter."""
+        paths = f"a={self.adapter}" if other is None else f"a={self.adapter},b={other}"
+        settings = {"enable_lora": True, "lora_paths": paths, "max_lora_rank": self.max_rank}
         is_moe = self.name != "qwen3"
         harness = Harness(self.folder, dtype=dtype, enable_return_routed_experts=is_moe, **settings)
         generator = torch.Generator().manual_seed(0)
@@ -79,7 +83,10 @@ class Served:
         for number in range(count):
             prompt = torch.randint(3, 300, (2 + 9 * number,), generator=generator).tolist()
             asks.append(Ask(tuple(prompt), {"max_new_tokens": 8, "temperature": 1.0, "sampling_seed": number}))
-        rids = [harness.submit(list(ask.prompt), params=dict(ask.params), lora_name=adapter) for ask in asks]
+        names = [adapter, adapter if other is None else "b"] * count
+        rids = [
+            harness.submit(list(ask.prompt), params=dict(ask.params), lora_name=name) for ask, name in zip(asks, names)
+        ]
         harness.run()
         facts = []
         for result in (harness.results[rid] for rid in rids):
@@ -141,6 +148,22 @@ def test_adapters_of_experts_agree_in_float32_with_forced_routes(served: Served)
     wanted = gradients(model, batch, other)
     assert found.keys() == wanted.keys() and any(name.endswith("base_layer.gate_up_proj") for name in wanted)
     assert max(gradient_errors(found, wanted).values()) < LEAST_AGREEMENT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("served", ["qwen3_moe experts"], indirect=True, scope="module")
+def test_the_active_one_of_two_adapters_of_experts_counts(served: Served, tmp_path: Path) -> None:
+    """They differ in rank.  The engine has both in one batch, the trainer one after the other."""
+    other = save_adapter(tmp_path / "b", served.name, SEED, 5, **STACKED, target_modules=["q_proj"], r=3)
+    asks, facts = served.samples("a", other=other)
+    sampled = {"default": (asks[::2], facts[::2]), "b": (asks[1::2], facts[1::2])}
+    model = served.model()
+    model.load_adapter(other, "b", is_trainable=True)
+    with use_engine_numerics(model) as numerics:
+        for active, inactive in (("default", "b"), ("b", "default"), ("default", "b")):
+            model.set_adapter(active)
+            assert disagreements(model, numerics, *sampled[active]) == []
+            assert disagreements(model, numerics, *sampled[inactive]), "the adapter must count"
 
 
 def test_an_adapter_of_each_expert_is_named_by_its_matrix() -> None:
