@@ -23,7 +23,7 @@ from starlette.responses import Response
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import BadRequest, Conflict, LockstepError
 from rollout.core.messages.adapters import UnloadLoraAdapterReqInput
-from rollout.core.messages.message import Name, Size
+from rollout.core.messages.message import ControlReqOutput, Name, Size
 from rollout.core.messages.update_state import AdapterOfUpdate, UpdateStateReply
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
@@ -142,7 +142,7 @@ class ArealRoutes:
             except LockstepError as error:
                 await self._ask(RefusedBucketReqInput, reason=str(error), group_name=body.group_name)
                 raise
-            answer = await self._ask(
+            answer: ControlReqOutput[Any] = await self._ask(
                 UpdateWeightsFromDistributedReqInput,
                 names=body.names,
                 dtypes=body.dtypes,
