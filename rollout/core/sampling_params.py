@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rollout.core.errors import BadRequest
+from rollout.core.errors import BadRequest, UnsupportedFeature
+from rollout.core.grammar import GRAMMAR_FIELDS, Grammar, grammar_in
 
 SamplingLogprobsMode = Literal["selected", "support"]
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -18,6 +19,9 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 4096
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 MAX_N = 512
 
 
@@ -25,7 +29,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     """Sampling parameters with SGLang's names and defaults.
 
     `temperature < 1e-6` means greedy.  `top_k <= 0` means all tokens.  `sampling_seed` None lets the
-    scheduler draw one.
+    scheduler draw one.  `grammar`: what the text must match.  `allowed_token_ids` None: all; the model's end tokens are
+    not among them unless named.  No text of `bad_words` is sampled; `bad_word_ids` has their token sequences, whose
+    last token is forbidden after the others.
     """
 
     max_new_tokens: _Int64 = 128
@@ -46,6 +52,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     n: _Int64 = 1
     logit_bias: dict[_Int64, float] = {}
     sampling_seed: _Int64 | None = None
+    grammar: Grammar | None = None
+    allowed_token_ids: list[_Int64] | None = None
+    bad_words: list[str] = []
+    bad_word_ids: list[list[_Int64]] = []
 
     @property
     def is_greedy(self) -> bool:
@@ -54,7 +64,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     @property
     def filters(self) -> bool:
         """True if tokens are chosen from fewer than all of the vocabulary."""
-        return self.is_greedy or self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return self.is_greedy or self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0 or self.is_restricted
+
+    @property
+    def is_restricted(self) -> bool:
+        """True if a grammar, `allowed_token_ids` or `bad_words` forbid tokens."""
+        return self.grammar is not None or self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
     def effective_temperature(self) -> float:
@@ -113,8 +128,32 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         for token_id, bias in self.logit_bias.items():
             _require(0 <= token_id < vocab_size, f"logit_bias key must be a token id in [0, {vocab_size})", token_id)
             _require(-1e4 <= bias <= 1e4, "logit_bias values must be in [-10000, 10000]", bias)
+        self._validate_restrictions(vocab_size)
+
+    def _validate_restrictions(self, vocab_size: int) -> None:
+        """Raise `BadRequest` for the first of `grammar`, `allowed_token_ids` and `bad_words` that is out of range."""
+        if self.grammar is not None:
+            self.grammar.validate()
+        if self.allowed_token_ids is not None:
+            count = len(self.allowed_token_ids)
+            _require(
+                0 < count <= MAX_ALLOWED_TOKEN_IDS,
+                f"allowed_token_ids must have 1 to {MAX_ALLOWED_TOKEN_IDS} ids",
+                count,
+            )
+            for token_id in self.allowed_token_ids:
+                _require(0 <= token_id < vocab_size, f"allowed_token_ids must be in [0, {vocab_size})", token_id)
+        _require(len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} bad_words", len(self.bad_words))
+        for word in self.bad_words:
+            _require(
+                len(word.strip()) > 0 and len(word) <= MAX_BAD_WORD_CHARS,
+                f"a bad word must have 1 to {MAX_BAD_WORD_CHARS} characters, not all of them spaces",
+                word[:40],
+            )
 
 
+NOT_ON_THE_WIRE = frozenset({"grammar", "bad_word_ids"})
+"""Fields that are made of others."""
 # Wire spellings that differ from the field they set: vLLM's.
 ALIASES = {
     "seed": "sampling_seed",
@@ -134,7 +173,9 @@ def sampling_params_from_dict(raw: dict[str, Any]) -> tuple[SamplingParams, list
     unknown: list[str] = []
     for key, value in raw.items():
         name = ALIASES.get(key, key)
-        if name not in SamplingParams.__struct_fields__:
+        if name in GRAMMAR_FIELDS:
+            continue
+        if name not in SamplingParams.__struct_fields__ or name in NOT_ON_THE_WIRE:
             unknown.append(key)
         elif value is not None:
             if isinstance(value, list | dict) and len(value) > MAX_LOGIT_BIAS:
@@ -142,6 +183,7 @@ def sampling_params_from_dict(raw: dict[str, Any]) -> tuple[SamplingParams, list
                     f"sampling_params: {key} has {len(value)} entries, which is over the limit of any list"
                 )
             known[name] = value
+    known["grammar"] = _grammar(raw)
     if isinstance(known.get("stop"), str):
         known["stop"] = [known["stop"]]
     if known.get("top_k") == 0:
@@ -152,6 +194,13 @@ def sampling_params_from_dict(raw: dict[str, Any]) -> tuple[SamplingParams, list
         return msgspec.convert(known, SamplingParams), unknown
     except msgspec.ValidationError as error:
         raise BadRequest(f"sampling_params: {error}") from None
+
+
+def _grammar(raw: dict[str, Any]) -> Grammar | None:
+    try:
+        return grammar_in(raw)
+    except (BadRequest, UnsupportedFeature) as error:
+        raise type(error)(f"sampling_params: {error}") from None
 
 
 def _logit_bias(raw: Any) -> dict[int, float]:
