@@ -1,0 +1,57 @@
+"""`Matcher`: the place of one output in its grammar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rollout.grammar.library import error_of
+
+
+class Matcher:
+    """Names the tokens that may come next, and takes the one that came.
+
+    It depends on the grammar and its tokens alone.
+    """
+
+    __slots__ = ("_inner", "_vocab_words")
+
+    def __init__(self, inner: Any, vocab_words: int) -> None:
+        self._inner = inner
+        self._vocab_words = vocab_words
+
+    def copy(self) -> Matcher:
+        """Return a matcher in the same place, which goes on by itself."""
+        return Matcher(self._inner.deep_copy(), self._vocab_words)
+
+    def allowed(self, out_W: np.ndarray) -> None:
+        """Write the tokens that may come next: bit i % 32 of word i // 32 int32.
+
+        End tokens are among them if it may end.  None are allowed if the matcher has failed.
+        """
+        assert out_W.dtype == np.int32 and out_W.flags.c_contiguous and len(out_W) == self._vocab_words
+        if self._inner.is_error():
+            out_W[:] = 0
+            return
+        self._inner.unsafe_compute_mask_ptr(out_W.ctypes.data, out_W.nbytes)
+        if self._inner.is_error():
+            out_W[:] = 0
+
+    def advance(self, token_id: int) -> bool:
+        """Take the next token.  Returns False, and fails, if it is not allowed."""
+        return bool(self._inner.consume_token(token_id))
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+        self._inner.rollback(count)
+
+    @property
+    def may_end(self) -> bool:
+        """True where the tokens so far are a whole text of the grammar."""
+        return bool(self._inner.is_accepting())
+
+    @property
+    def error(self) -> str:
+        """The reason why the matcher has failed, in one line; empty if it has not."""
+        return error_of(self._inner)

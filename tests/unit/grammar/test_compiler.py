@@ -1,0 +1,257 @@
+"""Grammars of every kind against plain judges, their ends, the cache's bound, and hostile ones.
+
+Texts are drawn by following random allowed tokens; `jsonschema`, `re` and the list of choices judge them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from rollout.core.errors import BadRequest, UnsupportedFeature
+from rollout.core.grammar import Grammar
+from rollout.core.sampling_params import SamplingParams
+from rollout.grammar.compiler import GrammarCompiler
+from rollout.grammar.restriction import Restriction
+from rollout.grammar.vocabulary import GrammarVocabulary
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+VOCAB = 300  # some more ids than the tokenizer has
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["a", "bé"]},
+        "count": {"type": "integer", "minimum": -3, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+    },
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f=a>", "schema": {"const": 7}, "end": "</f>"}],
+    "triggers": ["<f="],
+}
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def compiler(backend: Tokenizer) -> Iterator[GrammarCompiler]:
+    ends = [backend.token_to_id("<|im_end|>"), backend.token_to_id("<|endoftext|>"), 10**6]
+    compiler = GrammarCompiler(lambda: GrammarVocabulary.of(backend, VOCAB, ends))
+    yield compiler
+    compiler.close()
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(value))
+
+
+def allowed_ids(restriction: Restriction) -> list[int]:
+    words = np.empty(-(-VOCAB // 32), dtype=np.int32)
+    restriction.write(words)
+    return np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+
+
+def restriction_of(compiler: GrammarCompiler, backend: Tokenizer, grammar: Grammar, **params: Any) -> Restriction:
+    eos = [backend.token_to_id("<|im_end|>"), backend.token_to_id("<|endoftext|>")]
+    settings = SamplingParams(**params)
+    ends = [*([] if settings.ignore_eos else eos), *settings.stop_token_ids]
+    return Restriction(VOCAB, settings, eos_ids=eos, end_ids=ends, matcher=compiler.matcher(grammar))
+
+
+def drawn(compiler: GrammarCompiler, backend: Tokenizer, grammar: Grammar, seed: int) -> str | None:
+    """Return a random text of the grammar, or None if it does not end within some tokens."""
+    restriction, rng = restriction_of(compiler, backend, grammar), np.random.default_rng(seed)
+    output: list[int] = []
+    end = backend.token_to_id("<|im_end|>")
+    for _ in range(120):
+        allowed = allowed_ids(restriction)
+        assert allowed and restriction.failure is None
+        token = end if end in allowed and rng.random() < 0.5 else int(rng.choice(allowed))
+        if token in (end, backend.token_to_id("<|endoftext|>")):
+            return str(backend.decode(output, skip_special_tokens=False))
+        output.append(token)
+        restriction.feed([token])
+    return None
+
+
+def holds(judge: Any, text: str) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), judge)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("grammar", "judge"),
+    [
+        (schema(SCHEMA), lambda text: holds(SCHEMA, text)),
+        (Grammar("json_object"), lambda text: holds({"type": "object"}, text)),
+        (Grammar("regex", "^(ab|hello)[0-9]{2,3}x?$"), lambda text: re.fullmatch("(ab|hello)[0-9]{2,3}x?", text)),
+        (Grammar("choice", '["hell", "hello", "é\\"/"]'), lambda text: text in ("hell", "hello", 'é"/')),
+        (Grammar("ebnf", 'root ::= "(" root ")" | "x"'), lambda text: re.fullmatch(r"(\(*)x(\)*)", text)),
+        (Grammar("structural_tag", json.dumps(TAG)), lambda text: "<f=" not in text or "<f=a>7</f>" in text),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Grammar) else "",
+)
+def test_random_tokens_of_a_grammar_make_a_text_that_a_plain_judge_accepts(
+    compiler: GrammarCompiler, backend: Tokenizer, grammar: Grammar, judge: Any
+) -> None:
+    compiler.check(grammar)
+    texts = [text for seed in range(25) if (text := drawn(compiler, backend, grammar, seed)) is not None]
+    assert texts, "no text ended"
+    assert [text for text in texts if not judge(text)] == []
+
+
+def test_a_document_that_the_judge_accepts_is_allowed_token_by_token(
+    compiler: GrammarCompiler, backend: Tokenizer
+) -> None:
+    document = json.dumps({"kind": "bé", "count": -3, "tags": ["hel"]}, indent=1, ensure_ascii=False)
+    restriction = restriction_of(compiler, backend, schema(SCHEMA))
+    for token in backend.encode(document).ids:
+        assert token in allowed_ids(restriction), backend.decode([token])
+        restriction.feed([token])
+    assert restriction.is_complete or backend.token_to_id("<|im_end|>") in allowed_ids(restriction)
+    wrong = restriction_of(compiler, backend, schema(SCHEMA))
+    wrong.feed(backend.encode('{"kind": "c').ids)
+    assert wrong.failure is not None, "a text outside the schema was followed"
+
+
+def test_end_tokens_are_allowed_where_the_grammar_may_end_and_min_new_tokens_allows_it(
+    compiler: GrammarCompiler, backend: Tokenizer
+) -> None:
+    ends = {backend.token_to_id("<|im_end|>"), backend.token_to_id("<|endoftext|>")}
+    hello = backend.encode("hello").ids
+    restriction = restriction_of(compiler, backend, Grammar("regex", "hello( x)?"))
+    assert not ends & set(allowed_ids(restriction))
+    restriction.feed(hello)
+    assert ends < set(allowed_ids(restriction)) and not restriction.is_complete
+    longer = restriction_of(compiler, backend, Grammar("regex", "hello( x)?"), min_new_tokens=len(hello) + 1)
+    longer.feed(hello)
+    assert not ends & set(allowed_ids(longer))
+    longer.feed(backend.encode(" x").ids)
+    assert ends == set(allowed_ids(longer))
+    unending = restriction_of(compiler, backend, Grammar("regex", "hello"), ignore_eos=True)
+    assert unending.ends_alone
+    unending.feed(hello)
+    assert unending.is_complete
+
+
+def test_a_request_whose_next_token_has_nothing_left_fails_with_its_place_and_a_reason(
+    compiler: GrammarCompiler, backend: Tokenizer
+) -> None:
+    hello = backend.encode("hello").ids
+    restriction = restriction_of(compiler, backend, Grammar("regex", "hello"), min_new_tokens=9, max_new_tokens=9)
+    restriction.feed(hello)
+    assert len(allowed_ids(restriction)) >= VOCAB
+    assert restriction.failure is not None
+    place, reason = restriction.failure
+    assert place == len(hello) and "min_new_tokens" in reason
+    apart = restriction_of(compiler, backend, Grammar("regex", "hello"), allowed_token_ids=[0, 1])
+    allowed_ids(apart)
+    assert apart.failure is not None and "allowed_token_ids" in apart.failure[1]
+
+
+def test_lists_of_allowed_and_forbidden_tokens_restrict_without_a_grammar() -> None:
+    params = SamplingParams(allowed_token_ids=[3, 4, 64], bad_word_ids=[[4], [9, 3]])
+    restriction = Restriction(VOCAB, params, eos_ids=[7], end_ids=[7])
+    assert allowed_ids(restriction) == [3, 64]
+    restriction.feed([9])
+    assert allowed_ids(restriction) == [64]
+    restriction.feed([3])
+    assert allowed_ids(restriction) == [3, 64]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (schema({"type": "nope"}), "nope"),
+        (schema([]), "object"),
+        (schema(False), "false"),
+        (Grammar("json_schema", "{"), "not JSON"),
+        (schema({"$ref": "http://localhost/x"}), "registry"),
+        (Grammar("regex", "a(b"), "unclosed"),
+        (Grammar("regex", r"(a)\1"), "backreferences"),
+        (Grammar("ebnf", "root ::= other"), "other"),
+        (Grammar("choice", "[]"), "at least one"),
+        (Grammar("structural_tag", '{"structures": 3}'), "triggers"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_in_one_line(compiler: GrammarCompiler, grammar: Grammar, reason: str) -> None:
+    with pytest.raises(BadRequest, match=re.escape(reason)) as caught:
+        compiler.check(grammar)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(100):
+    DEEP = {"items": DEEP}
+HOSTILE = {
+    "a deep schema": schema(DEEP),
+    "many values": schema({"enum": [0] * 25_000}),
+    "a large text": Grammar("regex", "a" * 100_000),
+    "brackets": Grammar("json_schema", "[" * 60_000),
+    "patterns that must all hold": schema({"allOf": [{"pattern": f".*a.{{{n}}}"} for n in range(5, 30)]}),
+    "many alternatives of alternatives": schema(
+        {"allOf": [{"anyOf": [{"properties": {f"{i}-{j}": True}} for j in range(8)]} for i in range(8)]}
+    ),
+    "a reference to itself": schema({"$ref": "#"}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(compiler: GrammarCompiler, name: str) -> None:
+    with pytest.raises(BadRequest):
+        compiler.check(HOSTILE[name])
+    compiler.check(Grammar("regex", f"[{len(name)}]"))
+
+
+def test_the_cache_keeps_the_latest_grammars_by_content_within_its_bounds(compiler: GrammarCompiler) -> None:
+    bounded = GrammarCompiler(lambda: compiler._builder._vocabulary, max_entries=3, max_bytes=2000)
+    for number in range(5):
+        bounded.matcher(Grammar("regex", f"a{number}"))
+        bounded.matcher(Grammar("regex", f"a{number}"))
+    assert bounded.num_cached == 3
+    bounded.matcher(Grammar("regex", "b" * 1999))
+    assert bounded.num_cached == 1
+
+
+def test_copies_of_a_matcher_go_on_by_themselves_and_tokens_can_be_taken_back(
+    compiler: GrammarCompiler, backend: Tokenizer
+) -> None:
+    first = compiler.matcher(Grammar("regex", "hello"))
+    words, others = np.empty(10, dtype=np.int32), np.empty(10, dtype=np.int32)
+    first.allowed(words)
+    second = first.copy()
+    for token in backend.encode("hello").ids:
+        assert first.advance(token)
+    assert first.may_end and not second.may_end
+    first.rollback(len(backend.encode("hello").ids))
+    for matcher in (first, second):
+        matcher.allowed(others)
+        assert (words == others).all()
+    assert not second.advance(backend.token_to_id("END")) and second.error
+
+
+def test_without_the_library_the_refusal_names_the_extra(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedFeature, match=re.escape("lockstep-rl[grammar]")):
+        compiler.check(Grammar("json_object"))
