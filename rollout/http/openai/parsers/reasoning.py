@@ -43,6 +43,10 @@ class ReasoningFormat:
         end = prompt_tail.rstrip()
         return end.endswith(OPEN) or (self.thinks_unmarked and not end.endswith(CLOSE))
 
+    def may_begin(self, prompt_tail: str, begun: str) -> bool:
+        """Return whether an answer that does not begin in a thought may open one."""
+        return not begun and (self.is_harmony or not prompt_tail.rstrip().endswith(CLOSE))
+
 
 _MARKED = ReasoningFormat(calls_end_thought=True)
 _UNMARKED = ReasoningFormat(thinks_unmarked=True)

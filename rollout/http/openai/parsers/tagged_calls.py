@@ -177,7 +177,7 @@ def _typed_call(name: str, pairs: Iterable[tuple[str, str]], tools: Tools, unkno
     schemas = parameters.get("properties")
     schemas = schemas if isinstance(schemas, dict) else {}
     values = {
-        key.strip(): _json_text(text, _types(schemas.get(key.strip(), unknown), parameters)) for key, text in pairs
+        key.strip(): _json_text(text, value_types(schemas.get(key.strip(), unknown), parameters)) for key, text in pairs
     }
     members = ", ".join(f"{_quoted(key)}: {value}" for key, value in values.items())
     return ToolCall(name, f"{{{members}}}")
@@ -219,7 +219,7 @@ def _quoted(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
-def _types(schema: Any, root: dict[str, Any]) -> set[str] | None:
+def value_types(schema: Any, root: dict[str, Any]) -> set[str] | None:
     """Return the types that a schema names.  Empty: it allows any type; None: there is no schema."""
     if not isinstance(schema, dict):
         return None

@@ -7,20 +7,23 @@ exist.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rollout.http.openai.parsers import harmony
+from rollout.http.openai.parsers import call_grammar, harmony
 from rollout.http.openai.parsers.json_calls import (
     read_deepseek_call,
     read_hermes_call,
     read_kimi_call,
     read_llama_call,
 )
+from rollout.http.openai.parsers.lark import Lark
 from rollout.http.openai.parsers.said import ToolCall
 from rollout.http.openai.parsers.tagged_calls import CLOSE, OPEN, Tools, read_glm_call, read_qwen3_coder_calls
 from rollout.http.openai.parsers.text import Reading, Text
 
 CallReader = Callable[[Text, Tools], Reading[list[ToolCall]]]
+CallWriter = Callable[[Lark, str, dict[str, Any]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +34,13 @@ class CallFormat:
     `has_quotes`: values are JSON, so that a closer within one looks like the end of a malformed call.
     `bare`: an answer that begins with a brace is a call without its opener, and so is what follows a call.
     `other_markers`: the other special tokens that `read` looks for.
+    `write`: the grammar of what follows the opener; `separator`: text between two calls, None if a turn has one call.
     `ends`: tokens that end the turn with a call, also where the model's configuration does not name them.
     """
 
+    write: CallWriter
     read: CallReader | None = None
+    separator: str | None = ""
     opener: str = ""
     closer: str = ""
     before: str = ""
@@ -55,33 +61,54 @@ class CallFormat:
         return tuple(marker for marker in named if marker)
 
 
-HERMES = CallFormat(read=read_hermes_call, opener=OPEN, closer=CLOSE)
-QWEN3_CODER = CallFormat(read=read_qwen3_coder_calls, opener=OPEN, closer=CLOSE, has_quotes=False)
+HERMES = CallFormat(read=read_hermes_call, write=call_grammar.hermes_call, separator="\n", opener=OPEN, closer=CLOSE)
+QWEN3_CODER = CallFormat(
+    read=read_qwen3_coder_calls,
+    write=call_grammar.qwen3_coder_call,
+    separator="\n",
+    opener=OPEN,
+    closer=CLOSE,
+    has_quotes=False,
+)
 GLM = CallFormat(
     read=read_glm_call,
+    write=call_grammar.glm_call,
+    separator="\n",
     opener=OPEN,
     closer=CLOSE,
     has_quotes=False,
     other_markers=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
-LLAMA = CallFormat(read=read_llama_call, opener="<|python_tag|>", bare=True, ends=("<|eom_id|>", "<|eot_id|>"))
+LLAMA = CallFormat(
+    read=read_llama_call,
+    write=call_grammar.llama_call,
+    separator="; ",
+    opener="<|python_tag|>",
+    bare=True,
+    ends=("<|eom_id|>", "<|eot_id|>"),
+)
 DEEPSEEK = CallFormat(
     read=read_deepseek_call,
+    write=call_grammar.deepseek_v31_call,
     opener="<｜tool▁call▁begin｜>",
     closer="<｜tool▁call▁end｜>",
     before="<｜tool▁calls▁begin｜>",
     after="<｜tool▁calls▁end｜>",
     other_markers=("<｜tool▁sep｜>",),
 )
+DEEPSEEK_V3 = replace(DEEPSEEK, write=call_grammar.deepseek_v3_call, separator="\n")
 KIMI = CallFormat(
     read=read_kimi_call,
+    write=call_grammar.kimi_call,
     opener="<|tool_call_begin|>",
     closer="<|tool_call_end|>",
     before="<|tool_calls_section_begin|>",
     after="<|tool_calls_section_end|>",
     other_markers=("<|tool_call_argument_begin|>",),
 )
-HARMONY = CallFormat(other_markers=harmony.MARKERS, ends=harmony.ENDS_OF_TURN)
+HARMONY = CallFormat(
+    write=call_grammar.harmony_call, separator=None, other_markers=harmony.MARKERS, ends=harmony.ENDS_OF_TURN
+)
 
 TOOL_CALL_READERS: dict[str, CallFormat] = {
     "qwen": HERMES,
@@ -94,8 +121,8 @@ TOOL_CALL_READERS: dict[str, CallFormat] = {
     "glm47": GLM,
     "llama3": LLAMA,
     "llama3_json": LLAMA,
-    "deepseekv3": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK,
+    "deepseekv3": DEEPSEEK_V3,
+    "deepseek_v3": DEEPSEEK_V3,
     "deepseekv31": DEEPSEEK,
     "deepseek_v31": DEEPSEEK,
     "kimi_k2": KIMI,

@@ -1,0 +1,78 @@
+"""`Lark`: a grammar in the making, in the dialect of Lark that the library of grammars reads.
+
+Its expressions are texts: tokens, literals, values of JSON, and rules that were added before.
+https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_UNESCAPED_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+
+
+class Lark:
+    """`token_id` returns the id of a token that the model can sample, None if there is no such token.
+
+    `is_special`: whether a token is special to the tokenizer, so that no text of other tokens equals it.
+    """
+
+    def __init__(self, token_id: Callable[[str], int | None], is_special: Callable[[int], bool]) -> None:
+        self._token_id = token_id
+        self._is_special = is_special
+        self._rules: list[str] = []
+
+    def token(self, marker: str) -> str:
+        """Return the expression of a marker: its token, or its text where it is not one token."""
+        index = self._token_id(marker)
+        return literal(marker) if index is None else f"<[{index}]>"
+
+    def special(self, marker: str) -> str | None:
+        """Return the expression of a marker that is a special token, None if it is not one."""
+        index = self._token_id(marker)
+        return f"<[{index}]>" if index is not None and self._is_special(index) else None
+
+    def until(self, marker: str) -> str:
+        """Return the expression of any text, and the first `marker` behind it."""
+        if (token := self.special(marker)) is not None:
+            return f"{self.terminal('/(?s:.*)/')} {token}"
+        return self._add("text", "/(?s:.*)/", f"[suffix={literal(marker)}]")
+
+    def terminal(self, pattern: str) -> str:
+        """Add a terminal: one regular expression, or several that are joined by `&` and `~`."""
+        return self._add("TEXT", pattern)
+
+    def rule(self, expression: str) -> str:
+        return self._add("part", expression)
+
+    def written(self, start: str) -> str:
+        """Return the grammar that begins with the expression `start`."""
+        return "\n".join([f"start: {start}", *self._rules, ""])
+
+    def _add(self, kind: str, body: str, attribute: str = "") -> str:
+        name = f"{kind}_{len(self._rules)}"
+        self._rules.append(f"{name}{attribute}: {body}")
+        return name
+
+
+def literal(text: str) -> str:
+    """Return the expression of a text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_value(schema: Any) -> str:
+    """Return the expression of a value of a JSON schema."""
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+
+def regex(pattern: str) -> str:
+    """Return the expression of a regular expression."""
+    return "/" + _UNESCAPED_SLASH.sub(lambda found: found[1] or r"\/", pattern).replace("\n", r"\n") + "/"
+
+
+def one_of(expressions: Iterable[str]) -> str:
+    """Return the expression of any of `expressions`."""
+    return "(" + " | ".join(expressions) + ")"
