@@ -144,7 +144,7 @@ def _response_format(value: Any) -> Grammar | None:
     holder, path = value, "response_format"
     if "json_schema" in value:
         holder, path = value["json_schema"], "response_format.json_schema"
-        _require(isinstance(holder, dict), f"{path} must be an object")
+        _require(isinstance(holder, dict), f"{path} is not an object")
     schema = holder.get("schema")
     _require(isinstance(schema, dict), f"{path}.schema must be an object")
     return schema_grammar(schema)
@@ -168,12 +168,12 @@ def _schema(value: Any, path: str) -> Grammar:
 
 
 def _regex(value: Any, path: str) -> Grammar:
-    _require(isinstance(value, str), f"{path} must be text")
+    _require(isinstance(value, str), f"{path} must be a text")
     return Grammar("regex", value)
 
 
 def _ebnf(value: Any, path: str) -> Grammar:
-    _require(isinstance(value, str), f"{path} must be text")
+    _require(isinstance(value, str), f"{path} must be a text")
     return Grammar("ebnf", value)
 
 

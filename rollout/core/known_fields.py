@@ -10,13 +10,13 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 
-from rollout.core.sampling_params import ALIASES, SamplingParams
+from rollout.core.grammar import GRAMMAR_FIELDS
+from rollout.core.sampling_params import ALIASES, NOT_ON_THE_WIRE, SamplingParams
 
 UNSUPPORTED_SAMPLING_FIELDS = frozenset(
     {
-        *("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "custom_params"),
-        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search"),
-        *("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids", "extra_args"),
+        *("stop_regex", "beam_width", "custom_params", "use_beam_search", "guided_whitespace_pattern"),
+        *("logits_processors", "logprob_token_ids", "extra_args"),
         *("truncate_prompt_tokens", "thinking_token_budget", "max_thinking_tokens", "repetition_detection"),
         *("trace_decode_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
         *("skip_reading_prefix_cache", "return_sample_support", "watermark", "watermarking", "choice"),
@@ -32,6 +32,10 @@ UNSUPPORTED_GENERATE_FIELDS = UNSUPPORTED_SAMPLING_FIELDS | {
     *("multi_item_delimiter_indices", "token_indices_to_pool", "routed_experts_prompt_start"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank", "ec_transfer_params"),
 }
+FIELDS_OF_SAMPLING_PARAMS = {
+    name: f"sampling_params.{name}" for name in sorted(GRAMMAR_FIELDS | {"allowed_token_ids", "bad_words"})
+}
+"""Fields with a place in `sampling_params`, for bodies that have these, each with that place."""
 SGLANG_SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """Fields of SGLang's `sampling_params`, each with the field of vLLM and OpenAI for the same."""
 VLLM_SAMPLING_FIELDS = {
@@ -55,7 +59,7 @@ HARMLESS_FIELDS = MEDIA_FIELDS | {
     *("require_reasoning", "reasoning_ended", "reasoning_parser_kwargs"),
     # logs, labels, routing and pace
     *("log_metrics", "no_logs", "custom_labels", "external_trace_header", "routing_key", "conversation_id", "kv_hints"),
-    *("stream_interval", "user", "session_id", "model"),
+    *("stream_interval", "user", "session_id", "model", "guided_decoding_backend"),
     # forms of objects that no reply over HTTP shows
     *("detokenize", "output_kind", "flat_logprobs", "return_bytes"),
 }
@@ -67,11 +71,16 @@ HARMLESS_CONTROL_FIELDS = frozenset({"torch_empty_cache", "pp_rank"})
 """Fields of SGLang and AReaL; here there is no such cache, and no pipeline."""
 
 HARMLESS_SAMPLING_FIELDS = frozenset(
-    {"stream_interval", "length_penalty", "truncation_side", "detokenize", "output_kind", "flat_logprobs"}
+    {
+        *("stream_interval", "length_penalty", "truncation_side", "detokenize", "output_kind", "flat_logprobs"),
+        "guided_decoding_backend",
+    }
 )
-KNOWN_SAMPLING_FIELDS = HARMLESS_SAMPLING_FIELDS | {
-    *(*SamplingParams.__struct_fields__, *ALIASES, *UNSUPPORTED_SAMPLING_FIELDS, *VLLM_SAMPLING_FIELDS),
-}
+KNOWN_SAMPLING_FIELDS = (
+    HARMLESS_SAMPLING_FIELDS
+    | {*SamplingParams.__struct_fields__, *ALIASES, *UNSUPPORTED_SAMPLING_FIELDS, *VLLM_SAMPLING_FIELDS}
+    | GRAMMAR_FIELDS
+) - NOT_ON_THE_WIRE
 """Fields that may stand in `sampling_params` of /generate."""
 MAX_NAME_CHARS = 80
 MAX_IGNORED = 32

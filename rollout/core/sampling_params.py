@@ -128,9 +128,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
         for token_id, bias in self.logit_bias.items():
             _require(0 <= token_id < vocab_size, f"logit_bias key must be a token id in [0, {vocab_size})", token_id)
             _require(-1e4 <= bias <= 1e4, "logit_bias values must be in [-10000, 10000]", bias)
-        self._validate_restrictions(vocab_size)
+        self.validate_restrictions(vocab_size)
 
-    def _validate_restrictions(self, vocab_size: int) -> None:
+    def validate_restrictions(self, vocab_size: int) -> None:
         """Raise `BadRequest` for the first of `grammar`, `allowed_token_ids` and `bad_words` that is out of range."""
         if self.grammar is not None:
             self.grammar.validate()

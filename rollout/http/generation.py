@@ -11,13 +11,14 @@ from typing import Annotated, Any, ClassVar, Protocol
 from pydantic import Field
 
 from rollout.core.errors import BadRequest, UnsupportedFeature
+from rollout.core.grammar import GRAMMAR_FIELDS, Grammar, grammar_in
 from rollout.core.known_fields import (
     HARMLESS_FIELDS,
     HARMLESS_SAMPLING_FIELDS,
     SGLANG_SAMPLING_FIELDS,
     UNSUPPORTED_SAMPLING_FIELDS,
 )
-from rollout.http.protocol import Body, TokenIds
+from rollout.http.protocol import Body, FreeForm, FreeObject, TokenIds
 from rollout.tokenizer_manager.request import MAX_EXTRA_KEY_CHARS, RoutesFormat
 
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
@@ -25,7 +26,8 @@ RANK_HEADER = "x-data-parallel-rank"
 _ROUTING_HEADERS = {name.encode() for name in (*SESSION_HEADERS, RANK_HEADER, "accept")}
 ExtraKey = Annotated[str, Field(max_length=MAX_EXTRA_KEY_CHARS)]
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-_NOT_SAMPLING = {"include_stop_str_in_output", "prompt_logprobs"}
+_NOT_SAMPLING = {"include_stop_str_in_output", "prompt_logprobs"} | GRAMMAR_FIELDS
+FreeValue = Annotated[Any, FreeForm]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -144,6 +146,22 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: Count | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: FreeObject | None = None
+    guided_json: FreeValue = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: FreeValue = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: FreeValue = None
+
+    def grammar(self) -> Grammar | None:
+        """Return the grammar that the fields ask for.  Raises `BadRequest` or `UnsupportedFeature`."""
+        fields = {name: value for name in GRAMMAR_FIELDS if (value := getattr(self, name, None)) is not None}
+        return grammar_in(fields)
 
     def engine_sampling(self, max_new_tokens: int | None) -> dict[str, Any]:
         """Return the `sampling_params` of a `GenerateReqInput`; None leaves the length to the server."""
@@ -154,6 +172,8 @@ class SamplingFields(Body):
             sampling["sampling_seed"] = None
         if self.include_stop_str_in_output:
             sampling["no_stop_trim"] = True
+        if (grammar := self.grammar()) is not None:
+            sampling["structured_outputs"] = grammar.structured_outputs()
         return {name: value for name, value in sampling.items() if value is not None}
 
     def engine_logprobs(self, num_top: int | None, *, stream: bool) -> dict[str, Any]:

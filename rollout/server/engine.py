@@ -72,6 +72,7 @@ class Engine:
 
     def close(self) -> None:
         """End the engine.  Its memory is free once nothing refers to it."""
+        self._manager.stop_admitting()
         self._loop.close()
 
     async def _generate(self, request: GenerateReqInput) -> dict[str, Any] | list[dict[str, Any]]:

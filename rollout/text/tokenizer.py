@@ -34,13 +34,14 @@ Result = TypeVar("Result")
 class Tokenizer:
     """Text to ids and back.  All methods are safe to call from one event loop.
 
-    `context_length`: tokens of the longest prompt of any use; a text with far more is refused before it is encoded.
+    `backend`: the library's own object.  `context_length`: tokens of the longest prompt of any use; a text with far
+    more is refused before it is encoded.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
         self.context_length: int | None = None
         self.vocabulary = TokenVocabulary(files.backend)
-        self._backend = files.backend
+        self.backend = files.backend
         self._special_tokens = files.special_tokens
         self._templates = ChatTemplates(files.chat_templates, files.special_tokens)
         vocabulary = files.backend.get_vocab()
@@ -57,7 +58,7 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         text = self._special_tokens.get("eos_token")
-        return None if text is None else self._backend.token_to_id(text)
+        return None if text is None else self.backend.token_to_id(text)
 
     def facts(self) -> dict[str, Any]:
         """Return the tokens that have a role, null where there is none, and the chat template."""
@@ -99,7 +100,7 @@ class Tokenizer:
         return ids
 
     def _ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        encodings = self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def _check(self, text: str) -> None:
@@ -141,7 +142,7 @@ class Tokenizer:
         if kept_ids and skip_special_tokens:
             skipped = self.vocabulary.special_ids - kept_ids
             token_ids, skip_special_tokens = [index for index in token_ids if index not in skipped], False
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special ones too; cached, as a few thousand are wanted again and again."""

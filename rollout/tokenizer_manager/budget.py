@@ -187,8 +187,10 @@ class RequestBudget:
     def _masks(self, source: TokenizedGenerateReqInput) -> dict[str, int]:
         """Return the counts of a sample's masks, as large as the request states."""
         params = source.sampling_params
-        most = 1 if params.is_greedy else min(params.top_k, self._max_ids)
-        if most <= 0:  # top-p or min-p alone
+        most = min(params.top_k, self._max_ids)
+        if params.is_greedy:
+            most = -1 if params.is_restricted else 1
+        if most <= 0:  # top-p or min-p alone, or the tokens that a grammar allows a greedy row
             most = 1
             self._open.append(source)
         return {"mask": params.max_new_tokens} | self._mask_ids(source, params.max_new_tokens * most)

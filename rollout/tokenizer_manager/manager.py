@@ -44,6 +44,7 @@ from rollout.tokenizer_manager.in_flight import InFlight, InFlightSample, RidReg
 from rollout.tokenizer_manager.replay import read_replays
 from rollout.tokenizer_manager.request import ExpandedRequest, GenerateReqInput, IgnoredFields, expand, sample_rids
 from rollout.tokenizer_manager.response import ResponseForm, RouteShape
+from rollout.tokenizer_manager.restrictions import Restrictions
 from rollout.tokenizer_manager.sample import RequestObserver, SampleRecord
 from rollout.tokenizer_manager.validation import ServingLimits, check_messages
 
@@ -84,6 +85,7 @@ class TokenizerManager:
         self._route_shape = RouteShape.of(model_config)
         self._tokenizer: Tokenizer | None = None
         self._limits: ServingLimits | None = None
+        self._restrictions = Restrictions(model_config)
         self._ready: asyncio.Future[SchedulerReady] | None = None
         self._failure: LockstepError | None = None
         self._ranks_ready: list[SchedulerReady] = []
@@ -123,17 +125,20 @@ class TokenizerManager:
             tokenizer.context_length = ready.context_length
         self.weight_version = ready.weight_version
         self._limits = ServingLimits.of(self.server_args, self.model_config, ready, tokenizer)
+        self._restrictions.serve(tokenizer)
         self.phase = Phase.SERVING
 
     def stop_admitting(self) -> None:
         """Refuse new requests from now on; what is in flight runs on."""
         if self.phase is not Phase.FAILED:
             self.phase = Phase.STOPPING
+        self._restrictions.close()
 
     def fail(self, reason: str) -> None:
         """Fail requests in flight, and all that follow, with 503 and the reason: the scheduler has exited."""
         self.phase = Phase.FAILED
         self._failure = Unavailable(reason)
+        self._restrictions.close()
         for sample in self._in_flight.all():
             sample.handle.fail(Unavailable(reason))
         self._in_flight.clear()
@@ -150,8 +155,7 @@ class TokenizerManager:
 
     def sessions_in_flight(self) -> list[str]:
         """Return the session of each sample in flight that has one."""
-        ids = (sample.record.session_id for sample in self._in_flight.all())
-        return [session_id for session_id in ids if session_id is not None]
+        return [name for sample in self._in_flight.all() if (name := sample.record.session_id) is not None]
 
     def arrivals_in_flight(self) -> list[float]:
         """Return when each sample in flight arrived, in seconds of the monotonic clock."""
@@ -355,13 +359,11 @@ class TokenizerManager:
     # --- helpers -------------------------------------------------------------------------------------------------
 
     async def _complete(self, expanded: ExpandedRequest, request: GenerateReqInput) -> None:
-        """Tokenise the prompts that came as text, and read the routes that prompts bring along.
-
-        Long text and all routes are read off the event loop.
-        """
+        """Tokenise texts, check restrictions, and read routes: long texts and routes off the event loop."""
         if request.texts:
             for message, input_ids in zip(expanded.messages, await self.tokenizer.encode(request.texts), strict=True):
                 message.input_ids = input_ids
+        await self._restrictions.complete(expanded.messages)
         if request.replay_routed_experts is not None:
             await read_replays(expanded, request.replay_routed_experts_start_len, self._route_shape)
 

@@ -144,7 +144,7 @@ def test_a_stream_and_an_abort(server: ServerProcess) -> None:
 
 def test_a_refusal_changes_nothing(server: ServerProcess) -> None:
     before = server.http.get("/get_load").json()
-    for params in ({"n": 0}, {"temperature": -1}, {"bad_words": ["x"]}, {"routed_experts_prompt_start": 99}):
+    for params in ({"n": 0}, {"temperature": -1}, {"bad_words": [" "]}, {"routed_experts_prompt_start": 99}):
         reply = server.http.post("/inference/v1/generate", json={"token_ids": PROMPT, "sampling_params": params})
         assert reply.status_code == 400 and next(iter(params)).split("_")[0] in reply.json()["error"]["message"]
     assert server.http.get("/get_load").json() == before

@@ -43,6 +43,7 @@ class CountTokensRequest(Body):
     tool_choice: FreeObject | None = None
     thinking: FreeObject | None = None
     output_config: FreeObject | None = None
+    output_format: FreeObject | None = None
     chat_template_kwargs: FreeObject = {}
 
     def chat(self) -> ChatCompletionRequest:
@@ -66,6 +67,7 @@ class CountTokensRequest(Body):
             "add_generation_prompt": not continues,
             "chat_template_kwargs": self._thinking() | self.chat_template_kwargs,
             "reasoning_effort": self._effort(),
+            "response_format": self._format(),
         }
 
     def _thinking(self) -> dict[str, bool]:
@@ -77,10 +79,17 @@ class CountTokensRequest(Body):
             return {}
         return {"enable_thinking": kind == "enabled", "thinking": kind == "enabled"}
 
+    def _format(self) -> dict[str, Any] | None:
+        """Return the form of the text, which `output_format` named before `output_config` did.  Raises `BadRequest`."""
+        found = [each for each in ((self.output_config or {}).get("format"), self.output_format) if each is not None]
+        if len(found) > 1:
+            raise BadRequest("give output_config.format or output_format, not both")
+        if found and (not isinstance(found[0], dict) or found[0].get("type") != "json_schema"):
+            raise BadRequest("output_config.format must be an object of the type json_schema")
+        return found[0] if found else None
+
     def _effort(self) -> str | None:
         config = self.output_config or {}
-        if config.get("format") is not None:
-            raise UnsupportedFeature("output_config.format is not supported by this server")
         effort = config.get("effort")
         if effort is not None and not isinstance(effort, str):
             raise BadRequest("output_config.effort must be text")
@@ -123,10 +132,13 @@ def _function(index: int, tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
 
 
-def _choice(choice: dict[str, Any]) -> str | None:
+def _choice(choice: dict[str, Any]) -> Any:
+    """Return a choice of tools in OpenAI's form."""
     kind = choice.get("type")
     if kind in (None, "auto", "none"):
         return kind
-    if kind not in ("any", "tool"):
+    if kind == "any":
+        return "required"
+    if kind != "tool":
         raise BadRequest("tool_choice.type must be auto, none, any or tool")
-    raise UnsupportedFeature(f"tool_choice of type {kind} is not supported by this server")
+    return {"type": "function", "function": {"name": choice.get("name")}}

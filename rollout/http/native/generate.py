@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from rollout.core.errors import UnsupportedFeature
 from rollout.core.known_fields import (
+    FIELDS_OF_SAMPLING_PARAMS,
     UNSUPPORTED_GENERATE_FIELDS,
     UNSUPPORTED_SAMPLING_FIELDS,
     VLLM_SAMPLING_FIELDS,
@@ -34,6 +35,7 @@ class GenerateRequest(AnyGeneration):
     """POST /generate.  Lists of prompts make a batch; other fields then take one value or a list."""
 
     unsupported = UNSUPPORTED_GENERATE_FIELDS
+    other_names = FIELDS_OF_SAMPLING_PARAMS
 
     text: str | list[str] | None = None
     input_ids: Annotated[TokenIds | list[TokenIds] | None, Field(union_mode="left_to_right")] = None

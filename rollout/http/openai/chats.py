@@ -40,7 +40,12 @@ class Chats:
         self, body: ChatCompletionRequest, headers: Mapping[str, str], prompt_ids: list[int]
     ) -> GenerateReqInput:
         """Return the request of a chat with this prompt.  Raises `BadRequest`."""
-        return body.to_request(headers, prompt_ids, self._messages.kept_tokens(body), self._messages.end_ids())
+        wanted = body.to_request(headers, prompt_ids, self._messages.kept_tokens(body), self._messages.end_ids())
+        grammar = self._messages.grammar(body, prompt_ids)
+        if grammar is not None:
+            assert isinstance(wanted.sampling_params, dict)
+            wanted.sampling_params["structured_outputs"] = grammar.structured_outputs()
+        return wanted
 
     def maker(self, body: ChatCompletionRequest, prompt_ids: list[int]) -> Callable[[], ChatMessage]:
         """Return a maker of the messages that answer `body`.  Raises `BadRequest`."""

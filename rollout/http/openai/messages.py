@@ -9,10 +9,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from rollout.core.errors import StartupError
+from rollout.core.errors import BadRequest, StartupError, UnsupportedFeature
+from rollout.core.grammar import Grammar
 from rollout.http.answers import Native
+from rollout.http.openai.answer_grammar import CallGrammar, Thinking, answer_grammar, forced_tools
 from rollout.http.openai.parsers import harmony
 from rollout.http.openai.parsers.answer import AnswerParser, names_of
+from rollout.http.openai.parsers.lark import Lark
 from rollout.http.openai.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from rollout.http.openai.parsers.said import ToolCall
 from rollout.http.openai.parsers.tool_calls import TOOL_CALL_READERS, CallFormat
@@ -144,12 +147,7 @@ class ChatMessages:
         """
         tools = body.template_tools() or []
         format_, call_format = self._formats(body)
-        in_thought = False
-        if format_ is not None:
-            tail = prompt_ids[-PROMPT_TAIL:]
-            check_token_ids(tail, self._manager.limits.vocab_size, "input_ids")
-            text = self._manager.tokenizer.decode(tail, skip_special_tokens=False)
-            in_thought = format_.begins_in_thought(text, body.begun_answer())
+        in_thought = self._thinking(format_, body, prompt_ids).is_open
         names = names_of(tools)
         return lambda: ChatMessage(
             AnswerParser(
@@ -163,6 +161,40 @@ class ChatMessages:
             shows_reasoning=body.include_reasoning,
             streams_reasoning=body.stream_reasoning,
             max_calls=None if body.parallel_tool_calls else 1,
+        )
+
+    def grammar(self, body: ChatCompletionRequest, prompt_ids: list[int]) -> Grammar | None:
+        """Return the grammar of the answer to `body`, None if nothing binds it.  Raises what refuses it."""
+        text, forced = body.grammar(), forced_tools(body.tool_choice, body.tools)
+        if text is None and forced is None:
+            return None
+        if forced is not None and self._call_format is None:
+            raise UnsupportedFeature("a tool_choice that forces a call needs a server with --tool-call-parser")
+        if forced is not None and text is not None:
+            raise BadRequest("tool_choice forces a call, and the request has a grammar for its text: give one of both")
+        calls = None
+        if self._call_format is not None and (tools := forced or body.template_tools()):
+            has_many = body.parallel_tool_calls and not isinstance(body.tool_choice, dict)
+            calls = CallGrammar(self._call_format, tools, has_many)
+        thinking = self._thinking(self._reasoning_format, body, prompt_ids)
+        return answer_grammar(self._lark(), text, calls, thinking, is_harmony=self._is_harmony)
+
+    def _thinking(
+        self, format_: ReasoningFormat | None, body: ChatCompletionRequest, prompt_ids: list[int]
+    ) -> Thinking:
+        if format_ is None:
+            return Thinking()
+        tail = prompt_ids[-PROMPT_TAIL:]
+        check_token_ids(tail, self._manager.limits.vocab_size, "input_ids")
+        text = self._manager.tokenizer.decode(tail, skip_special_tokens=False)
+        begun = body.begun_answer()
+        return Thinking(format_.begins_in_thought(text, begun), format_.may_begin(text, begun))
+
+    def _lark(self) -> Lark:
+        vocabulary = self._manager.tokenizer.vocabulary
+        return Lark(
+            lambda token: next(iter(self._manager.token_ids_of([token])), None),
+            lambda token_id: token_id in vocabulary.special_ids,
         )
 
 

@@ -58,8 +58,6 @@ class OpenAIRequest(SamplingFields, RecordFields, AnyGeneration):
 
         `num_top` is as in `engine_logprobs`.  Raises `BadRequest`, `UnsupportedFeature`.
         """
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise UnsupportedFeature("response_format other than text is not supported by this server")
         if self.return_sampling_mask and not self.has_record:
             raise BadRequest("return_sampling_mask requires return_meta_info=true or return_token_record=true")
         logprobs = self.engine_logprobs(0 if num_top is None and self.has_record else num_top, stream=self.stream)
@@ -178,8 +176,6 @@ class ChatCompletionRequest(OpenAIRequest):
         """
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise UnsupportedFeature("tool_choice other than auto and none is not supported by this server")
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         num_top = (self.top_logprobs or 0) if self.logprobs else None
         fields = self._engine_fields(headers, limit, num_top)

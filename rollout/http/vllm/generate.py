@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from rollout.core.known_fields import UNSUPPORTED_GENERATE_FIELDS
+from rollout.core.known_fields import FIELDS_OF_SAMPLING_PARAMS, UNSUPPORTED_GENERATE_FIELDS
 from rollout.core.messages.message import Int64
 from rollout.http.answers import (
     Entry,
@@ -49,7 +49,7 @@ class TokenGenerateRequest(AnyGeneration):
     """POST /inference/v1/generate and /skyrl/v1/generate."""
 
     unsupported = UNSUPPORTED_GENERATE_FIELDS | {"replay_routed_experts"}
-    other_names = {
+    other_names = FIELDS_OF_SAMPLING_PARAMS | {
         "rid": "request_id",
         "return_logprob": "sampling_params.logprobs",
         "return_routed_experts": "--enable-return-routed-experts at the server's start",

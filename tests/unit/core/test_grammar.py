@@ -66,7 +66,7 @@ def test_each_field_gives_its_grammar(fields, grammar):
         ({"structured_outputs": {"regex": "a", "json_object": True}}, BadRequest, "one grammar"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, BadRequest, "one grammar"),
         ({"regex": ""}, BadRequest, "empty"),
-        ({"regex": 5}, BadRequest, "regex must be text"),
+        ({"regex": 5}, BadRequest, "regex must be a text"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, BadRequest, "at most"),
         ({"regex": "\ud800"}, BadRequest, "surrogate"),
         ({"guided_json": {"const": "\ud800"}}, BadRequest, "surrogate"),

@@ -8,13 +8,14 @@ from __future__ import annotations
 import pytest
 
 from rollout.core.errors import UnsupportedFeature
+from rollout.core.grammar import GRAMMAR_FIELDS
 from rollout.core.known_fields import (
     HARMLESS_SAMPLING_FIELDS,
     KNOWN_SAMPLING_FIELDS,
     UNSUPPORTED_SAMPLING_FIELDS,
     VLLM_SAMPLING_FIELDS,
 )
-from rollout.core.sampling_params import ALIASES, SamplingParams
+from rollout.core.sampling_params import ALIASES, NOT_ON_THE_WIRE, SamplingParams
 from rollout.http.generation import StreamOptions
 from rollout.http.native.generate import GenerateRequest
 from rollout.http.native.tokenize import TokenizeRequest
@@ -146,7 +147,7 @@ def test_nothing_is_refused_that_is_a_field() -> None:
 
 @pytest.mark.parametrize("names", [SGLANG_SAMPLING, VLLM_SAMPLING])
 def test_no_known_sampling_parameter_is_ignored_by_generate(names: str) -> None:
-    honoured = {*SamplingParams.__struct_fields__, *ALIASES}
+    honoured = {*SamplingParams.__struct_fields__, *ALIASES} - NOT_ON_THE_WIRE | GRAMMAR_FIELDS
     refused = UNSUPPORTED_SAMPLING_FIELDS | VLLM_SAMPLING_FIELDS.keys()
     assert not set(names.split()) - honoured - refused - HARMLESS_SAMPLING_FIELDS
     assert not set(names.split()) - KNOWN_SAMPLING_FIELDS

@@ -123,11 +123,12 @@ def test_every_sample_has_calls_of_its_own(live: Live, client: openai.OpenAI) ->
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "there are no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "names the tool g"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "give one of both"),
     ],
 )
-def test_what_needs_a_grammar_is_refused(
+def test_a_choice_that_cannot_be_made_is_refused(
     live: Live, client: openai.OpenAI, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=reason):
