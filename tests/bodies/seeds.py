@@ -63,6 +63,7 @@ NATIVE_PARAMS = {
     "max_new_tokens": 3, "min_new_tokens": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01,
     "stop": ["END", "\n\n"], "stop_token_ids": [9], "logit_bias": {"5": 1.5, "6": -100}, "frequency_penalty": 0.1,
     "presence_penalty": 0.1, "repetition_penalty": 1.1, "n": 2, "sampling_seed": 7, "ignore_eos": False,
+    "allowed_token_ids": [5, 6], "bad_words": ["a"],
 }  # fmt: skip
 VLLM_PARAMS = {
     "max_tokens": 3, "min_tokens": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "n": 2, "stop": ["END"],
@@ -101,6 +102,15 @@ RESPONSES_BODY: dict[str, Any] = {
     "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}, "metadata": {"a": "b"},
     "chat_template_kwargs": TEMPLATE_KWARGS, "logit_bias": {"5": 1.5}, "stop": ["x"], "stop_token_ids": [9],
 }  # fmt: skip
+GRAMMARS: list[Any] = [
+    {"structured_outputs": {"json": SCHEMA}},
+    {"structured_outputs": {"choice": ["a", "b"]}},
+    {"json_schema": SCHEMA, "bad_words": ["a"]},
+    {"guided_json": SCHEMA, "allowed_token_ids": [5, 6]},
+    {"guided_choice": ["a", "b"]},
+    {"structural_tag": {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}},
+]
+"""One request has one of them."""
 GENERATED = {"request_id": "r", "choices": [{"index": 0, "token_ids": PROMPT, "finish_reason": "stop", "logprobs": {}}]}
 
 
@@ -145,6 +155,7 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
          "token_ids_logprob": [[1, 2], None], "return_sampling_mask": [True, False],
          "lora_path": [None, None]},
         {"text": ["hello", "END"], "sampling_params": NATIVE_PARAMS, "stream": True, "return_routed_experts": True},
+        *({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2} | grammar} for grammar in GRAMMARS),
         *({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "replay_routed_experts": routes}
           for routes in _replays(victim)),
     ]  # fmt: skip
@@ -168,21 +179,37 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         "/v1/completions": [
             OPENAI | {"prompt": ["a", "b"], "logprobs": 2, "echo": True},
             OPENAI | {"prompt": [PROMPT, PROMPT], "stream": True, "stream_options": {"include_usage": True}},
+            *(OPENAI | {"prompt": "a"} | grammar for grammar in GRAMMARS),
         ],
         "/v1/chat/completions": [
             chat,
             chat | {"stream": True, "stream_options": {"include_usage": True}},
             OPENAI | {"messages": [], "input_ids": PROMPT},
+            chat | {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+            *(OPENAI | {"messages": [], "input_ids": PROMPT} | grammar for grammar in GRAMMARS),
         ],
-        "/v1/messages": [MESSAGES_BODY, MESSAGES_BODY | {"stream": True}, {"max_tokens": 3, "input_ids": PROMPT}],
-        "/v1/messages/count_tokens": [MESSAGES_BODY, {"input_ids": PROMPT}],
-        "/v1/responses": [RESPONSES_BODY, RESPONSES_BODY | {"stream": True}, {"input_ids": PROMPT, "input": "a"}],
+        "/v1/messages": [
+            MESSAGES_BODY,
+            MESSAGES_BODY | {"stream": True},
+            {"max_tokens": 3, "input_ids": PROMPT},
+            {"max_tokens": 3, "input_ids": PROMPT, "output_format": {"type": "json_schema", "schema": SCHEMA}},
+            *({"max_tokens": 3, "input_ids": PROMPT} | grammar for grammar in GRAMMARS),
+        ],
+        "/v1/messages/count_tokens": [MESSAGES_BODY, {"input_ids": PROMPT, "output_format": {"type": "json_schema"}}],
+        "/v1/responses": [
+            RESPONSES_BODY,
+            RESPONSES_BODY | {"stream": True},
+            {"input_ids": PROMPT, "input": "a"},
+            *({"input_ids": PROMPT, "input": "a"} | grammar for grammar in GRAMMARS),
+        ],
         "/v1/chat/completions/render": [
             chat | {"stream_options": {"include_usage": True}},
             OPENAI | {"messages": [], "input_ids": PROMPT},
+            *(OPENAI | {"messages": [], "input_ids": PROMPT} | grammar for grammar in GRAMMARS),
         ],
         "/v1/completions/render": [
-            OPENAI | {"prompt": ["a", "b"], "logprobs": 2, "stream_options": {"include_usage": True}}
+            *(OPENAI | {"prompt": "a"} | grammar for grammar in GRAMMARS),
+            OPENAI | {"prompt": ["a", "b"], "logprobs": 2, "stream_options": {"include_usage": True}},
         ],
         "/v1/chat/completions/derender": [
             {"generate_response": GENERATED, "chat_request": chat, "prompt_token_ids": PROMPT},
@@ -192,8 +219,10 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
             {"generate_responses": [GENERATED], "completion_request": OPENAI | {"prompt": "a"}, "prompt_tokens": [1]},
             {"stream": True, "generate_chunk": GENERATED, "stream_state": {"token_ids": {"0": [5]}}},
         ],
-        "/inference/v1/generate": [tokens | {"sampling_params": VLLM_PARAMS}],
-        "/skyrl/v1/generate": [tokens | {"sampling_params": VLLM_PARAMS}],
+        **{
+            path: [tokens | {"sampling_params": VLLM_PARAMS | grammar} for grammar in ({}, *GRAMMARS)]
+            for path in ("/inference/v1/generate", "/skyrl/v1/generate")
+        },
         **{path: [tokenize, {"prompt": ["a", "b"]}] for path in ("/tokenize", "/v1/tokenize")},
         **{path: [{"tokens": [PROMPT, PROMPT]}] for path in ("/detokenize", "/v1/detokenize")},
         "/release_memory_occupation": [{"tags": ["kv_cache", "weights"]}],

@@ -7,6 +7,7 @@ from tests.abuse.attacks import (  # noqa: F401
     connections,
     fields,
     half_open,
+    hostile_grammars,
     keys,
     long_texts,
     raw_bytes,

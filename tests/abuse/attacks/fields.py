@@ -39,6 +39,7 @@ def sampling_parameters_at_their_extremes(victim: Victim) -> str:
         "max_new_tokens", "min_new_tokens", "n", "sampling_seed", "seed", "stop", "stop_token_ids", "ignore_eos",
         "no_stop_trim", "skip_special_tokens", "temperature", "top_p", "top_k", "min_p",
         "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "json_schema", "regex",
+        "ebnf", "structural_tag", "structured_outputs", "guided_choice", "allowed_token_ids", "bad_words",
         "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "routed_experts_prompt_start", "custom_params",
     )  # fmt: skip
     kinds = [{"type": "number"}, {"type": "string"}, {"type": "array", "items": {"type": "string"}}]
