@@ -1,16 +1,19 @@
 """`Sampler`: the interface of implementations that sample one token for each row of logits, with log-probabilities.
 
-The log-probability is of the log-softmax after logit bias, penalties and temperature, before top-k, top-p and min-p
-(SGLang's default); a greedy row's is of the logits as they are.  A random row takes one uniform number and inverts
-the cumulative distribution in vocabulary order: it needs no noise tensor of the size of the vocabulary, and does not
-depend on the batch.  A greedy row takes the largest logit, of equal ones the lowest id.
+The log-probability is of the log-softmax after logit bias, penalties, restriction and temperature, before top-k, top-p
+and min-p (SGLang's default); a greedy row's is of the logits without temperature.  A random row takes one uniform
+number and inverts the cumulative distribution in vocabulary order: it needs no noise tensor of the size of the
+vocabulary, and does not depend on the batch.  A greedy row takes the largest logit, of equal ones the lowest id.
 
 A row that holds a NaN or +infinity, or nothing above -infinity, is no distribution.  Its token is the id of the first
 NaN, else the lowest id of the largest logit.  All its log-probabilities are NaN; its best tokens are the lowest ids.
 
 Where a row wants its mask, it gets the ids of all tokens that could have been sampled, in vocabulary order: the ones
-that bias, minimum length, top-k, top-p and min-p leave, and whose weight in float is not 0.  They come from the very
-weights that the token was drawn from.  The mask of a greedy row, or of a row without a distribution, is its token.
+that bias, minimum length, restriction, top-k, top-p and min-p leave, and whose weight in float is not 0.  They come
+from the very weights that the token was drawn from.  The mask of a greedy row, or of a row without a distribution, is
+its token.  That of a greedy row with a restriction is all that the restriction leaves: its log-probability is of them.
+
+A restriction (a grammar, allowed ids, bad words) is a set of tokens for each step.  Other tokens become -infinity.
 
 Shapes: N rows, V vocabulary, n most log-probabilities of best tokens that a row asks for, C chosen tokens, M kept ones
 of all rows together.

@@ -40,10 +40,11 @@ ROW_SETTINGS = np.dtype(
         ("wants_mask", "i8"),
         ("top_logprobs", "i8"),
         ("min_new_tokens", "i8"),
+        ("allowed", "i8"),
         *((f"{name}_{end}", "i8") for name in _SPANS for end in ("begin", "end")),
     ]
 )
-_PACK = struct.Struct(f"=Q6d{6 + 2 * len(_SPANS)}q").pack
+_PACK = struct.Struct(f"=Q6d{7 + 2 * len(_SPANS)}q").pack
 _PACK_SPANS = struct.Struct(f"={2 * len(_SPANS)}q").pack
 _NO_SPANS = (0,) * (2 * len(_SPANS))
 _SPANS_AT = ROW_SETTINGS.itemsize - 8 * len(_NO_SPANS)  # bytes before the spans
@@ -57,7 +58,8 @@ class SamplingRow:
     """The inputs of one row: `seed` as an unsigned 64-bit number, the ids that end it, its tokens so far, its wishes.
 
     A row may want log-probabilities: of the sampled token, of the `top_logprobs` best ones, of chosen ones.  It may
-    want the mask of the tokens that could have been sampled.  `shared` has its lists as arrays; samples of one prompt
+    want the mask of the tokens that could have been sampled.  The caller enters the tokens that it may sample
+    (`is_restricted`) at every step.  `shared` has its lists as arrays; samples of one prompt
     may share them.  `place` is the place where they were entered last.
     """
 
@@ -70,6 +72,7 @@ class SamplingRow:
     top_logprobs: int = 0
     chosen_ids: Sequence[int] = ()
     wants_mask: bool = False
+    is_restricted: bool = False
     settings: bytes = field(init=False, repr=False)  # one `ROW_SETTINGS` without spans
     has_penalties: bool = field(init=False, repr=False)
     has_lists: bool = field(init=False, repr=False)
@@ -93,10 +96,12 @@ class SamplingRow:
             self.wants_mask,
             self.top_logprobs,
             params.min_new_tokens,
+            -1,
             *_NO_SPANS,
         )
         self.has_penalties = params.has_penalties
-        self.has_lists = bool(self.chosen_ids or params.logit_bias or params.min_new_tokens > 0 or self.has_penalties)
+        self.has_lists = self.has_penalties or self.is_restricted or params.min_new_tokens > 0
+        self.has_lists = self.has_lists or bool(self.chosen_ids or params.logit_bias)
         self.wants_more = bool(self.top_logprobs or self.chosen_ids or self.wants_mask)
         self.shared = SharedLists(Prompt(self.prompt_ids), self.end_ids, params.logit_bias, self.chosen_ids)
 
@@ -143,7 +148,9 @@ class SamplingBatchInfo:
 
     `settings` are [N] of `ROW_SETTINGS`, without spans.  `operands` are the same with spans, and the tensors that the
     spans point into, in the order of the operator's arguments.  `rows_with_lists` are the rows, with their indices,
-    that have chosen ids, bias, penalties or a minimum length.  The cached properties are the same parameters for plain
+    that have chosen ids, bias, penalties, a minimum length or a restriction.  `allowed_GW` int32 are the tokens that
+    the `restricted` rows may sample, one row after the other: bit i % 32 of word i // 32.  The caller writes them
+    before each step; at first they are all tokens.  The cached properties are the same parameters for plain
     torch, on `device`.
 
     `lists` hold the lists of the rows: row i has the place `places[i]` in them.  By default this batch makes its own.
@@ -162,6 +169,8 @@ class SamplingBatchInfo:
         self.device = torch.device(device)
         self.top_n = max([row.top_logprobs for row in rows], default=0)
         self.rows_with_lists = [(i, row) for i, row in enumerate(rows) if row.has_lists]
+        self.restricted = [i for i, row in self.rows_with_lists if row.is_restricted]
+        self.allowed_GW = np.full((len(self.restricted), -(-vocab_size // 32)), -1, dtype=np.int32)
         self._lists, self._numbers = lists, places
         self._table: np.ndarray | None = None  # `settings` with spans; None: not asked for yet
         self._operands: tuple[Any, ...] = ()
@@ -205,6 +214,7 @@ class SamplingBatchInfo:
         for (i, _), place in zip(self.rows_with_lists, places):
             settings[i] = place.settings
         self._table = table = _table_of(settings)
+        table["allowed"][self.restricted] = range(len(self.restricted))
         chosen = self._enter_chosen(table)
         self._histories = [
             (place, row.output_ids) for (_, row), place in zip(self.rows_with_lists, places) if row.has_penalties
@@ -218,6 +228,7 @@ class SamplingBatchInfo:
             lists.bias_values,
             lists.end_ids,
             lists.histories,
+            torch.from_numpy(self.allowed_GW),
             self.top_n,
         )
         if self._histories:
@@ -294,6 +305,13 @@ class SamplingBatchInfo:
             to_device(torch.from_numpy(least), self.device),
             self._column("wants_mask", torch.bool),
         )
+
+    def allowed(self, row: int) -> torch.Tensor | None:
+        """Return which tokens a row may sample, [V] bool on `device`; None if it is not restricted."""
+        if row not in self.restricted:
+            return None
+        bits = np.unpackbits(self.allowed_GW[self.restricted.index(row)].view(np.uint8), bitorder="little")
+        return to_device(torch.from_numpy(bits[: self.vocab_size].astype(bool)), self.device)
 
     @property
     def has_filters(self) -> bool:

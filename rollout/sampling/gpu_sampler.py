@@ -6,7 +6,7 @@ bits are the same in every batch of plain rows.  `TorchSampler` samples all rows
 plain.  There the host waits for the device where a row
 
     has top-p or min-p, and top-k none or above 1024   whether a partial sort is enough
-    has bias, penalties, a minimum length or chosen ids   they are copied to the device
+    has bias, penalties, a minimum length, a restriction or chosen ids   they are copied to the device
     wants its mask                                      the number of kept tokens
 
 Rows without filters and masks were run on an H100 by `tests/gpu`.  The others were **not run** on a device; tests

@@ -34,6 +34,7 @@ class InvariantGpuSampler(GpuSampler):
         rows = PlainRows(*(part.to(device) for part in info.rows_alone))
         out = PlainTokens.empty(len(logits_NV), min(self.mask_limit, vocab) if info.masked_rows else 0, device)
         self.sample_plain(logits_NV, rows, to_device(positions_N, device), out)
+        _widen_masks(logits_NV, info, out)
         tokens = SampledTokens.plain(out, info)
         if info.top_n:
             ids, logprobs = _best(logits_NV, rows.temperatures, info.top_n)
@@ -53,6 +54,20 @@ class InvariantGpuSampler(GpuSampler):
         ids_NC = torch.cat((target_ids_N.to(device)[:, None], chosen_C.expand(num_rows, -1)), 1)
         logprobs_NC = _of_rows(logits_NV, temperatures_N, ids_NC)
         return ScoredTokens(logprobs_NC[:, 0], *_best(logits_NV, temperatures_N, top_n), logprobs_NC[:, 1:])
+
+
+def _widen_masks(logits_NV: torch.Tensor, info: SamplingBatchInfo, out: PlainTokens) -> None:
+    """Write the masks of greedy rows with a restriction: all tokens that it leaves, and not only the best one."""
+    for i in info.masked_rows:
+        row, largest = info.rows[i], logits_NV[i].float().max()
+        if not (row.is_restricted and row.params.is_greedy and bool(largest.isfinite())):
+            continue
+        values_V = logits_NV[i].float() / row.params.effective_temperature
+        ids = torch.softmax(values_V, dim=-1).nonzero().squeeze(1)
+        logprobs, width = torch.log_softmax(values_V[ids], dim=-1), out.kept_ids.shape[1]
+        out.kept_counts[i] = len(ids)
+        out.kept_ids[i, : len(ids)] = ids[:width]
+        out.kept_logprobs[i, : len(ids)] = logprobs[:width]
 
 
 def _of_rows(logits_NV: torch.Tensor, temperatures_N: torch.Tensor, ids_NC: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """`Sampler` in plain torch: every device, float32 and float64; half precision is widened to float32.
 
-A row's logits pass through `apply_edits` (bias, penalties, minimum length) and temperature.  A random row then passes
-through filters (`filtered_candidates`: top-k, top-p, min-p), and one number from `uniform` draws its token.  Of equally
-probable tokens, torch decides which one a filter keeps and which one comes first among the best.
+A row's logits pass through `apply_edits` (bias, penalties, minimum length, restriction) and temperature.  A random row
+then passes through filters (`filtered_candidates`: top-k, top-p, min-p), and one number from `uniform` draws its token.
+Of equally probable tokens, torch decides which one a filter keeps and which one comes first among the best.
 
 Shapes: as in `base`; F rows with filters, K candidates kept by a partial sort.
 """
@@ -76,13 +76,15 @@ class TorchSampler(Sampler):
 
 
 def apply_edits(logits_NV: torch.Tensor, info: SamplingBatchInfo, positions_N: torch.Tensor) -> torch.Tensor:
-    """Apply to the logits in place, in this order: bias, repetition, frequency and presence, minimum length.
+    """Apply to the logits in place: bias, repetition, frequency and presence, minimum length, restriction.
 
     Frequency and presence penalties count output tokens (OpenAI's definition); the repetition penalty counts prompt
     and output (Keskar et al., "CTRL", 2019).
     """
     for i, row in info.rows_with_lists:
         _edit_row(logits_NV[i], row, int(positions_N[i]))
+        if (allowed_V := info.allowed(i)) is not None:
+            logits_NV[i].masked_fill_(~allowed_V, -torch.inf)
     return logits_NV
 
 
@@ -256,13 +258,17 @@ def _kept(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `kept_counts`, `kept_ids` and `kept_logprobs` of `SampledTokens`.
 
-    Rows that are `settled` have one token; without a distribution, that token has no log-probability.
+    Rows that are `settled` have one token; without a distribution, that token has no log-probability.  Greedy rows with
+    a restriction have all tokens that it leaves.
     """
     counts = torch.zeros(len(logits_NV), dtype=torch.int64)
     ids: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     for i in info.masked_rows:
-        if bool(settled_N[i]):
+        if i in info.restricted and bool(settled_N[i] & is_distribution_N[i]):
+            ids.append(torch.softmax(logits_NV[i], dim=-1).nonzero().squeeze(1))
+            logprobs.append(torch.log_softmax(logits_NV[i, ids[-1]], dim=-1))
+        elif bool(settled_N[i]):
             ids.append(token_ids_N[i : i + 1])
             logprobs.append(torch.full((1,), 0.0 if bool(is_distribution_N[i]) else torch.nan, dtype=logits_NV.dtype))
         else:

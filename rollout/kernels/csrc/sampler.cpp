@@ -75,7 +75,11 @@ struct Workplace {
   int64_t token(const RowSettings& settings, int64_t position, Kept* kept) {
     if (settings.is_greedy || !row.is_distribution()) {
       const int64_t best = row.best();
-      if (kept != nullptr) kept->set(best, row.is_distribution() ? 0.0f : kNaN);
+      if (kept != nullptr && settings.allowed >= 0 && row.is_distribution()) {
+        selection.draw(row, distribution, {row.size(), 1.0, 0.0}, 0.0, kept);
+      } else if (kept != nullptr) {
+        kept->set(best, row.is_distribution() ? 0.0f : kNaN);
+      }
       return best;
     }
     const double noise = uniform(settings.seed, static_cast<uint64_t>(position));
@@ -110,20 +114,23 @@ void for_rows(const at::Tensor& logits, F&& body) {
 
 Results sample_rows(const at::Tensor& logits, const at::Tensor& positions, const at::Tensor& settings,
                     const at::Tensor& chosen_ids, const at::Tensor& bias_ids, const at::Tensor& bias_values,
-                    const at::Tensor& end_ids, const at::Tensor& histories, int64_t width) {
+                    const at::Tensor& end_ids, const at::Tensor& histories, const at::Tensor& allowed, int64_t width) {
   check_logits(logits);
   const int64_t num_rows = logits.size(0), vocab = logits.size(1), num_chosen = chosen_ids.numel();
   TORCH_CHECK(settings.dim() == 2 && settings.scalar_type() == at::kLong && settings.is_contiguous() &&
                   settings.size(0) == num_rows && settings.size(1) == kSettings,
               "settings must be int64 [N, ", kSettings, "]");
   TORCH_CHECK(width >= 0, "top_n must be at least 0");
+  TORCH_CHECK(allowed.dim() == 2 && allowed.scalar_type() == at::kInt && allowed.is_contiguous() &&
+                  allowed.size(1) == (vocab + 31) / 32,
+              "allowed must be int32 [G, ", (vocab + 31) / 32, "]");
   TORCH_CHECK(bias_values.scalar_type() == at::kFloat && bias_values.is_contiguous() &&
                   bias_values.numel() == bias_ids.numel(),
               "bias_values must be float32, as many as bias_ids");
   const int64_t* position = check_vector(positions, "positions", num_rows);
   const Lists lists{check_vector(chosen_ids, "chosen_ids", -1), check_vector(bias_ids, "bias_ids", -1),
                     check_vector(end_ids, "end_ids", -1), check_vector(histories, "histories", -1),
-                    bias_values.const_data_ptr<float>()};
+                    bias_values.const_data_ptr<float>(), allowed.const_data_ptr<int32_t>()};
   const RowSettings* rows = reinterpret_cast<const RowSettings*>(settings.const_data_ptr<int64_t>());
   bool any_mask = false;
   for (int64_t i = 0; i < num_rows; ++i) {
@@ -133,6 +140,7 @@ Results sample_rows(const at::Tensor& logits, const at::Tensor& positions, const
     check_ids(lists.ends, end_ids.numel(), rows[i].ends, vocab, "end_ids");
     check_ids(lists.histories, histories.numel(), rows[i].prompt, vocab, "histories");
     check_ids(lists.histories, histories.numel(), rows[i].output, vocab, "histories");
+    TORCH_CHECK(-1 <= rows[i].allowed && rows[i].allowed < allowed.size(0), "a row outside the allowed tokens");
     TORCH_CHECK(0 <= rows[i].top_logprobs && rows[i].top_logprobs <= width, "a row asks for more than top_n");
   }
   std::vector<Kept> kept(any_mask ? num_rows : 0);
@@ -151,8 +159,9 @@ Results sample_rows(const at::Tensor& logits, const at::Tensor& positions, const
       const RowSettings& row = rows[i];
       place.row.set(place.editor.edit(x + i * vocab, vocab, row, position[i], lists), vocab);
       const bool wants = row.wants_logprob || row.top_logprobs > 0 || !row.chosen.empty();
-      if ((wants || !row.is_greedy) && place.row.is_distribution()) {
-        place.distribution.set(place.row, !row.is_greedy && (row.filters(vocab) || row.wants_mask));
+      const bool draws = !row.is_greedy || (row.wants_mask && row.allowed >= 0);
+      if ((wants || draws) && place.row.is_distribution()) {
+        place.distribution.set(place.row, draws && (row.filters(vocab) || row.wants_mask));
       }
       tokens[i] = place.token(row, position[i], row.wants_mask ? &kept[i] : nullptr);
       values[i] = row.wants_logprob ? place.logprob(tokens[i]) : kNaN;
@@ -183,6 +192,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> score_rows(const at::
   int64_t* best = top_ids.mutable_data_ptr<int64_t>();
   RowSettings settings{};
   settings.temperature = temperature;
+  settings.allowed = -1;
   with_dtype(logits, [&](auto zero) {
     using T = decltype(zero);
     const T* x = logits.const_data_ptr<T>();
@@ -203,7 +213,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> score_rows(const at::
 TORCH_LIBRARY_FRAGMENT(lockstep, m) {
   m.def(
       "sample_rows(Tensor logits, Tensor positions, Tensor settings, Tensor chosen_ids, Tensor bias_ids, "
-      "Tensor bias_values, Tensor end_ids, Tensor histories, int top_n) "
+      "Tensor bias_values, Tensor end_ids, Tensor histories, Tensor allowed, int top_n) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "score_rows(Tensor logits, Tensor target_ids, float temperature, Tensor chosen_ids, int top_n) "

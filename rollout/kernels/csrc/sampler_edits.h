@@ -27,6 +27,7 @@ struct RowSettings {
   int64_t wants_mask;  // the tokens that the filters leave
   int64_t top_logprobs;
   int64_t min_new_tokens;
+  int64_t allowed;  // the row of its allowed tokens, -1 if all are
   Span chosen;   // token ids whose log-probabilities are wanted
   Span bias;     // token ids and what is added to their logits
   Span ends;     // token ids that end the request
@@ -37,11 +38,24 @@ struct RowSettings {
   Filter filter(int64_t vocab) const { return {0 < top_k && top_k < vocab ? top_k : vocab, top_p, min_p}; }
 };
 
-// The lists that the spans point into.
+// The lists that the spans point into, and the sets of allowed tokens [G, W], 32 in a word.
 struct Lists {
   const int64_t *chosen, *bias, *ends, *histories;
   const float* bias_values;
+  const int32_t* allowed;
 };
+
+// Tokens that the set does not hold become -infinity.
+inline void forbid(const int32_t* words, int64_t size, float* logits) {
+  for (int64_t first = 0; first < size; first += 32) {
+    const uint32_t word = static_cast<uint32_t>(words[first / 32]);
+    if (word == ~uint32_t{0}) continue;
+    const int64_t end = std::min(first + 32, size);
+    for (int64_t id = first; id < end; ++id) {
+      if ((word >> (id - first) & 1) == 0) logits[id] = -kInfinity;
+    }
+  }
+}
 
 // Logits [V] in float, divided by the temperature.
 template <class T>
@@ -67,7 +81,7 @@ class Editor {
   template <class T>
   const float* edit(const T* logits, int64_t size, const RowSettings& row, int64_t position, const Lists& lists) {
     const bool ends = position < row.min_new_tokens && !row.ends.empty();
-    const bool edits = ends || !row.bias.empty() || !row.prompt.empty() || !row.output.empty();
+    const bool edits = ends || !row.bias.empty() || !row.prompt.empty() || !row.output.empty() || row.allowed >= 0;
     const float temperature = static_cast<float>(row.temperature);
     if constexpr (std::is_same_v<T, float>) {
       if (!edits && temperature == 1.0f) return logits;
@@ -78,6 +92,7 @@ class Editor {
     for (int64_t i = row.bias.begin; i < row.bias.end; ++i) buffer_[lists.bias[i]] += lists.bias_values[i];
     penalise(row, lists.histories);
     for (int64_t i = row.ends.begin; ends && i < row.ends.end; ++i) buffer_[lists.ends[i]] = -kInfinity;
+    if (row.allowed >= 0) forbid(lists.allowed + row.allowed * ((size + 31) / 32), size, buffer_.data());
     if (temperature != 1.0f) widen(buffer_.data(), size, temperature, buffer_.data());
     return buffer_.data();
   }

@@ -308,13 +308,14 @@ def test_nothing_is_computed_again_for_a_batch_that_stays(native: NativeSampler)
         ("positions must have 2 entries", {1: torch.zeros(3, dtype=torch.int64)}),
         ("positions must be a vector of int64", {1: torch.zeros(2)}),
         ("settings must be", {2: torch.zeros(2, 21, dtype=torch.int64)}),
+        ("allowed must be int32", {8: torch.zeros(0, 2, dtype=torch.int32)}),
         ("outside the list", {3: torch.zeros(0, dtype=torch.int64)}),
         ("chosen_ids: ids must be in 0..29", {3: torch.tensor([30])}),
         ("bias_ids: ids must be in 0..29", {4: torch.tensor([-1, 3])}),
         ("as many as bias_ids", {5: torch.zeros(3)}),
         ("end_ids: ids must be in 0..29", {6: torch.tensor([2**40])}),
         ("histories: ids must be in 0..29", {7: torch.full((100,), 77)}),
-        ("asks for more than top_n", {8: 1}),
+        ("asks for more than top_n", {9: 1}),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(native: NativeSampler, message: str, change: dict) -> None:
