@@ -89,7 +89,8 @@ class Restriction:
         if self.num_fed < self._min_new:
             self._ends.remove_from(out_W)
         if not out_W.any():
-            self._fail(self._reason())
+            if not self._has_ended:
+                self._fail(self._reason())
             out_W[:] = _ALL
 
     @property
@@ -106,6 +107,11 @@ class Restriction:
     def ends_alone(self) -> bool:
         """True for a request with a grammar and without a token of the model that ends it."""
         return self._matcher is not None and not self._eos.meets(self._ends)
+
+    @property
+    def _has_ended(self) -> bool:
+        """True where the request ends with its last token, which need not be known yet when the next is restricted."""
+        return self.ends_alone and self.num_fed >= max(self._min_new, 1) and self.is_complete
 
     @property
     def _is_over(self) -> bool:

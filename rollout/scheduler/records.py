@@ -70,18 +70,30 @@ class SampledRows:
         self._top_rows = [row for row in more if wants[row].top_logprobs]
         self._chosen_rows = [row for row in more if wants[row].chosen_ids]
         self._mask_rows = [row for row in more if wants[row].wants_mask]
-        self._stop_string_rows = [row for row, req in enumerate(reqs) if req.stop_text is not None]
+        self._stop_string_rows = [row for row, req in enumerate(reqs) if req.stop_text is not None or _ends_alone(req)]
+        self._restricted = [(row, reqs[row], reqs[row].restriction) for row in self.info.restricted]
         self._streams = any(req.source.stream for req in reqs)
+
+    def restrict(self) -> None:
+        """Write the tokens that each row may sample next into `info`.  All tokens before are known."""
+        for allowed_W, (_, req, restriction) in zip(self.info.allowed_GW, self._restricted):
+            assert restriction is not None
+            restriction.feed(req.output_ids[restriction.num_fed :])
+            restriction.write(allowed_W)
 
     def enter(self, tokens: SampledTokens, epoch: ServingEpoch, last: Sequence[int], ended: Sequence[int]) -> list[Req]:
         """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming.
 
         The rows `last` have all their tokens after this step.  The requests of the rows `ended` had ended before, so
-        their sampled tokens are dropped.  A token whose mask is over the limit is dropped, too, and its request ends.
+        their sampled tokens are dropped.  A token whose mask is over the limit, or in whose place no token was
+        allowed, is dropped, too, and its request ends.
         """
         refused: list[Req] = []
+        if self._restricted:
+            refused, ended = self._refuse_failed(ended)
         if self._mask_rows:
-            refused, ended = self._append_masks(tokens, ended)
+            too_large, ended = self._append_masks(tokens, ended)
+            refused += too_large
         if self._append_logprob:
             self._append_logprobs(tokens, ended)
         if epoch is not self._marked_epoch:
@@ -118,6 +130,17 @@ class SampledRows:
             if req.finished:
                 finished.append(req)
         return finished
+
+    def _refuse_failed(self, ended: Sequence[int]) -> tuple[list[Req], list[int]]:
+        """Return the requests that end as they may sample no token, and the rows whose token is dropped."""
+        refused, dropped = [], list(ended)
+        for row, req, restriction in self._restricted:
+            failure = None if restriction is None or row in ended else restriction.failure
+            if failure is not None and failure[0] == len(req.output_ids):
+                req.finished = FinishReason(type="abort", message=failure[1], status_code=400)
+                refused.append(req)
+                dropped.append(row)
+        return refused, dropped
 
     def _append_masks(self, tokens: SampledTokens, ended: Sequence[int]) -> tuple[list[Req], list[int]]:
         """Append the masks of the step to the records.
@@ -165,6 +188,11 @@ class SampledRows:
                 begin, end = end, end + len(self.reqs[row].sampling_row.chosen_ids)
                 if row not in ended:
                     self.reqs[row].output.alternatives.append_chosen(chosen[begin:end])
+
+
+def _ends_alone(req: Req) -> bool:
+    """Return whether the request ends with its grammar, and not with a token."""
+    return req.restriction is not None and req.restriction.ends_alone
 
 
 def _joined(end_ids: Collection[frozenset[int]]) -> frozenset[int] | None:

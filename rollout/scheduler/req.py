@@ -15,6 +15,7 @@ from rollout.core.adapter_names import key_of_kv
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.req_output import FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
+from rollout.grammar.restriction import Restriction
 from rollout.memory.sequence import CachedSequence
 from rollout.model.adapters import ServedAdapter
 from rollout.model.model_state import ServingEpoch
@@ -114,6 +115,7 @@ class Req(CachedSequence):
         "oldest_epoch",
         "output",
         "prompt_record",
+        "restriction",
         "sampling_row",
         "saved_rows",
         "source",
@@ -130,10 +132,11 @@ class Req(CachedSequence):
         end_ids: frozenset[int],
         stop_text: IncrementalDetokenizer | None = None,
         adapter: ServedAdapter | None = None,
+        restriction: Restriction | None = None,
         sibling: Req | None = None,
     ) -> None:
         """Begin with an empty record.  `sibling`: another sample of the same message, which has the same lists."""
-        self.sampling_row = _sampling_row(source, seed, end_ids)
+        self.sampling_row = _sampling_row(source, seed, end_ids, restriction is not None)
         if sibling is not None:
             self.sampling_row.shared = sibling.sampling_row.shared
         super().__init__(self.sampling_row.shared.prompt, self.sampling_row.output_ids)
@@ -142,6 +145,7 @@ class Req(CachedSequence):
         self.arrival = arrival
         self.end_ids = end_ids  # token ids that finish the request
         self.stop_text = stop_text  # of the output, with special tokens; None without stop strings
+        self.restriction = restriction  # the tokens that it may sample; None: all
         self.output = OutputRecord()
         wants_prompt = source.return_logprob and 0 <= source.logprob_start_len < len(source.input_ids)
         self.prompt_record = PromptRecord(source.logprob_start_len) if wants_prompt else None
@@ -229,7 +233,9 @@ class Extend:
     completes: bool
 
 
-def _sampling_row(source: TokenizedGenerateReqInput, seed: int, end_ids: frozenset[int]) -> SamplingRow:
+def _sampling_row(
+    source: TokenizedGenerateReqInput, seed: int, end_ids: frozenset[int], is_restricted: bool
+) -> SamplingRow:
     """Return the request's settings for the sampler, the same in every batch."""
     wants_logprobs = source.return_logprob
     return SamplingRow(
@@ -242,4 +248,5 @@ def _sampling_row(source: TokenizedGenerateReqInput, seed: int, end_ids: frozens
         top_logprobs=source.top_logprobs_num if wants_logprobs else 0,
         chosen_ids=(source.token_ids_logprob or ()) if wants_logprobs else (),
         wants_mask=source.return_sampling_mask,
+        is_restricted=is_restricted,
     )

@@ -292,6 +292,7 @@ class Scheduler:
                 end_ids=self._stop.end_ids(source) if sibling is None else sibling.end_ids,
                 stop_text=self._stop.text_for(source),
                 adapter=None if name is None else self.runner.state.adapters.find(name),
+                restriction=self._stop.restriction_for(source, self.runner.state.model.config.vocab_size),
                 sibling=sibling,
             )
         except LockstepError as error:
@@ -322,8 +323,7 @@ class Scheduler:
         self._channel.send(BatchTokenOutput(outputs=[output]))
 
     def _abort(self, message: AbortReqInput) -> None:
-        """Abort requests, without an answer.  A failure is logged, and does not end the loop."""
-        try:
+        try:  # without an answer; a failure is logged, and does not end the loop
             self.abort(None if message.abort_all else message.rids)
         except FatalError:
             raise

@@ -4,9 +4,10 @@
                           |
               the next launch may come first: its input tokens are on the device, its lengths are counted
 
-`launch` reads no sampled token and does not wait for the device; its last act is to start copies of the results to the
-host.  `finish` waits only for these copies.  The result of `launch` names the epoch that computes the step.  So
-tokens, scores and rows are labelled with the weights that made them, even if others are published before the finish.
+`launch` reads no sampled token and does not wait for the device, but where a row has a restriction; its last act is to
+start copies of the results to the host.  `finish` waits only for these copies.  The result of `launch` names the epoch
+that computes the step.  So tokens, scores and rows are labelled with the weights that made them, even if others are
+published before the finish.
 
 Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary, L MoE layers, K top-k, R rows of routes that a
 request sent.
@@ -119,6 +120,7 @@ class StepRunner:
         self._decoding: SampledRows | None = None  # of generation `_generation` of the decode batch
         self._generation = -1
         self._decode_adapters: tuple[int, torch.Tensor | None] = (-1, None)  # of that generation's requests
+        self._unfinished: InFlight | None = None  # the step that was launched last
         self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests replays routes
 
     def rest(self) -> None:
@@ -133,7 +135,8 @@ class StepRunner:
         """Enqueue the step on the device.  `phase(name)` is called when a part of a phase of `StepStats` has ended."""
         step = self._enqueue(plan, counts, phase)
         pool = self._cache.pool
-        return step.brought(pool.device) if pool.is_apart else step
+        self._unfinished = step.brought(pool.device) if pool.is_apart else step
+        return self._unfinished
 
     def _enqueue(self, plan: StepPlan, counts: RankCounts | None, phase: Callable[[str], None]) -> InFlight:
         extends, decodes, pool = plan.extends, plan.decodes, self._cache.pool
@@ -163,6 +166,7 @@ class StepRunner:
         if decodes:
             rows = self._rows_of(decodes)
             if tokens is None:
+                self._restrict(rows)
                 tokens = self._sampler.sample(logits_NV, rows.info, decodes.output_counts)
             pool.newest_tokens.put(batch.decode.req_pool_indices, tokens.token_ids)
             sampled.append(Sampled(rows, tokens, decodes.advance()))
@@ -216,11 +220,31 @@ class StepRunner:
             newest = self._cache.pool.newest_tokens
             rows = SampledRows(reqs, self._stop, self._vocab_size, newest.device, self._lists)
             counts = [len(req.output_ids) for req in reqs]  # none of their tokens is in flight
+            self._restrict(rows)
             tokens = self._sampler.sample(logits_NV[: len(reqs)], rows.info, torch.tensor(counts))
             newest.put(to_device(torch.tensor([req.pool_index for req in reqs]), newest.device), tokens.token_ids)
             last = [row for row, req in enumerate(reqs) if counts[row] + 1 >= req.sampling_params.max_new_tokens]
             sampled.append(Sampled(rows, tokens, last))
         return logits_NV[len(reqs) :]
+
+    def _restrict(self, rows: SampledRows) -> None:
+        """Write the tokens that restricted rows may sample, while the device computes the forward.
+
+        They follow from the tokens before, so the host waits for the step before, whose results are on their way.
+        """
+        if not rows.info.restricted:
+            return
+        before = self._unfinished
+        if before is not None:
+            self._wait(before)
+            for part in before.sampled:
+                for req, token_id in zip(part.rows.reqs, part.tokens.token_ids.tolist()):
+                    restriction = req.restriction
+                    if restriction is not None and req.finished is None:
+                        restriction.feed(req.output_ids[restriction.num_fed :])
+                        if restriction.num_fed == len(req.output_ids):
+                            restriction.feed([token_id])
+        rows.restrict()
 
     def kind_of(self, plan: StepPlan) -> StepKind:
         """Return the kind of this rank's step."""
@@ -281,8 +305,10 @@ class StepRunner:
 
         Returns the requests with something to send, as they ended or stream, and the number of entered tokens.
         """
+        if step is self._unfinished:
+            self._unfinished = None
         if step.copies is not None:
-            step.copies.wait(self._runner.state.model.parallel.wait_for)
+            self._wait(step)
             phase("forward")
         if step.routes is not None:
             self._runner.keep_routes(step.routes)
@@ -304,6 +330,11 @@ class StepRunner:
         if outgoing:
             self._num_ended += sum(req.finished is not None for req in outgoing)
         return outgoing, num_entered
+
+    def _wait(self, step: InFlight) -> None:
+        """Wait until the results of a step are on the host."""
+        if step.copies is not None:
+            step.copies.wait(self._runner.state.model.parallel.wait_for)
 
 
 def _spans(plan: StepPlan) -> Iterator[tuple[Req, int, int]]:

@@ -1,4 +1,4 @@
-"""The end of a request: by an end token, a stop string, its length, or a sampling mask over the limit.
+"""The end of a request: by an end token, a stop string, its grammar, its length, or a sampling mask over the limit.
 
 Stop strings are searched for in the text with special tokens, as in SGLang, whether or not the reply's text has them.
 """
@@ -13,12 +13,15 @@ from rollout.core.errors import UnsupportedFeature
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.req_output import FinishReason
 from rollout.core.sampling_params import SamplingParams
+from rollout.grammar.compiler import GrammarCompiler
+from rollout.grammar.restriction import Restriction
+from rollout.grammar.vocabulary import GrammarVocabulary
 from rollout.scheduler.req import Req
 from rollout.text.detokenizer import INCOMPLETE, IncrementalDetokenizer
 
 
 class StopChecker:
-    """Decides after every sampled token.  Without a `tokenizer`, stop strings are refused."""
+    """Decides after every sampled token.  Without a `tokenizer`, stop strings and grammars are refused."""
 
     def __init__(
         self, eos_token_ids: tuple[int, ...], tokenizer: Tokenizer | None, sampling_mask_max_tokens: int = 1 << 31
@@ -29,6 +32,7 @@ class StopChecker:
         # Byte-level text is the bytes of its tokens one after the other: a token always adds the same bytes.
         self._adds_bytes = self._tokenizer is not None and isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._text_of_token: dict[int, str] = {}
+        self._compiler: GrammarCompiler | None = None  # made for the first grammar
 
     def end_ids(self, source: TokenizedGenerateReqInput) -> frozenset[int]:
         """Return the token ids that finish a request."""
@@ -46,6 +50,27 @@ class StopChecker:
         if self._tokenizer is None:
             raise UnsupportedFeature("stop strings need a tokenizer, and this server runs without one")
         return IncrementalDetokenizer(partial(self._tokenizer.decode, skip_special_tokens=False))
+
+    def restriction_for(self, source: TokenizedGenerateReqInput, vocab_size: int) -> Restriction | None:
+        """Return the tokens that the request may sample, from its beginning; None if it may sample all.
+
+        All ranks make the same.  Raises `BadRequest` for a grammar that does not compile, `UnsupportedFeature` for any
+        without its library or a tokenizer.
+        """
+        params = source.sampling_params
+        if not params.is_restricted:
+            return None
+        matcher = None if params.grammar is None else self._compiler_for(vocab_size).matcher(params.grammar)
+        ends = self.end_ids(source)
+        return Restriction(vocab_size, params, eos_ids=self._eos, end_ids=ends, matcher=matcher)
+
+    def _compiler_for(self, vocab_size: int) -> GrammarCompiler:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise UnsupportedFeature("grammars need a tokenizer, and this server runs without one")
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size, sorted(self._eos)))
+        return self._compiler
 
     def mask_refusal(self, req: Req, count: int) -> FinishReason | None:
         """Return the reason to end if the next token's mask has too many ids, as no part of a mask is returned."""
@@ -68,7 +93,7 @@ class StopChecker:
     def check(self, req: Req) -> FinishReason | None:
         """Return the reason if the last token finished `req`.
 
-        An end token has precedence over a stop string, and a stop string over the length.
+        An end token has precedence over a stop string, this over a grammar that is complete, and all over the length.
         """
         output, params = req.output_ids, req.sampling_params
         last = output[-1]
@@ -79,6 +104,11 @@ class StopChecker:
             matched = _matched_string(text, output, params.stop)
             if matched is not None:
                 return FinishReason(type="stop", matched=matched)
+        restriction = req.restriction
+        if restriction is not None and restriction.ends_alone and len(output) >= params.min_new_tokens:
+            restriction.feed(output[restriction.num_fed :])
+            if restriction.is_complete:
+                return FinishReason(type="stop")
         if len(output) >= params.max_new_tokens:
             return FinishReason(type="length", length=len(output))
         return None
