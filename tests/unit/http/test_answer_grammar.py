@@ -1,17 +1,12 @@
 """Answers that are drawn at random from the grammars of chats, and what the parsers read in them."""
 
 import json
-import random
 
 import jsonschema
-import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from rollout.core.errors import LockstepError
 from rollout.core.grammar import Grammar
-from rollout.grammar.compiler import GrammarCompiler
-from rollout.grammar.vocabulary import GrammarVocabulary
 from rollout.http.openai.answer_grammar import CallGrammar, Thinking, answer_grammar, forced_tools
 from rollout.http.openai.parsers import harmony
 from rollout.http.openai.parsers.answer import AnswerParser
@@ -19,6 +14,7 @@ from rollout.http.openai.parsers.lark import Lark, regex
 from rollout.http.openai.parsers.reasoning import REASONING_FORMATS
 from rollout.http.openai.parsers.tool_calls import TOOL_CALL_READERS
 from rollout.text.token_vocabulary import TokenVocabulary
+from tests.grammar_drawer import Drawer
 
 WEATHER = {
     "type": "object",
@@ -40,58 +36,18 @@ TOOLS = [
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
 ANSWER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 MARKERS = sorted({*(mark for each in TOOL_CALL_READERS.values() for mark in each.markers), "<think>", "</think>"})
-END = "<end of output>"
-
-
-def tokenizer_with(*, special: bool) -> Tokenizer:
-    """Return a tokenizer of bytes, and of the markers of all formats.  They may be special; harmony's always are."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END, special=True)])
-    tokenizer.add_tokens([AddedToken(mark, special=special or mark in harmony.MARKERS) for mark in MARKERS])
-    return tokenizer
-
-
-class Drawer:
-    """Draws texts at random under a grammar's mask."""
-
-    def __init__(self, *, special: bool) -> None:
-        self.tokenizer = tokenizer_with(special=special)
-        self.size = self.tokenizer.get_vocab_size()
-        self._end = self.tokenizer.token_to_id(END)
-        self._compiler = GrammarCompiler(lambda: GrammarVocabulary.of(self.tokenizer, self.size, [self._end]))
-        self._endings = [self.tokenizer.encode(text).ids for text in ("\n</parameter>\n", *MARKERS, '"', "}", "]")]
-
-    def lark(self) -> Lark:
-        special = TokenVocabulary(self.tokenizer).special_ids
-        return Lark(self.tokenizer.token_to_id, special.__contains__)
-
-    def check(self, grammar: Grammar) -> None:
-        self._compiler.matcher(grammar)
-
-    def text(self, grammar: Grammar, seed: int) -> str:
-        generator, matcher = random.Random(seed), self._compiler.matcher(grammar)
-        packed_W = np.zeros(-(-self.size // 32), dtype=np.int32)
-        ids: list[int] = []
-        while len(ids) < 4000:
-            matcher.allowed(packed_W)
-            allowed = np.flatnonzero(np.unpackbits(packed_W.view(np.uint8), bitorder="little")[: self.size])
-            if self._end in allowed and (len(allowed) == 1 or generator.random() < 0.7):
-                return self.tokenizer.decode(ids, skip_special_tokens=False)
-            ending = generator.choice(self._endings)
-            trial = matcher.copy()
-            if not all(map(trial.advance, ending)):
-                ending = [generator.choice([index for index in allowed.tolist() if index != self._end])]
-            assert all(map(matcher.advance, ending))
-            ids += ending
-        raise AssertionError("no end")
+ENDINGS = ("\n</parameter>\n", *MARKERS, '"', "}", "]")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "special"])
 def drawer(request) -> Drawer:
-    return Drawer(special=request.param)
+    special = MARKERS if request.param else harmony.MARKERS  # harmony's always are
+    return Drawer({mark: mark in special for mark in MARKERS}, ENDINGS)
+
+
+def lark_of(drawer: Drawer) -> Lark:
+    special = TokenVocabulary(drawer.tokenizer).special_ids
+    return Lark(drawer.tokenizer.token_to_id, special.__contains__)
 
 
 FORMATS = [  # a parser of calls, and the parser of reasoning that goes with it
@@ -109,7 +65,7 @@ FORMATS = [  # a parser of calls, and the parser of reasoning that goes with it
 def grammar_of(drawer: Drawer, calls: str, thinking: Thinking, text=None, tools=TOOLS) -> Grammar:
     format_ = TOOL_CALL_READERS[calls]
     wanted = CallGrammar(format_, tools, has_many=True) if tools else None
-    return answer_grammar(drawer.lark(), text, wanted, thinking, is_harmony=format_.is_harmony)
+    return answer_grammar(lark_of(drawer), text, wanted, thinking, is_harmony=format_.is_harmony)
 
 
 def said_in(text: str, calls: str, thinks: str | None, *, in_thought: bool):
@@ -154,7 +110,7 @@ def test_an_answer_of_a_form_may_call_instead(drawer, calls, thinks):
     ],
 )
 def test_a_form_begins_behind_the_thought(drawer, form, fits):
-    grammar = answer_grammar(drawer.lark(), form, None, Thinking(is_open=True), is_harmony=False)
+    grammar = answer_grammar(lark_of(drawer), form, None, Thinking(is_open=True), is_harmony=False)
     for seed in range(2):
         thought, _, text = drawer.text(grammar, seed).partition("</think>")
         assert fits(text.lstrip("\n ")) or fits(text), (thought, text)
