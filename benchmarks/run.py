@@ -22,6 +22,7 @@ from benchmarks import (
     families,
     fingerprint,
     front,
+    grammar,
     grpo,
     http_lists,
     memory,
@@ -45,6 +46,7 @@ PARTS = (
     "families",
     "formats",
     "grpo",
+    "grammar",
     "capture",
     "scoring",
     "front",
@@ -102,6 +104,8 @@ def main() -> None:
             rows += weight_formats.run(shape, batches, args.rounds, args.new_tokens, console)
         if "grpo" in args.only:
             rows += grpo.run(shape, args.rounds, console, args.against, args.prompts)
+        if "grammar" in args.only:
+            rows += grammar.run(shape, args.rounds, args.new_tokens, console)
         if "capture" in args.only:
             rounds = args.rounds * (5 if shape == "S" else 1)
             rows += capture.run(shape, 32, rounds, args.new_tokens, console)

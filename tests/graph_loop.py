@@ -32,7 +32,7 @@ class PlainNativeSampler(NativeSampler):
         row = SamplingRow(SamplingParams(), 0, (), (), [])
         self._table_1S = torch.frombuffer(bytearray(row.settings), dtype=torch.int64)[None]
         none = torch.empty(0, dtype=torch.int64)
-        self._rest = (none, none, torch.empty(0), none, none, 0)
+        self._lists = (none, none, torch.empty(0), none, none)
 
     def plain_rows(self, info: SamplingBatchInfo, device: torch.device | str) -> PlainRows | None:
         return info.plain_rows
@@ -55,7 +55,9 @@ class PlainNativeSampler(NativeSampler):
         }
         for name, values in columns.items():
             table_NS[:, ROW_SETTINGS.names.index(name)] = values
-        tokens = SampledTokens(*self._sample_rows(logits_NV, positions_N, table_NS, *self._rest))
+        allowed_GW = torch.empty(0, -(-logits_NV.shape[1] // 32), dtype=torch.int32)
+        results = self._sample_rows(logits_NV, positions_N, table_NS, *self._lists, allowed_GW, 0)
+        tokens = SampledTokens(*results)
         for held, given in zip(out[:3], (tokens.token_ids, tokens.logprobs, tokens.kept_counts), strict=True):
             held.copy_(given)
         counts = tokens.kept_counts.tolist()

@@ -34,7 +34,7 @@ class Matcher:
         if self._inner.is_error():
             out_W[:] = 0
             return
-        self._inner.unsafe_compute_mask_ptr(out_W.ctypes.data, out_W.nbytes)
+        self._inner.unsafe_compute_mask_ptr(out_W.__array_interface__["data"][0], out_W.nbytes)
         if self._inner.is_error():
             out_W[:] = 0
 

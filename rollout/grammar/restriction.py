@@ -22,8 +22,9 @@ _ALL = np.int32(-1)
 class Restriction:
     """Follows the tokens of one request, each of them once, in order.
 
-    `failure` is set where no token is allowed: the index of the token that cannot be sampled, and the reason.  From
-    there on every token is allowed, as the request ends.
+    `ends_alone`: it has a grammar, and no token of the model ends it.  `failure` is set where no token is allowed: the
+    index of the token that cannot be sampled, and the reason.  From there on every token is allowed, as the request
+    ends.
     """
 
     __slots__ = (
@@ -36,6 +37,7 @@ class Restriction:
         "_num_words",
         "_recent",
         "_stops",
+        "ends_alone",
         "failure",
         "num_fed",
     )
@@ -59,6 +61,7 @@ class Restriction:
         self._num_words = -(-vocab_size // 32)
         self._bad = params.bad_word_ids
         self._min_new = params.min_new_tokens
+        self.ends_alone = matcher is not None and self._stops.isdisjoint(eos_ids)
         self._recent: list[int] = []  # the latest tokens, as many as the longest bad word needs
         self.num_fed = 0
         self.failure: tuple[int, str] | None = None
@@ -104,11 +107,6 @@ class Restriction:
         return not out_W.any()
 
     @property
-    def ends_alone(self) -> bool:
-        """True for a request with a grammar and without a token of the model that ends it."""
-        return self._matcher is not None and not self._eos.meets(self._ends)
-
-    @property
     def _has_ended(self) -> bool:
         """True where the request ends with its last token, which need not be known yet when the next is restricted."""
         return self.ends_alone and self.num_fed >= max(self._min_new, 1) and self.is_complete
@@ -126,7 +124,7 @@ class Restriction:
         if matcher.error:
             return
         self._eos.remove_from(out_W)
-        if matcher.may_end:
+        if len(self._ends.places) and matcher.may_end:
             self._ends.add_to(out_W)
 
     def _fail(self, reason: str) -> None:
@@ -160,15 +158,11 @@ class TokenSet:
         out_W[self.places] |= self.bits
 
     def remove_from(self, out_W: np.ndarray) -> None:
-        out_W[self.places] &= ~self.bits
+        if len(self.places):
+            out_W[self.places] &= ~self.bits
 
     def keep_only(self, out_W: np.ndarray) -> None:
         """Remove all other tokens."""
         kept = out_W[self.places] & self.bits
         out_W[:] = 0
         out_W[self.places] = kept
-
-    def meets(self, other: TokenSet) -> bool:
-        """Return whether both have a token in common."""
-        _, mine, theirs = np.intersect1d(self.places, other.places, return_indices=True)
-        return bool((self.bits[mine] & other.bits[theirs]).any())

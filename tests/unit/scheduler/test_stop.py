@@ -181,7 +181,9 @@ def accepted(checker: StopChecker, **params: Any) -> Req:
         rid="r", input_ids=[0], sampling_params=SamplingParams(max_new_tokens=100_000, ignore_eos=True, **params)
     )
     queues = RequestQueues(DecodeBatch())
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=300))
     scheduler = SimpleNamespace(
+        runner=SimpleNamespace(state=SimpleNamespace(model=model)),
         _check=lambda source: None,
         _seeds=SimpleNamespace(seed_for=lambda source: 0),
         _stop=checker,
