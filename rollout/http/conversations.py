@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ class Conversations:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        self._pending: dict[str, _Pending] = {}
+        self._pending: weakref.WeakKeyDictionary[SampleRecord, _Pending] = weakref.WeakKeyDictionary()
 
     # --- prompts -------------------------------------------------------------------------------------------------
 
@@ -220,16 +221,16 @@ class Conversations:
         new_message: Callable[[], ChatMessage],
         kept_ids: frozenset[int],
     ) -> None:
-        """Make each sample a turn once it has ended."""
+        """Make each sample a turn once it has ended.  One that is lost is forgotten with its record."""
         for record in records:
-            self._pending[record.rid] = _Pending(session_id, prompt, new_message, kept_ids)
+            self._pending[record] = _Pending(session_id, prompt, new_message, kept_ids)
 
     def on_first_token(self, record: SampleRecord) -> None:
         """Do nothing: a turn is kept once it has ended."""
 
     def on_finished(self, record: SampleRecord) -> None:
         """Keep a sample that is followed, unless it has no tokens."""
-        pending = self._pending.pop(record.rid, None)
+        pending = self._pending.pop(record, None)
         if pending is None or not record.output_ids:
             return
         turn = self._turn(record, pending)

@@ -72,7 +72,7 @@ class MaskRecord:
         self.kept_logprobs += delta.kept_logprobs or b""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class SampleRecord:
     """Lists named `output_*` run parallel to `output_ids`.  Times are seconds of a monotonic clock.
 

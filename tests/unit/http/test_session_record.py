@@ -222,6 +222,15 @@ def test_calls_are_compared_by_their_content(live: Live) -> None:
     assert second["parent"] == first["id"]
 
 
+def test_a_request_that_takes_the_name_of_a_lost_one_is_no_turn(live: Live) -> None:
+    body = {"session_id": "lost", "rid": "lost", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    live.scheduler.misreport = True
+    assert live.client.post("/v1/chat/completions", json=body).status_code == 500
+    live.scheduler.misreport = False
+    live.generate(text="hello", rid="lost", return_logprob=True)
+    assert refused(live, "lost")[0] == 404
+
+
 def test_text_that_is_not_unicode_is_refused_as_without_a_session(live: Live) -> None:
     body = '{"session_id": "s", "messages": [{"role": "user", "content": "\\ud800"}]}'
     reply = live.client.post("/v1/chat/completions", content=body)
