@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -32,21 +33,25 @@ from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord
 Message = dict[str, Any]
 _TOKEN_BYTES = 64
 """Bytes of Python's objects for one token and its log-probability."""
+_TURN_BYTES = 2048
+"""Bytes of Python's objects for a turn and its session besides tokens, text, routes and masks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One finished chat.  Its tokens are its parent's, then `given_ids` and `output_ids`; `end` counts them all.
 
-    `messages` are the conversation with the answer, and `key` is their digest.  `rewrites`: the turn whose messages
-    this one has, too, where the template does not render them as its tokens any more.
+    `key` is the digest of its conversation with the answer.  `thoughts` are the ones of messages that the parent does
+    not have, by the message's index.  `rewrites`: the turn whose messages this one has, too, where the template does
+    not render them as its tokens any more.
     """
 
     rid: str
     key: bytes
     parent: Turn | None
     rewrites: Turn | None
-    messages: list[Message]
+    thoughts: dict[int, str]
+    num_messages: int
     given_ids: list[int]
     output_ids: list[int]
     output_logprobs: list[float]
@@ -72,6 +77,10 @@ class Turn:
             turn = turn.parent
         return turns[::-1]
 
+    def all_thoughts(self) -> dict[int, str]:
+        """Return the thoughts of the whole conversation, by the index of their message."""
+        return {index: thought for turn in self.chain() for index, thought in turn.thoughts.items()}
+
     def token_ids(self) -> list[int]:
         """Return all tokens up to the end of this turn."""
         return [token for turn in self.chain() for part in (turn.given_ids, turn.output_ids) for token in part]
@@ -90,7 +99,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class _Session:
-    turns: list[Turn] = field(default_factory=list)
+    turns: dict[Turn, None] = field(default_factory=dict)  # in the order of their ends
     by_key: dict[bytes, Turn] = field(default_factory=dict)
     num_bytes: int = 0
 
@@ -106,7 +115,8 @@ class _Pending:
 class Conversations:
     """The turns of sessions; an observer of the manager.  Use from its event loop.
 
-    All of them take at most `max_bytes`.  The session that was used least recently goes first, and goes whole.
+    All of them take at most `max_bytes`.  The session that was used least recently goes first, and goes whole: a turn
+    that would go on from one of its turns is not kept.
     """
 
     def __init__(self, manager: TokenizerManager, max_bytes: int) -> None:
@@ -130,7 +140,7 @@ class Conversations:
         found = self._last_turn(session_id, context, messages)
         if found is not None:
             turn, count = found
-            known = _with_thoughts(messages, turn.messages)
+            known = _with_thoughts(messages, turn.all_thoughts())
             token_ids: list[int] | None = None
             with contextlib.suppress(BadRequest):  # a template may refuse messages that end with an answer
                 token_ids = await self._extended(turn, body, known, count)
@@ -233,10 +243,13 @@ class Conversations:
         pending = self._pending.pop(record, None)
         if pending is None or not record.output_ids:
             return
+        session = self._sessions.get(pending.session_id, _Session())
+        if pending.prompt.parent is not None and pending.prompt.parent not in session.turns:
+            return
         turn = self._turn(record, pending)
-        session = self._sessions.setdefault(pending.session_id, _Session())
+        self._sessions[pending.session_id] = session
         self._sessions.move_to_end(pending.session_id)
-        session.turns.append(turn)
+        session.turns[turn] = None
         session.by_key[turn.key] = turn
         session.num_bytes += turn.num_bytes
         self._num_bytes += turn.num_bytes
@@ -250,11 +263,12 @@ class Conversations:
         text = SampleText(record, self._manager.tokenizer, pending.kept_ids).update()
         answer = _answer(pending.new_message().delta(text, is_last=True))
         messages = [*prompt.messages, answer]
+        num_known = 0 if prompt.parent is None else prompt.parent.num_messages
+        thoughts = _thoughts(messages, num_known)
         given = prompt.token_ids[0 if prompt.parent is None else prompt.parent.end :]
         mask = record.output_mask if record.source.return_sampling_mask else None
-        num_bytes = _TOKEN_BYTES * (len(given) + 2 * len(record.output_ids))
-        num_known = 0 if prompt.parent is None else len(prompt.parent.messages)
-        num_bytes += len(text) + sum(len(str(message)) for message in prompt.messages[num_known:])
+        num_bytes = _TURN_BYTES + _TOKEN_BYTES * (len(given) + 2 * len(record.output_ids))
+        num_bytes += sum(map(sys.getsizeof, thoughts.values()))
         num_bytes += 0 if finished.routed_experts is None else len(finished.routed_experts.data)
         num_bytes += 0 if mask is None else len(mask.token_ids) + len(mask.kept_logprobs)
         *_, key = _keys(prompt.context, messages)
@@ -263,7 +277,8 @@ class Conversations:
             key=key,
             parent=prompt.parent,
             rewrites=prompt.rewrites,
-            messages=messages,
+            thoughts=thoughts,
+            num_messages=len(messages),
             given_ids=given,
             output_ids=record.output_ids,
             output_logprobs=record.output_logprobs,
@@ -292,14 +307,23 @@ def _answer(delta: dict[str, Any]) -> Message:
     return plain
 
 
-def _with_thoughts(messages: list[Message], known: list[Message]) -> list[Message]:
-    """Return `messages` with the thoughts of the `known` ones at the same places, where a client left them out."""
+def _thoughts(messages: list[Message], first: int) -> dict[int, str]:
+    """Return the thoughts of messages from the index `first` on."""
+    return {
+        index: message["reasoning_content"]
+        for index, message in enumerate(messages[first:], start=first)
+        if isinstance(message.get("reasoning_content"), str)
+    }
+
+
+def _with_thoughts(messages: list[Message], thoughts: dict[int, str]) -> list[Message]:
+    """Return `messages` with the known thoughts, by index, where a client left them out."""
     return [
-        message | {"reasoning_content": before["reasoning_content"]}
-        if "reasoning_content" in before and "reasoning_content" not in message
+        message | {"reasoning_content": thoughts[index]}
+        if index in thoughts and "reasoning_content" not in message
         else message
-        for message, before in zip(messages, known)
-    ] + messages[len(known) :]
+        for index, message in enumerate(messages)
+    ]
 
 
 def _keys(context: bytes, messages: list[Message]) -> Iterator[bytes]:

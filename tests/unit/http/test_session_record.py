@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.http import conversations
-from rollout.http.conversations import Conversations
+from rollout.http.conversations import Conversations, Turn
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import NUM_EXPERTS, TOP_K, logprob_of
 from tests.tiny_tokenizer import write_model_folder
@@ -239,12 +241,44 @@ def test_text_that_is_not_unicode_is_refused_as_without_a_session(live: Live) ->
 
 def test_sessions_that_have_no_room_are_dropped_whole(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = next(each for each in live.manager._observers if isinstance(each, Conversations))
-    monkeypatch.setattr(kept, "_max_bytes", kept._num_bytes + 20 * conversations._TOKEN_BYTES)
+    monkeypatch.setattr(kept, "_max_bytes", kept._num_bytes + conversations._TURN_BYTES)
     oldest = next(iter(kept._sessions))
     Agent(live, "new").ask("hello")
     assert kept.turns("new") and not kept.turns(oldest)
     status, message = refused(live, oldest)
     assert status == 404 and "no turn of the session" in message
+
+
+def test_a_long_session_takes_no_more_than_its_new_messages(live: Live) -> None:
+    """What is kept of a turn does not hold the messages of all turns before it."""
+    kept = next(each for each in live.manager._observers if isinstance(each, Conversations))
+    agent = Agent(live, "long")
+    for _ in range(8):
+        agent.ask("x" * 64, max_tokens=1)
+    *_, last = kept.turns("long")
+    messages = {id(each) for each in gc.get_objects() if isinstance(each, dict) and each.get("content") == "x" * 64}
+    assert last.num_messages == 16 and not messages.intersection(_held_by(last))
+
+
+def _held_by(turn: Turn) -> set[int]:
+    """Return the ids of the objects that a turn refers to, and of those that these refer to."""
+    near = gc.get_referents(turn)
+    return {id(each) for each in [*near, *gc.get_referents(*near)]}
+
+
+def test_a_turn_of_a_dropped_session_goes_with_it(live: Live) -> None:
+    """It would hold the tokens of the turns before it, which nothing counts any more."""
+    kept = next(each for each in live.manager._observers if isinstance(each, Conversations))
+    agent = Agent(live, "gone")
+    agent.ask("hello")
+    live.scheduler.paused = True
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(agent.ask, "END")
+        live.wait_until(lambda: any(each.session_id == "gone" for each in kept._pending.values()))
+        live.call_in_loop(lambda: kept._sessions.pop("gone"))
+        live.scheduler.paused = False
+        asked.result()
+    assert refused(live, "gone")[0] == 404
 
 
 def refused(live: Live, session: str) -> tuple[int, str]:
