@@ -33,6 +33,8 @@ from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord
 Message = dict[str, Any]
 _TOKEN_BYTES = 64
 """Bytes of Python's objects for one token and its log-probability."""
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's thought."""
 _TURN_BYTES = 2048
 """Bytes of Python's objects for a turn and its session besides tokens, text, routes and masks."""
 
@@ -159,8 +161,9 @@ class Conversations:
         self._sessions.move_to_end(session_id)
         keys = list(_keys(context, messages))
         for count in range(len(messages), 0, -1):
-            if messages[count - 1]["role"] == "assistant" and keys[count - 1] in session.by_key:
-                return session.by_key[keys[count - 1]], count
+            turn = session.by_key.get(keys[count - 1]) if messages[count - 1]["role"] == "assistant" else None
+            if turn is not None and _has_thoughts(turn, messages[:count]):
+                return turn, count
         return None
 
     async def _extended(
@@ -316,12 +319,22 @@ def _thoughts(messages: list[Message], first: int) -> dict[int, str]:
     }
 
 
+def _has_thoughts(turn: Turn, messages: list[Message]) -> bool:
+    """Return whether no message has another thought than the turn has there.  A client may leave thoughts out."""
+    known = turn.all_thoughts()
+    given = ((index, _thought(message)) for index, message in enumerate(messages))
+    return all(thought in ("", known.get(index, "").strip()) for index, thought in given)
+
+
+def _thought(message: Message) -> str:
+    """Return the thought of a message under any name that templates read, without spaces around it."""
+    return str(next((message[name] for name in _THOUGHTS if message.get(name)), "")).strip()
+
+
 def _with_thoughts(messages: list[Message], thoughts: dict[int, str]) -> list[Message]:
     """Return `messages` with the known thoughts, by index, where a client left them out."""
     return [
-        message | {"reasoning_content": thoughts[index]}
-        if index in thoughts and "reasoning_content" not in message
-        else message
+        message | {"reasoning_content": thoughts[index]} if index in thoughts and not _thought(message) else message
         for index, message in enumerate(messages)
     ]
 
@@ -334,14 +347,24 @@ def _keys(context: bytes, messages: list[Message]) -> Iterator[bytes]:
         yield key
 
 
-def _content_of(message: Message) -> list[Any]:
-    """Return what two forms of one message share: ids of calls differ, and thoughts are often left out."""
-    calls = [
-        [call["function"].get("name"), call["function"].get("arguments")]
-        for call in message.get("tool_calls") or ()
-        if isinstance(call, dict) and isinstance(call.get("function"), dict)
-    ]
-    return [message["role"], message.get("content") or "", calls, message.get("name")]
+def _content_of(message: Message) -> Any:
+    """Return what two forms of one message share.
+
+    An answer comes back with new ids of its calls, and often without thoughts or with fields of a client's own.  All
+    else comes back as it was, but for marks of a cache.
+    """
+    if message["role"] != "assistant":
+        return {name: value for name, value in message.items() if name not in ("cache_control", "content")} | {
+            "content": message.get("content") or ""
+        }
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        functions = [call.get("function") if isinstance(call, dict) else call for call in calls]
+        calls = [
+            [function.get("name"), function.get("arguments")] if isinstance(function, dict) else function
+            for function in functions
+        ]
+    return ["assistant", message.get("content") or "", calls or [], message.get("name")]
 
 
 def _digest(before: bytes, content: Any) -> bytes:

@@ -196,6 +196,31 @@ def test_thoughts_stay_until_the_template_leaves_them_out(live: Live) -> None:
     assert (three["parent"], three["rewrites"]) == (None, two["id"])
 
 
+def test_an_edited_thought_is_another_conversation(live: Live) -> None:
+    """Else the model would read a thought that its request does not have."""
+    live.scheduler.received.clear()
+    agent = Agent(live, "edited")
+    agent.ask("<think>hm</think>hello<|im_end|>", role="raw")
+    answer = dict(agent.messages[-1])
+    agent.messages[-1] = answer | {"reasoning_content": "oh"}
+    agent.ask("END", role="tool")
+    agent.messages = [agent.messages[0], answer | {"reasoning": "hm", "reasoning_content": ""}]
+    agent.ask("END", role="tool")
+    first, edited, same = agent.record()["turns"]
+    assert (edited["parent"], edited["rewrites"], same["parent"]) == (None, None, first["id"])
+    texts = [text_of(live, list(message.input_ids)) for message in sent(live)]
+    assert "<think>oh</think>" in texts[1] and "<think>hm</think>" in texts[2]
+
+
+@pytest.mark.parametrize("calls", [3, "f", [3], [{"function": 3}]])
+def test_calls_of_any_form_are_read_by_the_template_alone(live: Live, calls: Any) -> None:
+    """A session changes nothing about that: the template refuses them, or reads no call."""
+    messages = [{"role": "user", "content": "hello", "tool_calls": calls}, {"role": "assistant", "tool_calls": calls}]
+    bodies = [{"messages": messages, "max_tokens": 1} | more for more in ({}, {"session_id": "odd"})]
+    plain, in_session = (live.client.post("/v1/chat/completions", json=body).status_code for body in bodies)
+    assert plain == in_session < 500
+
+
 def test_another_model_begins_a_conversation_of_its_own(live: Live) -> None:
     agent = Agent(live, "models")
     agent.ask("hello")
@@ -250,7 +275,7 @@ def test_sessions_that_have_no_room_are_dropped_whole(live: Live, monkeypatch: p
 
 
 def test_a_long_session_takes_no_more_than_its_new_messages(live: Live) -> None:
-    """What is kept of a turn does not hold the messages of all turns before it."""
+    """A turn does not hold the messages of all turns before it."""
     kept = next(each for each in live.manager._observers if isinstance(each, Conversations))
     agent = Agent(live, "long")
     for _ in range(8):
@@ -261,7 +286,7 @@ def test_a_long_session_takes_no_more_than_its_new_messages(live: Live) -> None:
 
 
 def _held_by(turn: Turn) -> set[int]:
-    """Return the ids of the objects that a turn refers to, and of those that these refer to."""
+    """Return the ids of the objects that a turn refers to, at once or by another object."""
     near = gc.get_referents(turn)
     return {id(each) for each in [*near, *gc.get_referents(*near)]}
 
