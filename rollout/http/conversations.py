@@ -177,8 +177,17 @@ class Conversations:
         added = self._after_answer(turn, before, whole[len(before) :])
         if added is None:
             return None
-        (more,) = await self._manager.tokenizer.encode([added], add_special_tokens=False)
-        return turn.token_ids() + more
+        return turn.token_ids() + await self._encode_after(turn.output_ids[-1], added)
+
+    async def _encode_after(self, token_id: int, text: str) -> list[int]:
+        """Return the tokens of a text behind a token: at the beginning, some tokenizers put a space before a text."""
+        tokenizer = self._manager.tokenizer
+        if token_id in tokenizer.vocabulary.special_ids:
+            (ids,) = await tokenizer.encode([tokenizer.token_text(token_id) + text], add_special_tokens=False)
+            if ids[:1] == [token_id]:
+                return ids[1:]
+        (ids,) = await tokenizer.encode([text], add_special_tokens=False)
+        return ids
 
     def _after_answer(self, turn: Turn, before: str, after: str) -> str | None:
         """Return the text behind the last token of a turn; None if the place of that token is not known.
@@ -193,7 +202,7 @@ class Conversations:
         end = "" if end_id is None else tokenizer.token_text(end_id)
         skipped = len(end) if is_sampled else 0
         place = before.rfind(end)
-        if not end:
+        if not end.strip():  # space that the template writes anywhere is not the end of a turn
             return None
         if place >= 0 and not before[place + len(end) :].strip():
             return before[place + skipped :] + after

@@ -65,6 +65,9 @@ class ResponsesRequest(SamplingFields, RecordFields, AnyGeneration):
         unknown = [name for name in self.include if name != SEALED]
         if unknown:
             raise UnsupportedFeature(f"include may not name {shown(unknown[0])}; return_token_record gives the tokens")
+        format_ = self.text.get("format")
+        if format_ is not None and not isinstance(format_, dict):
+            raise BadRequest("text.format must be an object")
         effort = self.reasoning.get("effort")
         if effort is not None and not isinstance(effort, str):
             raise BadRequest("reasoning.effort must be text")
@@ -77,7 +80,7 @@ class ResponsesRequest(SamplingFields, RecordFields, AnyGeneration):
             tools=[_function(index, tool) for index, tool in enumerate(self.tools or ())] or None,
             reasoning_effort=effort,
             max_completion_tokens=self.max_output_tokens,
-            response_format=self.text.get("format"),
+            response_format=format_,
             **{name: getattr(self, name) for name in (*own, *_SAME)},
         )
         chat.unknown = self.unknown

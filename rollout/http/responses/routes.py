@@ -114,9 +114,11 @@ class ResponsesRoutes:
         return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
 
     async def _whole(self, answering: _Answering, native: Native) -> dict[str, Any]:
-        thoughts = answering.items.thoughts
-        num_thought = len((await self._manager.tokenizer.encode([thoughts], add_special_tokens=False))[0])
-        return ended(answering.head, answering.chat, answering.items, native, num_thought if thoughts else 0)
+        thoughts, num_thought = answering.items.thoughts, 0
+        if thoughts:  # there are none without a tokenizer
+            (ids,) = await self._manager.tokenizer.encode([thoughts], add_special_tokens=False)
+            num_thought = len(ids)
+        return ended(answering.head, answering.chat, answering.items, native, num_thought)
 
     async def _kept(self, answering: _Answering, content: bytes) -> bytes:
         """Keep a finished response if its request wants that; return its JSON."""

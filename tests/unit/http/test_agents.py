@@ -308,3 +308,16 @@ def test_labels_of_sessions_have_a_bound(sessions: Live, monkeypatch: pytest.Mon
     for index in range(5):
         sessions.generate(input_ids=[5], sampling_params={"max_new_tokens": 1}, session_id=f'label-{index}"')
     assert labels() == before | {'label-0\\"': 1.0, 'label-1\\"': 1.0, "other": 3.0}
+
+
+def test_doors_answer_ids_without_a_tokenizer_and_refuse_text(folder: Path) -> None:
+    with live_server(folder, with_tokenizer=False) as live:
+        for door, limit, text in (
+            ("/v1/messages", "max_tokens", {"messages": [{"role": "user", "content": "hello"}]}),
+            ("/v1/responses", "max_output_tokens", {"input": "hello"}),
+        ):
+            body = {limit: 3, "session_id": "s", "return_token_record": True}
+            reply = live.client.post(door, json=body | {"input_ids": [5, 6]})
+            assert reply.status_code == 200 and reply.json()["token_record"]["output_token_ids"] == [5, 6, 5]
+            refused = live.client.post(door, json=body | text)
+            assert refused.status_code == 400 and "--skip-tokenizer-init" in refused.text

@@ -205,6 +205,7 @@ def test_an_answer_that_is_cut_is_incomplete(live: Live, client: openai.OpenAI) 
         ({"tools": [{"type": "function"}]}, "tools[0] must have a name"),
         ({"tool_choice": "required"}, "tool_choice forces a call, and there are no tools"),
         ({"text": {"format": {"type": "xml"}}}, "response_format.type must be"),
+        ({"text": {"format": "text"}}, "text.format must be an object"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort must be text"),
         ({"truncation": "auto"}, "truncation other than disabled"),
         ({"include": ["message.output_text.logprobs"]}, "include may not name message.output_text.logprobs"),

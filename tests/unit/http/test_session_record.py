@@ -110,6 +110,19 @@ def test_a_prompt_goes_on_from_the_tokens_of_the_turn_before(live: Live) -> None
     assert sequence["token_ids"] == [*second.input_ids, *output_of(live, list(second.input_ids), 400)]
 
 
+def test_a_stop_token_of_space_is_not_taken_for_the_templates_own(live: Live) -> None:
+    """The template ends a turn with an end token and a new line; a turn that stopped at a new line has no end."""
+    live.scheduler.received.clear()
+    agent = Agent(live, "line")
+    (line,) = ids_of(live, "\n")
+    agent.ask("hello", stop_token_ids=[line])
+    agent.ask("END")
+    (_, second), (one, two) = sent(live), agent.record()["turns"]
+    assert one["finish_reason"]["matched"] == line
+    assert (two["parent"], two["rewrites"]) == (None, one["id"])
+    assert "<|im_end|>\n<|im_start|>user\nEND" in text_of(live, list(second.input_ids))
+
+
 def test_a_turn_that_was_cut_is_closed(live: Live) -> None:
     live.scheduler.received.clear()
     agent = Agent(live, "cut")
