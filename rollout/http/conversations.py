@@ -172,9 +172,10 @@ class Conversations:
         """Return the tokens of `turn` and of what follows; None where the template does not keep its messages."""
         before = await self._render(body, messages[:count], add_head=False, continues=False)
         whole = await self._render(body, messages, add_head=body.add_generation_prompt)
-        if not whole.startswith(before):
-            return None
-        added = self._after_answer(turn, before, whole[len(before) :])
+        if whole.startswith(before):
+            added = self._after_answer(turn, before, whole[len(before) :])
+        else:  # some templates write the last message otherwise than earlier ones
+            added = await self._after_tokens(turn, whole)
         if added is None:
             return None
         return turn.token_ids() + await self._encode_after(turn.output_ids[-1], added)
@@ -188,6 +189,16 @@ class Conversations:
                 return ids[1:]
         (ids,) = await tokenizer.encode([text], add_special_tokens=False)
         return ids
+
+    async def _after_tokens(self, turn: Turn, whole: str) -> str | None:
+        """Return the text behind the tokens of a turn; None unless `whole` begins with their very text."""
+        tokenizer = self._manager.tokenizer
+        (text,) = await tokenizer.decode_each([turn.token_ids()], skip_special_tokens=False)
+        end = "" if tokenizer.eos_token_id is None else tokenizer.token_text(tokenizer.eos_token_id)
+        if not whole.startswith(text) or not end:
+            return None
+        is_closed = turn.reason.matched == turn.output_ids[-1] or whole.startswith(end, len(text))
+        return whole[len(text) :] if is_closed else None
 
     def _after_answer(self, turn: Turn, before: str, after: str) -> str | None:
         """Return the text behind the last token of a turn; None if the place of that token is not known.

@@ -25,6 +25,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{% if m.role == 'raw' %}{{ m.content }}{% else %}<|im_start|>{{ m.role }}\n"
     "{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{% if m.content == 'odd' and loop.last %}<think></think>{% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or () %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}"
     "{% if not loop.last or not continue_final_message %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
     "{% if messages[0].content == 'forbidden' and messages[-1].role == 'assistant' %}"
@@ -190,6 +191,19 @@ def test_retries_and_edits_are_branches(live: Live) -> None:
     assert [sequence["turns"] for sequence in record["sequences"]] == [
         [root["id"], end["id"]], [root["id"], hell["id"]], [edited["id"]],
     ]  # fmt: skip
+
+
+def test_a_template_may_write_the_last_message_otherwise(live: Live) -> None:
+    """Qwen3's writes an empty thought into an answer, until another message follows."""
+    live.scheduler.received.clear()
+    agent = Agent(live, "last")
+    agent.ask("odd<|im_end|>", role="raw")
+    agent.ask("END")
+    first, second = sent(live)
+    output = ids_of(live, "odd<|im_end|>")
+    assert agent.messages[1]["content"] == "odd"
+    assert list(second.input_ids)[: len(first.input_ids) + len(output)] == [*first.input_ids, *output]
+    assert "<think>" not in text_of(live, list(second.input_ids))
 
 
 def test_thoughts_stay_until_the_template_leaves_them_out(live: Live) -> None:
