@@ -11,30 +11,33 @@ A prompt begins anew where no turn has its messages, or where the template now r
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollout.core.errors import BadRequest
 from rollout.core.messages.req_output import AdapterLabel, FinishReason, RoutedExpertsPayload, VersionSpan
-from rollout.http.chat_messages import plain_messages
 from rollout.http.openai.messages import ChatMessage
 from rollout.http.openai.protocol import ChatCompletionRequest
+from rollout.http.turn_messages import (
+    Message,
+    answer_message,
+    continued,
+    digest,
+    has_thoughts,
+    keys_of,
+    thoughts_of,
+    with_thoughts,
+)
 from rollout.tokenizer_manager.handle import SampleText
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.request import GenerateReqInput
 from rollout.tokenizer_manager.sample import MaskRecord, SampleRecord
 
-Message = dict[str, Any]
 _TOKEN_BYTES = 64
 """Bytes of Python's objects for one token and its log-probability."""
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's thought."""
 _TURN_BYTES = 2048
 """Bytes of Python's objects for a turn and its session besides tokens, text, routes and masks."""
 
@@ -90,13 +93,17 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a chat.  Its messages have the thoughts that the client left out."""
+    """The prompt of a chat.  Its messages have the thoughts that the client left out.
+
+    `continues`: its answer goes on with the last message.
+    """
 
     token_ids: list[int]
     messages: list[Message]
     context: bytes = b""
     parent: Turn | None = None
     rewrites: Turn | None = None
+    continues: bool = False
 
 
 @dataclass(slots=True)
@@ -138,20 +145,22 @@ class Conversations:
         """Return the prompt of a chat.  Raises `BadRequest` as its rendering does."""
         messages = body.template_messages()
         settings = [body.template_tools(), body.template_variables(), body.model, body.lora_path]
-        context = _digest(b"", settings)  # another adapter begins a conversation of its own
+        context = digest(b"", settings)  # another adapter begins a conversation of its own
         found = self._last_turn(session_id, context, messages)
         if found is not None:
             turn, count = found
-            known = _with_thoughts(messages, turn.all_thoughts())
+            known = with_thoughts(messages, turn.all_thoughts())
+            if body.continue_final_message and count == len(messages) and _is_cut(turn, known[-1]):
+                return Prompt(turn.token_ids(), known, context, parent=turn, continues=True)
             token_ids: list[int] | None = None
             with contextlib.suppress(BadRequest):  # a template may refuse messages that end with an answer
                 token_ids = await self._extended(turn, body, known, count)
             if token_ids is not None:
-                return Prompt(token_ids, known, context, parent=turn)
+                return Prompt(token_ids, known, context, parent=turn, continues=body.continue_final_message)
         rewrites = None if found is None else found[0]
         rendered = await self._render(body, messages, add_head=body.add_generation_prompt)
         (anew,) = await self._manager.tokenizer.encode([rendered], add_special_tokens=False)
-        return Prompt(anew, messages, context, rewrites=rewrites)
+        return Prompt(anew, messages, context, rewrites=rewrites, continues=body.continue_final_message)
 
     def _last_turn(self, session_id: str, context: bytes, messages: list[Message]) -> tuple[Turn, int] | None:
         """Return the turn that has the most of these messages, and their number."""
@@ -159,10 +168,10 @@ class Conversations:
         if session is None:
             return None
         self._sessions.move_to_end(session_id)
-        keys = list(_keys(context, messages))
+        keys = list(keys_of(context, messages))
         for count in range(len(messages), 0, -1):
             turn = session.by_key.get(keys[count - 1]) if messages[count - 1]["role"] == "assistant" else None
-            if turn is not None and _has_thoughts(turn, messages[:count]):
+            if turn is not None and has_thoughts(messages[:count], turn.all_thoughts()):
                 return turn, count
         return None
 
@@ -284,17 +293,17 @@ class Conversations:
         finished, prompt = record.finished, pending.prompt
         assert finished is not None
         text = SampleText(record, self._manager.tokenizer, pending.kept_ids).update()
-        answer = _answer(pending.new_message().delta(text, is_last=True))
-        messages = [*prompt.messages, answer]
+        answer = answer_message(pending.new_message().delta(text, is_last=True))
+        messages = continued(prompt.messages, answer) if prompt.continues else [*prompt.messages, answer]
         num_known = 0 if prompt.parent is None else prompt.parent.num_messages
-        thoughts = _thoughts(messages, num_known)
+        thoughts = thoughts_of(messages, num_known)
         given = prompt.token_ids[0 if prompt.parent is None else prompt.parent.end :]
         mask = record.output_mask if record.source.return_sampling_mask else None
         num_bytes = _TURN_BYTES + _TOKEN_BYTES * (len(given) + 2 * len(record.output_ids))
         num_bytes += sum(map(sys.getsizeof, thoughts.values()))
         num_bytes += 0 if finished.routed_experts is None else len(finished.routed_experts.data)
         num_bytes += 0 if mask is None else len(mask.token_ids) + len(mask.kept_logprobs)
-        *_, key = _keys(prompt.context, messages)
+        *_, key = keys_of(prompt.context, messages)
         return Turn(
             rid=record.rid,
             key=key,
@@ -320,72 +329,7 @@ class Conversations:
         return [] if session is None else list(session.turns)
 
 
-def _answer(delta: dict[str, Any]) -> Message:
-    """Return an answer as the message that it is for the next turn."""
-    message: Message = {"role": "assistant", "content": delta["content"]}
-    for name in ("reasoning_content", "tool_calls"):
-        if delta.get(name):
-            message[name] = delta[name]
-    (plain,) = plain_messages([message])
-    return plain
-
-
-def _thoughts(messages: list[Message], first: int) -> dict[int, str]:
-    """Return the thoughts of messages from the index `first` on."""
-    return {
-        index: message["reasoning_content"]
-        for index, message in enumerate(messages[first:], start=first)
-        if isinstance(message.get("reasoning_content"), str)
-    }
-
-
-def _has_thoughts(turn: Turn, messages: list[Message]) -> bool:
-    """Return whether no message has another thought than the turn has there.  A client may leave thoughts out."""
-    known = turn.all_thoughts()
-    given = ((index, _thought(message)) for index, message in enumerate(messages))
-    return all(thought in ("", known.get(index, "").strip()) for index, thought in given)
-
-
-def _thought(message: Message) -> str:
-    """Return the thought of a message under any name that templates read, without spaces around it."""
-    return str(next((message[name] for name in _THOUGHTS if message.get(name)), "")).strip()
-
-
-def _with_thoughts(messages: list[Message], thoughts: dict[int, str]) -> list[Message]:
-    """Return `messages` with the known thoughts, by index, where a client left them out."""
-    return [
-        message | {"reasoning_content": thoughts[index]} if index in thoughts and not _thought(message) else message
-        for index, message in enumerate(messages)
-    ]
-
-
-def _keys(context: bytes, messages: list[Message]) -> Iterator[bytes]:
-    """Yield the digest of the first message, of the first two, and so on, under the digest of all else."""
-    key = context
-    for message in messages:
-        key = _digest(key, _content_of(message))
-        yield key
-
-
-def _content_of(message: Message) -> Any:
-    """Return what two forms of one message share.
-
-    An answer comes back with new ids of its calls, and often without thoughts or with fields of a client's own.  All
-    else comes back as it was, but for marks of a cache.
-    """
-    if message["role"] != "assistant":
-        return {name: value for name, value in message.items() if name not in ("cache_control", "content")} | {
-            "content": message.get("content") or ""
-        }
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        functions = [call.get("function") if isinstance(call, dict) else call for call in calls]
-        calls = [
-            [function.get("name"), function.get("arguments")] if isinstance(function, dict) else function
-            for function in functions
-        ]
-    return ["assistant", message.get("content") or "", calls or [], message.get("name")]
-
-
-def _digest(before: bytes, content: Any) -> bytes:
-    return hashlib.sha256(before + json.dumps(content, sort_keys=True).encode()).digest()
+def _is_cut(turn: Turn, answer: Message) -> bool:
+    """Return whether a turn ended within the text of its answer, so that its tokens are what goes on."""
+    is_text = bool(answer.get("content")) or "reasoning_content" not in answer
+    return turn.reason.type in ("length", "abort") and is_text and not answer.get("tool_calls")

@@ -111,6 +111,25 @@ def test_a_prompt_goes_on_from_the_tokens_of_the_turn_before(live: Live) -> None
     assert sequence["token_ids"] == [*second.input_ids, *output_of(live, list(second.input_ids), 400)]
 
 
+def test_a_cut_answer_goes_on_with_its_tokens(live: Live) -> None:
+    """A rollout that was cut is resumed as one answer, and its next turn goes on from all of it."""
+    live.scheduler.received.clear()
+    agent = Agent(live, "resumed")
+    agent.ask("hello<|im_end|>", role="raw", max_tokens=1)
+    agent.messages.append({"role": "assistant", "content": agent.messages.pop()["content"]})
+    body = {"messages": agent.messages, "continue_final_message": True, "session_id": "resumed"}
+    reply = live.client.post("/v1/chat/completions", json=body | {"max_tokens": 1}).json()
+    agent.messages[-1]["content"] += reply["choices"][0]["message"]["content"]
+    agent.ask("END")
+    first, second, third = sent(live)
+    record = agent.record()
+    (sequence,) = record["sequences"]
+    assert list(second.input_ids) == sequence["token_ids"][: record["turns"][0]["end"]]
+    assert list(third.input_ids)[: len(second.input_ids) + 1] == sequence["token_ids"][: len(second.input_ids) + 1]
+    start = len(first.input_ids)
+    assert sequence["sampled"][start : start + 3] == [True, True, False] and sequence["routed_experts_missing"] == 0
+
+
 def test_a_stop_token_of_space_is_not_taken_for_the_templates_own(live: Live) -> None:
     """The template ends a turn with an end token and a new line; a turn that stopped at a new line has no end."""
     live.scheduler.received.clear()
