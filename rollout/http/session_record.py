@@ -14,20 +14,42 @@ import numpy as np
 
 from capture.codec import encode_dict
 from capture.routed_experts import RoutedExperts, concat, id_dtype, missing_id
+from rollout.core.errors import NotFound
 from rollout.http.conversations import Turn
 from rollout.tokenizer_manager.response import RouteShape, finish_reason_dict, routed_experts_of, sampling_mask_of
 
+_TOKEN_BYTES = 128
+"""Bytes of a sequence's token in a record and in its JSON, without its routes."""
 
-def session_record(session_id: str, turns: Sequence[Turn], shape: RouteShape) -> dict[str, Any]:
-    """Return the turns as a tree, and a sequence for each turn that no other one goes on from.
+
+def record_ends(turns: Sequence[Turn], turn_id: str | None) -> list[Turn]:
+    """Return the turns that end a sequence: the one of that id, or all that no other one goes on from.
+
+    Raises `NotFound`.
+    """
+    if turn_id is None:
+        goes_on = {turn.parent for turn in turns}
+        return [turn for turn in turns if turn not in goes_on]
+    ends = [turn for turn in turns if turn.rid == turn_id]
+    if not ends:
+        raise NotFound(f"no turn {turn_id[:80]!r} of the session is kept")
+    return ends
+
+
+def record_bytes(ends: Sequence[Turn], shape: RouteShape) -> int:
+    """Return about how many bytes the sequences take while they are sent: each has all tokens before it."""
+    return sum(turn.end for turn in ends) * (_TOKEN_BYTES + 4 * shape.token_bytes)
+
+
+def session_record(session_id: str, turns: Sequence[Turn], ends: Sequence[Turn], shape: RouteShape) -> dict[str, Any]:
+    """Return the turns as a tree, and the sequence that each of `ends` is the end of.
 
     Sequences that part later share their first turns.
     """
-    goes_on = {turn.parent for turn in turns}
     return {
         "session_id": session_id,
         "turns": [_turn(turn) for turn in turns],
-        "sequences": [_sequence(turn, shape) for turn in turns if turn not in goes_on],
+        "sequences": [_sequence(turn, shape) for turn in ends],
     }
 
 

@@ -16,11 +16,11 @@ from fastapi import APIRouter, Query
 from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 
-from rollout.core.errors import LockstepError, NotFound
+from rollout.core.errors import LockstepError, NotFound, TooLarge
 from rollout.core.messages.sessions import GetSessionsReqInput, SessionReport
 from rollout.http.conversations import Conversations
 from rollout.http.io import json_response
-from rollout.http.session_record import session_record
+from rollout.http.session_record import record_bytes, record_ends, session_record
 from rollout.tokenizer_manager.manager import TokenizerManager
 from rollout.tokenizer_manager.response import RouteShape, encode_json
 from rollout.tokenizer_manager.sample import SampleRecord
@@ -129,13 +129,23 @@ class SessionRoutes:
             raise NotFound(f"no session {session_id[:80]!r} is known")
         return json_response(found[session_id])
 
-    async def record(self, session_id: str) -> Response:
-        """Return the conversations of a session as sequences for a trainer; 404 if none of its turns is kept."""
+    async def record(self, session_id: str, turn: str | None = None) -> Response:
+        """Return the conversations of a session as sequences for a trainer; 404 if none of its turns is kept.
+
+        `turn`: the id of a turn, for the one sequence that ends with it.  413 for more than a request may hold.
+        """
         turns = self._conversations.turns(session_id)
         if not turns:
             raise NotFound(f"no turn of the session {session_id[:80]!r} is kept: it had no chat, or is too long ago")
         shape = RouteShape.of(self._manager.model_config)
-        content = await asyncio.to_thread(lambda: encode_json(session_record(session_id, turns, shape)))
+        ends, limit = record_ends(turns, turn), self._manager.limits.budget.max_request_bytes
+        if record_bytes(ends, shape) > limit:
+            raise TooLarge(
+                f"the record of {len(ends)} sequences would take {record_bytes(ends, shape) >> 20} MB; the limit is "
+                f"{limit >> 20} MB. Ask for one sequence, with ?turn= and its last turn. The server's flag is "
+                "--max-request-mb."
+            )
+        content = await asyncio.to_thread(lambda: encode_json(session_record(session_id, turns, ends, shape)))
         return Response(content, media_type="application/json")
 
     async def _reports(self) -> tuple[dict[str, dict[str, Any]], int]:

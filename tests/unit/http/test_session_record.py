@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from rollout.http.conversations import Conversations, Turn
 from tests.http_harness import Live, live_server
 from tests.stand_in_scheduler import NUM_EXPERTS, TOP_K, logprob_of
 from tests.tiny_tokenizer import write_model_folder
+from tests.troubleshooting import require_entry
 
 # A template of which one kind of past changes: thoughts before the last message of the user are left out.
 TEMPLATE = (
@@ -225,6 +227,27 @@ def test_a_template_may_write_the_last_message_otherwise(live: Live) -> None:
     assert "<think>" not in text_of(live, list(second.input_ids))
 
 
+def test_one_sequence_can_be_asked_for_where_all_are_too_much(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(live, "wide")
+    agent.ask("hello")
+    before = list(agent.messages)
+    for content in ("END", "hell", "o"):
+        agent.messages = list(before)
+        agent.ask(content)
+    record = agent.record()
+    budget = dataclasses.replace(live.manager.limits.budget, max_request_bytes=20_000)
+    monkeypatch.setattr(live.manager, "_limits", dataclasses.replace(live.manager.limits, budget=budget))
+    status, message = refused(live, "wide")
+    assert status == 413 and "?turn=" in message
+    require_entry(message)
+    for sequence in record["sequences"]:
+        reply = live.client.get(f"/sessions/wide/record?turn={sequence['turns'][-1]}").json()
+        assert reply["sequences"] == [sequence] and reply["turns"] == record["turns"]
+    status, message = refused(live, "wide", "?turn=other")
+    assert status == 404
+    require_entry(message)
+
+
 def test_thoughts_stay_until_the_template_leaves_them_out(live: Live) -> None:
     """An agent sends no thoughts back.  They are in the prompt as they were, unless the template changes the past."""
     live.scheduler.received.clear()
@@ -352,8 +375,8 @@ def test_a_turn_of_a_dropped_session_goes_with_it(live: Live) -> None:
     assert refused(live, "gone")[0] == 404
 
 
-def refused(live: Live, session: str) -> tuple[int, str]:
-    reply = live.client.get(f"/sessions/{session}/record")
+def refused(live: Live, session: str, query: str = "") -> tuple[int, str]:
+    reply = live.client.get(f"/sessions/{session}/record{query}")
     return reply.status_code, reply.json()["error"]["message"]
 
 
