@@ -150,7 +150,7 @@ def live_server(
 
     thread = threading.Thread(target=target)
     thread.start()
-    assert up.wait(30.0)
+    assert up.wait(60.0)
     try:
         if failures:
             raise failures[0]
