@@ -234,7 +234,7 @@ def also_for(names: Iterable[str], otherwise: str) -> pytest.MarkDecorator:
 
 def family_config(name: str) -> ModelConfig:
     """Return the config as the engine reads it."""
-    return model_config_from_dict({**_transformers_config(name).to_dict(), "architectures": [_architecture(name)]})
+    return model_config_from_dict({**transformers_config(name).to_dict(), "architectures": [_architecture(name)]})
 
 
 def published_config(name: str) -> dict[str, Any]:
@@ -276,24 +276,30 @@ def in_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[st
 
 def family_model(name: str, seed: int, **changes: Any) -> Any:
     """Make transformers' model in float32, with random weights."""
-    config = _transformers_config(name, **changes)
+    config = transformers_config(name, **changes)
     config._attn_implementation = config._experts_implementation = "eager"  # the others have no float64
     model = _auto_class(config).from_config(config).float().eval()
+    random_weights(model, seed)
+    return model
+
+
+def random_weights(model: Any, seed: int) -> None:
+    """Fill a model of transformers with random weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" not in key:
                 tensor.copy_(_random(key, tensor, generator))
-    return model
 
 
-def _transformers_config(name: str, **changes: Any) -> Any:
+def transformers_config(name: str, **changes: Any) -> Any:
+    """Return transformers' configuration of a family in `FAMILIES`, with `changes`."""
     settings = FAMILIES[name] | changes
     return transformers.AutoConfig.for_model(settings.pop("model_type"), **settings, eos_token_id=1, pad_token_id=0)
 
 
 def _architecture(name: str) -> str:
-    config = _transformers_config(name)
+    config = transformers_config(name)
     return _auto_class(config)._model_mapping[type(config)].__name__
 
 

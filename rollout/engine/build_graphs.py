@@ -34,10 +34,11 @@ DEFAULT_MAX_BS = 256
 def capture_all(args: ServerArgs, runner: ModelRunner, cache: CacheManager, sampler: Sampler, ops: Ops) -> None:
     """Capture all graphs and give them to `runner`.  Called once weights, KV and observers of routes are there.
 
-    Raises `StartupError` if a capture fails.
+    A model that only pools has none, as it never decodes.  Raises `StartupError` if a capture fails.
     """
     device = torch.device(args.device)
-    new_pool = None if args.disable_cuda_graph else graph_pools(device)
+    is_off = args.disable_cuda_graph or runner.state.model.lm_head is None
+    new_pool = None if is_off else graph_pools(device)
     if new_pool is None:
         return
     model = runner.state.model
@@ -112,7 +113,7 @@ def bytes_to_reserve(args: ServerArgs, model: DecoderForCausalLM) -> int:
     ranks.  The driver holds each kernel of each recording, about 25 a layer, in some 2 KiB.  Steps in pieces hold the
     same once more, for tokens without logits.  A server of adapters records forwards with them and without.
     """
-    if args.disable_cuda_graph or graph_pools(torch.device(args.device)) is None:
+    if args.disable_cuda_graph or model.lm_head is None or graph_pools(torch.device(args.device)) is None:
         return 0
     config, sizes, token_counts = model.config, _sizes(args), _token_counts(args, model)
     forms = 2 if args.enable_lora else 1

@@ -105,14 +105,17 @@ def run_largest_step(
     if wants_routes:
         runner.route_observers.append(lambda *_: None)
     hidden_TD, _ = runner.forward(batch)
-    logits_NV = runner.logits(hidden_TD[: size.num_rows])
-    # Filters in plain torch need the most memory of all ways to sample; rows with best tokens always go there.
-    row = SamplingRow(SamplingParams(top_p=0.9, top_k=50), 0, (), (), [], top_logprobs=1)
-    rows = [row] * len(logits_NV)
-    info = SamplingBatchInfo(rows, logits_NV.shape[1], device)
-    sampler.sample(logits_NV, info, torch.zeros(len(logits_NV), dtype=torch.int64))
+    if model.lm_head is not None:
+        _sample(sampler, runner.logits(hidden_TD[: size.num_rows]), device)
     tensors = [*kv_pool.tensors, *(state_pool.tensors if state_pool is not None else ()), batch.req_to_token]
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _sample(sampler: Sampler, logits_NV: torch.Tensor, device: torch.device) -> None:
+    # Filters in plain torch need the most memory of all ways to sample; rows with best tokens always go there.
+    row = SamplingRow(SamplingParams(top_p=0.9, top_k=50), 0, (), (), [], top_logprobs=1)
+    info = SamplingBatchInfo([row] * len(logits_NV), logits_NV.shape[1], device)
+    sampler.sample(logits_NV, info, torch.zeros(len(logits_NV), dtype=torch.int64))
 
 
 def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> ForwardBatch:

@@ -17,7 +17,7 @@ from rollout.families.qwen3_next import experts_of, hybrid_fields, mixers_of
 
 ROTARY = RotaryDefaults(partial=0.25)
 HAS_PARTS = True
-_IGNORED = ("mtp.", "model.visual.")
+_IGNORED = ("mtp.", "model.visual.", "visual.")
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 from rollout.core.args.hub import objection_to_folder
 from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import StartupError
-from rollout.core.specs.config_json import RotaryDefaults, require_read, settings_of
+from rollout.core.specs.config_json import RotaryDefaults, Settings, require_read, settings_of
+from rollout.core.specs.heads import BARE_PREFIXES, family_architecture, head_of
 from rollout.core.specs.model_config import ModelConfig, refuse_common, with_latent_norm_eps
 
 # architecture -> module; its `parse` makes a `ModelConfig` of the settings in `config.json` and of
 # `generation_config.json`.  It may have `ROTARY`, its defaults, and `HAS_PARTS`: a `text_config` in `config.json`.
+# The same decoders are served with other heads, or none: see `heads`.
 FAMILIES = {
     "Qwen3MoeForCausalLM": "rollout.families.qwen3_moe",
     "Qwen3ForCausalLM": "rollout.families.qwen3",
@@ -63,24 +66,35 @@ def model_config_from_dict(
     Raises `StartupError`.
     """
     overrides = overrides or {}
-    architecture = (overrides.get("architectures") or raw.get("architectures") or ["(none)"])[0]
+    stated = (overrides.get("architectures") or raw.get("architectures") or ["(none)"])[0]
+    architecture, ending = family_architecture(stated)
     if architecture not in FAMILIES:
-        raise StartupError(f"architecture {architecture} is not supported; this version serves {', '.join(FAMILIES)}")
+        raise StartupError(
+            f"architecture {stated} is not supported; this version serves {', '.join(FAMILIES)}, and these "
+            "decoders for classification. See docs/models.md."
+        )
     family = import_module(FAMILIES[architecture])
     if raw.get("text_config") and not getattr(family, "HAS_PARTS", False):
-        raise StartupError(
-            f"config.json: text_config is not supported for {architecture}; put its settings at the top level"
-        )
+        raise StartupError(f"config.json: text_config is not supported for {stated}; put its settings at the top level")
     settings = settings_of(raw, getattr(family, "ROTARY", RotaryDefaults()), overrides)
     refuse_common(settings)
     try:
-        config: ModelConfig = family.parse(settings, generation or {})
+        config = _with_head(family.parse(settings, generation or {}), ending, settings)
     except KeyError as missing:
-        raise StartupError(f"config.json has no {missing.args[0]!r}, which {architecture} needs") from None
+        raise StartupError(f"config.json has no {missing.args[0]!r}, which {stated} needs") from None
     except (TypeError, ValueError) as error:
         raise StartupError(f"config.json: {error}") from None
     require_read(settings, raw, overrides)
     return config
+
+
+def _with_head(config: ModelConfig, ending: str, settings: Settings) -> ModelConfig:
+    """Return the configuration of a family's decoder under the head that the architecture's ending names."""
+    head = head_of(ending, settings)
+    if head == "vocabulary":
+        return config
+    renamed = config.renamed_prefixes + (BARE_PREFIXES if head == "none" else ())
+    return replace(config, head=head, tie_word_embeddings=False, renamed_prefixes=renamed)
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:

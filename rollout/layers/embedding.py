@@ -1,4 +1,4 @@
-"""Token embedding and the output head, which may be the same matrix.
+"""Token embedding, the output head, which may be the same matrix, and the head of a classifier.
 
 The embedding is whole on every rank.  Ranks that share tokens have some rows of the head each, unless it is the
 embedding.
@@ -84,3 +84,13 @@ class OutputHead(WeightLayer):
         if not self.is_tied:
             place = self.ops.storage.matrix_place(self.weight, range(self.rows.length), self.hidden_size)
             yield row_entry(f"{prefix}.weight", self.weight, place, self.rows, self.hidden_size)
+
+
+class LabelHead(Linear):
+    """A number for each label [N, labels] of hidden states [N, D].  Every rank has all of it; no adapter changes it."""
+
+    def __init__(self, hidden_size: int, num_labels: int, has_bias: bool, build: Build) -> None:
+        super().__init__(Shard.whole(hidden_size), num_labels, build, bias=has_bias, as_sent=True)
+
+    def lora_modules(self, prefix: str) -> dict[str, LoraModule]:
+        return {}

@@ -1,4 +1,4 @@
-"""The decoder of every family: embedding, layers built from their specs, final norm, output head.
+"""The decoder of every family: embedding, layers built from their specs, final norm, and the head on top.
 
 Layers have their names in the Hugging Face checkpoints.
 
@@ -13,6 +13,7 @@ import torch
 
 from eplb.placement import ExpertPlacement
 from rollout.core.forward_batch import ForwardBatch
+from rollout.core.specs.heads import LabelsSpec
 from rollout.core.specs.layer_specs import LayerSpec, MoESpec, RotarySpec
 from rollout.core.specs.model_config import ModelConfig
 from rollout.distributed.parallel import Parallel
@@ -20,7 +21,7 @@ from rollout.kernels.ops import Ops
 from rollout.layers.attention_kinds import ATTENTION_LAYERS
 from rollout.layers.build import Build
 from rollout.layers.context import ForwardContext
-from rollout.layers.embedding import Embedding, OutputHead, TiedEmbedding
+from rollout.layers.embedding import Embedding, LabelHead, OutputHead, TiedEmbedding
 from rollout.layers.layer import Layer
 from rollout.layers.mlp import DenseMLP
 from rollout.layers.moe.dispatchers.base import Dispatcher, LocalDispatcher
@@ -122,7 +123,7 @@ class Decoder(Layer):
 
 
 class DecoderForCausalLM(Layer):
-    """A model as the engine sees it.
+    """A model as the engine sees it.  Its head is over the vocabulary, over labels, or there is none.
 
     `weights` finds its weights by name, for loading and refresh; `moe_layer_ids` are the hidden layers whose routes
     hooks get, in the order of their ordinals.  Run it without autograd.
@@ -132,6 +133,9 @@ class DecoderForCausalLM(Layer):
     default.  `placement` has a row for each MoE layer and is shared by routers and weights.  `kv_layers`: the KV that
     each layer keeps of a token on this rank.  Raises `StartupError` for sizes that do not divide over the ranks.
     """
+
+    lm_head: OutputHead | None = None
+    score: LabelHead | None = None
 
     def __init__(
         self,
@@ -157,9 +161,12 @@ class DecoderForCausalLM(Layer):
         self.state_layers = [
             ATTENTION_LAYERS[type(layer.attention)].state(layer.attention, parallel) for layer in config.layers
         ]
-        embedding = self.model.embed_tokens
+        embedding, head = self.model.embed_tokens, config.head
         tied_to = embedding if isinstance(embedding, TiedEmbedding) else None
-        self.lm_head = OutputHead(config.vocab_size, config.hidden_size, build, tied_to)
+        if head == "vocabulary":
+            self.lm_head = OutputHead(config.vocab_size, config.hidden_size, build, tied_to)
+        elif isinstance(head, LabelsSpec):
+            self.score = LabelHead(config.hidden_size, len(head.labels), head.has_bias, build)
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied_to else {}
         self.weights = WeightIndex(self, aliases, config.ignored_names, config.renamed_prefixes)
 
@@ -182,8 +189,13 @@ class DecoderForCausalLM(Layer):
         return self.model.capture_obstacle(num_tokens)
 
     def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V] in the model's dtype."""
-        return self.lm_head(hidden_ND)
+        """Return logits [N, V] in the model's dtype.  Without a head over the vocabulary V is 0."""
+        return hidden_ND.new_empty(hidden_ND.shape[0], 0) if self.lm_head is None else self.lm_head(hidden_ND)
+
+    def compute_scores(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of all labels [N, labels] in the model's dtype.  The model must have a head for them."""
+        assert self.score is not None, "the model has no labels"
+        return self.score(hidden_ND)
 
 
 def _dispatcher(config: ModelConfig, placement: ExpertPlacement, backend: MoeBackend, build: Build) -> Dispatcher:

@@ -35,6 +35,7 @@ from rollout.sampling.base import SampledTokens, ScoredTokens
 from rollout.sampling.batch_info import SamplingBatchInfo
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.alternatives import host_floats, host_ids
+from rollout.scheduler.pooling import pooled_rows
 from rollout.scheduler.req import PromptRecord, Req, SavedRows
 from rollout.scheduler.stop import StopChecker
 
@@ -283,6 +284,7 @@ class RecordReader:
             kv_weight_epoch_oldest=oldest,
             routed_experts=self._routes(req, slots, epochs),
             prompt_logprobs=_prompt_logprobs(req.prompt_record) if req.prompt_record else None,
+            pooled=pooled_rows(req.output.pool) if req.output.pool and reason.type != "abort" else None,
         )
 
     def _routes(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray) -> RoutedExpertsPayload | None:

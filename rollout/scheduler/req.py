@@ -10,9 +10,11 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from rollout.core.adapter_names import key_of_kv
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.pooling import PoolingParams
 from rollout.core.messages.req_output import FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
 from rollout.grammar.restriction import Restriction
@@ -52,8 +54,22 @@ class VersionMarks:
 
 
 @dataclass(eq=False, slots=True)
+class PoolRecord:
+    """Append-only record of a request that pools: the hidden states before `next_position` have entered it.
+
+    `total_D`: the sum of these in float64, on the model's device, for a mean.
+    """
+
+    params: PoolingParams
+    next_position: int = 0
+    total_D: torch.Tensor | None = None
+    rows: list[np.ndarray] = field(default_factory=list)  # float32 [n, C]
+    versions: VersionMarks = field(default_factory=VersionMarks)  # over positions
+
+
+@dataclass(eq=False, slots=True)
 class OutputRecord:
-    """Append-only record with one entry for each sampled token, parallel to `output_ids`."""
+    """Append-only record with one entry for each sampled token, parallel to `output_ids`; or with pooled rows."""
 
     logprobs: list[float] = field(default_factory=list)
     alternatives: AlternativesRecord = field(default_factory=AlternativesRecord)
@@ -62,6 +78,7 @@ class OutputRecord:
     mask_logprobs: list[float] = field(default_factory=list)  # of the token within its mask
     kept_logprobs: list[np.ndarray] = field(default_factory=list)  # float32 [m]
     versions: VersionMarks = field(default_factory=VersionMarks)
+    pool: PoolRecord | None = None  # None: the request pools nothing
 
 
 @dataclass(eq=False, slots=True)
@@ -146,7 +163,7 @@ class Req(CachedSequence):
         self.end_ids = end_ids  # token ids that finish the request
         self.stop_text = stop_text  # of the output, with special tokens; None without stop strings
         self.restriction = restriction  # the tokens that it may sample; None: all
-        self.output = OutputRecord()
+        self.output = OutputRecord(pool=None if source.pooling is None else PoolRecord(source.pooling))
         wants_prompt = source.return_logprob and 0 <= source.logprob_start_len < len(source.input_ids)
         self.prompt_record = PromptRecord(source.logprob_start_len) if wants_prompt else None
         self.cached_tokens = 0  # prefix hit of the last admission before any retraction
@@ -209,8 +226,14 @@ class Req(CachedSequence):
 
     @property
     def matchable_len(self) -> int:
-        """The longest prefix that a cache hit may skip: tokens whose logits are wanted are computed, too."""
+        """The longest prefix that a cache hit may skip.
+
+        Tokens whose logits or hidden states are wanted are computed, too.
+        """
         limit = super().matchable_len
+        pool = self.output.pool
+        if pool is not None and pool.params.reads_all:
+            limit = min(limit, pool.next_position)
         return limit if self.prompt_record is None else min(limit, self.prompt_record.next_position)
 
     @property

@@ -33,6 +33,7 @@ from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.decode_batch import DecodeBatch
 from rollout.scheduler.policy import StepPlan
+from rollout.scheduler.pooling import take_rows
 from rollout.scheduler.records import SampledRows, enter_scores
 from rollout.scheduler.req import Extend, Req
 from rollout.scheduler.stop import StopChecker
@@ -72,6 +73,7 @@ class InFlight(NamedTuple):
     ending: Sequence[Req] = ()
     sampled: Sequence[Sampled] = ()
     scored: Sequence[tuple[Req, ScoredTokens]] = ()
+    pooled: Sequence[tuple[Req, torch.Tensor]] = ()
     is_idle: bool = False
     copies: HostCopies | None = None  # None: computed on the host
 
@@ -86,6 +88,7 @@ class InFlight(NamedTuple):
             routes=None if self.routes is None else StepRoutes(*map(copies.copy, self.routes)),
             sampled=[part._replace(tokens=copies.copy_all(part.tokens)) for part in self.sampled],
             scored=[(req, copies.copy_all(scored)) for req, scored in self.scored],
+            pooled=[(req, copies.copy(rows)) for req, rows in self.pooled],
             copies=copies,
         )
         copies.close()
@@ -156,10 +159,12 @@ class StepRunner:
         phase("forward")
         completed: list[Req] = []
         scored: list[tuple[Req, ScoredTokens]] = []
+        pooled: list[tuple[Req, torch.Tensor]] = []
         sampled: list[Sampled] = []
         if extends:
             completed = [item.req for item in extends if item.completes]
             scored = self._score_prompts(extends, hidden_TD)
+            pooled = self._pool_prompts(extends, hidden_TD, epoch)
             for item in extends:
                 item.req.device_len += item.count
             logits_NV = self._sample_first(completed, logits_NV, sampled)
@@ -172,7 +177,7 @@ class StepRunner:
             sampled.append(Sampled(rows, tokens, decodes.advance()))
         ending = [part.rows.reqs[row] for part in sampled for row in part.last]
         ending += [req for req in completed if not req.samples]
-        return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored)
+        return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored, pooled)
 
     def _build(self, plan: StepPlan, epoch: ServingEpoch) -> ForwardBatch:
         """Build the step's batch.  Its tokens get slots, noted as written under `epoch`."""
@@ -285,6 +290,19 @@ class StepRunner:
             offset += item.count
         return scored
 
+    def _pool_prompts(
+        self, extends: Sequence[Extend], hidden_TD: torch.Tensor, epoch: ServingEpoch
+    ) -> list[tuple[Req, torch.Tensor]]:
+        """Return the rows that the step adds to requests that pool."""
+        pooled, end = [], 0
+        for item in extends:
+            begin, end = end, end + item.count
+            if item.req.output.pool is not None:
+                rows = take_rows(item, hidden_TD[begin:end], self._runner.state.model, epoch)
+                if rows is not None:
+                    pooled.append((item.req, rows))
+        return pooled
+
     def _score_rows(self, req: Req, hidden_ND: torch.Tensor, position: int) -> list[tuple[Req, ScoredTokens]]:
         """Score the prompt tokens from `position` on, one for each row."""
         scored, source = [], req.source
@@ -314,6 +332,9 @@ class StepRunner:
             self._runner.keep_routes(step.routes)
         for req, scored in step.scored:
             enter_scores(req, scored, step.epoch)
+        for req, rows_NC in step.pooled:
+            assert req.output.pool is not None
+            req.output.pool.rows.append(rows_NC.cpu().numpy())
         outgoing: list[Req] = []
         for req in step.completed:
             if not req.samples:

@@ -32,6 +32,7 @@ from rollout.core.messages.message import (
     Reply,
     Total,
 )
+from rollout.core.messages.pooling import PoolingParams
 from rollout.core.messages.req_output import AdapterCard, ReqOutput
 from rollout.core.messages.scheduler_state import SchedulerState
 from rollout.core.messages.update_state import CommitReply
@@ -74,6 +75,7 @@ class TokenizedGenerateReqInput(Message):
     dp_rank: int = 0  # the data-parallel rank that runs it
     replay: ReplayedRoutes | None = None  # takes the place of the routers' choices; `extra_key` is of these routes
     session_id: str | None = None  # whose prefix is kept for a while after it has ended
+    pooling: PoolingParams | None = None  # it pools its prompt, and generates nothing
     siblings: list[tuple[str, int | None]] = []  # rid and sampling seed of each sample but the first
 
     @staticmethod

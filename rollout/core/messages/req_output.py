@@ -105,6 +105,18 @@ class PromptLogprobs(msgspec.Struct, kw_only=True, omit_defaults=True):
     alternatives: Alternatives | None = None
 
 
+class PooledRows(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The rows that a request pooled: `[num_rows, num_columns]`, little-endian float32.
+
+    `versions` are spans over the prompt's positions that the rows were made of: which weights computed them.
+    """
+
+    data: bytes
+    num_rows: int
+    num_columns: int
+    versions: list[VersionSpan] = []
+
+
 class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The facts of a request that are known only when it ends (also when it is aborted)."""
 
@@ -119,6 +131,7 @@ class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_weight_epoch_oldest: int | None = None
     routed_experts: RoutedExpertsPayload | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    pooled: PooledRows | None = None  # None: it pools nothing, or ended before
 
 
 class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):

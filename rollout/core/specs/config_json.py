@@ -51,7 +51,11 @@ _NULL_COUNTS = {"truncate"}  # transformers takes its null as false, every other
 
 _PARTS = ("text_config", "vision_config")
 # Of a model that also sees: settings that the whole has of its own, and settings that may stand in either place.
-_OF_THE_WHOLE = {"architectures", "model_type"}
+_OF_THE_WHOLE = {
+    *("architectures", "model_type"),
+    *("id2label", "num_labels", "problem_type", "token_classification_bias"),
+}
+_OF_THE_PART = {"pad_token_id"}  # of the text alone: the one of the whole is not read
 _IN_EITHER = {"dtype", "tie_word_embeddings", "quantization_config"}
 
 logger = logging.getLogger(__name__)
@@ -177,7 +181,7 @@ def _merged_parts(
             values[name] = value
         elif name == "eos_token_id":
             values[name] = [*as_list(part.get(name)), *as_list(value)]
-        elif value is None or part.get(name) == value:
+        elif value is None or part.get(name) == value or name in _OF_THE_PART:
             continue
         elif part.get(name) is not None:
             contested[name] = _two(origin, name, value, f"text_config.{name}", part[name])

@@ -15,6 +15,7 @@ from typing import Any
 
 from rollout.core.errors import StartupError
 from rollout.core.specs.config_json import as_list
+from rollout.core.specs.heads import Head
 from rollout.core.specs.layer_specs import (
     LatentAttentionSpec,
     LayerSpec,
@@ -41,6 +42,7 @@ class ModelConfig:
     `ignored_names`: prefixes of tensors that checkpoints and trainers may send and the engine does not use.
     `stored_format`: of the checkpoint; it is served in `torch_dtype`, or in the dtype of the server's flag.
     `renamed_prefixes`: pairs of a prefix that names of tensors may have and the canonical prefix for it.
+    `head`: what is on top of the last hidden states.
     """
 
     architecture: str
@@ -56,6 +58,7 @@ class ModelConfig:
     ignored_names: tuple[str, ...] = ()
     stored_format: StoredFormat = "plain"
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
+    head: Head = "vocabulary"
 
     @property
     def num_hidden_layers(self) -> int:
@@ -78,7 +81,11 @@ class ModelConfig:
     @property
     def digest(self) -> str:
         """16 hex digits of all that the model computes by, and of nothing else: not of its dtype, context or tokens."""
-        facts = (self.vocab_size, self.hidden_size, self.layers, self.norm, self.tie_word_embeddings)
+        facts: tuple[Any, ...] = (
+            self.vocab_size, self.hidden_size, self.layers, self.norm, self.tie_word_embeddings,
+        )  # fmt: skip
+        if self.head != "vocabulary":
+            facts += (self.head,)
         return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
     @property
