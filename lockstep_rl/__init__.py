@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from capture.token_logprobs import TokenLogprobs as TokenLogprobs
     from rollout.client import AsyncRolloutClient as AsyncClient
     from rollout.client import AsyncRolloutFleet as AsyncFleet
+    from rollout.client import Classes as Classes
     from rollout.client import ClientError as ClientError
     from rollout.client import FinishReason as FinishReason
     from rollout.client import FleetError as FleetError
@@ -82,6 +83,7 @@ _PLACES = {
     "GenerateOptions": "rollout.client",
     "Timeouts": "rollout.client",
     # outputs
+    "Classes": "rollout.client",
     "FinishReason": "rollout.client",
     "GenerationOutput": "rollout.client",
     "RouteLayout": "rollout.client",
@@ -128,6 +130,7 @@ __all__ = [
     "AsyncFleet",
     "BadRequest",
     "CaptureError",
+    "Classes",
     "Client",
     "ClientError",
     "Engine",

@@ -25,6 +25,7 @@ DIALECTS = {
     "native": ("generate", "SGLang"),
     "openai": ("openai", "OpenAI"),
     "agents": ("agents", "Anthropic, OpenAI"),
+    "scores": ("scores", "OpenAI, vLLM, SGLang"),
     "tokens": ("vllm", "vLLM, SkyRL"),
     "info": ("information", "SGLang, vLLM"),
     "sessions": ("sessions", "Lockstep"),

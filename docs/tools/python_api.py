@@ -17,7 +17,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "fleets": ("Fleet", "AsyncFleet", "FleetPolicy"),
     "outputs": (
         *("GenerateOptions", "Timeouts", "GenerationOutput", "FinishReason", "VersionSpan", "TokenLogprob"),
-        *("RouteLayout", "ScoredSequence", "RoutedExperts", "SamplingMask", "TokenLogprobs"),
+        *("RouteLayout", "ScoredSequence", "Classes", "RoutedExperts", "SamplingMask", "TokenLogprobs"),
     ),
     "errors": (
         *("LockstepError", "BadRequest", "StartupError", "ClientError", "ServerError", "ServerUnreachable"),

@@ -16,6 +16,7 @@ from rollout.client.errors import (
     ServerUnreachable,
 )
 from rollout.client.fleet import AsyncRolloutFleet
+from rollout.client.pooling import Classes
 from rollout.client.scoring import ScoredSequence
 from rollout.client.types import (
     FinishReason,
@@ -31,6 +32,7 @@ from rollout.client.types import (
 __all__ = [
     "AsyncRolloutClient",
     "AsyncRolloutFleet",
+    "Classes",
     "ClientError",
     "FinishReason",
     "FleetError",

@@ -9,6 +9,7 @@ from typing import Any, Unpack, cast
 from rollout.client import generation
 from rollout.client.method import method
 from rollout.client.partial import join, rest_of
+from rollout.client.pooling import PoolingCalls
 from rollout.client.retries import repeated
 from rollout.client.scoring import ScoreCalls
 from rollout.client.types import GenerateOptions, GenerationOutput
@@ -16,8 +17,8 @@ from rollout.client.wire import Call, Steps, field_of
 from rollout.core.sampling_params import sampling_params_from_dict
 
 
-class GenerationCalls(ScoreCalls):
-    """Calls for samples, for scores, and from text to ids and back."""
+class GenerationCalls(ScoreCalls, PoolingCalls):
+    """Calls for samples, scores, embeddings and classes, and from text to ids and back."""
 
     @method
     def generate(

@@ -69,10 +69,7 @@ def model_config_from_dict(
     stated = (overrides.get("architectures") or raw.get("architectures") or ["(none)"])[0]
     architecture, ending = family_architecture(stated)
     if architecture not in FAMILIES:
-        raise StartupError(
-            f"architecture {stated} is not supported; this version serves {', '.join(FAMILIES)}, and these "
-            "decoders for classification. See docs/models.md."
-        )
+        raise StartupError(f"architecture {stated} is not supported; this version serves {', '.join(FAMILIES)}")
     family = import_module(FAMILIES[architecture])
     if raw.get("text_config") and not getattr(family, "HAS_PARTS", False):
         raise StartupError(f"config.json: text_config is not supported for {stated}; put its settings at the top level")

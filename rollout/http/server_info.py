@@ -63,7 +63,6 @@ def resolved_args(args: ServerArgs) -> dict[str, Any]:
         "enable_return_indexer_topk": False,
         "trust_remote_code": False,
         "load_format": "auto",
-        "is_embedding": False,
     }
 
 

@@ -50,6 +50,7 @@ from rollout.http.native.tokenize import TokenizeRoutes
 from rollout.http.openai.chats import Chats
 from rollout.http.openai.routes import OpenAIRoutes
 from rollout.http.responses.routes import ResponsesRoutes
+from rollout.http.scores.routes import ScoreRoutes
 from rollout.http.server_info import num_ranks
 from rollout.http.sessions import SessionRoutes
 from rollout.http.vllm.adapter_routes import AdapterRoutes
@@ -121,6 +122,7 @@ def build_app(manager: TokenizerManager, metrics: Metrics, history: ServerHistor
         ResponsesRoutes(manager, chats).router(),
         VllmGenerateRoutes(manager).router(),
         RenderRoutes(manager, chats).router(),
+        ScoreRoutes(manager).router(),
         InfoRoutes(manager, metrics).router(),
         sessions.router(),
         pages.router(),

@@ -83,6 +83,25 @@ class Tokenizer:
             return self._encode(texts, add_special_tokens)
         return await self._in_thread(lambda: self._encode(texts, add_special_tokens), size)
 
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Return the token ids of each pair of texts, joined as the tokenizer joins two.  Raises as `encode` does."""
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+
+        def encode() -> list[list[int]]:
+            for text in texts:
+                self._check(text)
+            ids: list[list[int]] = []
+            num_tokens = 0
+            for pair in pairs:
+                ids.append(self._backend.encode(*pair).ids)
+                num_tokens += len(ids[-1])
+                if num_tokens > MAX_TOKENS:
+                    raise TooLarge(f"the texts have more than {MAX_TOKENS} tokens; send fewer or shorter texts")
+            return ids
+
+        size = sum(len(text) + EMPTY_CHARS for pair in pairs for text in pair)
+        return encode() if size <= INLINE_CHARS else await self._in_thread(encode, size)
+
     def encode_short(self, text: str) -> list[int]:
         """Return the token ids of a text of at most `INLINE_CHARS` at once.  Raises as `encode` does."""
         return self._encode([text], True)[0]

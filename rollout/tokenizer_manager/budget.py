@@ -67,6 +67,7 @@ KINDS: Mapping[str, Kind] = {
     "mask_id_columns": Kind("ids of sampling masks", 12, 40, 28, UNITS // 16),
     "mask_logprob": Kind("log-probabilities of sampling masks", 28, 96, 28, UNITS // 2),
     "route_byte": Kind("bytes of routed experts", 1.5, 0, 5),
+    "pooled": Kind("pooled numbers", 4, 56, 16),
     "encoded_byte": Kind("bytes of encoded routes", 2, 1.5, 0),
 }
 """The kinds that are counted: a sample, a prompt and its fields; then the fields that come with each token."""
@@ -118,10 +119,13 @@ class BudgetLimits:
 class RequestBudget:
     """The account of one request: `add` its prompts, then `require` that it fits."""
 
-    def __init__(self, limits: BudgetLimits, form: AnswerForm, routes: RouteShape, vocab_size: int) -> None:
+    def __init__(
+        self, limits: BudgetLimits, form: AnswerForm, routes: RouteShape, vocab_size: int, hidden_size: int = 0
+    ) -> None:
         self._limits = limits
         self._form = form
         self._routes = routes
+        self._hidden_size = hidden_size
         self._max_ids = min(limits.mask_tokens, vocab_size)
         self._total: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._largest_built = 0.0  # bytes of the largest sample while it is built
@@ -178,6 +182,8 @@ class RequestBudget:
             counts[f"alternative{suffix}"] = (new + scored) * width
         if source.return_sampling_mask:
             counts |= self._masks(source)
+        if source.pooling is not None:
+            counts["pooled"] = (prompt_len if source.pooling.kind == "all" else 1) * self._hidden_size
         if source.return_routed_experts:
             rows = max(prompt_len + new - 1 - source.routed_experts_start_len, 0)
             counts["route_byte"] = rows * self._routes.token_bytes

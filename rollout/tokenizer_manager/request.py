@@ -26,6 +26,7 @@ from rollout.core.known_fields import (
     unknown_field,
 )
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
+from rollout.core.messages.pooling import PoolingParams
 from rollout.core.sampling_params import MAX_N, SamplingLogprobsMode, SamplingParams, sampling_params_from_dict
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class GenerateReqInput:
     `is_binary`: its answer is msgpack with arrays, see `binary_response`.
     `model`: the name of the base model or of an adapter, and `lora_path`: the name of an adapter, None for neither.
     `hidden`: "logprobs" or "routes" that the server records for itself, and that the answer does not show.
+    `pooling`: rows of the prompt's hidden states are wanted, and no tokens.
     `default_new_tokens`: where `sampling_params` name no `max_new_tokens`, this many, or as many as the context holds.
     """
 
@@ -105,6 +107,7 @@ class GenerateReqInput:
     kept_special_tokens: tuple[str, ...] = ()
     default_new_tokens: int | None = None
     hidden: frozenset[str] = frozenset()
+    pooling: PoolingParams | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -138,7 +141,7 @@ def sample_rids(message: TokenizedGenerateReqInput) -> list[str]:
     return [message.rid, *(rid for rid, _ in message.siblings)]
 
 
-_SHARED = ("stream", "routed_experts_start_len", "extra_key", "max_kv_version_lag", "priority", "session_id")
+_SHARED = ("stream", "routed_experts_start_len", "extra_key", "max_kv_version_lag", "priority", "session_id", "pooling")
 """Options that a prompt's message takes as they are; those in `_PER_PROMPT` can be a list, of one for each prompt."""
 _PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num")
 

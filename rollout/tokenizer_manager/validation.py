@@ -12,6 +12,7 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import BadRequest, UnsupportedFeature
 from rollout.core.messages.io_struct import SchedulerReady, TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
+from rollout.core.specs.heads import Head, LabelsSpec
 from rollout.core.specs.model_config import ModelConfig
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.budget import AnswerForm, BudgetLimits, RequestBudget
@@ -29,7 +30,7 @@ class ServingLimits:
     """Facts that requests are checked against.
 
     `context_length` and `max_total_num_tokens` (size of the KV pool) are in tokens.  `eos_token_id`: an end token that
-    the tokenizer names and the model's configuration does not.
+    the tokenizer names and the model's configuration does not.  `head` and `hidden_size`: the model's.
     """
 
     vocab_size: int
@@ -44,6 +45,8 @@ class ServingLimits:
     budget: BudgetLimits = field(default_factory=BudgetLimits)
     dp_size: int = 1
     names: ServedNames = field(default_factory=ServedNames)
+    head: Head = "vocabulary"
+    hidden_size: int = 1
 
     @classmethod
     def of(
@@ -67,6 +70,8 @@ class ServingLimits:
             ),
             dp_size=args.dp_size,
             names=ServedNames(args.names, ready.adapters if args.enable_lora else None),
+            head=config.head,
+            hidden_size=config.hidden_size,
         )
 
     def room(self, prompt_len: int) -> int:
@@ -91,7 +96,7 @@ def check_messages(expanded: ExpandedRequest, limits: ServingLimits, form: Answe
     several prompts share are checked once.  Raises `BadRequest`, `UnsupportedFeature` or `TooLarge`, naming the first
     thing that is wrong.
     """
-    budget = RequestBudget(limits.budget, form, limits.route_shape, limits.vocab_size)
+    budget = RequestBudget(limits.budget, form, limits.route_shape, limits.vocab_size, limits.hidden_size)
     shared = _SharedLists(limits)
     for source, length in zip(expanded.messages, expanded.lengths, strict=True):
         _check_prompt(source, length, limits, shared)
@@ -146,6 +151,7 @@ def _end_token(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
 def _check_prompt(
     source: TokenizedGenerateReqInput, default_new_tokens: int | None, limits: ServingLimits, shared: _SharedLists
 ) -> None:
+    _fit_to_head(source, limits)
     prompt_len = len(source.input_ids)
     _check_prompt_length(prompt_len, limits.context_length)
     check_token_ids(source.input_ids, limits.vocab_size, "input_ids")
@@ -167,6 +173,29 @@ def _check_prompt(
             "there is no mask"
         )
     source.sampling_params = params
+
+
+def _fit_to_head(source: TokenizedGenerateReqInput, limits: ServingLimits) -> None:
+    """Check that the model's head can do what the request asks.
+
+    As in transformers, the last token that is not padding classifies a sequence, so padding at the end is cut.
+    """
+    pooling, head = source.pooling, limits.head
+    has_labels = isinstance(head, LabelsSpec)
+    if pooling is None:
+        if head != "vocabulary":
+            ways = "/classify, /pooling or /v1/embeddings" if has_labels else "/v1/embeddings or /pooling"
+            raise UnsupportedFeature(f"this model has no output head, so it generates and scores no tokens: ask {ways}")
+        return
+    if pooling.scores and not has_labels:
+        raise UnsupportedFeature("this model has no labels: classification needs a checkpoint with a `score` head")
+    if pooling.dimensions is not None and not 1 <= pooling.dimensions <= limits.hidden_size:
+        raise BadRequest(f"dimensions must be in 1..{limits.hidden_size}, got {pooling.dimensions}")
+    if isinstance(head, LabelsSpec) and pooling.scores and pooling.kind == "last":
+        ids, end = source.input_ids, len(source.input_ids)
+        while end > 1 and ids[end - 1] == head.pad_token_id:
+            end -= 1
+        source.input_ids = ids[:end]
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:

@@ -75,6 +75,8 @@ OPENAI = {
     "logit_bias": {"5": 1.5}, "response_format": {"type": "text"}, "seed": 7,
 }  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+RERANKS = ("/rerank", "/v1/rerank", "/v2/rerank")
 MESSAGES_BODY: dict[str, Any] = {
     "max_tokens": 3, "system": [{"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}],
     "messages": [
@@ -223,6 +225,7 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
             path: [tokens | {"sampling_params": VLLM_PARAMS | grammar} for grammar in ({}, *GRAMMARS)]
             for path in ("/inference/v1/generate", "/skyrl/v1/generate")
         },
+        **_score_seeds(),
         **{path: [tokenize, {"prompt": ["a", "b"]}] for path in ("/tokenize", "/v1/tokenize")},
         **{path: [{"tokens": [PROMPT, PROMPT]}] for path in ("/detokenize", "/v1/detokenize")},
         "/release_memory_occupation": [{"tags": ["kv_cache", "weights"]}],
@@ -263,6 +266,21 @@ def _rich(victim: Victim) -> dict[str, list[Body]]:
         ],
         "/dashboard/route_probe": [{"input_ids": PROMPT}],
         "/dashboard/trainer_metrics": [{"values": {"kl": 0.1, "reward": 1}, "step": 3}],
+    }
+
+
+def _score_seeds() -> dict[str, list[Body]]:
+    """Return bodies of the doors that pool: label tokens are scored, and what needs a classifier is refused."""
+    ids = {"text": ["a", "b"]}, {"input_ids": [PROMPT, PROMPT]}
+    labels = {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6], "apply_softmax": True}
+    pairs = [{one: ["a", "b"], two: ["c", "d"]} for one, two in PAIRS]
+    return {
+        "/v1/embeddings": [{"input": ["a", "b"], "dimensions": 4}, {"input": [PROMPT], "encoding_format": "base64"}],
+        "/pooling": [{"input": [PROMPT, PROMPT], "task": "token_embed"}],
+        "/encode": [*ids],
+        **{path: [{"input": ["a"]}, *ids] for path in ("/classify", "/v1/classify")},
+        **{path: [labels, *pairs] for path in ("/score", "/v1/score")},
+        **{path: [{"query": "a", "documents": ["b", "c"], "top_n": 1}] for path in RERANKS},
     }
 
 

@@ -59,7 +59,7 @@ SWITCHES = frozenset(
         *("disable_shared_experts_fusion", "disable_chunked_prefix_cache", "enable_mixed_chunk"),
         "enable_draft_weights_cpu_backup",
         *("log_requests", "show_time_cost", "collect_tokens_histogram", "enable_cache_report"),
-        *("enable_two_batch_overlap", "enable_dp_lm_head", "disable_fast_image_processor"),
+        *("enable_two_batch_overlap", "enable_dp_lm_head", "disable_fast_image_processor", "is_embedding"),
         # both
         "trust_remote_code",
         # vLLM
@@ -105,9 +105,9 @@ HARMLESS_VALUES = {
     "tokenizer_mode": {"auto"},
     "config_format": {"auto"},
     "model_impl": {"auto"},
-    "runner": {"auto", "generate"},
+    "runner": {"auto", "generate", "pooling"},
     "convert": {"auto", "none"},
-    "task": {"auto", "generate"},
+    "task": {"auto", "generate", "embed", "classify", "score", "reward"},
 }
 _QUANTISATION = (
     "--quantization holds weights in 8 or 4 bits on CUDA, --cpu-weight-format and --cpu-linear-format on a CPU"
@@ -115,7 +115,7 @@ _QUANTISATION = (
 _SPECULATION = "speculative decoding is not part of this server"
 _REVISION = "a model is a folder; `hf download NAME --revision REVISION --local-dir DIR` writes one"
 _DEFAULTS = "defaults of generation_config.json are not applied; send sampling parameters with each request"
-_TEXT_ONLY = "the server generates text from text, and nothing else"
+_TEXT_ONLY = "the server reads text, and architectures in config.json name the head"
 _TLS = "the server speaks plain HTTP; put a proxy with TLS in front of it"
 _OWN_CODE = "no code is loaded by a flag"
 _OWN_MODELS = "the server has its own models, which it builds from config.json"
@@ -146,7 +146,6 @@ REFUSED = {
     "tokenizer_mode": "the tokenizer is read from tokenizer.json, or from tiktoken files",
     "disaggregation_mode": _SPLIT,
     "kv_transfer_config": _SPLIT,
-    "is_embedding": _TEXT_ONLY,
     "enable_multimodal": _TEXT_ONLY,
     "task": _TEXT_ONLY,
     "runner": _TEXT_ONLY,

@@ -173,7 +173,7 @@ class InfoRoutes:
                 "model_path": state.weights_path or args.model_path,
                 "served_model_name": args.name,
                 "tokenizer_path": args.tokenizer_path or args.model_path,
-                "is_generation": True,
+                "is_generation": config.head == "vocabulary",
                 "preferred_sampling_params": None,
                 "weight_version": state.weight_version,
                 "content_digest": state.content_digest,
@@ -203,7 +203,7 @@ class InfoRoutes:
         """
         manager = self._manager
         args, state = manager.server_args, await self._state()
-        resolved = resolved_args(args)
+        resolved = resolved_args(args) | {"is_embedding": manager.model_config.head != "vocabulary"}
         internal = resolved | msgspec.to_builtins(state)
         internal |= {
             "world_size": 1,

@@ -108,5 +108,5 @@ def test_as_a_program_it_refuses_in_one_line() -> None:
     assert result.returncode == 1
     assert result.stderr == (
         "lockstep: error: this server does not have these flags of SGLang: "
-        "--enable-multimodal (the server generates text from text, and nothing else)\n"
+        "--enable-multimodal (the server reads text, and architectures in config.json name the head)\n"
     )

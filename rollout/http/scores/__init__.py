@@ -1,0 +1,1 @@
+"""Doors for embeddings, classification and scores: bodies, and answers made of pooled rows."""
