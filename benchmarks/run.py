@@ -18,6 +18,7 @@ from benchmarks import (
     adapter_times,
     capture,
     delta,
+    embeddings,
     eplb_planners,
     families,
     fingerprint,
@@ -49,6 +50,7 @@ PARTS = (
     "grammar",
     "capture",
     "scoring",
+    "embeddings",
     "front",
     "sessions",
     "scaling",
@@ -111,6 +113,8 @@ def main() -> None:
             rows += capture.run(shape, 32, rounds, args.new_tokens, console)
         if "scoring" in args.only and shape == "S":
             rows += scoring.run(shape, args.rounds, console)
+        if "embeddings" in args.only:
+            rows += embeddings.run(shape, args.rounds, console)
         if "sessions" in args.only and shape == "S":
             rows += sessions.run(shape, args.rounds * 4, console)
         if "scaling" in args.only:
