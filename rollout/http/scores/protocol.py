@@ -140,14 +140,15 @@ class ScoreRequest(ScoreBody):
 
     def label_prompts(self) -> list[Any]:
         """Return each prompt after which label tokens are scored.  Raises `BadRequest`."""
-        query, items = self.query, self.items
+        query = self.query
+        items: Any = self.items
         if query is None or not items or not self.label_token_ids:
             raise BadRequest("query, items and label_token_ids must be given, and not be empty")
         if isinstance(items, str) or isinstance(items[0], int):
-            items = [items]  # type: ignore[list-item]
+            items = [items]
         if isinstance(query, str) != isinstance(items[0], str):
             raise BadRequest("query and items must both be text, or both be token ids")
-        return [item + query if self.item_first else query + item for item in items]  # type: ignore[operator]
+        return [item + query if self.item_first else query + item for item in items]
 
 
 class RerankRequest(ScoreBody):
