@@ -83,7 +83,8 @@ def probabilities(numbers_NL: np.ndarray, labels: LabelsSpec) -> np.ndarray:
 def softmax(numbers_NL: np.ndarray) -> np.ndarray:
     """Return the softmax of each row."""
     powers_NL = np.exp(numbers_NL - numbers_NL.max(axis=-1, keepdims=True))
-    return powers_NL / powers_NL.sum(axis=-1, keepdims=True)
+    shares_NL: np.ndarray = powers_NL / powers_NL.sum(axis=-1, keepdims=True)
+    return shares_NL
 
 
 def shown(values: np.ndarray, encoding: str) -> Any:

@@ -5,7 +5,7 @@ Bodies are in `protocol`; the forms are OpenAI's, vLLM's and SGLang's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -49,7 +49,7 @@ class ScoreRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(route_class=NamingRoute, tags=["scores"])
-        doors = [
+        doors: list[tuple[tuple[str, ...], Callable[..., Any], type[ScoreBody]]] = [
             (("/v1/embeddings",), self.embeddings, EmbeddingRequest),
             (("/encode",), self.encode, PromptRequest),
             (("/pooling",), self.pooling, PoolingRequest),
