@@ -93,7 +93,7 @@ class Tokenizer:
             ids: list[list[int]] = []
             num_tokens = 0
             for pair in pairs:
-                ids.append(self._backend.encode(*pair).ids)
+                ids.append(self.backend.encode(*pair).ids)
                 num_tokens += len(ids[-1])
                 if num_tokens > MAX_TOKENS:
                     raise TooLarge(f"the texts have more than {MAX_TOKENS} tokens; send fewer or shorter texts")
