@@ -129,7 +129,7 @@ def _largest_batch(size: StepSize, device: torch.device, parallel: Parallel) -> 
     for row, count in enumerate(counts):
         prefix_len = size.context_length - count
         pool.table[row, prefix_len:] = torch.arange(slot, slot + count, device=device)
-        extends.append(ExtendInput([0] * count, row, prefix_len, wants_logits=True))
+        extends.append(ExtendInput([0] * count, row, prefix_len, num_logits=1))
         slot += count
     nothing = torch.empty(0, dtype=torch.int64)
     decode = DecodeInput(nothing, nothing, nothing, nothing)

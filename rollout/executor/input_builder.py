@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rollout.core.forward_batch import DecodeRows, ForwardBatch
@@ -16,12 +17,13 @@ from rollout.memory.kv_pool import ReqToTokenPool
 
 @dataclass(frozen=True, slots=True)
 class ExtendInput:
-    """`token_ids` go to positions `prefix_len ..` of row `pool_index`.  `wants_logits`: for the last token."""
+    """`token_ids` go to positions `prefix_len ..` of row `pool_index`.  Logits of the last `num_logits`
+    tokens are wanted."""
 
     token_ids: list[int]
     pool_index: int
     prefix_len: int
-    wants_logits: bool
+    num_logits: int
 
 
 @dataclass(slots=True)
@@ -80,12 +82,12 @@ def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBa
     device = table.device
     lens = [len(item.token_ids) for item in extends]
     token_ids = [token for item in extends for token in item.token_ids]
-    positions = [torch.arange(x.prefix_len, x.prefix_len + count, device=device) for x, count in zip(extends, lens)]
+    positions = np.concatenate([np.arange(x.prefix_len, x.prefix_len + count) for x, count in zip(extends, lens)])
     slots = [table[x.pool_index, x.prefix_len : x.prefix_len + count] for x, count in zip(extends, lens)]
     wanted = to_device(torch.tensor(_logits_rows(extends), dtype=torch.int64), device)
     return ForwardBatch(
         input_ids=torch.cat([to_device(torch.tensor(token_ids, dtype=torch.int64), device), decode.input_ids]),
-        positions=torch.cat([*positions, decode.positions]),
+        positions=torch.cat([to_device(torch.from_numpy(positions), device), decode.positions]),
         out_cache_loc=torch.cat([*slots, decode.out_cache_loc]),
         req_to_token=table,
         extend_req_pool_indices=[item.pool_index for item in extends],
@@ -97,9 +99,9 @@ def _with_extends(extends: list[ExtendInput], decode: ForwardBatch) -> ForwardBa
 
 
 def _logits_rows(extends: list[ExtendInput]) -> list[int]:
-    rows, end = [], 0
+    rows: list[int] = []
+    end = 0
     for item in extends:
         end += len(item.token_ids)
-        if item.wants_logits:
-            rows.append(end - 1)
+        rows += range(end - item.num_logits, end)
     return rows

@@ -65,6 +65,7 @@ class ModelRunner:
         self.state_pool = state_pool  # None: the model has no recurrent layers
         self.route_store = route_store
         self.route_observers: list[RouteObserver] = []
+        self.observes_later = False  # True: the caller calls `observe` once it knows which tokens stay
         self.graphs: GraphRunner | None = None  # None: no step is replayed as a whole
         self.pieces: PieceRunner | None = None  # None: no step is replayed in pieces
         self.attention = attention
@@ -136,9 +137,14 @@ class ModelRunner:
         """Return the recorder of one step's routes by slices; None if the capturer gets the routes of all tokens."""
         return SliceRoutes(self._capturer)
 
-    def _note_routes(self, batch: ForwardBatch, ids_TLK: torch.Tensor) -> StepRoutes:
+    def observe(self, epoch: ServingEpoch, batch: ForwardBatch, ids_TLK: torch.Tensor) -> None:
+        """Give the routes of a step to the observers."""
         for observe in self.route_observers:
-            observe(batch, self.state.epoch, ids_TLK)
+            observe(batch, epoch, ids_TLK)
+
+    def _note_routes(self, batch: ForwardBatch, ids_TLK: torch.Tensor) -> StepRoutes:
+        if not self.observes_later:
+            self.observe(self.state.epoch, batch, ids_TLK)
         return StepRoutes(batch.out_cache_loc, ids_TLK)
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,12 @@ class SequenceMemory(Protocol):
         `extends` and `decodes`: the batch's sequences that extend and that decode, in its order.
         """
 
+    def reserve(self, sequence: CachedSequence, count: int) -> int:
+        """Take what a step needs that verifies `count` drafted tokens; return for how many it suffices."""
+
+    def settle(self, sequence: CachedSequence, start: int, count: int) -> None:
+        """Note that of that step `count` tokens stay, at the positions `start ..`.  Called once for each `reserve`."""
+
     def hand_over(self, sequence: CachedSequence, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
         """Give `node` the snapshots within the first `num_tokens` of `sequence`.
 
@@ -161,6 +167,33 @@ class CacheManager:
         self._num_ahead -= count
         self.num_private += count
         return slots
+
+    def extend_apart(self, pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Take a slot for each pair of a row and a position, in any number: all int64 [T], on the host.
+
+        The caller has checked `num_available`.
+        """
+        self._free_ahead()
+        slots = self._alloc(pool_indices.shape[0])
+        self.pool.enter_each(pool_indices, positions, slots)
+        return slots
+
+    def reserve_draft(self, sequence: CachedSequence, count: int) -> int:
+        """Take all but slots that verifying `count` drafted tokens needs; return for how many it suffices."""
+        return count if self.states is None or not count else self.states.reserve(sequence, count)
+
+    def settle_draft(self, sequence: CachedSequence, count: int) -> None:
+        """Note that `count` tokens of the step that verified the draft of `sequence` stay.
+
+        Called before they are counted.
+        """
+        if self.states is not None:
+            self.states.settle(sequence, sequence.device_len, count)
+
+    def give_back(self, slots: torch.Tensor) -> None:
+        """Free slots that `extend_apart` gave, as nothing lies in them."""
+        self.allocator.free(slots)
+        self.num_private -= slots.shape[0]
 
     def slots(self, sequence: CachedSequence, start: int, end: int) -> torch.Tensor:
         """Return a view of the slots of positions `start .. end - 1`, in the host's table."""

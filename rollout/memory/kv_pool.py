@@ -262,6 +262,13 @@ class ReqToTokenPool:
         """
         self.host_table.index_put_((rows, positions), slots)
 
+    def enter_each(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Set one slot for each pair of a row and a position, on the host and on the device: all int64 [n]."""
+        self.host_table.index_put_((rows, positions), slots)
+        if self.is_apart:
+            rows, positions, slots = to_device(torch.stack([rows, positions, slots]), self.device).unbind()
+            self.table.index_put_((rows, positions), slots)
+
     def free(self, row: int) -> None:
         """Free a row.  Raises `InvariantError` if it is free already."""
         if self._is_free[row]:

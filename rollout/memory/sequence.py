@@ -81,6 +81,10 @@ class CachedSequence:
         self.device_len -= num_steps.value
         self._num_steps = num_steps
 
+    def grow(self, count: int) -> None:
+        """Count the KV of `count` more tokens, in addition to the steps that its decode batch counts."""
+        self._device_len += count
+
     def end_decoding(self) -> None:
         self._device_len, self._num_steps = self.device_len, None
 

@@ -47,6 +47,11 @@ class StatePool:
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for tensor in (*self.conv, *self.state) if tensor.numel()]
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy the states of a row to another one."""
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
+
 
 def state_bytes_per_row(layers: Sequence[RecurrentState | None], dtype: torch.dtype) -> int:
     """Return the bytes of the state of one sequence over all layers; 0 if no layer has one."""

@@ -9,7 +9,7 @@ cut into steps.  They are a request's own until its tokens go into the prefix tr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,10 +26,14 @@ _NONE = torch.empty((0, 3), dtype=torch.int64)
 
 @dataclass(slots=True)
 class _Held:
-    """The rows of a request in addition to its own: `source`, where its next step begins, and snapshots by length."""
+    """The rows of a request in addition to its own: `source`, where its next step begins, and snapshots by length.
+
+    `drafted`: rows for the states after 1, 2, .. tokens of a step that verifies a draft, until it is settled.
+    """
 
     source: int
     snapshots: dict[int, int] = field(default_factory=dict)
+    drafted: list[int] = field(default_factory=list)
 
 
 class StateRows:
@@ -40,8 +44,12 @@ class StateRows:
     only its newest snapshot is kept.
     """
 
-    def __init__(self, rows: SnapshotRows, interval: int, *, keeps_prefixes: bool) -> None:
+    def __init__(
+        self, rows: SnapshotRows, interval: int, copy: Callable[[int, int], None], *, keeps_prefixes: bool
+    ) -> None:
+        """Take the rows for snapshots; `copy(source, target)` copies the states of a row to another one."""
         self.rows = rows
+        self._copy = copy
         self.interval = interval
         self._keeps_prefixes = keeps_prefixes
         self._of: dict[CachedSequence, _Held] = {}
@@ -75,7 +83,11 @@ class StateRows:
         if self._ones_B.shape != decoding.shape:
             self._ones_B = torch.ones_like(decoding)
         begins = [self._of[sequence].source for sequence in extends]
-        copies = self._copies(batch, extends, decodes, begins) if self._keeps_prefixes else []
+        prompts = len(extends) - batch.num_drafts
+        copies = self._copies(batch, extends[:prompts], decodes, begins) if self._keeps_prefixes else []
+        copies = [(n if n < prompts else n + batch.num_drafts, count, row) for n, count, row in copies]
+        for number, sequence in enumerate(extends[prompts:], prompts):
+            copies += [(number, count, row) for count, row in enumerate(self._of[sequence].drafted, 1)]
         lens, rows, sources = self._ones_B, decoding, decoding
         if extends:
             lens = torch.cat([torch.tensor(batch.extend_lens), lens])
@@ -96,6 +108,39 @@ class StateRows:
         for length in cache.keep_states(node, covered):
             self.rows.free(covered[length])
 
+    def reserve(self, sequence: CachedSequence, count: int) -> int:
+        """Take rows for the states after each of the next `count` tokens; return how many there are."""
+        drafted, sources = self._of[sequence].drafted, {held.source for held in self._of.values()}
+        for _ in range(count):
+            row = self.rows.take(drops=True, but=sources)
+            if row is None:
+                break
+            drafted.append(row)
+        return len(drafted)
+
+    def settle(self, sequence: CachedSequence, start: int, count: int) -> None:
+        """Let the state of `sequence` be the one after `count` tokens of the step that verified its draft.
+
+        They have the positions `start ..`; the last multiple of the interval among them is its newest snapshot.
+        """
+        held = self._of[sequence]
+        by_count = dict(enumerate(held.drafted, 1))
+        held.drafted = []
+        if count in by_count:
+            self._copy(by_count[count], sequence.pool_index)
+        newest = self.shareable(start + count)
+        if self._keeps_prefixes and newest > start and newest not in held.snapshots:
+            self._drop_older(sequence)
+            row = by_count.pop(newest - start, None)
+            if row is None:  # after all drafted tokens and the one that follows: the sequence's own row
+                row = self.rows.take(drops=True, but={other.source for other in self._of.values()})
+                if row is not None:
+                    self._copy(sequence.pool_index, row)
+            if row is not None:
+                held.snapshots[newest] = row
+        for row in by_count.values():
+            self.rows.free(row)
+
     def end(self, sequence: CachedSequence) -> None:
         """Take back the row of `sequence`, and the snapshots that it still has."""
         for row in self._of.pop(sequence).snapshots.values():
@@ -103,7 +148,7 @@ class StateRows:
 
     def check(self) -> None:
         """Assert that every snapshot's row is in exactly one place."""
-        self.rows.check([row for held in self._of.values() for row in held.snapshots.values()])
+        self.rows.check([row for held in self._of.values() for row in (*held.snapshots.values(), *held.drafted)])
 
     def _copies(
         self,
@@ -122,11 +167,16 @@ class StateRows:
         for row in (lens_B.numpy() % self.interval == 0).nonzero()[0].tolist():
             sequence, position = decodes[row], int(lens_B[row])
             snapshots = self._of[sequence].snapshots
-            for old in [old for old in snapshots if old > sequence.prompt_len]:
-                self.rows.free(snapshots.pop(old))
+            self._drop_older(sequence)
             if self._take(sequence, position, sources, drops=True):
                 copies.append((len(extends) + row, 1, snapshots[position]))
         return copies
+
+    def _drop_older(self, sequence: CachedSequence) -> None:
+        """Drop the snapshots behind the prompt, as a newer one follows."""
+        snapshots = self._of[sequence].snapshots
+        for old in [old for old in snapshots if old > sequence.prompt_len]:
+            self.rows.free(snapshots.pop(old))
 
     def _taken(self, sequence: CachedSequence, start: int, end: int, sources: Collection[int]) -> Iterable[int]:
         """Take rows for the multiples in positions `start .. end - 1`; return, ascending, the ones that got a row.

@@ -139,12 +139,14 @@ class WindowPages:
             self._give_up(sequence, held, end // size - 1)
         self._extended = []
         slots = []
-        for sequence, start, count in zip(extends, batch.extend_prefix_lens, batch.extend_lens, strict=True):
+        first_draft = len(extends) - batch.num_drafts
+        spans = zip(extends, batch.extend_prefix_lens, batch.extend_lens, strict=True)
+        for i, (sequence, start, count) in enumerate(spans):
             end = start + count
             for number in range(start // size, -(-end // size)):
                 self._write(sequence, number)
             slots.append(self.table[sequence.pool_index, start:end])
-            self._extended.append((sequence, self._of[sequence], end))
+            self._extended.append((sequence, self._of[sequence], end if i < first_draft else start + 1))
         lens_B = batch.decode.seq_lens_host
         for row in (lens_B.numpy() % size == 1).nonzero()[0].tolist():  # whose newest token begins a page
             sequence, number = decodes[row], int(lens_B[row]) // size
@@ -152,6 +154,13 @@ class WindowPages:
             self._write(sequence, number)
         slots.append(self.table[batch.decode.req_pool_indices, batch.positions[batch.num_extend_tokens :]])
         batch.window = WindowOperands(torch.cat(slots) if extends else slots[0], self.table)
+
+    def reserve(self, sequence: CachedSequence, count: int) -> int:
+        """Return `count`: a draft is shorter than a page, and every request may have the page that follows."""
+        return count
+
+    def settle(self, sequence: CachedSequence, start: int, count: int) -> None:
+        """Do nothing: the next tokens write over the ones that a step did not keep."""
 
     def hand_over(self, sequence: CachedSequence, cache: RadixCache, node: RadixNode, num_tokens: int) -> None:
         """Give `node` the full pages that it lacks of the first `num_tokens` of `sequence`.

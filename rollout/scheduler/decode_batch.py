@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from rollout.executor.input_builder import DecodeInput
@@ -73,6 +74,14 @@ class DecodeBatch:
         left = _tokens_left(self.reqs, self.output_counts)
         self._steps_left = min((count for count in left if count > 0), default=0)
         return [row for row, count in enumerate(left) if count <= 0]
+
+    def advance_by(self, counts_B: np.ndarray) -> None:
+        """Count the tokens that a verifying step gave each request, int64 [B] on the host, once they are known."""
+        for req, count in zip(self.reqs, counts_B.tolist(), strict=True):
+            req.grow(count)
+        self._counters_3B += counts_B
+        left = _tokens_left(self.reqs, self.output_counts)
+        self._steps_left = min((count for count in left if count > 0), default=0)
 
     def check(self, in_flight: Collection[Req] = ()) -> None:
         """Assert that the arrays match the requests.  For tests; valid between steps.

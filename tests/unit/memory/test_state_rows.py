@@ -28,7 +28,7 @@ def sequence_in(pool_index: int) -> CachedSequence:
 
 def operands_of(states: StateRows, sequence: CachedSequence, start: int, count: int) -> StateOperands:
     """Prepare a step of `count` tokens of `sequence`."""
-    item = ExtendInput([0] * count, sequence.pool_index, start, wants_logits=False)
+    item = ExtendInput([0] * count, sequence.pool_index, start, num_logits=0)
     batch = build_forward_batch([item], DecodeBatch().inputs, NO_SLOTS, ReqToTokenPool(4, 64, 0))
     states.prepare(batch, [sequence], [])
     assert batch.states is not None
