@@ -29,6 +29,7 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.adapters import load_adapters
 from rollout.engine.build_control import build_control
+from rollout.engine.build_drafts import build_drafting
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.engine.deterministic import attention_name, batch_invariance, check_deterministic
 from rollout.engine.device import claim_device, with_device
@@ -143,13 +144,14 @@ def build_scheduler(
         kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots, kv_dtype, kv_scales.layers)
         rows = limits.num_state_rows
         state_pool = StatePool(rows, model.state_layers, dtype, device) if rows else None
-    route_store = _route_store(config, limits.num_slots) if args.captures_routes else None
+    sizes = len(config.moe_layer_ids), config.num_experts_per_tok, config.num_experts
+    route_store = RouteSlotStore(limits.num_slots, *sizes) if args.captures_routes else None
     attention = create_attention_backend(attention_name(args, device), kv_pool, kernels.available, parallel.tp)
     is_alone = parallel.layout.world_size == 1
     recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
     runner = ModelRunner(state, kv_pool, attention, route_store, recorded, state_pool)
     inbox: Channel = channel if is_alone else SharedChannel(channel, parallel, lambda: state.epoch.mark)
-    scheduler = _wire(args, config, limits, inbox, runner, sampler, device, parallel, ops.rest)
+    scheduler = _wire(args, config, limits, inbox, runner, sampler, parallel, ops.rest)
     layout = expert_layout(config, placement, args.nnodes)
     static_state = _static_state(args, limits, model_bytes, kv_pool, kv_scales)
     static_state |= {"max_lora_rank": state.adapters.max_rank, "prompt_attention": attention.prompts}
@@ -235,7 +237,6 @@ def _wire(
     channel: Channel,
     runner: ModelRunner,
     sampler: Sampler,
-    device: torch.device,
     parallel: Parallel,
     rest: Callable[[], None],
 ) -> Scheduler:
@@ -244,13 +245,13 @@ def _wire(
         num_slots=limits.num_slots,
         max_requests=args.max_running_requests,
         max_context=limits.context_length,
-        device=device,
+        device=runner.kv_pool.k[0].device,
         disable_radix_cache=args.disable_radix_cache,
         events=events,
         max_pinned_tokens=int(limits.num_slots * args.session_pin_fraction),
         pin_timeout=args.session_pin_timeout,
         clock=lambda: channel.now,
-        states=_sequence_memory(args, limits, device),
+        states=_sequence_memory(args, limits, runner),
     )
     lists = partial(RowLists.of_engine, args.max_running_requests, limits.context_length)
     queues = RequestQueues(DecodeBatch())
@@ -266,7 +267,7 @@ def _wire(
             chunked_prefill_size=args.step_prompt_tokens,
             max_running_requests=args.max_running_requests,
         ),
-        steps=StepRunner(runner, sampler, cache, stop, config.vocab_size, lists),
+        steps=StepRunner(runner, sampler, cache, stop, config.vocab_size, lists, build_drafting(args, config)),
         records=RecordReader(cache, runner.kv_pool, runner.state, runner.route_store),
         stop=stop,
         max_queued_requests=args.max_queued_requests,
@@ -358,13 +359,15 @@ def _limits(
     return Limits(context_length, num_slots, num_rows, window)
 
 
-def _sequence_memory(args: ServerArgs, limits: Limits, device: torch.device) -> SequenceMemory | None:
+def _sequence_memory(args: ServerArgs, limits: Limits, runner: ModelRunner) -> SequenceMemory | None:
     most, keeps_prefixes = args.max_running_requests, not args.disable_radix_cache
     if limits.window is not None:
-        return WindowPages(limits.window, most, limits.context_length, device, keeps_prefixes=keeps_prefixes)
-    if limits.num_state_rows:
+        return WindowPages(
+            limits.window, most, limits.context_length, runner.kv_pool.k[0].device, keeps_prefixes=keeps_prefixes
+        )
+    if (states := runner.state_pool) is not None:
         rows = SnapshotRows(most, limits.num_state_rows - most)
-        return StateRows(rows, args.state_snapshot_interval, keeps_prefixes=keeps_prefixes)
+        return StateRows(rows, args.state_snapshot_interval, states.copy, keeps_prefixes=keeps_prefixes)
     return None
 
 
@@ -372,10 +375,6 @@ def _staging_bytes(args: ServerArgs, model_bytes: int) -> int:
     """Return the bytes that a refresh needs on the device of the weights, in addition to the KV pool."""
     beside = args.weight_staging == "device" or (args.weight_staging == "host" and args.device == "cpu")
     return model_bytes if beside else 0
-
-
-def _route_store(config: ModelConfig, num_slots: int) -> RouteSlotStore:
-    return RouteSlotStore(num_slots, len(config.moe_layer_ids), config.num_experts_per_tok, config.num_experts)
 
 
 def _tokenizer(args: ServerArgs) -> Tokenizer | None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rollout.drafts.base import Draft
 from rollout.memory.cache_manager import CacheManager
 from rollout.model.adapters import ServedAdapter
 from rollout.scheduler.decode_batch import DecodeBatch
@@ -22,11 +23,15 @@ _SLOTS_KEPT_PER_RUNNING = 4  # decode steps of headroom that an admission leaves
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: prompts (or parts) to compute, the batch that decodes one token, and the retracted requests."""
+    """One step: prompts (or parts) to compute, the batch that decodes one token, and the retracted requests.
+
+    `drafts`: what each request of the batch may get in addition; empty if the step verifies nothing.
+    """
 
     decodes: DecodeBatch
     extends: list[Extend] = field(default_factory=list)
     retracted: list[Req] = field(default_factory=list)
+    drafts: Sequence[Draft] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -34,7 +39,11 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.count for item in self.extends) + len(self.decodes)
+        return sum(item.count for item in self.extends) + len(self.decodes) + self.num_drafted
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(len(draft.token_ids) for draft in self.drafts)
 
 
 @dataclass(frozen=True, slots=True)

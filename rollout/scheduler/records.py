@@ -77,10 +77,7 @@ class SampledRows:
 
     def restrict(self) -> None:
         """Write the tokens that each row may sample next into `info`.  All tokens before are known."""
-        for allowed_W, (_, req, restriction) in zip(self.info.allowed_GW, self._restricted):
-            assert restriction is not None
-            restriction.feed(req.output_ids[restriction.num_fed :])
-            restriction.write(allowed_W)
+        restrict(self.info, self.reqs)
 
     def enter(self, tokens: SampledTokens, epoch: ServingEpoch, last: Sequence[int], ended: Sequence[int]) -> list[Req]:
         """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming.
@@ -196,6 +193,15 @@ def _ends_alone(req: Req) -> bool:
     return req.restriction is not None and req.restriction.ends_alone
 
 
+def restrict(info: SamplingBatchInfo, reqs: Sequence[Req]) -> None:
+    """Write the tokens that each restricted row may sample next into `info`; `reqs` are the requests of its rows."""
+    for allowed_W, row in zip(info.allowed_GW, info.restricted):
+        restriction = reqs[row].restriction
+        assert restriction is not None
+        restriction.feed(reqs[row].output_ids[restriction.num_fed :])
+        restriction.write(allowed_W)
+
+
 def _joined(end_ids: Collection[frozenset[int]]) -> frozenset[int] | None:
     """Return the ids that end any row; None if they are too many, so that each row is checked by itself."""
     return frozenset().union(*end_ids) if sum(map(len, end_ids)) <= _MAX_END_IDS else None
@@ -285,6 +291,7 @@ class RecordReader:
             routed_experts=self._routes(req, slots, epochs),
             prompt_logprobs=_prompt_logprobs(req.prompt_record) if req.prompt_record else None,
             pooled=pooled_rows(req.output.pool) if req.output.pool and reason.type != "abort" else None,
+            drafts=req.drafts,
         )
 
     def _routes(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray) -> RoutedExpertsPayload | None:

@@ -15,7 +15,7 @@ import torch
 from rollout.core.adapter_names import key_of_kv
 from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.messages.pooling import PoolingParams
-from rollout.core.messages.req_output import FinishReason, VersionSpan
+from rollout.core.messages.req_output import DraftTally, FinishReason, VersionSpan
 from rollout.core.sampling_params import SamplingParams
 from rollout.grammar.restriction import Restriction
 from rollout.memory.sequence import CachedSequence
@@ -123,6 +123,7 @@ class Req(CachedSequence):
         "adapter",
         "arrival",
         "cached_tokens",
+        "drafts",
         "end_ids",
         "finished",
         "given_up_epochs",
@@ -172,6 +173,7 @@ class Req(CachedSequence):
         self.given_up_epochs: np.ndarray | None = None  # int32, of the prompt's KV that the last retraction gave up
         self.num_retractions = 0
         self.times = Times()
+        self.drafts: DraftTally | None = None  # None: none of its steps verified a draft
         self.num_sent = 0  # output tokens already sent to the main process
         self.finished: FinishReason | None = None
         self.may_pin = True  # False once its session has ended

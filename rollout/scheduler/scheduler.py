@@ -28,13 +28,14 @@ from rollout.memory.kv_events import KVEvents
 from rollout.scheduler.agenda import Agenda, Work
 from rollout.scheduler.channel import Channel
 from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.in_flight import InFlight, RankCounts
 from rollout.scheduler.policy import Policy, RequestQueues, StepPlan
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.req import Req
 from rollout.scheduler.seeds import SeedSource
 from rollout.scheduler.serving_state import ServingState
 from rollout.scheduler.stats import StepStats
-from rollout.scheduler.step import InFlight, RankCounts, StepRunner
+from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 
 _IDLE_WAIT_MS = 200
@@ -74,7 +75,7 @@ class Scheduler:
         self.queues = queues
         self.records = records
         self.kv_events = kv_events
-        self.stats = StepStats()
+        self.stats = StepStats(steps.draft_counts)
         self.serving = ServingState(self.finish_step)
         self.agenda = Agenda(channel)
         self._channel = channel
@@ -89,8 +90,7 @@ class Scheduler:
         self._nothing = StepPlan(DecodeBatch())
         self._seeds = SeedSource(random_seed, parallel)
         self._in_flight: InFlight | None = None
-        self._soon = False
-        self._arrivals = 0
+        self._soon, self._arrivals = False, 0
         self._by_rid: dict[str, Req] = {}
         self._verbs: dict[type, VerbHandler] = {}
         self._queued: set[type] = set()
@@ -125,10 +125,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        if self._in_flight is not None:
-            return True
         queues = self.queues
-        return self.serving.may_step and bool(queues.running or queues.partial or queues.waiting)
+        waits = self.serving.may_step and bool(queues.running or queues.partial or queues.waiting)
+        return self._in_flight is not None or waits
 
     def num_active(self, *, waiting: bool) -> tuple[int, int]:
         """Return how many requests hold KV and, if asked, how many wait, on all data-parallel ranks of this engine.
@@ -196,12 +195,13 @@ class Scheduler:
         """Run the first half of a step: afterwards the queues are ready for the next one."""
         stats = self.stats
         stats.start_step()
-        if self.queues.running.needs_history:
+        if self.queues.running.needs_history or self._steps.drafts:
             self.finish_step()
         plan = self._nothing
         if self.has_work:
             epoch = self.runner.state.epoch.weight_epoch
             plan = self._policy.plan(epoch, self._retract, self.finish_step, begins=self.serving.may_begin)
+        self._steps.add_drafts(plan, self.now)
         counts = None if self._is_alone else self._rank_counts(plan)
         stats.phase("plan")
         if plan.is_empty and (counts is None or not any(counts.tokens)):
@@ -252,6 +252,7 @@ class Scheduler:
             if req.finished:
                 self.cache.detach(req, self.runner.state.epoch.weight_epoch, req.session_to_pin)
                 del self._by_rid[req.rid]
+                self._steps.forget(req)
         if outputs:
             self._channel.send(BatchTokenOutput(outputs=outputs))
 
@@ -310,11 +311,10 @@ class Scheduler:
             raise BadRequest(f"rid {source.rid!r} is already in flight")
         if len(self.queues.waiting) >= self._max_queued:
             raise Unavailable(f"{self._max_queued} requests wait already (--max-queued-requests)")
-        longest = len(source.input_ids) + source.sampling_params.max_new_tokens
-        if longest > self.cache.allocator.num_slots:
+        longest, room = len(source.input_ids) + source.sampling_params.max_new_tokens, self.cache.allocator.num_slots
+        if longest > room:
             raise BadRequest(
-                f"prompt and max_new_tokens need {longest} tokens of KV, the pool has "
-                f"{self.cache.allocator.num_slots} (--max-total-tokens)"
+                f"prompt and max_new_tokens need {longest} tokens of KV, the pool has {room} (--max-total-tokens)"
             )
 
     def _refuse(self, rid: str, error: LockstepError) -> None:

@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 PHASES = ("plan", "build", "forward", "process", "messages")
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Sums since the start: drafts that were verified, their tokens, the kept ones, and the kept ones by depth."""
+
+    num_drafts: int = 0
+    num_drafted: int = 0
+    num_kept: int = 0
+    kept_by_depth: list[int] = field(default_factory=list)
+
+    def note(self, drafted: int, kept: int) -> None:
+        """Take in one draft."""
+        self.num_drafts += 1
+        self.num_drafted += drafted
+        self.num_kept += kept
+        self.kept_by_depth += [0] * (drafted - len(self.kept_by_depth))
+        for depth in range(kept):
+            self.kept_by_depth[depth] += 1
+
+    def accept_length(self, num_tokens: int) -> float:
+        """Return the tokens that a step gave a request on average, of `num_tokens` in all."""
+        return num_tokens / max(num_tokens - self.num_kept, 1) if num_tokens else 1.0
 
 
 class StepStats:
     """Sums since start; a generation throughput and the seconds of a step over the last second or more of work."""
 
-    def __init__(self) -> None:
+    def __init__(self, drafts: DraftCounts | None = None) -> None:
+        self.drafts = drafts or DraftCounts()
         self.num_steps = 0
         self.num_generated = 0
         self.num_prompt_tokens = 0

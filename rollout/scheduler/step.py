@@ -9,90 +9,36 @@ start copies of the results to the host.  `finish` waits only for these copies. 
 that computes the step.  So tokens, scores and rows are labelled with the weights that made them, even if others are
 published before the finish.
 
-Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary, L MoE layers, K top-k, R rows of routes that a
-request sent.
+Shapes: T tokens of the step, D hidden, N rows that sample, V vocabulary, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from rollout.core.forward_batch import ForwardBatch, StepKind
-from rollout.core.host_copy import HostCopies, to_device
+from rollout.core.host_copy import to_device
 from rollout.core.messages.req_output import FinishReason
 from rollout.executor.input_builder import ExtendInput, build_forward_batch
-from rollout.executor.model_runner import ModelRunner, StepRoutes
+from rollout.executor.model_runner import ModelRunner
 from rollout.memory.cache_manager import CacheManager
 from rollout.model.adapters import slots_of_tokens
 from rollout.model.model_state import ServingEpoch
-from rollout.sampling.base import SampledTokens, Sampler, ScoredTokens
+from rollout.sampling.base import Sampler, ScoredTokens
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.drafting import Drafting
+from rollout.scheduler.in_flight import InFlight, RankCounts, Sampled
 from rollout.scheduler.policy import StepPlan
 from rollout.scheduler.pooling import take_rows
 from rollout.scheduler.records import SampledRows, enter_scores
 from rollout.scheduler.req import Extend, Req
+from rollout.scheduler.stats import DraftCounts
+from rollout.scheduler.step_spans import forced_routes, spans_of
 from rollout.scheduler.stop import StopChecker
-
-_FREE = -1  # in a row of forced routes: the router chooses
-
-
-class Sampled(NamedTuple):
-    """A token for each of `rows`.  `last`: the numbers of the rows that get no further token."""
-
-    rows: SampledRows
-    tokens: SampledTokens
-    last: Sequence[int]
-
-
-class RankCounts(NamedTuple):
-    """The tokens of each attention-DP rank in a step, and the least kind of step that any of them has.
-
-    Ranks replay a captured step together or not at all, so each of them knows both.
-    """
-
-    tokens: list[int]
-    kind: StepKind
-
-
-class InFlight(NamedTuple):
-    """A launched step.  Its tensors are its own and nothing changes them; after `copies.wait()` they are on the host.
-
-    `completed`: requests whose known tokens all have their KV after this step.  `ending`: requests that have all their
-    tokens after it, so that no step follows.  `num_ended`: see `StepRunner`.  `is_idle`: it has no tokens of this rank.
-    """
-
-    epoch: ServingEpoch
-    num_ended: int
-    routes: StepRoutes | None
-    completed: Sequence[Req] = ()
-    ending: Sequence[Req] = ()
-    sampled: Sequence[Sampled] = ()
-    scored: Sequence[tuple[Req, ScoredTokens]] = ()
-    pooled: Sequence[tuple[Req, torch.Tensor]] = ()
-    is_idle: bool = False
-    copies: HostCopies | None = None  # None: computed on the host
-
-    @property
-    def sampling(self) -> list[Req]:
-        return [req for part in self.sampled for req in part.rows.reqs]
-
-    def brought(self, device: torch.device) -> InFlight:
-        """Return the step with its results on their way from `device` to the host."""
-        copies = HostCopies(device)
-        step = self._replace(
-            routes=None if self.routes is None else StepRoutes(*map(copies.copy, self.routes)),
-            sampled=[part._replace(tokens=copies.copy_all(part.tokens)) for part in self.sampled],
-            scored=[(req, copies.copy_all(scored)) for req, scored in self.scored],
-            pooled=[(req, copies.copy(rows)) for req, rows in self.pooled],
-            copies=copies,
-        )
-        copies.close()
-        return step
+from rollout.scheduler.verify import Observed, Verified, VerifiedRows
 
 
 class StepRunner:
@@ -110,14 +56,20 @@ class StepRunner:
         stop: StopChecker,
         vocab_size: int,
         new_lists: Callable[[], RowLists],
+        drafting: Drafting | None = None,
     ) -> None:
-        """Take the parts that a step needs.  `new_lists()` makes room for the lists of all requests that may run."""
+        """Take the parts that a step needs.  `new_lists()` makes room for the lists of all requests that may run.
+
+        `drafting` None: no step verifies.  Else the observers of routes get a step when it is finished.
+        """
         self._runner = runner
         self._sampler = sampler
         self._cache = cache
         self._stop = stop
         self._vocab_size = vocab_size
         self._num_ended = 0
+        self._drafting = drafting
+        runner.observes_later = drafting is not None
         self._new_lists = new_lists
         self._lists = new_lists()
         self._decoding: SampledRows | None = None  # of generation `_generation` of the decode batch
@@ -126,9 +78,31 @@ class StepRunner:
         self._unfinished: InFlight | None = None  # the step that was launched last
         self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests replays routes
 
+    @property
+    def drafts(self) -> bool:
+        """True if steps verify drafts, so that a step is planned once all tokens are known."""
+        return self._drafting is not None
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Counts of all drafts so far: a live object, all 0 if no step verifies drafts."""
+        return DraftCounts() if self._drafting is None else self._drafting.counts
+
+    def add_drafts(self, plan: StepPlan, now: float) -> None:
+        """Give the plan drafts, if steps verify them.  `now`: the time of this turn, the same on all ranks."""
+        if self._drafting is not None:
+            self._drafting.fill(plan, self._cache, now)
+
+    def forget(self, req: Req) -> None:
+        """Drop what drafts were made of, of a request that has ended."""
+        if self._drafting is not None:
+            self._drafting.forget(req)
+
     def rest(self) -> None:
         """Drop all data of the requests that were sampled last.  Called if no step follows for now."""
         self._decoding = None
+        if self._drafting is not None:
+            self._drafting.rest()
         if self._lists.is_used:
             self._lists = self._new_lists()
 
@@ -144,18 +118,22 @@ class StepRunner:
     def _enqueue(self, plan: StepPlan, counts: RankCounts | None, phase: Callable[[str], None]) -> InFlight:
         extends, decodes, pool = plan.extends, plan.decodes, self._cache.pool
         epoch = self._runner.state.epoch
-        batch = self._build(plan, epoch)
+        verified = self._verified_rows(plan) if plan.drafts else None
+        batch, slots = self._build(plan, epoch, verified)
         if counts is not None:
             batch.global_num_tokens, batch.kind_everywhere = counts
         phase("build")
         hidden_TD, routes = self._runner.forward(batch)
+        observed = None
+        if routes is not None and self._runner.observes_later:
+            observed = Observed(batch, routes.rows_TLK, sum(item.count for item in extends))
         if plan.is_empty:  # another rank's tokens needed this one's experts
-            return InFlight(epoch, self._num_ended, routes, is_idle=True)
+            return InFlight(epoch, self._num_ended, routes, observed=observed, is_idle=True)
         tokens = None
-        if decodes and not extends:
+        if decodes and not extends and verified is None:
             tokens = self._runner.sample_replayed(self._rows_of(decodes).info, decodes.output_counts)
         if tokens is None:
-            logits_NV = self._runner.logits(hidden_TD[batch.logits_rows] if extends else hidden_TD)
+            logits_NV = self._runner.logits(hidden_TD[batch.logits_rows] if extends or verified else hidden_TD)
         phase("forward")
         completed: list[Req] = []
         scored: list[tuple[Req, ScoredTokens]] = []
@@ -168,7 +146,11 @@ class StepRunner:
             for item in extends:
                 item.req.device_len += item.count
             logits_NV = self._sample_first(completed, logits_NV, sampled)
-        if decodes:
+        step = InFlight(epoch, self._num_ended, routes, completed, scored=scored, observed=observed)
+        if verified is not None:
+            tokens = self._sampler.sample(logits_NV, verified.info, verified.positions)
+            step = step._replace(verified=Verified(verified, slots, tokens))
+        elif decodes:
             rows = self._rows_of(decodes)
             if tokens is None:
                 self._restrict(rows)
@@ -177,27 +159,48 @@ class StepRunner:
             sampled.append(Sampled(rows, tokens, decodes.advance()))
         ending = [part.rows.reqs[row] for part in sampled for row in part.last]
         ending += [req for req in completed if not req.samples]
-        return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored, pooled)
+        return step._replace(ending=ending, sampled=sampled, pooled=pooled)
 
-    def _build(self, plan: StepPlan, epoch: ServingEpoch) -> ForwardBatch:
-        """Build the step's batch.  Its tokens get slots, noted as written under `epoch`."""
+    def _verified_rows(self, plan: StepPlan) -> VerifiedRows:
+        device = self._cache.pool.newest_tokens.device
+        return VerifiedRows(plan.decodes, plan.drafts, self._stop, self._vocab_size, device)
+
+    def _build(
+        self, plan: StepPlan, epoch: ServingEpoch, verified: VerifiedRows | None
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        """Build the step's batch.  Its tokens get slots, noted as written under `epoch`.
+
+        Returns it with the slots, on the host, of the tokens of its decode batch.
+        """
         extends, decodes, cache = plan.extends, plan.decodes, self._cache
         inputs, stamp = decodes.inputs, self._runner.kv_pool.stamp
-        slots = cache.extend_each(decodes.generation, inputs.pool_indices, inputs.positions)
+        drafts: list[ExtendInput] = []
+        if verified is None:
+            slots = plain_slots = cache.extend_each(decodes.generation, inputs.pool_indices, inputs.positions)
+        else:
+            slots = cache.extend_apart(verified.pool_indices, verified.input_positions)
+            drafts, inputs, plain_slots = verified.extends(), verified.decode_input(), verified.plain_slots(slots)
         stamp(slots, epoch.weight_epoch)
         for item in extends:
             stamp(cache.slots(item.req, item.start, item.start + item.count), epoch.weight_epoch)
-        batch = build_forward_batch([_input(item) for item in extends] if extends else [], inputs, slots, cache.pool)
+        items = [_input(item) for item in extends] if extends else []
+        batch = build_forward_batch(items + drafts, inputs, plain_slots, cache.pool)
+        batch.num_drafts = len(drafts)
         if cache.states is not None:
-            cache.states.prepare(batch, [item.req for item in extends] if extends else (), decodes.reqs)
-        is_known = self._decode_adapters[0] == decodes.generation and not plan.extends
-        batch.adapters = self._decode_adapters[1] if is_known else self._adapters_of(plan)
+            ordered = decodes.reqs if verified is None else verified.reqs
+            drafted = list(ordered[: len(drafts)])
+            cache.states.prepare(batch, [*(item.req for item in extends), *drafted], ordered[len(drafts) :])
+        is_known = self._decode_adapters[0] == decodes.generation and not plan.extends and verified is None
+        batch.adapters = self._decode_adapters[1] if is_known else self._adapters_of(plan, verified)
         if self._replays(plan):
-            batch.forced_routes = _forced_routes(plan, cache.pool.device)
-        return batch
+            batch.forced_routes = forced_routes(plan, verified, cache.pool.device)
+        return batch, slots
 
-    def _adapters_of(self, plan: StepPlan) -> torch.Tensor | None:
+    def _adapters_of(self, plan: StepPlan, verified: VerifiedRows | None) -> torch.Tensor | None:
         """Return the adapter slot of each token of the step [T]; None if no request of it has an adapter."""
+        if verified is not None:
+            spans = spans_of(plan, verified)
+            return self._on_device(slots_of_tokens([(req.adapter_slot, count) for req, _, count in spans]))
         decodes = plan.decodes
         if self._decode_adapters[0] != decodes.generation:
             rows = self._on_device(slots_of_tokens([(req.adapter_slot, 1) for req in decodes.reqs]))
@@ -255,7 +258,7 @@ class StepRunner:
         """Return the kind of this rank's step."""
         if self._replays(plan):
             return StepKind.GIVEN_ROUTES
-        return StepKind.PROMPTS if plan.extends else StepKind.DECODE
+        return StepKind.PROMPTS if plan.extends or plan.drafts else StepKind.DECODE
 
     def _replays(self, plan: StepPlan) -> bool:
         """Return whether a request of the step has routes to replay."""
@@ -348,6 +351,17 @@ class StepRunner:
                 ended = [row for row, req in enumerate(rows.reqs) if req.finished]
             outgoing += rows.enter(tokens, step.epoch, last, ended)
             num_entered += len(rows.reqs) - len(ended)
+        counts: Sequence[int] = ()
+        if step.verified is not None:
+            news, counts = step.verified.finish(step.epoch, self._cache)
+            assert self._drafting is not None
+            self._drafting.note(step.verified.rows, counts)
+            outgoing += news
+            num_entered += sum(counts)
+        if step.observed is not None:
+            rows = None if step.verified is None else step.verified.rows
+            kept = step.observed.kept(rows, counts, self._runner.state.model.parallel.attn_dp)
+            self._runner.observe(step.epoch, *kept)
         if outgoing:
             self._num_ended += sum(req.finished is not None for req in outgoing)
         return outgoing, num_entered
@@ -358,35 +372,7 @@ class StepRunner:
             step.copies.wait(self._runner.state.model.parallel.wait_for)
 
 
-def _spans(plan: StepPlan) -> Iterator[tuple[Req, int, int]]:
-    """Yield the first position and the count of each request's tokens in the step, in the order of its batch."""
-    for item in plan.extends:
-        yield item.req, item.start, item.count
-    for req in plan.decodes.reqs:
-        yield req, req.device_len, 1
-
-
 def _input(item: Extend) -> ExtendInput:
     req = item.req
     token_ids = req.tokens(item.start, item.start + item.count)
-    return ExtendInput(token_ids, req.pool_index, item.start, item.completes and req.samples)
-
-
-def _forced_routes(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
-    """Return the routes that requests of the step replay, for the routers: [L, T, K]; None if all rows are free."""
-    spans = list(_spans(plan))
-    example = next((req.source.replay for req, _, _ in spans if req.source.replay is not None), None)
-    if example is None:
-        return None
-    _, num_layers, top_k = example.shape
-    forced_TLK = np.full((sum(count for _, _, count in spans), num_layers, top_k), _FREE, dtype=np.int64)
-    first = 0
-    for req, start, count in spans:
-        if (replay := req.source.replay) is not None:
-            rows_RLK = np.frombuffer(replay.data, dtype="<u2").reshape(replay.shape)
-            begin = start - replay.start  # among the rows that the request sent
-            known = rows_RLK[max(begin, 0) : max(begin + count, 0)]
-            place = first + max(-begin, 0)
-            forced_TLK[place : place + len(known)] = known
-        first += count
-    return to_device(torch.from_numpy(forced_TLK).transpose(0, 1).contiguous(), device)
+    return ExtendInput(token_ids, req.pool_index, item.start, int(item.completes and req.samples))

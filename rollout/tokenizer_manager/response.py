@@ -21,7 +21,7 @@ from capture.routed_experts import RoutedExperts, id_dtype, narrowest_dtype
 from capture.sampling_mask import SamplingMask
 from capture.token_logprobs import TokenLogprobs
 from rollout.core.errors import LockstepError
-from rollout.core.messages.req_output import FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
+from rollout.core.messages.req_output import DraftTally, FinishedRecord, FinishReason, RoutedExpertsPayload, VersionSpan
 from rollout.core.specs.model_config import ModelConfig
 from rollout.text.tokenizer import Tokenizer
 from rollout.tokenizer_manager.binary_response import add_logprob_arrays, id_array, route_array
@@ -231,8 +231,21 @@ def _add_finished(meta: dict[str, Any], record: SampleRecord, finished: Finished
     meta["kv_weight_epoch_oldest"] = finished.kv_weight_epoch_oldest
     meta["cached_tokens"] = finished.cached_tokens
     meta["num_retractions"] = finished.num_retractions
+    if finished.drafts is not None:
+        meta |= _draft_facts(finished.drafts, len(record.output_ids))
     assert record.finished_at is not None
     meta["e2e_latency"] = record.finished_at - record.created_at
+
+
+def _draft_facts(drafts: DraftTally, num_tokens: int) -> dict[str, Any]:
+    """Return SGLang's fields: the length is of tokens for each step that gave some, with a draft or without."""
+    return {
+        "spec_verify_ct": drafts.num_steps,
+        "spec_draft_token_num": drafts.num_drafted,
+        "spec_accept_token_num": drafts.num_kept,
+        "spec_accept_rate": drafts.num_kept / drafts.num_drafted,
+        "spec_accept_length": num_tokens / max(num_tokens - drafts.num_kept, 1),
+    }
 
 
 def _span_dicts(spans: Sequence[VersionSpan]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ def check_settings(args: ServerArgs) -> None:
     _check_requests(args)
     _check_memory(args)
     _check_adapters(args)
+    _check_drafts(args)
     _check_placement(args)
     _check_weights(args)
     _check_network(args)
@@ -122,6 +123,17 @@ def _check_memory(args: ServerArgs) -> None:
         args.kv_events is None or not args.disable_radix_cache,
         "--kv-events-config publishes the prefix cache, which --disable-radix-cache turns off",
     )
+
+
+def _check_drafts(args: ServerArgs) -> None:
+    """Check the settings of drafts."""
+    _require(
+        args.speculative_algorithm in (None, "NGRAM"),
+        f"--speculative-algorithm must be NGRAM, got {args.speculative_algorithm!r}",
+    )
+    most = args.speculative_num_draft_tokens
+    _require(1 <= most <= 64, f"--speculative-num-draft-tokens must be from 1 to 64, got {most}")
+    _require(args.speculative_ngram_capacity >= 0, "--speculative-ngram-capacity must be at least 0")
 
 
 def _check_adapters(args: ServerArgs) -> None:

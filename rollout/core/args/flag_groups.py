@@ -55,6 +55,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         ),
         *("kv_events_config", "enable_memory_saver", "enable_weights_cpu_backup"),
     ),
+    "drafts (speculative decoding)": (
+        *("speculative_algorithm", "speculative_num_draft_tokens", "speculative_ngram_capacity"),
+    ),
     "adapters (LoRA)": ("enable_lora", "lora_paths", "max_loras_per_batch", "max_lora_rank", "lora_target_modules"),
     "routes": ("enable_return_routed_experts", "return_routed_experts_by_default", "vllm_routed_experts"),
     "weight updates": (

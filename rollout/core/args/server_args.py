@@ -171,6 +171,15 @@ class ServerArgs:
         None, "JSON: publish changes of the prefix cache over ZMQ for routers, in the format of SGLang and vLLM"
     )
 
+    speculative_algorithm: str | None = _arg(
+        None,
+        "NGRAM: look up tokens that followed the same text before, and verify them in one step; answers are the same",
+    )
+    speculative_num_draft_tokens: int = _arg(8, "maximum drafted tokens of a request in one step")
+    speculative_ngram_capacity: int = _arg(
+        0, "tokens of ended requests that are kept, so that a later sample of the same prompt drafts from them"
+    )
+
     enable_lora: bool = _arg(False, "serve LoRA adapters of the model")
     lora_paths: str | None = _arg(
         None, "adapters to load at start: NAME=FOLDER of PEFT, several with commas or spaces between them"

@@ -117,6 +117,14 @@ class PooledRows(msgspec.Struct, kw_only=True, omit_defaults=True):
     versions: list[VersionSpan] = []
 
 
+class DraftTally(msgspec.Struct):
+    """Counts of one request: steps that verified a draft, the drafted tokens, and the kept ones of them."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_kept: int = 0
+
+
 class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The facts of a request that are known only when it ends (also when it is aborted)."""
 
@@ -132,6 +140,7 @@ class FinishedRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     routed_experts: RoutedExpertsPayload | None = None
     prompt_logprobs: PromptLogprobs | None = None
     pooled: PooledRows | None = None  # None: it pools nothing, or ended before
+    drafts: DraftTally | None = None  # None: the server drafts nothing
 
 
 class ReqOutput(msgspec.Struct, kw_only=True, omit_defaults=True):

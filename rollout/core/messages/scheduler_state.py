@@ -48,6 +48,10 @@ class SchedulerState(Reply, kw_only=True):
     num_generated_tokens: Total
     num_prompt_tokens: Total
     num_prompt_tokens_reused: Total
+    num_drafts: Total = 0
+    num_draft_tokens: Total = 0
+    num_accepted_draft_tokens: Total = 0
+    spec_accept_length: float = 1.0
     num_kv_event_batches: int | None
     step_time_ms: dict[str, Any]
     # gates

@@ -44,6 +44,7 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("gen_throughput", "Generated tokens per second, recent", ("sglang:gen_throughput",)),
     ("cache_hit_rate", "Share of prompt tokens taken from the prefix cache", ("sglang:cache_hit_rate",)),
     ("num_retracted_reqs", "Retractions since start", ("sglang:num_retracted_reqs",)),
+    ("spec_accept_length", "Tokens that a step gives a request, by drafts", ("sglang:spec_accept_length",)),
     ("num_running_sessions", "Sessions with requests that hold KV", ("sglang:num_unique_running_routing_keys",)),
     ("num_pinned_tokens", "Cached tokens kept from eviction for sessions", ("lockstep:session_pinned_tokens",)),
     ("num_used_state_rows", "Recurrent states, or pages of windows, in use", ("lockstep:used_state_rows",)),
@@ -77,6 +78,9 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "Samples put back for want of KV slots",
         ("sglang:num_retracted_requests", "vllm:num_preemptions"),
     ),
+    ("num_drafts", "Drafts that were verified", ("vllm:spec_decode_num_drafts",)),
+    ("num_draft_tokens", "Tokens of drafts", ("vllm:spec_decode_num_draft_tokens",)),
+    ("num_accepted_draft_tokens", "Tokens of drafts that were kept", ("vllm:spec_decode_num_accepted_tokens",)),
 )
 
 # Numbers of each sample that has ended: help, names.  All times but the latency need a first token.

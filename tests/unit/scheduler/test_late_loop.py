@@ -31,10 +31,11 @@ from rollout.sampling import torch_sampler
 from rollout.scheduler import scheduler
 from rollout.scheduler import step as step_module
 from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.in_flight import InFlight
 from rollout.scheduler.req import Req
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.seeds import SeedSource
-from rollout.scheduler.step import InFlight, StepRunner
+from rollout.scheduler.step import StepRunner
 from tests.device_engine import device_engine, stand_in_device
 from tests.device_stand_in import DEVICE, RaceError
 from tests.late_loop import overlap

@@ -1,0 +1,17 @@
+"""Builds the parts that draft and verify, from the server's settings."""
+
+from __future__ import annotations
+
+from rollout.core.args.server_args import ServerArgs
+from rollout.core.specs.model_config import ModelConfig
+from rollout.drafts.costs import DraftChoice
+from rollout.drafts.ngram import NgramDrafter
+from rollout.scheduler.drafting import Drafting
+
+
+def build_drafting(args: ServerArgs, config: ModelConfig) -> Drafting | None:
+    """Return the drafting of a scheduler; None if no step verifies drafts."""
+    if args.speculative_algorithm is None:
+        return None
+    drafter = NgramDrafter(history_tokens=args.speculative_ngram_capacity)
+    return Drafting(drafter, DraftChoice(), config.vocab_size, args.speculative_num_draft_tokens)

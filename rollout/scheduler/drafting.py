@@ -1,0 +1,106 @@
+"""`Drafting`: the drafts of a step, and what became of them.
+
+It asks the drafter for each request of the decode batch, and `DraftChoice` for how many of the proposed tokens the step
+verifies.  A proposal ends before the first id outside the vocabulary, and leaves room for the token that follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout.core.messages.req_output import DraftTally
+from rollout.drafts.base import Draft, Drafter
+from rollout.drafts.costs import DraftChoice, Kept
+from rollout.memory.cache_manager import CacheManager
+from rollout.scheduler.policy import StepPlan
+from rollout.scheduler.req import Req
+from rollout.scheduler.stats import DraftCounts
+from rollout.scheduler.verify import VerifiedRows
+
+
+class Drafting:
+    """Owned by the scheduler.  On several ranks each rank that shares the requests has one, and all decide the same."""
+
+    def __init__(self, drafter: Drafter, choice: DraftChoice | None, vocab_size: int, most: int) -> None:
+        """Verify at most `most` drafted tokens of a request in a step; without a `choice`, all that is proposed."""
+        self.counts = DraftCounts()
+        self._drafter = drafter
+        self._choice = choice
+        self._vocab_size = vocab_size
+        self._most = most
+        self._kept: dict[Req, Kept] = {}
+        self._last: tuple[tuple[StepPlan, int], float] | None = None  # the last step, its requests, and its time
+
+    def fill(self, plan: StepPlan, cache: CacheManager, now: float) -> None:
+        """Give the plan's decode batch its drafts, for which `cache` has room.  All its tokens are known.
+
+        `now`: the time of this turn, the same on all ranks.
+        """
+        self._note_step(now)
+        reqs = plan.decodes.reqs
+        if not reqs:
+            return
+        self._last = (plan, len(reqs)), now
+        num_slots = cache.num_available - len(reqs)
+        proposed = [self._propose(req) for req in reqs]
+        counts = [len(draft.token_ids) for draft in proposed]
+        if not any(counts):
+            return
+        if self._choice is not None:
+            rates = [
+                self._choice.kept_rate(draft.evidence, self._kept_of(req)) if draft.token_ids else 0.0
+                for req, draft in zip(reqs, proposed, strict=True)
+            ]
+            counts = self._choice.choose(rates, counts, len(reqs))
+        while sum(counts) > num_slots:
+            counts[counts.index(max(counts))] -= 1
+        counts = [cache.reserve_draft(req, count) for req, count in zip(reqs, counts, strict=True)]
+        if any(counts):
+            plan.drafts = [Draft(d.token_ids[:n], d.evidence) for d, n in zip(proposed, counts, strict=True)]
+
+    def rest(self) -> None:
+        """Note that no step follows the last one at once, so that its time is not known."""
+        self._last = None
+
+    def _note_step(self, now: float) -> None:
+        """Take in the time of the last step, if it had no prompts."""
+        if self._last is not None and self._choice is not None:
+            (plan, num_requests), then = self._last
+            if not plan.extends:
+                self._choice.note_step(num_requests, plan.num_drafted, now - then)
+        self._last = None
+
+    def note(self, rows: VerifiedRows, counts: Sequence[int]) -> None:
+        """Take in how many tokens each request of `rows` got in a step, of which one was not drafted."""
+        for req, draft, count in zip(rows.reqs, rows.offered, counts, strict=True):
+            if not draft.token_ids:
+                continue
+            drafted, kept = len(draft.token_ids), max(count - 1, 0)
+            self.counts.note(drafted, kept)
+            own = req.drafts = req.drafts or DraftTally()
+            own.num_steps += 1
+            own.num_drafted += drafted
+            own.num_kept += kept
+            if self._choice is not None:
+                self._choice.note_draft(draft.evidence, self._kept_of(req), kept, min(kept + 1, drafted))
+
+    def forget(self, req: Req) -> None:
+        """Drop what is kept of a request that has ended."""
+        self._kept.pop(req, None)
+        self._drafter.forget(req)
+
+    def _kept_of(self, req: Req) -> Kept:
+        kept = self._kept.get(req)
+        if kept is None:
+            kept = self._kept[req] = Kept()
+        return kept
+
+    def _propose(self, req: Req) -> Draft:
+        left = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
+        if req.source.replay is not None or req.restriction is not None:
+            left = 0  # routes are given, as are the tokens; a restriction follows one token at a time
+        draft = self._drafter.propose(req, min(self._most, left))
+        for place, token_id in enumerate(draft.token_ids):
+            if not 0 <= token_id < self._vocab_size:
+                return Draft(draft.token_ids[:place], draft.evidence)
+        return draft
