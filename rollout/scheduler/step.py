@@ -359,8 +359,8 @@ class StepRunner:
             outgoing += news
             num_entered += sum(counts)
         if step.observed is not None:
-            rows = None if step.verified is None else step.verified.rows
-            kept = step.observed.kept(rows, counts, self._runner.state.model.parallel.attn_dp)
+            verified_rows = None if step.verified is None else step.verified.rows
+            kept = step.observed.kept(verified_rows, counts, self._runner.state.model.parallel.attn_dp)
             self._runner.observe(step.epoch, *kept)
         if outgoing:
             self._num_ended += sum(req.finished is not None for req in outgoing)
