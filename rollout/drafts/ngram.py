@@ -111,7 +111,9 @@ class NgramDrafter(Drafter):
         index.num_readers += 1
         index.texts.append(_Text())
         number = len(index.texts) - 1
-        self._feed(index, number, prompt.array[-_LONGEST:].tolist(), enters=False)
+        ids = prompt.array[-_LONGEST:].tolist()
+        self._feed(index, number, ids[:-1], enters=False)
+        self._feed(index, number, ids[-1:])  # what follows the prompt is found from now on
         return _Reader(index, number)
 
     def _retire(self, key: int, index: _Index) -> None:

@@ -7,6 +7,7 @@ from rollout.core.specs.model_config import ModelConfig
 from rollout.drafts.costs import DraftChoice
 from rollout.drafts.ngram import NgramDrafter
 from rollout.scheduler.drafting import Drafting
+from rollout.scheduler.policy import MAX_PREFILL_TOKENS
 
 
 def build_drafting(args: ServerArgs, config: ModelConfig) -> Drafting | None:
@@ -14,4 +15,5 @@ def build_drafting(args: ServerArgs, config: ModelConfig) -> Drafting | None:
     if args.speculative_algorithm is None:
         return None
     drafter = NgramDrafter(history_tokens=args.speculative_ngram_capacity)
-    return Drafting(drafter, DraftChoice(), config.vocab_size, args.speculative_num_draft_tokens)
+    most = args.step_prompt_tokens if args.step_prompt_tokens > 0 else MAX_PREFILL_TOKENS
+    return Drafting(drafter, DraftChoice(), config.vocab_size, args.speculative_num_draft_tokens, most)

@@ -21,13 +21,19 @@ from rollout.scheduler.verify import VerifiedRows
 class Drafting:
     """Owned by the scheduler.  On several ranks each rank that shares the requests has one, and all decide the same."""
 
-    def __init__(self, drafter: Drafter, choice: DraftChoice | None, vocab_size: int, most: int) -> None:
-        """Verify at most `most` drafted tokens of a request in a step; without a `choice`, all that is proposed."""
+    def __init__(
+        self, drafter: Drafter, choice: DraftChoice | None, vocab_size: int, most: int, step_tokens: int = 1 << 31
+    ) -> None:
+        """Verify at most `most` drafted tokens of a request in a step; without a `choice`, all that is proposed.
+
+        `step_tokens`: the most tokens of prompts and drafts together in a step, for which it has memory.
+        """
         self.counts = DraftCounts()
         self._drafter = drafter
         self._choice = choice
         self._vocab_size = vocab_size
         self._most = most
+        self._step_tokens = step_tokens
         self._kept: dict[Req, Kept] = {}
         self._last: tuple[tuple[StepPlan, int], float] | None = None  # the last step, its requests, and its time
 
@@ -41,7 +47,7 @@ class Drafting:
         if not reqs:
             return
         self._last = (plan, len(reqs)), now
-        num_slots = cache.num_available - len(reqs)
+        room = min(cache.num_available - len(reqs), self._step_tokens - plan.num_tokens)
         proposed = [self._propose(req) for req in reqs]
         counts = [len(draft.token_ids) for draft in proposed]
         if not any(counts):
@@ -52,7 +58,7 @@ class Drafting:
                 for req, draft in zip(reqs, proposed, strict=True)
             ]
             counts = self._choice.choose(rates, counts, len(reqs))
-        while sum(counts) > num_slots:
+        while sum(counts) > max(room, 0):
             counts[counts.index(max(counts))] -= 1
         counts = [cache.reserve_draft(req, count) for req, count in zip(reqs, counts, strict=True)]
         if any(counts):

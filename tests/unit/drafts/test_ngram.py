@@ -1,0 +1,108 @@
+"""`NgramDrafter` proposes what followed the longest match, and keeps no more than it may."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from rollout.core.prompt import Prompt
+from rollout.drafts.ngram import NgramDrafter
+
+
+@dataclass(eq=False)
+class Sequence:
+    prompt: Prompt
+    output_ids: list[int] = field(default_factory=list)
+
+
+def sequence(prompt: list[int], output: list[int] | None = None) -> Sequence:
+    return Sequence(Prompt(prompt), list(output or []))
+
+
+def plainly(prompt: list[int], outputs: list[list[int]], own: int, shortest: int, most: int) -> tuple[int, set]:
+    """Return the longest match of the end of a text anywhere before, and all that followed matches of that length."""
+    text = prompt + outputs[own]
+    best, found = 0, set()
+    for other in [prompt, *(prompt + output for output in outputs)]:
+        for end in range(1, len(other)):
+            length = 0
+            while length < min(end, len(text), 32) and other[end - 1 - length] == text[-1 - length]:
+                length += 1
+            if length >= shortest and (other is not prompt or end < len(prompt)):
+                proposed = tuple(other[end : end + most])
+                if length > best:
+                    best, found = length, set()
+                if length == best:
+                    found.add(proposed)
+    return best, found
+
+
+def test_a_repeated_text_is_continued() -> None:
+    drafter = NgramDrafter(shortest=3)
+    text = sequence([1, 2, 3, 4, 5, 6, 9, 9], [2, 3, 4])
+    draft = drafter.propose(text, 3)
+    assert (list(draft.token_ids), draft.evidence) == ([5, 6, 9], 3)
+    text.output_ids += [5, 6]
+    assert list(drafter.propose(text, 2).token_ids) == [9, 9]
+    assert not drafter.propose(text, 0).token_ids
+
+
+def test_the_longest_match_wins_over_a_newer_one() -> None:
+    drafter = NgramDrafter(shortest=2)
+    text = sequence([7, 1, 2, 3, 50, 8, 2, 3, 60, 7, 1, 2, 3])
+    assert drafter.propose(text, 1) == ([50], 4)
+
+
+def test_samples_of_one_prompt_draft_from_one_another() -> None:
+    drafter = NgramDrafter(shortest=3)
+    first, second = sequence([1, 2, 3]), sequence([1, 2, 3])
+    drafter.propose(first, 4)
+    first.output_ids += [10, 11, 12, 13, 14]
+    drafter.propose(first, 4)
+    second.output_ids += [10]
+    assert list(drafter.propose(second, 4).token_ids) == [11, 12, 13, 14]
+    other = sequence([1, 2, 4], [10])
+    assert not drafter.propose(other, 4).token_ids
+
+
+def test_every_proposal_follows_a_longest_match() -> None:
+    rng = random.Random(3)
+    for shortest in (1, 2, 3):
+        drafter = NgramDrafter(shortest)
+        prompt = [rng.randrange(4) for _ in range(rng.randint(1, 30))]
+        texts = [sequence(prompt) for _ in range(3)]
+        for text in texts:
+            drafter.propose(text, 1)
+        for _ in range(40):
+            own = rng.randrange(3)
+            texts[own].output_ids.append(rng.randrange(3))
+            draft = drafter.propose(texts[own], 5)
+            best, found = plainly(prompt, [text.output_ids for text in texts], own, shortest, 5)
+            if draft.token_ids:
+                assert draft.evidence <= best
+                assert draft.evidence < best or tuple(draft.token_ids) in found
+            else:
+                assert best < shortest
+
+
+def test_an_index_goes_with_its_last_request() -> None:
+    drafter = NgramDrafter()
+    texts = [sequence(list(range(50)), [1, 2, 3]) for _ in range(2)]
+    for text in texts:
+        drafter.propose(text, 4)
+    drafter.forget(texts[0])
+    assert drafter.num_tokens > 50
+    drafter.forget(texts[1])
+    drafter.forget(texts[1])
+    assert drafter.num_tokens == 0
+
+
+def test_history_is_bounded_and_drafts_for_later_samples() -> None:
+    drafter = NgramDrafter(history_tokens=200)
+    for start in range(0, 500, 50):
+        text = sequence(list(range(start, start + 50)), [7, 8, 9, 10, 11])
+        drafter.propose(text, 4)
+        drafter.forget(text)
+        assert drafter.num_tokens <= 200
+    again = sequence(list(range(450, 500)), [7, 8, 9])
+    assert list(drafter.propose(again, 4).token_ids) == [10, 11]
