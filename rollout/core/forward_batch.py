@@ -89,9 +89,6 @@ class ForwardBatch:
     forced_routes: torch.Tensor | None = None
     """[L, T, K] logical expert ids that replace the routers' choices, except in rows of -1; None: no row is forced."""
 
-    num_drafts: int = 0
-    """Number of extending requests, the last ones, that verify drafts: the first token of each surely stays."""
-
     adapters: torch.Tensor | None = None
     """[T] slot of each token's adapter, -1 for none; None: no token has one."""
 

@@ -59,11 +59,16 @@ class SequenceMemory(Protocol):
         """Let `sequence`, which has a row in the slot table, go on from the snapshot in `row`; -1: from the start."""
 
     def prepare(
-        self, batch: ForwardBatch, extends: Sequence[CachedSequence], decodes: Sequence[CachedSequence]
+        self,
+        batch: ForwardBatch,
+        extends: Sequence[CachedSequence],
+        decodes: Sequence[CachedSequence],
+        num_drafts: int = 0,
     ) -> None:
         """Add to `batch` what its layers need.  Called once a step, before it is launched.
 
-        `extends` and `decodes`: the batch's sequences that extend and that decode, in its order.
+        `extends` and `decodes`: the batch's sequences that extend and that decode, in its order.  Of `extends`, the
+        last `num_drafts` verify drafts: the first token of each surely stays.
         """
 
     def reserve(self, sequence: CachedSequence, count: int) -> int:

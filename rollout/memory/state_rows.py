@@ -76,16 +76,20 @@ class StateRows:
         self._of[sequence] = _Held(row)
 
     def prepare(
-        self, batch: ForwardBatch, extends: Sequence[CachedSequence], decodes: Sequence[CachedSequence]
+        self,
+        batch: ForwardBatch,
+        extends: Sequence[CachedSequence],
+        decodes: Sequence[CachedSequence],
+        num_drafts: int = 0,
     ) -> None:
         """Enter the rows of the states of the step's sequences.  Called once a step, before it is launched."""
         decoding = batch.decode.req_pool_indices_host
         if self._ones_B.shape != decoding.shape:
             self._ones_B = torch.ones_like(decoding)
         begins = [self._of[sequence].source for sequence in extends]
-        prompts = len(extends) - batch.num_drafts
+        prompts = len(extends) - num_drafts
         copies = self._copies(batch, extends[:prompts], decodes, begins) if self._keeps_prefixes else []
-        copies = [(n if n < prompts else n + batch.num_drafts, count, row) for n, count, row in copies]
+        copies = [(n if n < prompts else n + num_drafts, count, row) for n, count, row in copies]
         for number, sequence in enumerate(extends[prompts:], prompts):
             copies += [(number, count, row) for count, row in enumerate(self._of[sequence].drafted, 1)]
         lens, rows, sources = self._ones_B, decoding, decoding

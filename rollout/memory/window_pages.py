@@ -131,7 +131,11 @@ class WindowPages:
             self._read(sequence, held, sequence.cached_len // self.page_size - 1, row)
 
     def prepare(
-        self, batch: ForwardBatch, extends: Sequence[CachedSequence], decodes: Sequence[CachedSequence]
+        self,
+        batch: ForwardBatch,
+        extends: Sequence[CachedSequence],
+        decodes: Sequence[CachedSequence],
+        num_drafts: int = 0,
     ) -> None:
         """Give the sequences of the step the pages that it needs.  Called once a step, before it is launched."""
         size = self.page_size
@@ -139,7 +143,7 @@ class WindowPages:
             self._give_up(sequence, held, end // size - 1)
         self._extended = []
         slots = []
-        first_draft = len(extends) - batch.num_drafts
+        first_draft = len(extends) - num_drafts
         spans = zip(extends, batch.extend_prefix_lens, batch.extend_lens, strict=True)
         for i, (sequence, start, count) in enumerate(spans):
             end = start + count

@@ -83,7 +83,7 @@ class Drafting:
                 continue
             drafted, kept = len(draft.token_ids), max(count - 1, 0)
             self.counts.note(drafted, kept)
-            own = req.drafts = req.drafts or DraftTally()
+            own = req.output.drafts = req.output.drafts or DraftTally()
             own.num_steps += 1
             own.num_drafted += drafted
             own.num_kept += kept

@@ -291,7 +291,7 @@ class RecordReader:
             routed_experts=self._routes(req, slots, epochs),
             prompt_logprobs=_prompt_logprobs(req.prompt_record) if req.prompt_record else None,
             pooled=pooled_rows(req.output.pool) if req.output.pool and reason.type != "abort" else None,
-            drafts=req.drafts,
+            drafts=req.output.drafts,
         )
 
     def _routes(self, req: Req, slots: np.ndarray, slot_epochs: np.ndarray) -> RoutedExpertsPayload | None:

@@ -69,7 +69,10 @@ class PoolRecord:
 
 @dataclass(eq=False, slots=True)
 class OutputRecord:
-    """Append-only record with one entry for each sampled token, parallel to `output_ids`; or with pooled rows."""
+    """Append-only record with one entry for each sampled token, parallel to `output_ids`; or with pooled rows.
+
+    `restriction` follows the tokens, and has the ones that may come next; None: all may.
+    """
 
     logprobs: list[float] = field(default_factory=list)
     alternatives: AlternativesRecord = field(default_factory=AlternativesRecord)
@@ -79,6 +82,8 @@ class OutputRecord:
     kept_logprobs: list[np.ndarray] = field(default_factory=list)  # float32 [m]
     versions: VersionMarks = field(default_factory=VersionMarks)
     pool: PoolRecord | None = None  # None: the request pools nothing
+    restriction: Restriction | None = None
+    drafts: DraftTally | None = None  # None: none of its steps verified a draft
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +128,6 @@ class Req(CachedSequence):
         "adapter",
         "arrival",
         "cached_tokens",
-        "drafts",
         "end_ids",
         "finished",
         "given_up_epochs",
@@ -133,7 +137,6 @@ class Req(CachedSequence):
         "oldest_epoch",
         "output",
         "prompt_record",
-        "restriction",
         "sampling_row",
         "saved_rows",
         "source",
@@ -163,8 +166,8 @@ class Req(CachedSequence):
         self.arrival = arrival
         self.end_ids = end_ids  # token ids that finish the request
         self.stop_text = stop_text  # of the output, with special tokens; None without stop strings
-        self.restriction = restriction  # the tokens that it may sample; None: all
-        self.output = OutputRecord(pool=None if source.pooling is None else PoolRecord(source.pooling))
+        pool = None if source.pooling is None else PoolRecord(source.pooling)
+        self.output = OutputRecord(pool=pool, restriction=restriction)
         wants_prompt = source.return_logprob and 0 <= source.logprob_start_len < len(source.input_ids)
         self.prompt_record = PromptRecord(source.logprob_start_len) if wants_prompt else None
         self.cached_tokens = 0  # prefix hit of the last admission before any retraction
@@ -173,7 +176,6 @@ class Req(CachedSequence):
         self.given_up_epochs: np.ndarray | None = None  # int32, of the prompt's KV that the last retraction gave up
         self.num_retractions = 0
         self.times = Times()
-        self.drafts: DraftTally | None = None  # None: none of its steps verified a draft
         self.num_sent = 0  # output tokens already sent to the main process
         self.finished: FinishReason | None = None
         self.may_pin = True  # False once its session has ended
@@ -198,6 +200,11 @@ class Req(CachedSequence):
             return self.source.extra_key
         label = self.adapter.label
         return key_of_kv(self.source.extra_key, label.name, label.version, label.content_digest)
+
+    @property
+    def restriction(self) -> Restriction | None:
+        """The tokens that it may sample next; None: all."""
+        return self.output.restriction
 
     @property
     def adapter_slot(self) -> int:

@@ -185,11 +185,12 @@ class StepRunner:
             stamp(cache.slots(item.req, item.start, item.start + item.count), epoch.weight_epoch)
         items = [_input(item) for item in extends] if extends else []
         batch = build_forward_batch(items + drafts, inputs, plain_slots, cache.pool)
-        batch.num_drafts = len(drafts)
         if cache.states is not None:
             ordered = decodes.reqs if verified is None else verified.reqs
             drafted = list(ordered[: len(drafts)])
-            cache.states.prepare(batch, [*(item.req for item in extends), *drafted], ordered[len(drafts) :])
+            cache.states.prepare(
+                batch, [*(item.req for item in extends), *drafted], ordered[len(drafts) :], len(drafts)
+            )
         is_known = self._decode_adapters[0] == decodes.generation and not plan.extends and verified is None
         batch.adapters = self._decode_adapters[1] if is_known else self._adapters_of(plan, verified)
         if self._replays(plan):

@@ -25,7 +25,8 @@ def answers(folder: Path, **settings: Any) -> tuple[list[dict[str, Any]], str]:
     group = {"sampling_params": {"n": 4, "max_new_tokens": 40, "temperature": 0.2, "sampling_seed": 3}}
     greedy = {"sampling_params": {"max_new_tokens": 90, "temperature": 0}, "stream": False}
     with live_server(folder, with_tokenizer=False, engine=EngineThread, max_total_tokens=2048, **settings) as server:
-        found = [*server.client.post("/generate", json=body | group).json(), server.client.post("/generate", json=body | greedy).json()]
+        post = server.client.post
+        found = [*post("/generate", json=body | group).json(), post("/generate", json=body | greedy).json()]
         return found, server.client.get("/metrics").text
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from docs.tools import endpoints
 from examples.make_checkpoint.spec import FAMILIES
-from rollout.core.sampling_params import SamplingParams
+from rollout.core.sampling_params import NOT_ON_THE_WIRE, SamplingParams
 from rollout.families import registry
 from rollout.http import protocol
 from rollout.http.vllm import control_protocol as vllm_control_protocol
@@ -68,7 +68,7 @@ def test_every_argument_of_a_worker_call_is_documented(arguments: type[protocol.
 
 
 def test_every_sampling_parameter_is_documented() -> None:
-    assert not set(SamplingParams.__struct_fields__) - documented_names(API)
+    assert not set(SamplingParams.__struct_fields__) - NOT_ON_THE_WIRE - documented_names(API)
 
 
 def test_the_files_named_in_the_tree_exist() -> None:
