@@ -20,6 +20,10 @@ from rollout.scheduler.decode_batch import DecodeBatch
 SPACE = (None, 0)
 
 
+def no_copy(source: int, target: int) -> None:
+    raise AssertionError("no draft was verified")
+
+
 def sequence_in(pool_index: int) -> CachedSequence:
     sequence = CachedSequence(Prompt([0] * 100), [])
     sequence.pool_index = pool_index
@@ -49,7 +53,7 @@ def test_a_snapshot_that_a_request_begins_from_is_not_dropped_in_that_step() -> 
     """It is kept also when another request that would have begun from it does not fit after all."""
     rows = SnapshotRows(8, 2)
     cache = RadixCache(SlotAllocator(64), snapshots=rows)
-    states = StateRows(rows, 4, keeps_prefixes=True)
+    states = StateRows(rows, 4, no_copy, keeps_prefixes=True)
     oldest = kept(rows, cache, [1, 2, 3, 4], 4)
     other = kept(rows, cache, [5, 6, 7, 8], 4)
     rows.use(other)
@@ -68,7 +72,7 @@ def test_a_snapshot_that_a_request_begins_from_is_not_dropped_in_that_step() -> 
 
 def test_the_rows_of_an_ended_sequence_are_free_again() -> None:
     rows: Any = SnapshotRows(8, 5)
-    states = StateRows(rows, 4, keeps_prefixes=True)
+    states = StateRows(rows, 4, no_copy, keeps_prefixes=True)
     sequence = sequence_in(0)
     states.begin(sequence, -1)
     operands = operands_of(states, sequence, 0, 16)
@@ -81,7 +85,62 @@ def test_the_rows_of_an_ended_sequence_are_free_again() -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_copied() -> None:
-    states = StateRows(SnapshotRows(8, 5), 4, keeps_prefixes=False)
+    states = StateRows(SnapshotRows(8, 5), 4, no_copy, keeps_prefixes=False)
     sequence = sequence_in(0)
     states.begin(sequence, -1)
     assert operands_of(states, sequence, 0, 16).snapshots.shape == (0, 3)
+
+
+def verified(states: StateRows, sequence: CachedSequence, start: int, count: int) -> list[int]:
+    """Prepare a step that verifies `count` drafted tokens, and return the rows of the states after 1, 2, .. tokens."""
+    assert states.reserve(sequence, count) == count
+    item = ExtendInput([0] * (1 + count), sequence.pool_index, start, num_logits=1 + count)
+    batch = build_forward_batch([item], DecodeBatch().inputs, NO_SLOTS, ReqToTokenPool(4, 64, 0))
+    states.prepare(batch, [sequence], [], 1)
+    assert batch.states is not None and batch.states.rows.tolist() == [sequence.pool_index]
+    snapshots = batch.states.snapshots.tolist()
+    assert [entry[:2] for entry in snapshots] == [[0, after] for after in range(1, count + 1)]
+    return [row for _, _, row in snapshots]
+
+
+def test_a_state_goes_back_to_the_last_kept_token() -> None:
+    copies: list[tuple[int, int]] = []
+    rows = SnapshotRows(8, 6)
+    states = StateRows(rows, 4, lambda source, target: copies.append((source, target)), keeps_prefixes=True)
+    sequence = sequence_in(0)
+    states.begin(sequence, -1)
+    operands_of(states, sequence, 0, 17)  # snapshots at 4, 8, 12 and 16
+    states.end(sequence)
+    states.begin(sequence, -1)
+    newest = None
+    for start, count, snapshot in (
+        (101, 1, None),
+        (102, 3, 104),
+        (105, 4, 108),
+        (109, 2, None),
+        (111, 1, 112),
+        (112, 4, 116),
+    ):
+        copies.clear()
+        after = verified(states, sequence, start, 3)
+        states.settle(sequence, start, count)
+        states.check()
+        newest = snapshot or newest
+        snapshots = states._of[sequence].snapshots
+        assert list(snapshots) == ([] if newest is None else [newest])
+        if count <= 3:
+            assert copies == [(after[count - 1], 0)]
+        else:  # the sequence's own row is the state after all four
+            assert copies == ([(0, snapshots[116])] if snapshot == 116 else [])
+    assert rows.num_free == 5, "the newest snapshot alone is kept"
+
+
+def test_a_draft_is_cut_to_the_rows_that_there_are() -> None:
+    rows = SnapshotRows(8, 2)
+    states = StateRows(rows, 4, no_copy, keeps_prefixes=False)
+    sequence = sequence_in(0)
+    states.begin(sequence, -1)
+    assert states.reserve(sequence, 5) == 2
+    states.settle(sequence, 50, 3)  # all of it and the token that follows: its own row is right
+    states.check()
+    assert rows.num_free == 2
