@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-DATA_TAGS = {"native", "scores", "openai", "tokens", "sessions", "info"}
+DATA_TAGS = {"native", "scores", "openai", "agents", "tokens", "sessions", "info"}
 Body = dict[str, Any]
 
 NUMBERS: list[Any] = [
