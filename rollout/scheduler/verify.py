@@ -194,7 +194,12 @@ class _Columns:
     def rows(self, rows: list[int]) -> SampledTokens:
         """Return the tokens of `rows`."""
         tokens = self._tokens
-        chosen, kept = _spans(*self._chosen, rows), _spans(*self._kept, rows)
+        chosen = _spans(*self._chosen, rows)
+        if tokens.kept_ids.dim() == 2:  # a row each: its ids may be fewer than its count, which is over the limit then
+            kept_ids, kept_logprobs = _taken(tokens.kept_ids, rows), _taken(tokens.kept_logprobs, rows)
+        else:
+            kept = _spans(*self._kept, rows)
+            kept_ids, kept_logprobs = _taken(tokens.kept_ids, kept), _taken(tokens.kept_logprobs, kept)
         return SampledTokens(
             _taken(tokens.token_ids, rows),
             _taken(tokens.logprobs, rows),
@@ -202,8 +207,8 @@ class _Columns:
             _taken(tokens.top_logprobs, rows),
             _taken(tokens.chosen_logprobs, chosen),
             _taken(tokens.kept_counts, rows),
-            _taken(tokens.kept_ids.reshape(-1), kept),
-            _taken(tokens.kept_logprobs.reshape(-1), kept),
+            kept_ids,
+            kept_logprobs,
         )
 
 

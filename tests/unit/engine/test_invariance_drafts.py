@@ -11,9 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from examples.make_checkpoint.run import make_checkpoint
+from rollout.core.sampling_params import SamplingParams
+from rollout.sampling.base import SampledTokens
+from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 from rollout.scheduler.drafting import Drafting
+from rollout.scheduler.verify import _Columns
 from tests.drafters import KnownDrafter
 from tests.family_zoo import FAMILIES, also_for, family_checkpoint
 from tests.invariance import Ask, Facts, Server, assert_same
@@ -122,3 +127,18 @@ def _ask_all(harness: Harness) -> list[Result]:
     harness.run()
     harness.check_idle()
     return [harness.results[rid] for rid in rids]
+
+
+def test_masks_over_the_limit_stay_in_their_rows() -> None:
+    """A sampler with room for two ids of each mask counts more; only rows within the limit are read."""
+    none, counts = torch.empty(0), torch.tensor([2, 7, 1, 5])
+    ids = torch.arange(8, dtype=torch.int32).view(4, 2)
+    tokens = SampledTokens(
+        counts, counts.float(), counts.new_empty(4, 0), none.view(4, 0), none, counts, ids, ids.float()
+    )
+    info = SamplingBatchInfo([SamplingRow(SamplingParams(), 0, (), [1], [], wants_mask=True)] * 4, 8)
+    part = _Columns(tokens, info).rows([1, 2, 0, 3])
+    assert part.kept_counts.tolist() == [7, 1, 2, 5]
+    begins, flat = part.kept_begins().tolist(), part.kept_ids.flatten().tolist()
+    assert flat[begins[1] : begins[1] + 1] == [4] and flat[begins[2] : begins[2] + 2] == [0, 1]
+    assert part.kept_logprobs.flatten().tolist() == flat
