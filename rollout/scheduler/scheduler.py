@@ -83,7 +83,7 @@ class Scheduler:
         self._steps = steps
         self._stop = stop
         self._max_queued = max_queued_requests
-        self._overlaps = overlaps
+        self._overlaps = overlaps and not steps.drafts  # a draft follows all tokens, and observers what is kept
         self._rest = rest  # called if no step follows
         self._is_alone = parallel.attn_dp.size == 1  # no other data-parallel rank takes part in a step
         self._engine_busy = False  # whether any data-parallel rank had tokens in the last step
@@ -195,7 +195,7 @@ class Scheduler:
         """Run the first half of a step: afterwards the queues are ready for the next one."""
         stats = self.stats
         stats.start_step()
-        if self.queues.running.needs_history or self._steps.drafts:
+        if self.queues.running.needs_history:
             self.finish_step()
         plan = self._nothing
         if self.has_work:

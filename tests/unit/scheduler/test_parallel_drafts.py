@@ -16,6 +16,7 @@ from rollout.core.messages.experts import (
 )
 from rollout.scheduler.drafting import Drafting
 from tests.drafters import KnownDrafter
+from tests.late_loop import overlap
 from tests.model_zoo import tiny_checkpoint
 from tests.parallel_harness import ParallelHarness
 from tests.scheduler_harness import Harness, Result
@@ -68,3 +69,15 @@ def test_drafted_ranks_give_and_count_what_plain_ones_do(name: str, kind: str, f
         assert np.allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-10)
     assert np.array_equal(drafted_LE, counts_LE)
     assert sum(tally.num_drafted for tally in tallies) > 0
+
+
+def test_a_recorder_that_stops_has_every_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of a step once it is finished is known before the next message, also where steps may overlap."""
+    overlap(monkeypatch)
+    harness = Harness(folder, speculative_algorithm="NGRAM")
+    harness.submit(PROMPTS[0], params=PARAMS)
+    assert harness.control(StartExpertDistributionReqInput, mode="stat").success
+    for _ in range(3):
+        assert harness.tick()
+    answer = harness.control(StopExpertDistributionReqInput)
+    assert answer.data["num_passes"] == 4
