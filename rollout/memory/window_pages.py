@@ -146,11 +146,14 @@ class WindowPages:
         first_draft = len(extends) - num_drafts
         spans = zip(extends, batch.extend_prefix_lens, batch.extend_lens, strict=True)
         for i, (sequence, start, count) in enumerate(spans):
-            end = start + count
+            held, end = self._of[sequence], start + count
+            if i < first_draft:
+                self._extended.append((sequence, held, end))
+            else:  # a draft may begin pages, of which no decode step gives up the ones before
+                self._give_up(sequence, held, start // size - 1)
             for number in range(start // size, -(-end // size)):
                 self._write(sequence, number)
             slots.append(self.table[sequence.pool_index, start:end])
-            self._extended.append((sequence, self._of[sequence], end if i < first_draft else start + 1))
         lens_B = batch.decode.seq_lens_host
         for row in (lens_B.numpy() % size == 1).nonzero()[0].tolist():  # whose newest token begins a page
             sequence, number = decodes[row], int(lens_B[row]) // size

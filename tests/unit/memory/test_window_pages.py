@@ -214,6 +214,33 @@ def test_a_page_that_is_read_stays_when_others_need_pages() -> None:
     assert again.cached_len == 0, "the least recently used page goes once nobody reads it"
 
 
+def verify(machine: Machine, req: Req, count: int) -> None:
+    """Compute `count` tokens of a request that decodes alone, of which all stay."""
+    req.output_ids += [machine.tokens.randrange(2) for _ in range(count - 1)]
+    start = req.device_len
+    slots = machine.cache.extend_apart(torch.full((count,), req.pool_index), torch.arange(start, start + count))
+    given = ExtendInput(req.tokens(start, start + count), req.pool_index, start, count)
+    batch = build_forward_batch([given], DecodeBatch().inputs, slots[:0], machine.cache.pool)
+    batch.num_drafts = 1
+    machine.pages.prepare(batch, [req], [])
+    machine.compute(batch, [(req, start, count)])
+    machine.queues.running.advance_by(np.array([count]))
+    req.output_ids.append(machine.tokens.randrange(2))
+
+
+def test_a_request_has_three_pages_where_its_drafts_begin_them() -> None:
+    machine = Machine()
+    req = request("drafted", [1] * 6, 30)
+    machine.queues.enqueue(req)
+    machine.one_step()
+    while req.device_len < 30:
+        verify(machine, req, 3)  # up to the first token of a page
+        assert len(machine.pages._of[req].own) <= 3, req.device_len
+        machine.cache.check()
+        while req.device_len % PAGE != 2:
+            machine.one_step()
+
+
 def test_sizes_of_windows_follow_the_largest_window() -> None:
     kept = [FullKV(8, 64), WindowKV(8, 64, 128), WindowKV(8, 64, 100)]
     limits = {"context_length": 4096, "step_tokens": 2048, "max_running_requests": 10}
