@@ -22,6 +22,7 @@ from rollout.drafts.base import NO_DRAFT, Draft, DraftedSequence, Drafter
 
 _PLACES = 8  # that are compared for one proposal
 _LONGEST = 32  # tokens of a match that are compared
+_FULL = 1 << 20  # tokens of samples
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 _NOWHERE = -1
@@ -48,6 +49,14 @@ class _Index:
     @property
     def num_tokens(self) -> int:
         return sum(len(text.token_ids) for text in self.texts)
+
+    @property
+    def is_full(self) -> bool:
+        """True once it should get no more samples, so that it goes with the ones that it has.
+
+        Else the samples of a prompt that comes again and again would all be kept.
+        """
+        return self.num_tokens - len(self.texts[0].token_ids) >= _FULL
 
 
 @dataclass(eq=False, slots=True)
@@ -101,13 +110,13 @@ class NgramDrafter(Drafter):
     def _new_reader(self, prompt: Prompt) -> _Reader:
         """Return a reader with a text of its own, which begins with the last tokens of the prompt."""
         known = self._indices.get(prompt.key)
-        if known is None or not np.array_equal(known[0].array, prompt.array):
+        self._history.pop(prompt.key, None)
+        if known is None or not np.array_equal(known[0].array, prompt.array) or known[1].is_full:
             index = _Index([_Text()])
             _feed_many(index, prompt.array, self._shortest)
             self._indices[prompt.key] = prompt, index
         else:
             index = known[1]
-            self._history.pop(prompt.key, None)
         index.num_readers += 1
         index.texts.append(_Text())
         number = len(index.texts) - 1

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
+
 from rollout.core.prompt import Prompt
+from rollout.drafts import ngram
 from rollout.drafts.ngram import NgramDrafter
 
 
@@ -106,3 +110,30 @@ def test_history_is_bounded_and_drafts_for_later_samples() -> None:
         assert drafter.num_tokens <= 200
     again = sequence(list(range(450, 500)), [7, 8, 9])
     assert list(drafter.propose(again, 4).token_ids) == [10, 11]
+
+
+def test_samples_that_follow_one_another_without_end_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "_FULL", 100)
+    drafter = NgramDrafter(history_tokens=300)
+    running: deque[Sequence] = deque()
+    for _ in range(50):
+        running.append(sequence([1, 2, 3], [4, 5, 6, 7, 8]))
+        drafter.propose(running[-1], 4)
+        if len(running) == 3:
+            drafter.forget(running.popleft())
+        assert drafter.num_tokens <= 200
+    assert list(drafter.propose(sequence([1, 2, 3], [4, 5, 6]), 2).token_ids) == [7, 8]
+
+
+def test_prompts_of_one_key_leave_no_history_behind() -> None:
+    drafter = NgramDrafter(history_tokens=80)
+    for length in (10, 200, 30, 30):
+        text = sequence([length] * length, [7, 8, 9])
+        if length != 30:
+            text.prompt.__dict__["key"] = 1
+        drafter.propose(text, 4)
+        drafter.forget(text)
+    other = sequence(list(range(60)))
+    drafter.propose(other, 4)
+    drafter.forget(other)
+    assert drafter.num_tokens <= 80
