@@ -124,6 +124,7 @@ class Restriction:
         if matcher.error:
             return
         self._eos.remove_from(out_W)
+        self._ends.remove_from(out_W)  # a `stop_token_ids` may be a token of the grammar's texts
         if len(self._ends.places) and matcher.may_end:
             self._ends.add_to(out_W)
 

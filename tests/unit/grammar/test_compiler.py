@@ -133,6 +133,18 @@ def test_a_document_that_the_judge_accepts_is_allowed_token_by_token(
     assert wrong.failure is not None, "a text outside the schema was followed"
 
 
+def test_an_end_token_of_the_request_does_not_end_a_text_in_the_middle(
+    compiler: GrammarCompiler, backend: Tokenizer
+) -> None:
+    (end,), (other,) = backend.encode("a").ids, backend.encode("b").ids
+    restriction = restriction_of(compiler, backend, Grammar("regex", "[a-c]{3,9}"), stop_token_ids=[end])
+    for _ in range(3):
+        allowed = allowed_ids(restriction)
+        assert end not in allowed and other in allowed
+        restriction.feed([other])
+    assert end in allowed_ids(restriction)
+
+
 def test_end_tokens_are_allowed_where_the_grammar_may_end_and_min_new_tokens_allows_it(
     compiler: GrammarCompiler, backend: Tokenizer
 ) -> None:
