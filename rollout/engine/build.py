@@ -29,7 +29,7 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.adapters import load_adapters
 from rollout.engine.build_control import build_control
-from rollout.engine.build_drafts import build_drafting
+from rollout.engine.build_drafts import build_drafting, max_logits_rows
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.engine.deterministic import attention_name, batch_invariance, check_deterministic
 from rollout.engine.device import claim_device, with_device
@@ -307,7 +307,7 @@ def _limits(
     """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
     max_tokens = _max_prompt_tokens(args, context_length) + args.max_running_requests
-    activations = largest_step(StepSize(max_tokens, args.max_running_requests, context_length))
+    activations = largest_step(StepSize(max_tokens, max_logits_rows(args, max_tokens), context_length))
     # Free memory is read after the first step: libraries take memory of their own at their first call.
     memory = parallel.world.gather_ints([available_memory_bytes(device), activations])
     available, activations = min(left for left, _ in memory), max(taken for _, taken in memory)

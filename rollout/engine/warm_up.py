@@ -28,7 +28,8 @@ from rollout.sampling.batch_info import SamplingBatchInfo, SamplingRow
 
 @dataclass(frozen=True)
 class StepSize:
-    """`num_tokens`: tokens of a chunk and of all requests that decode; `num_rows`: the number of these requests."""
+    """`num_tokens`: tokens of a chunk and of all requests that decode; `num_rows`: rows of logits, of these requests
+    and of their drafts."""
 
     num_tokens: int
     num_rows: int

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rollout.distributed.parallel import Parallel
-from rollout.engine import warm_up
+from rollout.engine import build, warm_up
 from rollout.engine.warm_up import StepSize, activation_bytes, run_largest_step
 from rollout.executor.model_runner import ModelRunner
 from rollout.kernels.ops import plain_ops
@@ -18,6 +19,7 @@ from rollout.model.adapters import AdapterTable
 from rollout.model.model_state import ModelState
 from rollout.sampling.native_sampler import select_sampler
 from tests.model_zoo import load_tiny, tiny_checkpoint, trivial_placement
+from tests.scheduler_harness import Harness
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +126,21 @@ def test_ranks_agree_on_the_same_number_of_tokens() -> None:
     batch = warm_up._largest_batch(StepSize(20, 2, 8), torch.device("cpu"), parallel)
     assert batch.extend_lens == [8, 8, 4] and batch.extend_prefix_lens == [0, 0, 4]
     assert batch.global_num_tokens is None
+
+
+@pytest.mark.parametrize(("settings", "rows"), [({}, 6), ({"speculative_algorithm": "NGRAM"}, 24)])
+def test_the_largest_step_has_logits_for_drafts_where_they_are_verified(
+    settings: dict[str, Any], rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[StepSize] = []
+
+    def measured(state: Any, sampler: Any, size: StepSize, *others: Any, **more: Any) -> int:
+        seen.append(size)
+        return 0
+
+    monkeypatch.setattr(build, "activation_bytes", measured)
+    folder = tiny_checkpoint(tmp_path / "m", "dense", seed=1)
+    Harness(
+        folder, max_running_requests=6, speculative_num_draft_tokens=3, enable_return_routed_experts=False, **settings
+    )
+    assert [size.num_rows for size in seen] == [rows]
