@@ -44,3 +44,11 @@ def lora_server(framework: Framework, checkpoint: Path) -> Iterator[ServerProces
     """The server of the steps with an adapter."""
     with ServerProcess(checkpoint, max_total_tokens=16384, enable_lora=True, **framework.flags) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def random_server(checkpoint: Path) -> Iterator[ServerProcess]:
+    """A server of random weights, named tiny: nothing but a grammar makes JSON or a call of its answers."""
+    settings = {"served_model_name": "tiny", "tool_call_parser": "hermes"}
+    with ServerProcess(checkpoint, max_total_tokens=16384, **settings) as running:
+        yield running

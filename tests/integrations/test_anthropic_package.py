@@ -1,22 +1,25 @@
-"""The `anthropic` package over /v1/messages: its tool runner, whole and streamed messages, and the token record."""
+"""The `anthropic` package over /v1/messages: tools, whole and streamed messages, output formats, the token record."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from anthropic import Anthropic, BadRequestError, beta_tool
 
 from tests.http_harness import Live
+from tests.integrations.forecast import ROOM, SEED, Forecast
 from tests.integrations.framework import Framework
 from tests.integrations.repeating_server import call, repeating_server
+from tests.server_process import ServerProcess
 
 FRAMEWORK = Framework(
     name="anthropic",
     packages=("anthropic",),
     flags={"tool_call_parser": "hermes", "reasoning_parser": "qwen3"},
     shimmed=("a model that repeats the last message",),
-    not_there=("output formats", "tool_choice: any and tool", "tools that Anthropic runs"),
+    not_there=("tools that Anthropic runs",),
 )
 HELLO = [{"role": "user", "content": "hello"}]
 CALLS: list[str] = []
@@ -85,3 +88,34 @@ def test_a_refusal_is_the_error_of_its_kind(client: Anthropic) -> None:
     with pytest.raises(BadRequestError, match="messages is empty") as caught:
         client.messages.create(model="tiny", max_tokens=20, messages=[])
     assert caught.value.body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.fixture(scope="module")
+def parsing(random_server: ServerProcess) -> Iterator[Anthropic]:
+    with Anthropic(base_url=random_server.url, api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("beta", [False, True], ids=["output_config", "beta"])
+def test_a_parsed_message_is_of_its_type(parsing: Anthropic, beta: bool) -> None:
+    messages: Any = parsing.beta.messages if beta else parsing.messages
+    asked = {"model": "tiny", "max_tokens": ROOM, "messages": HELLO, "extra_body": {"seed": SEED}}
+    whole = messages.parse(output_format=Forecast, **asked).parsed_output
+    with messages.stream(output_format=Forecast, **asked) as stream:
+        streamed = stream.get_final_message().parsed_output
+    assert isinstance(whole, Forecast) and streamed == whole
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "Forecast"}], ids=["any", "tool"])
+def test_a_call_is_forced(parsing: Anthropic, choice: dict[str, Any]) -> None:
+    message: Any = parsing.messages.create(
+        model="tiny",
+        max_tokens=ROOM,
+        messages=HELLO,
+        tools=[{"name": "Forecast", "input_schema": Forecast.model_json_schema()}],
+        tool_choice=choice | {"disable_parallel_tool_use": True},  # type: ignore[arg-type]
+        extra_body={"seed": SEED},
+    )
+    assert message.stop_reason == "tool_use"
+    (block,) = message.content
+    assert block.name == "Forecast" and Forecast(**block.input)

@@ -1,4 +1,4 @@
-"""The `openai` package: completions and chats, streams, log-probabilities, and the fields for RL in `extra_body`."""
+"""The `openai` package: completions and chats, streams, log-probabilities, structured output, and RL's fields."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from openai import OpenAI
+from openai import OpenAI, pydantic_function_tool
 
+from tests.integrations.forecast import ROOM, SEED, Forecast
 from tests.integrations.framework import Framework
 from tests.server_process import ServerProcess
 
@@ -71,3 +72,39 @@ def test_routes_of_a_chat(client: OpenAI, model: str) -> None:
     content = base64.b64decode(reply.model_extra["sglext"]["routed_experts"])
     routes = np.frombuffer(content, dtype=np.int32).reshape(-1, 4, 2)
     assert len(routes) == reply.usage.total_tokens - 1 and routes[:, 1:].any()
+
+
+@pytest.fixture(scope="module")
+def parsing(random_server: ServerProcess) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{random_server.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def test_a_parsed_answer_is_of_its_type(parsing: OpenAI) -> None:
+    asked = {"model": "tiny", "messages": MESSAGES, "response_format": Forecast, "seed": SEED}
+    whole = parsing.chat.completions.parse(**asked, max_completion_tokens=ROOM).choices[0].message.parsed
+    with parsing.chat.completions.stream(**asked, max_completion_tokens=ROOM) as stream:
+        streamed = stream.get_final_completion().choices[0].message.parsed
+    assert isinstance(whole, Forecast) and streamed == whole
+
+
+def test_a_parsed_response_is_of_its_type(parsing: OpenAI) -> None:
+    asked = {"model": "tiny", "input": "hi", "text_format": Forecast, "extra_body": {"seed": SEED}}
+    whole = parsing.responses.parse(**asked, max_output_tokens=ROOM).output_parsed
+    with parsing.responses.stream(**asked, max_output_tokens=ROOM) as stream:
+        streamed = stream.get_final_response().output_parsed
+    assert isinstance(whole, Forecast) and streamed == whole
+
+
+def test_a_forced_call_has_parsed_arguments(parsing: OpenAI) -> None:
+    reply = parsing.chat.completions.parse(
+        model="tiny",
+        messages=MESSAGES,
+        tools=[pydantic_function_tool(Forecast)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_completion_tokens=ROOM,
+        seed=SEED,
+    )
+    (call,) = reply.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Forecast)
