@@ -221,8 +221,7 @@ def verify(machine: Machine, req: Req, count: int) -> None:
     slots = machine.cache.extend_apart(torch.full((count,), req.pool_index), torch.arange(start, start + count))
     given = ExtendInput(req.tokens(start, start + count), req.pool_index, start, count)
     batch = build_forward_batch([given], DecodeBatch().inputs, slots[:0], machine.cache.pool)
-    batch.num_drafts = 1
-    machine.pages.prepare(batch, [req], [])
+    machine.pages.prepare(batch, [req], [], 1)
     machine.compute(batch, [(req, start, count)])
     machine.queues.running.advance_by(np.array([count]))
     req.output_ids.append(machine.tokens.randrange(2))

@@ -72,7 +72,7 @@ def test_drafted_ranks_give_and_count_what_plain_ones_do(name: str, kind: str, f
 
 
 def test_a_recorder_that_stops_has_every_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known of a step once it is finished is known before the next message, also where steps may overlap."""
+    """A step is finished before the next message, also where steps may overlap."""
     overlap(monkeypatch)
     harness = Harness(folder, speculative_algorithm="NGRAM")
     harness.submit(PROMPTS[0], params=PARAMS)
