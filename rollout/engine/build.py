@@ -391,7 +391,7 @@ def _static_state(
         "context_length": limits.context_length,
         "dtype": str(kv_pool.dtype).removeprefix("torch."),
         "device": args.device,
-        "overlap_schedule": args.overlaps,
+        "overlap_schedule": args.overlaps and args.speculative_algorithm is None,
         "model_bytes": model_bytes,
         "kv_scales": kv_scales.facts,
         "kv_bytes": sum(tensor.nbytes for tensor in kv_pool.tensors),
