@@ -80,7 +80,7 @@ def grammar_in(fields: Mapping[str, Any]) -> Grammar | None:
     """
     found: dict[str, Grammar] = {}
     for name in GRAMMAR_FIELDS & fields.keys():
-        if fields[name] is not None:
+        if fields[name] is not None and fields[name] != "":  # SGLang's clients send empty texts for no grammar
             found |= _asked(name, fields[name])
     if len(found) > 1:
         first, second, *_ = sorted(found)

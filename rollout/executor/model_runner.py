@@ -143,7 +143,7 @@ class ModelRunner:
             observe(batch, epoch, ids_TLK)
 
     def _note_routes(self, batch: ForwardBatch, ids_TLK: torch.Tensor) -> StepRoutes:
-        if not self.observes_later:
+        if self.route_observers and not self.observes_later:
             self.observe(self.state.epoch, batch, ids_TLK)
         return StepRoutes(batch.out_cache_loc, ids_TLK)
 

@@ -79,8 +79,7 @@ class Scheduler:
         self.serving = ServingState(self.finish_step)
         self.agenda = Agenda(channel)
         self._channel = channel
-        self._policy = policy
-        self._steps = steps
+        self._policy, self._steps = policy, steps
         self._stop = stop
         self._max_queued = max_queued_requests
         self._overlaps = overlaps and not steps.drafts  # a draft follows all tokens, and observers what is kept
@@ -201,7 +200,8 @@ class Scheduler:
         if self.has_work:
             epoch = self.runner.state.epoch.weight_epoch
             plan = self._policy.plan(epoch, self._retract, self.finish_step, begins=self.serving.may_begin)
-        self._steps.add_drafts(plan, self.now)
+        if self._steps.drafts:
+            self._steps.add_drafts(plan, self.now)
         counts = None if self._is_alone else self._rank_counts(plan)
         stats.phase("plan")
         if plan.is_empty and (counts is None or not any(counts.tokens)):

@@ -69,6 +69,7 @@ class StepRunner:
         self._vocab_size = vocab_size
         self._num_ended = 0
         self._drafting = drafting
+        self.drafts = drafting is not None  # True: a step is planned once all tokens are known
         runner.observes_later = drafting is not None
         self._new_lists = new_lists
         self._lists = new_lists()
@@ -79,19 +80,14 @@ class StepRunner:
         self._replaying = (-1, False)  # generation of the decode batch, and whether one of its requests replays routes
 
     @property
-    def drafts(self) -> bool:
-        """True if steps verify drafts, so that a step is planned once all tokens are known."""
-        return self._drafting is not None
-
-    @property
     def draft_counts(self) -> DraftCounts:
         """Counts of all drafts so far: a live object, all 0 if no step verifies drafts."""
         return DraftCounts() if self._drafting is None else self._drafting.counts
 
     def add_drafts(self, plan: StepPlan, now: float) -> None:
-        """Give the plan drafts, if steps verify them.  `now`: the time of this turn, the same on all ranks."""
-        if self._drafting is not None:
-            self._drafting.fill(plan, self._cache, now)
+        """Give the plan drafts.  `now`: the time of this turn, the same on all ranks."""
+        assert self._drafting is not None
+        self._drafting.fill(plan, self._cache, now)
 
     def forget(self, req: Req) -> None:
         """Drop what drafts were made of, of a request that has ended."""
@@ -146,20 +142,21 @@ class StepRunner:
             for item in extends:
                 item.req.device_len += item.count
             logits_NV = self._sample_first(completed, logits_NV, sampled)
-        step = InFlight(epoch, self._num_ended, routes, completed, scored=scored, observed=observed)
+        drafted: Verified | None = None
         if verified is not None:
             tokens = self._sampler.sample(logits_NV, verified.info, verified.positions)
-            step = step._replace(verified=Verified(verified, slots, tokens))
+            drafted = Verified(verified, slots, tokens)
         elif decodes:
             rows = self._rows_of(decodes)
             if tokens is None:
-                self._restrict(rows)
+                if rows.info.restricted:
+                    self._restrict(rows)
                 tokens = self._sampler.sample(logits_NV, rows.info, decodes.output_counts)
             pool.newest_tokens.put(batch.decode.req_pool_indices, tokens.token_ids)
             sampled.append(Sampled(rows, tokens, decodes.advance()))
         ending = [part.rows.reqs[row] for part in sampled for row in part.last]
         ending += [req for req in completed if not req.samples]
-        return step._replace(ending=ending, sampled=sampled, pooled=pooled)
+        return InFlight(epoch, self._num_ended, routes, completed, ending, sampled, scored, pooled, drafted, observed)
 
     def _verified_rows(self, plan: StepPlan) -> VerifiedRows:
         device = self._cache.pool.newest_tokens.device
@@ -229,7 +226,8 @@ class StepRunner:
             newest = self._cache.pool.newest_tokens
             rows = SampledRows(reqs, self._stop, self._vocab_size, newest.device, self._lists)
             counts = [len(req.output_ids) for req in reqs]  # none of their tokens is in flight
-            self._restrict(rows)
+            if rows.info.restricted:
+                self._restrict(rows)
             tokens = self._sampler.sample(logits_NV[: len(reqs)], rows.info, torch.tensor(counts))
             newest.put(to_device(torch.tensor([req.pool_index for req in reqs]), newest.device), tokens.token_ids)
             last = [row for row, req in enumerate(reqs) if counts[row] + 1 >= req.sampling_params.max_new_tokens]
@@ -241,8 +239,6 @@ class StepRunner:
 
         They follow from the tokens before, so the host waits for the step before, whose results are on their way.
         """
-        if not rows.info.restricted:
-            return
         before = self._unfinished
         if before is not None:
             self._wait(before)

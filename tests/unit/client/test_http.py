@@ -368,7 +368,18 @@ def test_both_clients_have_the_same_methods_and_every_verb_is_tested():
     assert surface(RolloutClient) == surface(AsyncRolloutClient)
     names = {call.__code__.co_names[0] for call, *_ in VERBS}
     assert surface(RolloutClient).keys() - names == {
-        *("generate", "generate_many", "resume", "score", "stream", "paused", "weight_transaction", "adapter_update"),
+        *(
+            "generate",
+            "generate_many",
+            "resume",
+            "score",
+            "embed",
+            "classify",
+            "stream",
+            "paused",
+            "weight_transaction",
+            "adapter_update",
+        ),
         *("health", "wait_until_ready", "close"),
     }
 

@@ -234,7 +234,7 @@ def test_a_call_in_python_has_the_same_table() -> None:
     with pytest.warns(UserWarning, match="enable_multimodal"):
         args_of_call({"model": "m", "enable_multimodal": False})
     for name, value, message in [
-        ("enable_multimodal", True, "enable_multimodal: the server generates text"),
+        ("enable_multimodal", True, "enable_multimodal: the server reads text"),
         ("calculate_kv_scales", True, "come from the checkpoint or from"),
         ("prot", 1, r"prot: unknown setting; did you mean port\?"),
     ]:

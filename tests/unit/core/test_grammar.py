@@ -65,7 +65,7 @@ def test_each_field_gives_its_grammar(fields, grammar):
         ({"regex": "a", "ebnf": "b"}, BadRequest, "one grammar; it names ebnf and regex"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, BadRequest, "one grammar"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, BadRequest, "one grammar"),
-        ({"regex": ""}, BadRequest, "empty"),
+        ({"structured_outputs": {"regex": ""}}, BadRequest, "empty"),
         ({"regex": 5}, BadRequest, "regex must be a text"),
         ({"regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, BadRequest, "at most"),
         ({"regex": "\ud800"}, BadRequest, "surrogate"),

@@ -327,7 +327,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "routed_experts_format": "zip"}, "routed_experts_format"),
     ({"input_ids": [1], "image_data": ["x"]}, "image_data is not supported"),
     ({"input_ids": [1], "lora_path": "x"}, "lora_path is not supported"),
-    ({"input_ids": [1], "sampling_params": {"regex": "a*"}}, "regex is not supported"),
+    ({"input_ids": [1], "sampling_params": {"regex": 3}}, "regex must be a text"),
     (
         {"input_ids": [1], "sampling_params": {"custom_params": {"return_top_p_token_ids": True, "x": 1}}},
         "custom_params is not supported",

@@ -265,9 +265,9 @@ def test_the_engine_in_one_process_names_it_too_n20(tmp_path: Path) -> None:
     folder = tiny_checkpoint(tmp_path / "m", "dense", seed=1)
     settings: dict[str, Any] = {"model_path": str(folder), "max_total_tokens": 256, "skip_tokenizer_init": True}
     engine = Engine(**settings)
-    answer = engine.generate(input_ids=PROMPT, sampling_params=FEW | {"max_new_token": 9, "regex": "a"})
+    answer = engine.generate(input_ids=PROMPT, sampling_params=FEW | {"max_new_token": 9, "regexp": "a"})
     assert isinstance(answer, dict)
-    assert answer["meta_info"]["ignored_fields"] == ["sampling_params.max_new_token", "sampling_params.regex"]
+    assert answer["meta_info"]["ignored_fields"] == ["sampling_params.max_new_token", "sampling_params.regexp"]
     engine.close()
     engine = Engine(**settings, strict_requests=True)
     with pytest.raises(BadRequest, match="did you mean max_new_tokens"):

@@ -140,7 +140,10 @@ void check_edits(int64_t size) {
   for (const float x : some_logits(size, 2, random)) logits.push_back(static_cast<T>(x));
   const int64_t ids[] = {size / 2, 0, size - 1, size / 2, size / 2};
   const float values[] = {0.5f, 0.25f, 1.0f};
-  const Lists lists{ids, ids, ids, ids, values};
+  std::vector<int32_t> words((size + 31) / 32, -1);
+  const int64_t forbidden = size > 4 ? 1 : -1;  // in no list
+  if (forbidden >= 0) words[0] &= ~(int32_t{1} << forbidden);
+  const Lists lists{ids, ids, ids, ids, values, words.data()};
   RowSettings row{};
   row.temperature = 0.5;
   row.frequency_penalty = 0.25;
@@ -160,12 +163,13 @@ void check_edits(int64_t size) {
       const int64_t uses = (i == ids[2]) + 2 * (i == size / 2);
       if (uses > 0 || i == 0) x = x > 0 ? x / 2 : x * 2;
       if (uses > 0) x -= 0.25f * static_cast<float>(uses) + 1;
-      if (i == ids[2] && position < 5) x = -kInfinity;
-      expect(edited[i] == x / 0.5f, "edit", size, edited[i] - x / 0.5f);
+      if ((i == ids[2] && position < 5) || i == forbidden) x = -kInfinity;
+      expect(edited[i] == x / 0.5f, "edit", size, edited[i]);
     }
   }
   RowSettings plain{};
   plain.temperature = 1;
+  plain.allowed = -1;
   const float* same = editor.edit(logits.data(), size, plain, 0, lists);
   for (int64_t i = 0; i < size; ++i) expect(same[i] == static_cast<float>(logits[i]), "no edit", size, same[i]);
 }

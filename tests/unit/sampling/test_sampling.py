@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rollout.core.errors import BadRequest
+from rollout.core.grammar import Grammar
 from rollout.core.sampling_params import SamplingParams, sampling_params_from_dict
 from rollout.kernels.build import load_kernels
 from rollout.sampling.base import SampledTokens, Sampler
@@ -280,10 +281,11 @@ def test_wrong_parameters_are_refused(bad: dict) -> None:
 
 def test_wire_forms_are_normalised() -> None:
     params, unknown = sampling_params_from_dict(
-        {"stop": "end", "top_k": 0, "logit_bias": {"3": 1}, "seed": 5, "temperature": None, "regex": "x"}
+        {"stop": "end", "top_k": 0, "logit_bias": {"3": 1}, "seed": 5, "temperature": None, "regex": "x", "regexp": "x"}
     )
     assert (params.stop, params.top_k, params.logit_bias, params.sampling_seed) == (["end"], -1, {3: 1.0}, 5)
-    assert params.temperature == 1.0 and unknown == ["regex"]
+    assert params.temperature == 1.0 and unknown == ["regexp"]
+    assert params.grammar == Grammar("regex", "x")
 
 
 def test_engine_20_a_temperature_beyond_float32_is_refused() -> None:

@@ -280,7 +280,7 @@ def test_qwens_vocabulary_and_merges_are_read_without_tokenizer_json(tmp_path: P
     loaded = Tokenizer.load(tmp_path)
     composed = "e\u0301 Zu\u0308rich"  # this class composes characters
     for text in [*TEXTS, *CONTEXT[::9]]:
-        assert ids_of(loaded, [text]) == [tokenizer.encode(loaded._backend.normalizer.normalize_str(text)).ids]
+        assert ids_of(loaded, [text]) == [tokenizer.encode(loaded.backend.normalizer.normalize_str(text)).ids]
     assert loaded.decode(ids_of(loaded, [composed])[0]) == "é Zürich"
     assert ids_of(loaded, ["<|im_start|><|im_end|>"]) == [[size, size + 1]] and loaded.eos_token_id == size + 1
     assert ranks_of(tokenizer)[b"a"] == ids_of(loaded, ["a"])[0][0]
