@@ -91,7 +91,7 @@ def _facts(folder: Path, end: str) -> tuple[int, int]:
     """Return the id of a special token, and the number of ids."""
     tokenizer = Tokenizer.load(folder)
     (end_id,) = tokenizer._encode([end], False)[0]
-    return end_id, max(tokenizer._backend.get_vocab().values()) + 1
+    return end_id, max(tokenizer.backend.get_vocab().values()) + 1
 
 
 def write_model(folder: Path, family: Family, seed: int, context_length: int) -> Path:

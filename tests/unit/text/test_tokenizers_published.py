@@ -196,7 +196,7 @@ def test_transformers_own_choice_of_a_class_gives_the_same(loaded: Published) ->
 @pytest.mark.mutant
 def test_a_split_that_is_a_little_different_is_noticed() -> None:
     wrong = Published(GATE)
-    wrong.ours._backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    wrong.ours.backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     with pytest.raises(AssertionError):
         wrong.check([f"a {one}b{one}{one}\n 1{one}" for one in next(code_points(64, 512))])
 
