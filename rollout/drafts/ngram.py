@@ -171,10 +171,9 @@ class NgramDrafter(Drafter):
 
 def _match(ids: list[int], other: list[int], end: int) -> int:
     """Return how many of the last tokens of `ids` are the ones before index `end` of `other`, up to a limit."""
-    length = 0
-    for token_id, known in zip(reversed(ids[-_LONGEST:]), reversed(other[max(0, end - _LONGEST) : end])):
-        if token_id != known:
-            break
+    length, limit = 0, min(len(ids), end, _LONGEST)
+    last = len(ids) - 1
+    while length < limit and ids[last - length] == other[end - 1 - length]:
         length += 1
     return length
 

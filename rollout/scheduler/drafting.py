@@ -7,15 +7,27 @@ verifies.  A proposal ends before the first id outside the vocabulary, and leave
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rollout.core.messages.req_output import DraftTally
-from rollout.drafts.base import Draft, Drafter
+from rollout.drafts.base import NO_DRAFT, Draft, Drafter
 from rollout.drafts.costs import DraftChoice, Kept
 from rollout.memory.cache_manager import CacheManager
 from rollout.scheduler.policy import StepPlan
 from rollout.scheduler.req import Req
 from rollout.scheduler.stats import DraftCounts
 from rollout.scheduler.verify import VerifiedRows
+
+_MAX_WAIT = 8
+
+
+@dataclass(slots=True)
+class _State:
+    """State of a request's drafts: the drafter is asked again at `next_try` output tokens, `wait` after a failure."""
+
+    kept: Kept = field(default_factory=Kept)
+    wait: int = 1
+    next_try: int = 0
 
 
 class Drafting:
@@ -34,7 +46,7 @@ class Drafting:
         self._vocab_size = vocab_size
         self._most = most
         self._step_tokens = step_tokens
-        self._kept: dict[Req, Kept] = {}
+        self._states: dict[Req, _State] = {}
         self._last: tuple[tuple[StepPlan, int], float] | None = None  # the last step, its requests, and its time
 
     def fill(self, plan: StepPlan, cache: CacheManager, now: float) -> None:
@@ -48,21 +60,23 @@ class Drafting:
             return
         self._last = (plan, len(reqs)), now
         room = min(cache.num_available - len(reqs), self._step_tokens - plan.num_tokens)
-        proposed = [self._propose(req) for req in reqs]
-        counts = [len(draft.token_ids) for draft in proposed]
-        if not any(counts):
+        tries = [(row, self._states[req]) for row, req in enumerate(reqs) if self._is_tried(req)]
+        offered = [(row, state, self._propose(reqs[row], state)) for row, state in tries]
+        offered = [(row, state, draft) for row, state, draft in offered if draft.token_ids]
+        if not offered:
             return
+        counts = [len(draft.token_ids) for _, _, draft in offered]
         if self._choice is not None:
-            rates = [
-                self._choice.kept_rate(draft.evidence, self._kept_of(req)) if draft.token_ids else 0.0
-                for req, draft in zip(reqs, proposed, strict=True)
-            ]
+            rates = [self._choice.kept_rate(draft.evidence, state.kept) for _, state, draft in offered]
             counts = self._choice.choose(rates, counts, len(reqs))
         while sum(counts) > max(room, 0):
             counts[counts.index(max(counts))] -= 1
-        counts = [cache.reserve_draft(req, count) for req, count in zip(reqs, counts, strict=True)]
-        if any(counts):
-            plan.drafts = [Draft(d.token_ids[:n], d.evidence) for d, n in zip(proposed, counts, strict=True)]
+        drafts = [NO_DRAFT] * len(reqs)
+        for (row, _, draft), chosen in zip(offered, counts, strict=True):
+            count = cache.reserve_draft(reqs[row], chosen)
+            drafts[row] = Draft(draft.token_ids[:count], draft.evidence)
+        if any(draft.token_ids for draft in drafts):
+            plan.drafts = drafts
 
     def rest(self) -> None:
         """Note that no step follows the last one at once, so that its time is not known."""
@@ -88,24 +102,37 @@ class Drafting:
             own.num_drafted += drafted
             own.num_kept += kept
             if self._choice is not None:
-                self._choice.note_draft(draft.evidence, self._kept_of(req), kept, min(kept + 1, drafted))
+                state = self._states[req]
+                state.wait = 1 if kept else min(2 * state.wait, _MAX_WAIT)
+                state.next_try = len(req.output_ids) + state.wait - 1
+                self._choice.note_draft(draft.evidence, state.kept, kept, min(kept + 1, drafted))
 
     def forget(self, req: Req) -> None:
         """Drop what is kept of a request that has ended."""
-        self._kept.pop(req, None)
+        self._states.pop(req, None)
         self._drafter.forget(req)
 
-    def _kept_of(self, req: Req) -> Kept:
-        kept = self._kept.get(req)
-        if kept is None:
-            kept = self._kept[req] = Kept()
-        return kept
+    def _is_tried(self, req: Req) -> bool:
+        """Return whether the drafter is asked for a request in this step: asking costs time where it fails."""
+        state = self._states.get(req)
+        if state is None:
+            state = self._states[req] = _State()
+            if req.source.replay is not None or req.restriction is not None:
+                # routes are given, as are the tokens; a restriction follows one token at a time
+                state.next_try = 1 << 62
+        return len(req.output_ids) >= state.next_try
 
-    def _propose(self, req: Req) -> Draft:
+    def _back_off(self, state: _State, req: Req) -> None:
+        """Ask the drafter later, and later each time."""
+        if self._choice is not None:
+            state.wait = min(2 * state.wait, _MAX_WAIT)
+            state.next_try = len(req.output_ids) + state.wait
+
+    def _propose(self, req: Req, state: _State) -> Draft:
         left = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
-        if req.source.replay is not None or req.restriction is not None:
-            left = 0  # routes are given, as are the tokens; a restriction follows one token at a time
         draft = self._drafter.propose(req, min(self._most, left))
+        if not draft.token_ids:
+            self._back_off(state, req)
         for place, token_id in enumerate(draft.token_ids):
             if not 0 <= token_id < self._vocab_size:
                 return Draft(draft.token_ids[:place], draft.evidence)
