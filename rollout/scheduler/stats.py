@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 PHASES = ("plan", "build", "forward", "process", "messages")
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Sums since the start: drafts that were verified, their tokens, the kept ones, and the kept ones by depth."""
+    """Sums since the start: drafts that were verified, their tokens, and the kept ones."""
 
     num_drafts: int = 0
     num_drafted: int = 0
     num_kept: int = 0
-    kept_by_depth: list[int] = field(default_factory=list)
 
     def note(self, drafted: int, kept: int) -> None:
         """Take in one draft."""
         self.num_drafts += 1
         self.num_drafted += drafted
         self.num_kept += kept
-        self.kept_by_depth += [0] * (drafted - len(self.kept_by_depth))
-        for depth in range(kept):
-            self.kept_by_depth[depth] += 1
 
     def accept_length(self, num_tokens: int) -> float:
         """Return the tokens that a step gave a request on average, of `num_tokens` in all."""

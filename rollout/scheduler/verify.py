@@ -58,7 +58,7 @@ class VerifiedRows:
         self.reqs = [decodes.reqs[row] for row in self.batch_rows]
         self.offered = [drafts[row] for row in self.batch_rows]
         self.drafts = [draft.token_ids for draft in self.offered]
-        self._decodes, self._stop, self._vocab_size, self._device = decodes, stop, vocab_size, device
+        self._decodes, self._stop, self._vocab_size = decodes, stop, vocab_size
         self._begins = [0, *accumulate(1 + len(draft) for draft in self.drafts)]
         # numpy, as torch would share such small arrays out to threads that wait for the layers' operators
         lengths = np.array([1 + len(draft) for draft in self.drafts])
@@ -100,7 +100,8 @@ class VerifiedRows:
         """
         sampled = tokens.token_ids.tolist()
         lengths = [
-            1 + _num_equal(draft, sampled[begin:]) for draft, begin in zip(self.drafts, self._begins, strict=False)
+            1 + _num_equal(draft, sampled[begin : begin + len(draft)])
+            for draft, begin in zip(self.drafts, self._begins, strict=False)
         ]
         before = [len(req.output_ids) for req in self.reqs]
         news: dict[Req, None] = {}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from tests.abuse.attacks.long_texts import time_another_user
 from tests.abuse.registry import OPEN, attack
 from tests.abuse.server import Victim
 
@@ -20,7 +21,7 @@ FRIEND_S = 2.0
 def grammars_that_cost_hours(victim: Victim) -> str:
     """Send hostile grammars on each wire: they are refused soon, and another user's prompt does not wait."""
     stop, slowest = threading.Event(), [0.0]
-    friend = threading.Thread(target=_friend, args=(victim, stop, slowest), daemon=True)
+    friend = threading.Thread(target=time_another_user, args=(victim, stop, slowest), daemon=True)
     friend.start()
     longest, calls = 0.0, 0
     for name, params in _hostile():
@@ -64,12 +65,3 @@ def _hostile() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "many rules", {"ebnf": "start: " + " | ".join(f'"{index}" start' for index in range(3000))}
     yield "a huge text", {"regex": "a" * 70_000}
     yield "thousands of choices", {"guided_choice": ["x" * 60 + str(index) for index in range(900)]}
-
-
-def _friend(victim: Victim, stop: threading.Event, slowest: list[float]) -> None:
-    body = {"text": "hello", "sampling_params": {"max_new_tokens": 1}}
-    while not stop.is_set() and victim.running:
-        started = time.monotonic()
-        victim.call("POST", "/generate", body, timeout=60.0)
-        slowest[0] = max(slowest[0], time.monotonic() - started)
-        time.sleep(0.1)

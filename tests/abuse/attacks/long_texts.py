@@ -18,7 +18,7 @@ def texts_beyond_the_context(victim: Victim) -> str:
     """Send megabytes of text to every endpoint for texts: they are refused, and another user's prompt does not wait."""
     stop = threading.Event()
     slowest = [0.0]
-    friend = threading.Thread(target=_friend, args=(victim, stop, slowest), daemon=True)
+    friend = threading.Thread(target=time_another_user, args=(victim, stop, slowest), daemon=True)
     friend.start()
     texts = [kind * (SIZE // len(kind.encode())) for kind in ("a", "é\u2003", "\U0001f600", "word ", "\x00")]
     texts.append(" " * LARGEST)
@@ -45,7 +45,8 @@ def texts_beyond_the_context(victim: Victim) -> str:
     return f"{calls} texts; another's prompt {slowest[0]:.2f} s at most"
 
 
-def _friend(victim: Victim, stop: threading.Event, slowest: list[float]) -> None:
+def time_another_user(victim: Victim, stop: threading.Event, slowest: list[float]) -> None:
+    """Send short prompts until `stop` is set, and keep the seconds of the slowest."""
     body = {"text": "hello", "sampling_params": {"max_new_tokens": 1}}
     while not stop.is_set() and victim.running:
         started = time.monotonic()
