@@ -47,6 +47,8 @@ def theirs(raw: Mapping[str, Any]) -> Resolved | None:
         module = importlib.import_module(type(text).__module__.replace("configuration_", "modeling_"))
         names = [name for name in vars(module) if name.endswith("RotaryEmbedding") and "Vision" not in name]
         rotation = getattr(module, names[0])(text)
+        if 2 * len(rotation.inv_freq) != getattr(text, "qk_rope_head_dim", 2 * len(rotation.inv_freq)):
+            return None  # its forward raises, as a head's rotated part and the cosines differ in size
         plain = {**config.to_dict(), "architectures": raw["architectures"]}
         return model_config_from_dict(plain), rotation.inv_freq, float(rotation.attention_scaling)
     except Exception:
