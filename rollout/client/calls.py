@@ -142,8 +142,11 @@ class Calls(GenerationCalls, WeightCalls):
         return method_call(LoadLoraAdapterReqInput, locals())
 
     @method
-    def unload_adapter(self, lora_name: str) -> Call[JsonObject]:
-        """Remove all versions of an adapter.  Raises `ServerError`: 409 while requests use one, 404 for other names."""
+    def unload_adapter(self, lora_name: str, *, retire: bool = False) -> Call[JsonObject]:
+        """Remove all versions of an adapter.  Raises `ServerError`: 409 while requests use one, 404 for other names.
+
+        `retire`: take the name away also then; these requests go on, and then its slots are free.
+        """
         return method_call(UnloadLoraAdapterReqInput, locals())
 
     @method

@@ -72,21 +72,22 @@ class UnloadReply(Reply, kw_only=True):
 
 
 class UnloadLoraAdapterReqInput(ControlReqInput[UnloadReply]):
-    """Remove all versions of an adapter.  409 while requests use one; 404 for a name that is not served.
+    """Remove all versions of an adapter; 404 for a name that is not served.
 
-    `missing_ok`: answer as if the name had been served.  `retire`: take the name away also while requests use it.
+    Its requests go on, and then its slots are free.  `retire` false: answer 409 while there are any.
+    `missing_ok`: answer as if the name had been served.
     """
 
     endpoint = Endpoint(
         path="/unload_lora_adapter",
         tag="adapters",
         client_waits="weights",
-        hidden=frozenset({"missing_ok", "retire"}),
+        hidden=frozenset({"missing_ok"}),
     )
 
     lora_name: Name
+    retire: bool = True
     missing_ok: bool = False
-    retire: bool = False
 
 
 VERBS = (LoadLoraAdapterReqInput, LoadLoraAdapterFromTensorsReqInput, UnloadLoraAdapterReqInput)

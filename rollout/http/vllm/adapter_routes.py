@@ -87,7 +87,9 @@ class AdapterRoutes:
         return _with_error_message(await self._verbs.ask(LoadLoraAdapterFromTensorsReqInput, **fields))
 
     async def unload(self, _: Request, body: Any) -> Response:
-        return _with_error_message(await self._verbs.ask(UnloadLoraAdapterReqInput, lora_name=body.lora_name))
+        return _with_error_message(
+            await self._verbs.ask(UnloadLoraAdapterReqInput, **fields_of(UnloadLoraAdapterReqInput, body))
+        )
 
     async def vllm_load(self, body: VllmLoadBody) -> Response:
         """Load an adapter from a folder of PEFT; with `load_inplace` as the next version of a name that is served."""
@@ -110,8 +112,7 @@ class AdapterRoutes:
 
         A name that is not served is no mistake.
         """
-        verb = {"lora_name": body.lora_name, "missing_ok": True, "retire": True}
-        answer = await self._verbs.ask(UnloadLoraAdapterReqInput, **verb)
+        answer = await self._verbs.ask(UnloadLoraAdapterReqInput, lora_name=body.lora_name, missing_ok=True)
         return _in_words(answer, f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _add(self, name: str, path: str, *, load_inplace: bool) -> Response:

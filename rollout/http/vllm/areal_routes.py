@@ -197,7 +197,7 @@ class ArealRoutes:
         before = self._names.get(body.lora_int_id, body.lora_name)
         self._names[body.lora_int_id] = body.lora_name
         if before != body.lora_name:
-            await self._ask(UnloadLoraAdapterReqInput, lora_name=before, missing_ok=True, retire=True)
+            await self._ask(UnloadLoraAdapterReqInput, lora_name=before, missing_ok=True)
 
     async def _drop(self, opened: _OpenUpdate) -> None:
         """Drop this update.  It may be over already, which is refused then."""

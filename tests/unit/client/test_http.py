@@ -65,7 +65,14 @@ VERBS = [
         {"lora_name": "poet", "lora_path": "/a", "pinned": True},
         ...,
     ),
-    (lambda c: c.unload_adapter("poet"), OK, "POST", "/unload_lora_adapter", {"lora_name": "poet"}, ...),
+    (
+        lambda c: c.unload_adapter("poet"),
+        OK,
+        "POST",
+        "/unload_lora_adapter",
+        {"lora_name": "poet", "retire": False},
+        ...,
+    ),
     (
         lambda c: c.start_profile(),
         OK,

@@ -177,7 +177,7 @@ def of_a_held_version(folder: Path, contents: list[Path], how: str, end: Callabl
     held, unheld = engine.load(contents[2], "clerk"), engine.versions
     if not held.success:
         assert "poet@0 (in use); poet@1 (newest)" in held.message and unheld == ["poet@0", "poet@1"]
-        refused = engine.control(UnloadLoraAdapterReqInput, lora_name="poet")
+        refused = engine.control(UnloadLoraAdapterReqInput, lora_name="poet", retire=False)
         assert refused.status_code == 409 and "in use" in refused.message
     engine.control(ContinueGenerationReqInput)
     end(engine, rid)

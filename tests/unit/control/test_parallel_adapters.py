@@ -87,7 +87,7 @@ def test_an_adapter_reaches_every_rank_and_replica(engine: ParallelHarness, cont
     before = versions(engine)
     refused = load(engine, contents[0], "clerk")
     assert not refused.success and "poet@0 (in use); poet@1 (newest)" in refused.message
-    in_use = engine.control(UnloadLoraAdapterReqInput, lora_name="poet")
+    in_use = engine.control(UnloadLoraAdapterReqInput, lora_name="poet", retire=False)
     assert in_use.status_code == 409 and versions(engine) == before
     check_answers(engine, contents[1])
     engine.run()

@@ -230,7 +230,7 @@ def test_an_unload_of_an_adapter_in_use_is_refused_in_one_line(server: Live, pat
                 client.unload_adapter("poet")
             status, message = caught.value.status, caught.value.message
         else:
-            response = server.client.post(path, json={"lora_name": "poet"})
+            response = server.client.post(path, json={"lora_name": "poet", "retire": False})
             status, message = response.status_code, response.json()["error"]["message"]
         assert status == 409 and "poet" in message and "\n" not in message, message
         require_entry(message)
@@ -239,16 +239,31 @@ def test_an_unload_of_an_adapter_in_use_is_refused_in_one_line(server: Live, pat
     assert state_of(server) == before
 
 
-def test_vllms_unload_takes_the_name_away_and_lets_requests_end(
-    server: Live, good: list[Content], tmp_path: Path
+def _by_our_client(server: Live) -> bool:
+    with RolloutClient(server.url) as client:
+        return bool(client.unload_adapter("poet", retire=True)["success"])
+
+
+RETIRES: dict[str, Callable[[Live], bool]] = {
+    "vLLM": lambda server: (
+        server.client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).text
+        == "Success: LoRA adapter 'poet' removed successfully."
+    ),
+    "SGLang": lambda server: server.client.post("/unload_lora_adapter", json={"lora_name": "poet"}).json()["success"],
+    "ours": _by_our_client,
+}
+
+
+@pytest.mark.parametrize("retire", RETIRES)
+def test_an_unload_takes_the_name_away_and_lets_requests_end(
+    server: Live, good: list[Content], tmp_path: Path, retire: str
 ) -> None:
     label = state_of(server)[1][1][0]
     with RolloutClient(server.url) as client, ThreadPoolExecutor(1) as pool:
         client.pause("in_place")
         waiting = pool.submit(server.generate, input_ids=PROMPT, sampling_params=GREEDY, lora_path="poet")
         server.wait_until(lambda: client.loads()["loads"][0]["num_waiting_reqs"] == 1)
-        answer = server.client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
-        assert answer.text == "Success: LoRA adapter 'poet' removed successfully."
+        assert RETIRES[retire](server)
         assert "poet" not in [card["id"] for card in server.client.get("/v1/models").json()["data"]]
         assert server.refused(input_ids=PROMPT, lora_path="poet")[0] == 404
         client.continue_generation()
