@@ -37,14 +37,15 @@ def train(model: Any, seed: int) -> None:
 def assert_sampled_by(model: Any, prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
     """Check that PEFT gives the log-probabilities of tokens sampled at temperature 1, and that the base does not."""
     assert len(tokens) == len(logprobs) > 0, (tokens, logprobs)
-    off = _distance(model, prompt, tokens, logprobs)
+    off = distance(model, prompt, tokens, logprobs)
     assert off < TOLERANCE, f"{tokens} are off by {off}"
     with model.disable_adapter():
-        off = _distance(model, prompt, tokens, logprobs)
+        off = distance(model, prompt, tokens, logprobs)
         assert off > 100 * TOLERANCE, f"{tokens} are of the base: off by {off}"
 
 
-def _distance(model: Any, prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> float:
+def distance(model: Any, prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> float:
+    """Return how far the model's log-probabilities of tokens sampled at temperature 1 are from these."""
     with torch.no_grad():
         logits_TV = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
     own = logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]

@@ -16,25 +16,35 @@ import typing_extensions
 
 from tests.integrations import stubs, vllm_trainer_side
 from tests.integrations.framework import Framework
-from tests.integrations.peft_adapter import adapted_model, assert_sampled_by, train
-from tests.integrations.weights import assert_holds, scaled
+from tests.integrations.peft_adapter import (
+    ALPHA,
+    RANK,
+    TOLERANCE,
+    adapted_model,
+    assert_sampled_by,
+    distance,
+    train,
+)
+from tests.integrations.weights import assert_holds, scaled, trainer_model
 from tests.server_process import ServerProcess
 from weight_sync.process_group import free_port
 
 typing.TypedDict = typing_extensions.TypedDict  # pydantic wants this one below Python 3.12
 stubs.install("triton", "ray", "torchvision", "cloudpathlib")
+vllm_trainer_side.install()
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient  # noqa: E402
 from skyrl.backends.skyrl_train.weight_sync.control_plane import (  # noqa: E402
     SkyrlWeightSyncClient,
     nccl_init_payloads,
 )
+from skyrl.backends.skyrl_train.weight_sync.sources import LoraAdapterWeightSource  # noqa: E402
 
 FRAMEWORK = Framework(
     name="SkyRL",
     packages=("skyrl",),
     flags={"enable_memory_saver": True, "enable_weights_cpu_backup": True, "enable_return_routed_experts": True},
     shimmed=(vllm_trainer_side.SHIM, "typing_extensions' TypedDict (it is for Python 3.12)"),
-    not_there=("LoRA in memory", "its own publisher of deltas (not run)", "sharded RDT", "sample support"),
+    not_there=("its own publisher of deltas (not run)", "sharded RDT", "sample support"),
 )
 PROMPTS = [[260, 315, 81, 377, 294], [67, 68, 310]]
 
@@ -134,9 +144,9 @@ def test_sleep_and_wake_up(trial: Trial) -> None:
     trial.run(cycle())
 
 
-def test_weights_by_the_control_plane(server: ServerProcess, tensors: dict[str, torch.Tensor]) -> None:
+def send(server: ServerProcess, new: dict[str, torch.Tensor], version: str) -> None:
+    """Send tensors by SkyRL's control plane, as one update."""
     control = SkyrlWeightSyncClient([server.url], init_payload_fn=nccl_init_payloads)
-    new = scaled(tensors, 2.0)
     init = {
         "master_address": "127.0.0.1",
         "master_port": free_port(),
@@ -158,11 +168,86 @@ def test_weights_by_the_control_plane(server: ServerProcess, tensors: dict[str, 
         told = pool.submit(control.update_weights, update)
         vllm_trainer_side.broadcast_packed(iter(new.items()), group, 0, lambda item: item[1])
         told.result()
-        control.finish_weight_update(weight_version="7")
+        control.finish_weight_update(weight_version=version)
         control.resume_generation()
     control.close()
+
+
+def test_weights_by_the_control_plane(server: ServerProcess, tensors: dict[str, torch.Tensor]) -> None:
+    new = scaled(tensors, 2.0)
+    send(server, new, "7")
     assert_holds(server, new)
     assert server.client.weight_version() == "7"
+
+
+@pytest.fixture(scope="module")
+def lora_server(checkpoint: Path) -> Iterator[ServerProcess]:
+    """A server with slots for adapters of experts, too."""
+    flags = FRAMEWORK.flags | {"enable_lora": True, "lora_target_modules": "all"}
+    with ServerProcess(checkpoint, max_total_tokens=16384, **flags) as running:
+        yield running
+
+
+class SharedAdapter(LoraAdapterWeightSource):  # type: ignore[misc]
+    """SkyRL's source of an adapter of which four experts each share the matrices."""
+
+    def __init__(self, adapter: dict[str, torch.Tensor], name: str) -> None:
+        super().__init__(dtype=torch.float32, experts_per_shared_adapter=4)
+        self._adapter = adapter
+        self.set_lora_name(name)
+        self.prepare()
+
+    def export_adapter_stream(self) -> Any:
+        return self._adapter.items()
+
+    def finalize_adapter(self, adapter_state: Any) -> tuple[Any, dict[str, Any]]:
+        targets = ["gate_proj", "up_proj", "down_proj"]
+        return adapter_state, {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets}
+
+
+def shared_by_experts(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return random A and B of all MLP, four experts alike, with a pair for each expert; merge them into the model."""
+    adapter = {}
+
+    def merge(module: str, weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+        weight += ALPHA / RANK * pair[1] @ pair[0]
+        adapter.update({f"base_model.model.{module}.lora_{side}.weight": each for side, each in zip("AB", pair)})
+
+    def random_pair(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        into, out = (0.2 * torch.randn(RANK, size, generator=generator) for size in reversed(weight.shape))
+        return into, out.T.contiguous()
+
+    for number, layer in enumerate(model.model.layers):
+        mlp, path = layer.mlp, f"model.layers.{number}.mlp"
+        if not hasattr(mlp, "experts"):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                weight = getattr(mlp, part).weight.data
+                merge(f"{path}.{part}", weight, random_pair(weight))
+            continue
+        gates, ups = mlp.experts.gate_up_proj.data.chunk(2, dim=1)
+        for part, weights in {"gate_proj": gates, "up_proj": ups, "down_proj": mlp.experts.down_proj.data}.items():
+            for expert, weight in enumerate(weights):
+                pair = random_pair(weight) if expert % 4 == 0 else pair  # noqa: F821
+                merge(f"{path}.experts.{expert}.{part}", weight, tuple(each.clone() for each in pair))
+    return adapter
+
+
+def test_an_adapter_comes_in_memory(lora_server: ServerProcess, checkpoint: Path) -> None:
+    """SkyRL finds what is alike, names it in the target, and sends the rest by the transport of weights."""
+    base, merged, trial = trainer_model(checkpoint), trainer_model(checkpoint), Trial(lora_server)
+    for seed in (1, 2):
+        merged.load_state_dict(base.state_dict())
+        source = SharedAdapter(shared_by_experts(merged, torch.Generator().manual_seed(seed)), "shared")
+        assert len(source.receive_target["aliases"]) == 3 * 3 * 2 * (8 - 2), "of three layers, three matrices, A and B"
+        trial.run(trial.client.set_lora_receive_target(source.receive_target))
+        send(lora_server, dict(source), "8")
+        trial.run(trial.client.load_lora_adapter("shared", in_memory=True))
+        output = trial.run(trial.client.generate(batch(6), model="shared"))
+        for prompt, tokens, logprobs in zip(PROMPTS, output["response_ids"], output["response_logprobs"], strict=True):
+            assert distance(merged, prompt, tokens, logprobs) < TOLERANCE
+            assert distance(base, prompt, tokens, logprobs) > 100 * TOLERANCE
+    trial.run(trial.client.unload_lora_adapter("shared"))
+    trial.close()
 
 
 def test_adapters_come_from_folders(lora_server: ServerProcess, checkpoint: Path, tmp_path: Path) -> None:

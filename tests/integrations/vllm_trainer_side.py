@@ -6,6 +6,7 @@ after another, each closed by the tensor that takes it over the limit.
 
 from __future__ import annotations
 
+import collections
 import importlib.machinery
 import sys
 import types
@@ -29,7 +30,13 @@ def install() -> None:
     _module("vllm.utils", network_utils=network)
     common = _module("vllm.distributed.weight_transfer.nccl_common", trainer_init=trainer_init)
     packed = _module("vllm.distributed.weight_transfer.packed_tensor", packed_nccl_broadcast_producer=broadcast_packed)
-    transfer = _module("vllm.distributed.weight_transfer", nccl_common=common, packed_tensor=packed)
+    base = _module(
+        "vllm.distributed.weight_transfer.base",
+        ParamMeta=collections.namedtuple("ParamMeta", "name dtype shape"),
+        WeightSource=object,
+        materialize_full_tensor=lambda tensor: tensor,
+    )
+    transfer = _module("vllm.distributed.weight_transfer", base=base, nccl_common=common, packed_tensor=packed)
     params = _module("vllm.sampling_params", StructuredOutputsParams=Anything)
     _module(
         "vllm",
