@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 from safetensors.torch import load_file, save
 
 from rollout.adapters.peft_folder import read_adapter
-from rollout.core.messages.update_state import AdapterOfUpdate
+from rollout.core.messages.update_state import AdapterOfUpdate, TargetOfUpdate
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -28,6 +29,7 @@ from tests.faults import transports
 from tests.faults.harness import RefreshHarness
 from tests.faults.transports import Call, Named, Verb
 
+Target = AdapterOfUpdate | TargetOfUpdate
 FAMILY, SEED, RANK = "qwen3", 3, 4
 IDS = [5, 9, 200, 31, 7, 8, 77, 140]
 
@@ -73,7 +75,7 @@ def random_content(folder: Path, weights: Mapping[str, torch.Tensor], seed: int,
     return content
 
 
-def begin(engine: Any, target: AdapterOfUpdate | None, named: Named | None = None, **fields: Any) -> Any:
+def begin(engine: Any, target: Target | None, named: Named | None = None, **fields: Any) -> Any:
     """Begin an update, of the model if `target` is None, with a manifest of `named`, if it is given.
 
     Its id is one more than that of the engine's update before: `update_id(engine)`.
@@ -81,7 +83,8 @@ def begin(engine: Any, target: AdapterOfUpdate | None, named: Named | None = Non
     engine.update_count = getattr(engine, "update_count", 0) + 1
     if named is not None:
         fields["manifest"] = [ManifestEntry(**entry) for entry in manifest_of(named)]
-    return engine.control(BeginWeightUpdateReqInput, update_id=update_id(engine), target=target, **fields)
+    stated = target if target is None or isinstance(target, TargetOfUpdate) else TargetOfUpdate(**asdict(target))
+    return engine.control(BeginWeightUpdateReqInput, update_id=update_id(engine), target=stated, **fields)
 
 
 def update_id(engine: Any) -> str:

@@ -92,6 +92,11 @@ def part_of(weights: LogicalWeights, meta: TensorMeta) -> WirePart | None:
     return None
 
 
+def keeps(weights: LogicalWeights, meta: TensorMeta) -> bool:
+    """Return whether these weights keep something of a wire tensor of this name, be it plain or a part of a weight."""
+    return _keeps_some(weights, meta.name) or part_of(weights, meta) is not None
+
+
 def weight_name(name: str) -> str:
     """Return the name of the weight that a tensor of this name would be a part of; else the name itself."""
     by_name = TensorMeta(name, torch.bool, ())  # of a dtype that no part has

@@ -10,7 +10,7 @@ from weight_sync.rank_cover import Kept, RankCover
 from weight_sync.rank_parts import Exchange
 from weight_sync.staging import takes_spans
 from weight_sync.tensor_meta import TensorMeta
-from weight_sync.update import UpdateTarget
+from weight_sync.update_target import UpdateTarget
 
 
 class PerRank:

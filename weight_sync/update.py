@@ -31,68 +31,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from weight_sync.content import ContentBook, Digests, TensorTable
-from weight_sync.errors import CommitError, TransactionStateError, WeightSyncError
-from weight_sync.held_format import HeldFormats
-from weight_sync.in_model import Apart
-from weight_sync.ledger import Coverage
-from weight_sync.plan import KnownCalls, Planner
+from weight_sync.content import Digests
+from weight_sync.errors import CommitError, CoverageError, TransactionStateError, WeightSyncError
 from weight_sync.rank_parts import Exchange
-from weight_sync.receivers.base import BucketSource, KnownCall, deliver
+from weight_sync.receivers.base import BucketSource, deliver
 from weight_sync.sorter import Bucket, Sorter
-from weight_sync.staging import Staging
-from weight_sync.tensor_meta import LogicalWeights, TensorMeta
+from weight_sync.tensor_meta import TensorMeta
 from weight_sync.transaction import COUNTED_FIELDS, NAME_FIELDS, NAMES_SHOWN, TransactionState, WeightTransaction
 from weight_sync.update_book import EndedUpdate, Outcome
+from weight_sync.update_target import Beside, UpdateTarget
 from weight_sync.waiting import Lease
-
-_CALLS_KEPT = 4
-"""Calls are kept with this many times the tensors of the target, all together."""
-
-
-@dataclass(eq=False)
-class UpdateTarget:
-    """The weights that an update refreshes.  The storages, the known content, the plans and `torn` are its own.
-
-    `placed(coverage)`, called when an update opens: the weights in which it is staged.  `quantised`: see `Intake`.
-    `apart`: of weights that nothing reads before the commit; None: steps read them.
-    `torn`: why the content is neither the old version nor a new one, until a complete refresh is committed.
-    """
-
-    name: str
-    weights: LogicalWeights
-    placed: Callable[[Coverage], LogicalWeights]
-    quantised: HeldFormats
-    apart: Apart | None = None
-    content: ContentBook = field(init=False)
-    planner: Planner = field(init=False)
-    known_calls: KnownCalls[KnownCall] = field(init=False)
-    torn: str | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        table = TensorTable(self.weights.metas())
-        self.content = ContentBook(table)
-        self.planner = Planner(table, self.quantised)
-        self.known_calls = KnownCalls(_CALLS_KEPT * len(table))
-
-    def open(self, stage: Callable[..., Staging], coverage: Coverage = "full", **options: Any) -> WeightTransaction:
-        """Return a transaction of these weights.  `stage`: `new_staging` of this rank; `options`: its further fields.
-
-        Raises as `WeightTransaction`, and what `placed` raises.
-        """
-        weights = self.placed(coverage)
-        staging = stage(weights, homes=self.planner.homes(weights), apart=self.apart)
-        options |= {"staging": staging, "quantised": self.quantised, "planner": self.planner}
-        return WeightTransaction(weights, coverage=coverage, **options)
-
-
-class Beside(NamedTuple):
-    """A further target of an update, and its own tensors."""
-
-    target: UpdateTarget
-    transaction: WeightTransaction
 
 
 @dataclass(frozen=True)
@@ -139,6 +89,11 @@ class WeightUpdate:
     @property
     def targets(self) -> list[UpdateTarget]:
         return [self.target, *(each.target for each in self.beside)]
+
+    @property
+    def parts(self) -> Sequence[tuple[UpdateTarget, WeightTransaction]]:
+        """The targets, each with its own tensors."""
+        return [(self.target, self.transaction), *((each.target, each.transaction) for each in self.beside)]
 
     @property
     def transactions(self) -> list[WeightTransaction]:
@@ -220,23 +175,44 @@ class WeightUpdate:
             return
         parts, layouts = self.sorter.metas(metas), self.sorter.layouts(source.layouts)
         self.transaction.announce(parts[0], cast, layouts[0], per_rank=source.is_per_rank)
-        for number, (_, transaction) in enumerate(self.beside, 1):
-            transaction.announce(parts[number], cast, layouts[number])
+        for number, each in enumerate(self.beside, 1):
+            each.transaction.announce(parts[number], cast, layouts[number])
 
     def _take(self, bucket: Bucket, cast: bool) -> None:
         """Stage one bucket.  Errors in other targets are found before the model may be written to."""
         if self.sorter is None:
             self.transaction.receive(bucket, cast)
             return
-        for transaction, part in reversed([*zip(self.transactions, self.sorter.bucket(bucket), strict=True)]):
+        mine, *others = self.sorter.bucket(bucket)
+        for each, part in reversed([*zip(self.beside, others, strict=True)]):
             if part is not None:
-                transaction.receive(part, cast)
+                each.may_lack = False
+                each.transaction.receive(part, cast)
+        if mine is not None:
+            self.transaction.receive(mine, cast)
 
     def verify(self, exchange: Exchange) -> None:
-        """Verify the tensors of all targets.  Raises as `WeightTransaction.verify`."""
-        for _, transaction in self.beside:
-            transaction.verify()
+        """Verify the tensors of all targets.
+
+        Raises as `WeightTransaction.verify`, and `CoverageError` where some ranks alone have tensors of a target.
+        """
+        self._leave_out(exchange)
+        for each in self.beside:
+            each.transaction.verify()
         self.transaction.verify(exchange)
+
+    def _leave_out(self, exchange: Exchange) -> None:
+        """End the parts of optional targets of which no tensor has come to any rank."""
+        optional = [each for each in self.beside if each.is_optional]
+        lacks = bytes(each.may_lack for each in optional)
+        differs = optional and any(other != lacks for other in exchange(lacks))
+        if differs and self.transaction.failure is None:
+            names = ", ".join(each.target.name for each in optional)
+            raise CoverageError(f"tensors of the {names} came to some ranks, and not to all")
+        for each in optional:
+            if each.may_lack:
+                each.transaction.abort("no tensor of it came")
+        self.beside = [each for each in self.beside if not each.may_lack]
 
     def fail(self, reason: str) -> None:
         """Fail: it cannot be verified any more."""
@@ -252,7 +228,7 @@ class WeightUpdate:
         self._note_torn()
 
     def _note_torn(self) -> None:
-        for target, transaction in zip(self.targets, self.transactions, strict=True):
+        for target, transaction in self.parts:
             target.torn = transaction.torn or target.torn
 
     def failure_text(self, reason: str | None) -> str:
@@ -270,16 +246,17 @@ class WeightUpdate:
 
     def commit(self, vote: Callable[[bool], bool]) -> CommitResult:
         """Write the verified tensors into all targets, all or nothing.  Raises as `WeightTransaction.commit`."""
-        transaction, target, start = self.transaction, self.target, time.perf_counter()
+        transaction, start = self.transaction, time.perf_counter()
         staging_s = transaction.age_s
         _commit_all(self.transactions, vote)
-        seconds, num_tensors = time.perf_counter() - start, transaction.num_received
-        if num_tensors == len(target.weights.metas()):
-            target.torn = None
-        target.content.note(transaction.contents)
+        seconds = time.perf_counter() - start
+        for target, part in self.parts:
+            if part.num_received == len(target.weights.metas()):
+                target.torn = None
+            target.content.note(part.contents)
         return CommitResult(
             weight_version=transaction.weight_version,
-            num_tensors=num_tensors,
+            num_tensors=transaction.num_received,
             num_bytes=self.num_bytes,
             seconds=seconds,
             digests=transaction.digests,
@@ -312,7 +289,7 @@ class WeightUpdate:
     @property
     def num_missing(self) -> int:
         """The number of tensors that were announced (without a manifest: all of the target's) and have not come."""
-        return sum(transaction.num_missing for transaction in self.transactions)
+        return self.transaction.num_missing + sum(it.transaction.num_missing for it in self.beside if not it.may_lack)
 
     @property
     def target_names(self) -> str:
@@ -323,7 +300,8 @@ class WeightUpdate:
         lease = {"lease_s": self.lease.seconds, "lease_left_s": self.lease.left_s}
         identity = {"update_id": self.id, "bound": self.is_bound, "implicit": self.is_implicit}
         identity["target"] = self.target_names
-        found, *others = (transaction.status() for transaction in self.transactions)
+        found = self.transaction.status()
+        others = [each.transaction.status() for each in self.beside if not each.may_lack]
         for other, field_name in itertools.product(others, COUNTED_FIELDS):
             found[field_name] += other[field_name]
         return found | {name: found[name][:NAMES_SHOWN] for name in NAME_FIELDS} | lease | identity

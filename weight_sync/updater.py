@@ -33,10 +33,11 @@ from weight_sync.receivers.base import BucketSource, Receiver, deliver
 from weight_sync.staging import HOLDING_MODES, StagingMode
 from weight_sync.tensor_meta import LogicalWeights, Part
 from weight_sync.transaction import STATUS_FIELDS, TransactionState, new_staging
-from weight_sync.update import Beside, CommitResult, UpdateTarget, WeightUpdate
+from weight_sync.update import CommitResult, WeightUpdate
 from weight_sync.update_book import Outcome, UpdateBook
 from weight_sync.update_groups import WeightUpdateGroups
 from weight_sync.update_rule import Relation
+from weight_sync.update_target import Further, UpdateTarget
 from weight_sync.waiting import DEFAULT_LEASE_S, Lease, Patience
 
 _MIN_CALL_BYTES = 64 << 20
@@ -110,12 +111,12 @@ class WeightUpdater:
         cast: bool | None = None,
         per_rank: bool = False,
         target: UpdateTarget | None = None,
-        beside: Sequence[tuple[UpdateTarget, Manifest | None]] = (),
+        beside: Sequence[Further] = (),
         **facts: Any,
     ) -> None:
         """Open an update.  `bound`: every call must carry `update_id`.  `cast`: see `WeightTransaction`; None: the
         updater's.  `per_rank`: each rank is sent what it keeps.  `target`: what is refreshed; None: the model.
-        Further targets are refreshed whole, each with its manifest.  `facts`: more fields of `WeightUpdate`.
+        Further targets are refreshed whole.  `facts`: more fields of `WeightUpdate`.
 
         Raises `TransactionStateError` if one is open, or the id was used; `WeightRequestError`, as `UpdateTarget.open`.
         """
@@ -126,7 +127,7 @@ class WeightUpdater:
         target, casts = target or self.model, self._cast if cast is None else cast
         where: dict[str, Any] = {"memory": self._held.shadows, "device": self._device}
         stage = partial(new_staging, mode=self._staging, journal_dir=self._journal_dir, **where)
-        facts["beside"] = [Beside(it, it.open(stage, manifest=part, cast=casts)) for it, part in beside]
+        facts["beside"] = [each.open(partial(stage, memory=None), casts) for each in beside]
         stated: dict[str, Any] = {"weight_version": weight_version, "manifest": manifest, "cast": casts}
         transaction = target.open(stage, coverage, **stated, cover=self.per_rank.cover if per_rank else None)
         self.update = WeightUpdate(target, transaction, Lease(lease_s, self._clock), update_id, bound, **facts)
@@ -178,8 +179,7 @@ class WeightUpdater:
         `begin` is free.
         """
         update = self.admit(update_id, "verify")
-        transaction = update.transaction
-        if transaction.state is TransactionState.VERIFIED:
+        if update.transaction.state is TransactionState.VERIFIED:
             raise TransactionStateError("cannot verify: the weight update is already verified")
         failure: Exception | None = None
         try:
@@ -195,7 +195,8 @@ class WeightUpdater:
         if failure is not None:
             self.drop(str(failure), reported=True, by_sender=update_id is not None)
             raise failure
-        transaction.digests = update.target.content.digests_after(transaction.contents)
+        for each, part in update.parts:
+            part.digests = each.content.digests_after(part.contents)
 
     def fail(self, reason: str) -> None:
         """Fail the open update, which cannot be verified: another rank failed to receive a bucket."""

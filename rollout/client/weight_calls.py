@@ -95,8 +95,9 @@ class WeightCalls:
         how long the sender worked before this call, for the record.  `cast`: take floating-point tensors of any dtype,
         also where the cast to the model's loses something.  `placement_epoch`: of the expert map, which must be in
         force and stays.  `per_rank`: each rank will be sent what it keeps (`weight_parts`).  `target`: {"adapter",
-        "config"}, the name of an adapter and PEFT's configuration; None: the model.  `adapters`: "refuse" to have the
-        refresh refused while the server has adapters, or targets of adapters that come with the model.
+        "config"}, the name of an adapter and PEFT's configuration, or {"draft": True}; None: the model.  `adapters`:
+        "refuse" to have the refresh refused while the server has adapters, or targets of adapters that come with the
+        model.
         """
         return method_call(BeginWeightUpdateReqInput, locals() | {"per_rank": per_rank or None})
 

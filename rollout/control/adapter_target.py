@@ -24,7 +24,7 @@ from rollout.model.adapters import AdapterTable, PlannedVersion, PreparedAdapter
 from weight_sync.held_format import AS_SENT
 from weight_sync.in_model import Apart
 from weight_sync.manifest import Manifest
-from weight_sync.update import UpdateTarget
+from weight_sync.update_target import UpdateTarget
 
 
 class _NextVersion:

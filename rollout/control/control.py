@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollout.control.draft_target import DraftTarget
 from rollout.control.eplb_control import EplbControl, NoExpertsToMove
 from rollout.control.expert_distribution import ExpertDistribution
 from rollout.control.memory_control import MemoryControl
@@ -33,6 +34,7 @@ class Control:
         memory: MemoryControl,
         experts: ExpertDistribution,
         eplb: EplbControl | NoExpertsToMove,
+        draft: DraftTarget | None,
         static_state: dict[str, Any],
     ) -> None:
         self._scheduler = scheduler
@@ -40,6 +42,7 @@ class Control:
         self._memory = memory
         self._experts = experts
         self._eplb = eplb
+        self._draft = draft
         self._static_state = static_state
         self._awaited: list[tuple[float, PauseGenerationReqInput]] = []  # deadlines of the pauses that wait
         self._waited: set[str] = set()  # names of the waiting pauses that made the one in force, if no other did
@@ -200,6 +203,7 @@ class Control:
                 )
                 for epoch in state.recent_epochs
             ],
+            draft=None if self._draft is None else self._draft.version(),
             weight_update=self._weights.status(),
             ended_updates=self._weights.ended(),
             expert_distribution=self._experts.status(),

@@ -1,8 +1,9 @@
-"""`TensorOwner`: whose a tensor is that comes in an update of the model and of adapters, by its name.
+"""`TensorOwner`: whose a tensor is that comes in an update of the model, of adapters and of the draft, by its name.
 
 model.layers.0.self_attn.q_proj.weight                              the model's
 base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight      the adapter's, where there is one
 base_model.model.model.layers.0.self_attn.q_proj.lora_A.poet.weight   adapter poet's, as PEFT's state names it
+mtp.layers.0.self_attn.q_proj.weight                                the draft's, where it has such names
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 from rollout.core.known_fields import shown
 from weight_sync.errors import UnknownTensorError, WeightRequestError, WeightSyncError
+from weight_sync.paired_wire import keeps
 from weight_sync.tensor_meta import LogicalWeights, TensorMeta
 
 _OF_ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save)(?:\.(?P<adapter>[\w-]+))?(?:\.(?:weight|bias))?")
@@ -24,19 +26,22 @@ def is_part_of_names(adapter: str) -> bool:
 
 
 class TensorOwner:
-    """Numbers the targets of an update: 0 is the model with these `weights`, then come `adapters`.
+    """Numbers the targets of an update: 0 is the model with these `weights`, then come `adapters`, and the `draft`.
 
-    `rule`: equal for owners that give tensors the same numbers.
+    `count`: of the targets.  `rule`: equal for owners that give tensors the same numbers.
     """
 
-    def __init__(self, adapters: Sequence[str], weights: LogicalWeights) -> None:
-        self._adapters, self._weights = list(adapters), weights
-        self.rule = tuple(adapters) if len(adapters) > 1 else ()
+    def __init__(self, adapters: Sequence[str], weights: LogicalWeights, draft: LogicalWeights | None = None) -> None:
+        self._adapters, self._weights, self._draft = list(adapters), weights, draft
+        self.count = 1 + len(adapters) + (draft is not None)
+        self.rule = tuple(adapters) if len(adapters) > 1 else len(adapters), draft is not None
 
     def __call__(self, meta: TensorMeta) -> int:
         """Return the number of a tensor's target.  Raises `WeightRequestError` for a name that leaves it open."""
+        if self._draft is not None and keeps(self._draft, meta):
+            return self.count - 1
         match = _OF_ADAPTER.search(meta.name)
-        if match is None:
+        if match is None or not self._adapters:
             return 0
         if self._is_models(meta):
             raise WeightRequestError(

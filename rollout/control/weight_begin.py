@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from rollout.control.adapter_target import AdapterTargets
+from rollout.control.draft_target import Companions, DraftTarget
 from rollout.control.placement_adoption import PlacementAdoption
-from rollout.control.tensor_owner import TensorOwner, is_part_of_names
+from rollout.control.tensor_owner import is_part_of_names
 from rollout.control.weight_queue import Job, nothing, replies
 from rollout.control.weight_sources import manifest_of
 from rollout.core.errors import BadRequest, Conflict
@@ -17,18 +17,17 @@ from rollout.scheduler.scheduler import Scheduler
 from weight_sync.checker import live_fingerprints
 from weight_sync.content import Digests
 from weight_sync.errors import BaseMismatchError
-from weight_sync.manifest import Manifest
-from weight_sync.sorter import KnownParts, Sorter
 from weight_sync.updater import WeightUpdater
 from weight_sync.waiting import DEFAULT_LEASE_S
 
 
 class WeightBegin:
-    """Opens updates of the model, of an adapter, and of the model with adapters."""
+    """Opens updates of the model with its companions, of an adapter, and of the draft."""
 
-    def __init__(self, scheduler: Scheduler, updater: WeightUpdater, adoption: PlacementAdoption) -> None:
-        self._scheduler, self._updater, self._adoption = scheduler, updater, adoption
-        self._targets, self._layouts = AdapterTargets(scheduler.runner.state.adapters), KnownParts()
+    def __init__(
+        self, scheduler: Scheduler, updater: WeightUpdater, adoption: PlacementAdoption, companions: Companions
+    ) -> None:
+        self._scheduler, self._updater, self._adoption, self._companions = scheduler, updater, adoption, companions
         self._found_digests: Digests | None = None
         self._without_adapters: str | None = None  # the id of an update that refuses adapters
 
@@ -45,24 +44,29 @@ class WeightBegin:
             )
         if verb.per_rank and verb.placement_epoch is None:
             raise BadRequest("per_rank needs placement_epoch: of the answer of /weight_parts that the sender goes by")
-        _require_whole_adapter(verb)
+        adapter = None if verb.target is None else verb.target.stated_adapter
+        draft = self._draft_of(verb, adapter)
+        is_models = draft is None and adapter is None
+        if not is_models:
+            _require_whole(verb, "a draft" if adapter is None else "an adapter")
         _require_named_apart(verb)
         # Deltas come with a base, and are added to it in place.
         adopts = False if verb.adopt_placement is None and verb.base_digest is not None else verb.adopt_placement
         if update is None:  # else this begin is refused
             self._without_adapters = update_id if verb.adapters == "refuse" else None
             self.require_no_adapters(update_id)
-            if verb.target is None:
+            if is_models:
                 self._adoption.opening(adopts, verb.placement_epoch)
 
         def io() -> None:
             self._updater.require_none_open()
             self._require_base(verb)
-            manifest, target, beside = manifest_of(verb), None, dict[str, Any]()
-            if verb.target is not None:
-                target = self._targets.target(verb.target, manifest)
-            elif isinstance(verb.adapters, list):
-                manifest, beside = self._with_adapters(verb.adapters, manifest)
+            manifest, target, beside = manifest_of(verb), draft, dict[str, Any]()
+            if adapter is not None:
+                target = self._companions.adapters.target(adapter, manifest)
+            elif draft is None and not verb.per_rank:
+                stated = verb.adapters if isinstance(verb.adapters, list) else []
+                manifest, beside = self._companions.of_update(manifest, stated, takes_draft=verb.selector == "all")
             self._updater.begin(
                 verb.weight_version,
                 verb.coverage,
@@ -79,22 +83,17 @@ class WeightBegin:
             )
 
         roll_back = functools.partial(self._updater.drop, reported=True, by_sender=True)
-        has_adapters = verb.target is not None or isinstance(verb.adapters, list)
-        return Job(verb, io, begun, roll_back=roll_back, is_brief=verb.base_digest is None and not has_adapters)
+        is_sorted = isinstance(verb.adapters, list) or self._companions.draft_weights is not None
+        is_brief = verb.base_digest is None and is_models and not is_sorted
+        return Job(verb, io, begun, roll_back=roll_back, is_brief=is_brief)
 
-    def _with_adapters(
-        self, stated: list[AdapterOfUpdate], manifest: Manifest | None
-    ) -> tuple[Manifest | None, dict[str, Any]]:
-        """Return the model's part of a manifest, and the fields of `WeightUpdater.begin` for the adapters."""
-        table, names = self._scheduler.runner.state.adapters, [each.adapter for each in stated]
-        for name in names:
-            table.require_name(name)
-        table.require_room(names)
-        owner = TensorOwner(names, self._updater.weights)
-        sorter = Sorter(1 + len(names), owner, owner.rule, self._layouts)
-        mine, *theirs = [None] * sorter.count if manifest is None else sorter.manifests(manifest)
-        targets = [self._targets.target(one, part) for one, part in zip(stated, theirs, strict=True)]
-        return mine, {"beside": list(zip(targets, theirs, strict=True)), "sorter": sorter}
+    def _draft_of(self, verb: BeginWeightUpdateReqInput, adapter: AdapterOfUpdate | None) -> DraftTarget | None:
+        """Return the draft, if it is the target.  Raises `BadRequest` where there is none, or two targets."""
+        if verb.selector == "draft" and adapter is not None:
+            raise BadRequest('selector "draft", and the target is an adapter: leave one of them out')
+        if adapter is not None or (verb.target is None and verb.selector != "draft"):
+            return None
+        return self._companions.require_draft()
 
     def require_no_adapters(self, update_id: str | None) -> None:
         """Raise `Conflict` if the update with this id began with adapters refused, and there are some."""
@@ -138,10 +137,8 @@ class WeightBegin:
             raise BaseMismatchError(f"the weights in force have digest {actual}, not {verb.base_digest}")
 
 
-def _require_whole_adapter(verb: BeginWeightUpdateReqInput) -> None:
-    """Raise `BadRequest` for fields that an update of an adapter does not have."""
-    if verb.target is None:
-        return
+def _require_whole(verb: BeginWeightUpdateReqInput, what: str) -> None:
+    """Raise `BadRequest` for fields that an update of `what`, an adapter or a draft, does not have."""
     given = {
         "coverage partial": verb.coverage == "partial",
         "per_rank": verb.per_rank,
@@ -151,7 +148,7 @@ def _require_whole_adapter(verb: BeginWeightUpdateReqInput) -> None:
     }
     wrong = [name for name, is_given in given.items() if is_given]
     if wrong:
-        raise BadRequest(f"{', '.join(wrong)}: an adapter is sent whole, to all ranks; these are for the model")
+        raise BadRequest(f"{', '.join(wrong)}: {what} is sent whole, to all ranks; these are for the model")
 
 
 def _require_named_apart(verb: BeginWeightUpdateReqInput) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from rollout.control.adapter_target import AdapterTarget
+from rollout.control.draft_target import DraftTarget
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.core.errors import AdapterError, FatalError
-from rollout.core.messages.update_state import AdapterVersion, CommitReply
+from rollout.core.messages.update_state import AdapterVersion, CommitReply, DraftVersion
 from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler
 from weight_sync.content import Digests
@@ -21,17 +23,27 @@ from weight_sync.update import CommitResult
 from weight_sync.update_book import EndedUpdate, Outcome
 from weight_sync.updater import WeightUpdater
 
+logger = logging.getLogger(__name__)
+
 
 class WeightCommit:
     """The commits of an engine during its whole life, as the label of a single call depends on earlier labels.
 
+    `draft` None: no model drafts.
     `followers`: the work that is done after each commit of content, before the next step.
     """
 
-    def __init__(self, scheduler: Scheduler, updater: WeightUpdater, adoption: PlacementAdoption) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        updater: WeightUpdater,
+        adoption: PlacementAdoption,
+        draft: DraftTarget | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._updater = updater
         self._adoption = adoption
+        self._draft = draft
         self._partial = PartialLabel()
         self.followers: Sequence[Work] = ()
 
@@ -47,15 +59,19 @@ class WeightCommit:
         self._scheduler.cache.require_accounted()  # `_publish` gives slots back, when it is too late for an error
         targets = [] if update is None else update.targets
         adapters = [target for target in targets if isinstance(target, AdapterTarget)]
+        is_models = targets[:1] == [self._updater.model]
         with _in_doubt(but=(WeightSyncError, AdapterError)), state.mutate("weight refresh"):
             self._plan(adapters)
             result = self._written(adapters)
             with _in_doubt():
                 versions = [target.publish() for target in adapters]
-                if adapters[:1] == targets[:1]:
-                    reply, note = self._publish_alone(result, *versions), ""
-                else:
+                if is_models:
                     reply, note = self._publish(result, alone, versions)
+                else:
+                    reply, note = self._publish_alone(result, *versions), ""
+        if isinstance(reply.draft, DraftVersion) and reply.draft.is_stale and reply.draft.came is None:
+            note += f" {stale_note(reply.draft)}"
+            logger.info("Weights of version %s.%s", reply.weight_version, note)
         return committed(reply) + note, reply
 
     def _plan(self, adapters: Sequence[AdapterTarget]) -> None:
@@ -81,9 +97,9 @@ class WeightCommit:
                 raise FatalError(f"the slot of an adapter has the content of no version: {error}") from error
             raise
 
-    def _publish_alone(self, result: CommitResult, version: AdapterVersion) -> CommitReply:
-        """Note the commit of an adapter alone; return the reply."""
-        reply = self._reply(result, adapter=version)
+    def _publish_alone(self, result: CommitResult, version: AdapterVersion | UnsetType = UNSET) -> CommitReply:
+        """Publish the draft, or note the commit of this version of an adapter; return the reply."""
+        reply = self._reply(result, adapter=version, draft=self._publish_draft(result, result.weight_version))
         self._note(result, reply, version=result.weight_version, epoch=None, steps_held=False)
         return reply
 
@@ -96,7 +112,7 @@ class WeightCommit:
         total = len(state.model.weights.metas())
         if result.num_tensors == total:
             scheduler.serving.heal()
-        placement: dict[str, Any] = self._adoption.adopt()
+        more: dict[str, Any] = self._adoption.adopt()
         version = self._label(result, total, alone)
         whole = scheduler.serving.has_whole_weights
         if result.num_tensors:
@@ -106,10 +122,26 @@ class WeightCommit:
         else:
             state.relabel(version)
         scheduler.cache.prefix_cache.retire(state.epoch.weight_epoch)
-        reply = self._reply(result, adapters=adapters or UNSET, **placement)
+        more["draft"] = self._publish_draft(result, state.epoch.weight_version)
+        reply = self._reply(result, adapters=adapters or UNSET, **more)
         self._note(result, reply, version, state.epoch.weight_epoch, self._updater.holds_steps)
         is_part = result.num_tensors < total and (alone or result.update.counts_tensors)
         return reply, f" {result.num_tensors} of {total} tensors came." if is_part else ""
+
+    def _publish_draft(self, result: CommitResult, weight_version: str | None) -> DraftVersion | UnsetType:
+        """Put the draft in force that came, for this version of the model; None: the one in force.
+
+        Returns the version in force; unset where no model drafts.
+        """
+        if self._draft is None:
+            return UNSET
+        came: Literal["alone", "with the model"] | None = None
+        state, parts = self._scheduler.runner.state, result.update.parts
+        for target, part in parts:
+            if target is self._draft:
+                came = "alone" if len(parts) == 1 else "with the model"
+                state.publish_draft(weight_version or state.epoch.weight_version, part.digests)
+        return msgspec.structs.replace(self._draft.version(), came=came)
 
     def _reply(self, result: CommitResult, **more: Any) -> CommitReply:
         """Return the answer of a commit: the versions in force, and what the update took."""
@@ -181,8 +213,16 @@ def committed(reply: CommitReply) -> str:
     """Return the message to its sender."""
     if isinstance(reply.adapter, AdapterVersion):
         return f"Succeeded to load adapter {reply.adapter.name}, version {reply.adapter.version}."
+    if isinstance(reply.draft, DraftVersion) and reply.draft.came == "alone":
+        return f"Succeeded to load the draft of version {reply.draft.weight_version}."
     beside = "".join(f" Adapter {it.name}: version {it.version}." for it in reply.adapters or ())
     return f"Succeeded to update parameter online. Weight version updated to {reply.weight_version}.{beside}"
+
+
+def stale_note(draft: DraftVersion) -> str:
+    """Return what a sender and the log learn of a draft that did not come with the model."""
+    of = f"still of version {draft.weight_version}" if draft.torn is None else "of no version"
+    return f"The draft is stale, as its weights are {of}: until a refresh fewer of its tokens are kept."
 
 
 # --- labels ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from rollout.control.draft_target import Companions
 from rollout.control.kv_age import abort_below, require_known_version
 from rollout.control.lease_monitor import LeaseMonitor
 from rollout.control.placement_adoption import PlacementAdoption
@@ -45,7 +46,7 @@ from rollout.scheduler.agenda import Work
 from rollout.scheduler.scheduler import Scheduler, VerbHandler
 from rollout.scheduler.serving_state import ServingState
 from weight_sync.errors import TransactionStateError
-from weight_sync.update_rule import RULE, Engine, Relation
+from weight_sync.update_rule import RULE, Deed, Engine, Relation
 from weight_sync.updater import WeightUpdater
 
 CONTINUE_WAITS_S = 10.0
@@ -72,12 +73,14 @@ class WeightControl:
         consensus: RankConsensus,
         adoption: PlacementAdoption,
         commit: WeightCommit,
+        companions: Companions,
         pause_timeout_s: float | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._updater = updater
         self._adoption = adoption
         self._commit = commit
+        self._companions = companions
         self._leases = LeaseMonitor(scheduler, updater, pause_timeout_s)
         self._queue = WeightQueue(
             scheduler,
@@ -88,7 +91,7 @@ class WeightControl:
             settle=self._leases.check,
             wait_limit=self._wait_limit,
         )
-        self._begin = WeightBegin(scheduler, updater, adoption)
+        self._begin = WeightBegin(scheduler, updater, adoption, companions)
         self._status = updater.status()  # when the verb that is under way began
         self._queue.add(
             {
@@ -211,10 +214,8 @@ class WeightControl:
         relation = updater.relation(verb.update_id, verb.weight_version, pause)
         deed = RULE[_engine_state(self._scheduler.serving), relation]
         source = functools.partial(SOURCES[type(verb)], verb, updater)
-        if deed.refused:
-            is_lost = relation is Relation.LOST
-            refusal = updater.book.loss_error() if is_lost else updater.foreign(verb.update_id, verb.weight_version)
-            assert refusal is not None, "`RULE` refuses no other calls"
+        refusal = self._refusal(verb, relation, deed)
+        if refusal is not None:
             turn_away = functools.partial(updater.turn_away, refusal=refusal)
             return Job(verb, lambda: turn_away(source()), replies("", BucketReply()), waits=updater.patience)
         if verb.abort_all_requests:
@@ -231,7 +232,9 @@ class WeightControl:
                 try:
                     if updater.is_open:
                         updater.drop("a new pause and a new bucket came before the update was settled")
-                    updater.open_implicit(deed.opens, verb.request_id, cast=None if cast else cast, pause=pause)
+                    coverage, parts = self._companions.of_call(verb.selector, deed.opens)
+                    casts = None if cast else cast
+                    updater.open_implicit(coverage, verb.request_id, cast=casts, pause=pause, **parts)
                 except Exception as error:
                     updater.turn_away(source(), error)
             try:
@@ -255,6 +258,16 @@ class WeightControl:
 
         roll_back = drop if adds_up else updater.fail
         return Job(verb, io, step, holds_steps=updater.holds_steps, roll_back=roll_back, waits=updater.patience)
+
+    def _refusal(self, verb: UpdateWeightsReqInput[Any], relation: Relation, deed: Deed) -> Exception | None:
+        """Return why a call that brings tensors is turned away; None if it is not."""
+        updater = self._updater
+        if deed.refused:
+            is_lost = relation is Relation.LOST
+            refusal = updater.book.loss_error() if is_lost else updater.foreign(verb.update_id, verb.weight_version)
+            assert refusal is not None, "`RULE` refuses no other calls"
+            return refusal
+        return self._companions.refusal(verb.selector, updater.update if deed.opens is None else None)
 
     def _end(self, verb: EndWeightUpdateReqInput) -> Job:
         update_id = verb.update_id
@@ -288,9 +301,11 @@ class WeightControl:
                 raise TransactionStateError(f"the weight update was lost: {loss}; another continue just continues")
             state = self._scheduler.runner.state
             update = self._updater.update
-            named = None if update is None else update.transaction.weight_version
+            is_models = update is not None and update.target is self._updater.model
+            named = update.transaction.weight_version if update is not None and is_models else None
             coming = named or successor(state.epoch.weight_version)
-            require_known_version(state, verb.abort_below_weight_version, coming if settles else None)
+            is_coming = settles and is_models
+            require_known_version(state, verb.abort_below_weight_version, coming if is_coming else None)
             if settles:
                 self._updater.verify()
 

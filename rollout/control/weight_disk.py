@@ -18,6 +18,7 @@ import msgspec
 
 from rollout.adapters.peft_folder import TENSORS
 from rollout.control.adapter_target import AdapterTarget
+from rollout.control.draft_target import Companions
 from rollout.control.placement_adoption import PlacementAdoption
 from rollout.control.weight_commit import WeightCommit
 from rollout.control.weight_queue import Job
@@ -34,12 +35,15 @@ from weight_sync.delta.local_checkpoint import PullResult, patched_in, pull
 from weight_sync.delta.local_state import LocalVersion
 from weight_sync.delta.version_dir import chain_of
 from weight_sync.errors import TransportError, WeightRequestError
+from weight_sync.ledger import Coverage
 from weight_sync.receivers.base import BucketSource
 from weight_sync.receivers.disk import DiskSource, check_against_model
 from weight_sync.safetensors_file import read_small
 from weight_sync.update import WeightUpdate
 from weight_sync.updater import WeightUpdater
 
+Opened = tuple[Coverage, dict[str, Any]]
+"""The coverage of an update of its own, and the fields of `WeightUpdater.begin` for its targets."""
 HowPulled = Literal["delta", "full", "unchanged"]
 LOAD_FORMATS = (None, "auto", "safetensors")
 _MAX_CONFIG_BYTES = 16 << 20
@@ -69,6 +73,7 @@ class DiskRefresh:
         updater: WeightUpdater,
         adoption: PlacementAdoption,
         commit: WeightCommit,
+        companions: Companions,
         *,
         base_path: str,
         folders: NamedFolders,
@@ -79,6 +84,7 @@ class DiskRefresh:
         self._updater = updater
         self._adoption = adoption
         self._commit = commit
+        self._companions = companions
         self._base = Path(base_path)
         self._folders = folders
         self._overrides = overrides
@@ -100,34 +106,22 @@ class DiskRefresh:
         if opens and foreign is None:
             self._adoption.opening()
         is_implicit = update is not None and update.is_implicit
-        model = self._scheduler.runner.state.model
+        refusal = foreign or self._companions.refusal(verb.selector, update)
 
         def io() -> LocalVersion | None:
-            if foreign is not None:
-                raise foreign
+            if refusal is not None:
+                raise refusal
             if is_implicit:
                 self._updater.require_none_open("a folder cannot join it")
             if verb.load_format not in LOAD_FORMATS:
                 known = "null, 'auto', 'safetensors'"
                 raise WeightRequestError(f"unknown load_format {verb.load_format[:64]!r}; known: {known}")
             path = self._folders.readable(verb.model_path)
-            adapter = None if update is None else _adapter_in(path, update)
-            if adapter is None:
-                require_same_model(path, model.config, self._overrides)
-            else:
-                adapter.require_same_config(path)
-            source = DiskSource(
-                path,
-                self._updater.target if adapter is None else adapter.weights,
-                complete=opens,
-                timeout_s=self._timeout_s,
-                known_calls=self._updater.model.known_calls,
-                version=verb.pulled_version,
-                file=None if adapter is None else TENSORS,
-            )
+            source = self._source_of(verb, path, update)
             try:
                 if opens:
-                    self._refresh(source, "full", verb.weight_version, verb.request_id)
+                    opened = self._companions.of_call(verb.selector, "full")
+                    self._refresh(source, opened, verb.weight_version, verb.request_id)
                 else:
                     self._updater.receive(source, verb.weight_version, verb.update_id)
             finally:
@@ -150,6 +144,33 @@ class DiskRefresh:
         roll_back = None if opens else self._updater.fail
         holds = self._updater.holds_steps
         return Job(verb, io, step, holds_steps=holds, roll_back=roll_back)
+
+    def _source_of(self, verb: UpdateWeightsFromDiskReqInput, path: Path, update: WeightUpdate | None) -> DiskSource:
+        """Return a folder's tensors, for the open update; None: for one of their own.
+
+        Raises `WeightRequestError`, `AdapterError` for the folder of another model or adapter.
+        """
+        adapter = None if update is None else _adapter_in(path, update)
+        is_drafts = verb.selector == "draft" if update is None else update.target is self._companions.draft
+        draft = self._companions.require_draft() if is_drafts else None
+        if adapter is not None:
+            adapter.require_same_config(path)
+        elif draft is not None and draft.draft.config is not None:
+            require_same_model(path, draft.draft.config, {})
+        else:
+            require_same_model(path, self._scheduler.runner.state.model.config, self._overrides)
+        target = adapter or draft
+        takes_both = verb.selector == "all" if update is None else self._companions.draft in update.targets[1:]
+        return DiskSource(
+            path,
+            self._updater.target if target is None else target.weights,
+            complete=update is None,
+            timeout_s=self._timeout_s,
+            known_calls=(draft or self._updater.model).known_calls,
+            version=verb.pulled_version,
+            file=None if adapter is None else TENSORS,
+            further=self._companions.draft_weights if takes_both and target is None else None,
+        )
 
     # --- pull_weights ---------------------------------------------------------------------------------------------
 
@@ -209,9 +230,11 @@ class DiskRefresh:
             known_calls=self._updater.model.known_calls,
             names=changed,
             version=verb.target_version,
+            further=self._companions.draft_weights,
         )
+        opened: Opened = ("full" if changed is None else "partial", self._companions.of_update()[1])
         try:
-            self._refresh(folder, "full" if changed is None else "partial", version, verb.request_id)
+            self._refresh(folder, opened, version, verb.request_id)
         finally:
             folder.close()
         return "full" if changed is None else "delta"
@@ -225,9 +248,10 @@ class DiskRefresh:
 
     # --- both -----------------------------------------------------------------------------------------------------
 
-    def _refresh(self, source: BucketSource, coverage: Any, weight_version: str | None, update_id: str) -> None:
+    def _refresh(self, source: BucketSource, opened: Opened, weight_version: str | None, update_id: str) -> None:
         """Receive and verify in a transaction of its own, which is aborted if anything fails."""
-        self._updater.open_implicit(coverage, update_id)
+        coverage, targets = opened
+        self._updater.open_implicit(coverage, update_id, **targets)
         try:
             self._updater.receive(source, weight_version)
         except Exception:

@@ -10,7 +10,9 @@ import torch
 
 from eplb.algorithms.types import ExpertLayout
 from rollout.control.adapter_control import AdapterControl
+from rollout.control.adapter_target import AdapterTargets
 from rollout.control.control import Control
+from rollout.control.draft_target import Companions, DraftTarget
 from rollout.control.eplb_parts import build_eplb, fresh_plan, rebalance_policy, start_counting
 from rollout.control.expert_distribution import ExpertDistribution
 from rollout.control.kv_age import KVAgeLimit
@@ -94,8 +96,11 @@ def build_control(
         quantised=_held_formats(args, model),
         cast=args.cast_weight_updates,
     )
-    commit = WeightCommit(scheduler, updater, adoption)
-    weights = WeightControl(scheduler, updater, wake, consensus, adoption, commit, args.pause_timeout)
+    state = runner.state
+    draft = None if state.draft is None else DraftTarget(state.draft, model.weights)
+    companions = Companions(state, AdapterTargets(state.adapters), draft)
+    commit = WeightCommit(scheduler, updater, adoption, draft)
+    weights = WeightControl(scheduler, updater, wake, consensus, adoption, commit, companions, args.pause_timeout)
     eplb = build_eplb(args, scheduler, model, layout, loads, lambda: weights.under_way, wake)
     checker = WeightChecker(scheduler, updater)
     disk = DiskRefresh(
@@ -103,6 +108,7 @@ def build_control(
         updater,
         adoption,
         commit,
+        companions,
         base_path=args.model_path,
         folders=NamedFolders.of(args),
         overrides=args.model_overrides,
@@ -111,7 +117,8 @@ def build_control(
     memory = MemoryControl(scheduler, updater, held, saver, keeps_copy=args.enable_weights_cpu_backup)
     kv_age = KVAgeLimit(scheduler, args.max_kv_version_lag)
     experts = ExpertDistribution(scheduler, args.expert_distribution_recorder_mode or "stat")
-    control = Control(scheduler, weights, memory, experts, eplb, static_state | {"plain_linears": plain_linears(model)})
+    static_state |= {"plain_linears": plain_linears(model)}
+    control = Control(scheduler, weights, memory, experts, eplb, draft, static_state)
     profiler = StepProfiler(scheduler, NamedFolders.of(args))
     sessions = SessionControl(scheduler)
     adapters = AdapterControl(runner.state.adapters, NamedFolders.of(args), updater)

@@ -68,7 +68,14 @@ def resolved_args(args: ServerArgs) -> dict[str, Any]:
 
 def running_facts(state: SchedulerState) -> dict[str, Any]:
     """Return the facts of the running engine that clients look for at the top; the rest is in `internal_states`."""
-    names = ("weight_version", "weight_update", "batch_invariant", "batch_invariance_note", "plain_torch_reason")
+    names = (
+        "weight_version",
+        "draft",
+        "weight_update",
+        "batch_invariant",
+        "batch_invariance_note",
+        "plain_torch_reason",
+    )
     return {name: getattr(state, name) for name in names}
 
 

@@ -16,6 +16,7 @@ from eplb.placement import ExpertPlacement
 from rollout.core.errors import Conflict
 from rollout.model.adapters import AdapterTable
 from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.draft_state import DraftState
 from weight_sync.content import Digests
 
 _EPOCHS_REMEMBERED = 16
@@ -51,9 +52,11 @@ class ModelState:
         placement: ExpertPlacement,
         weight_version: str,
         adapters: AdapterTable | None = None,
+        draft: DraftState | None = None,
     ) -> None:
         self.model = model
         self.adapters = adapters or AdapterTable(model)
+        self.draft = draft  # None: no model drafts
         self.placement = placement
         self.epoch = ServingEpoch(weight_version, placement_epoch=placement.epoch)
         self._recent = deque([self.epoch], maxlen=_EPOCHS_REMEMBERED)
@@ -97,6 +100,13 @@ class ModelState:
         self._epoch_of_version[weight_version] = epoch.weight_epoch
         self._recent.append(epoch)
         self.epoch = epoch
+        if self.draft is not None:
+            self.draft.compare(weight_version)
+
+    def publish_draft(self, weight_version: str, digests: Digests) -> None:
+        """Publish new content of the draft, which belongs to this version of the model; no output depends on it."""
+        assert self._mutation is not None and self.draft is not None, "drafts are published inside mutate()"
+        self.draft.publish(weight_version, digests)
 
     def publish_placement(self) -> None:
         """Publish the placement's new epoch; the weights are the same."""
@@ -109,6 +119,8 @@ class ModelState:
         self._amend(replace(self.epoch, weight_version=weight_version))
         self._version_of_epoch[self.epoch.weight_epoch] = weight_version
         self._epoch_of_version[weight_version] = self.epoch.weight_epoch
+        if self.draft is not None:
+            self.draft.relabel(weight_version)
 
     def note_digests(self, digests: Digests) -> None:
         """Record the digests of all logical tensors of the content in force."""

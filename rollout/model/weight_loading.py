@@ -18,6 +18,7 @@ from rollout.model.kv_scales import layer_and_part
 from weight_sync.errors import ShapeMismatchError, UnknownTensorError, shown
 from weight_sync.held_format import HeldFormats
 from weight_sync.mxfp4 import is_mxfp4
+from weight_sync.paired_wire import part_of
 from weight_sync.tensor_meta import Pair, Piece, Place, TensorMeta
 from weight_sync.unknown_names import NearestName, is_derived
 
@@ -38,6 +39,7 @@ class WeightIndex:
         renamed: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._is_proposed = False
+        self._dropped: WeightIndex | None = None
         self._nearest: NearestName | None = None  # made when a name is wrong for the first time
         self._entries: dict[str, WeightEntry] = {}
         self._fused: dict[str, FusedForm] = {}
@@ -73,11 +75,29 @@ class WeightIndex:
             return []
         if is_mxfp4(wire) and wire.name.removesuffix("_blocks").removesuffix("_scales") in self._fused:
             raise UnknownTensorError(f"{wire.name} is in MXFP4, which only a start reads: send its values in bfloat16")
+        if self._dropped is not None and self._dropped.accepts(wire):
+            return []
         if layer_and_part(name):
             raise UnknownTensorError(
                 f"{wire.name} is a scale of keys and values, which only a start reads: leave it out of refreshes"
             )
         raise UnknownTensorError(f"the model has no tensor {shown(wire.name)}", wire.name)
+
+    def accepts(self, wire: TensorMeta) -> bool:
+        """Return whether these weights keep or drop a tensor of this name."""
+        try:
+            self.split(wire)
+        except ShapeMismatchError:
+            return True
+        except UnknownTensorError:
+            return part_of(self, wire) is not None
+        return True
+
+    def dropping(self, others: WeightIndex) -> WeightIndex:
+        """Return an index of the same tensors that drops what `others` accept."""
+        index = copy(self)
+        index._dropped = others
+        return index
 
     def nearest(self, name: str) -> str | None:
         """Return the accepted name that is most like the wrong `name`; None if no name is like it."""

@@ -23,7 +23,7 @@ from weight_sync.delta.local_state import LOCK_FILE, SYNC_FOLDER, LocalVersion, 
 from weight_sync.errors import TransactionStateError, TransportError, WeightRequestError
 from weight_sync.held_memory import Areas
 from weight_sync.ledger import WeightLedger
-from weight_sync.paired_wire import whole_metas, with_other_parts
+from weight_sync.paired_wire import keeps, whole_metas, with_other_parts
 from weight_sync.plan import KnownCalls
 from weight_sync.receivers.base import BucketSource, KnownCall
 from weight_sync.safetensors_file import FileTensor, SafetensorsFile, open_regular, read_into
@@ -48,7 +48,7 @@ class DiskSource(BucketSource):
     Tensors are delivered as they are, and floating-point ones cast to the model's dtype, as at start.  `timeout_s`: how
     long to wait for a pull into the folder.  `version`: of a folder that `/pull_weights` keeps, what must be in it.
     `known_calls`: of the same weights; a folder whose headers are known is not parsed.  `file`: take the
-    tensors of this file alone.
+    tensors of this file alone.  `further`: weights with other names, of which the folder may have tensors.
     """
 
     casts = True
@@ -64,10 +64,12 @@ class DiskSource(BucketSource):
         names: Collection[str] | None = None,
         version: int | None = None,
         file: str | None = None,
+        further: LogicalWeights | None = None,
     ) -> None:
         self._path, self._file = path, file
         self._names, self._version = names, version
         self._weights = weights
+        self._further = further
         self._complete = complete
         self._timeout_s = timeout_s
         self._known_calls = known_calls
@@ -86,7 +88,7 @@ class DiskSource(BucketSource):
             self._hold()
             folder = self._folder = read_folder(self._path, self._files_in_index, self._file)
             names = None if self._names is None else frozenset(self._names)
-            key = ("folder", folder.digest, self._complete, names, max_bytes, self._file)
+            key = ("folder", folder.digest, self._complete, names, max_bytes, self._file, self._further)
             call = self._known_calls.get(key, lambda: self._parse(folder.parse(), max_bytes))
         except BaseException:
             self._lock.close()
@@ -102,9 +104,13 @@ class DiskSource(BucketSource):
 
     def _parse(self, folder: CheckpointFolder, max_bytes: int) -> KnownCall:
         metas, wanted = folder.metas, None if self._names is None else with_other_parts(self._names)
-        if wanted is not None:
-            metas = [meta for meta in metas if meta.name in wanted]
+        theirs = [] if self._further is None else [meta for meta in metas if keeps(self._further, meta)]
+        others = {meta.name for meta in theirs}
+        metas = [meta for meta in metas if meta.name not in others and (wanted is None or meta.name in wanted)]
         kept, total = check_against_model(self._weights, metas, complete=self._complete)
+        if self._further is not None:
+            more, more_bytes = check_against_model(self._further, theirs, complete=False)
+            kept, total = [*kept, *more], total + more_bytes
         if total > max_bytes:
             raise WeightRequestError(f"{self._path} has {total} bytes of tensors; at most {max_bytes} are taken")
         names = {meta.name for meta in kept}

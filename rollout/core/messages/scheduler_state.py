@@ -9,7 +9,7 @@ import msgspec
 
 from rollout.core.messages.experts import EplbState, ExpertLoadState
 from rollout.core.messages.message import AnyRank, Reply, Total, TotalFloat
-from rollout.core.messages.update_state import EndedUpdateState, UpdateStateReply
+from rollout.core.messages.update_state import DraftVersion, EndedUpdateState, UpdateStateReply
 
 
 class PublishedWeights(msgspec.Struct, kw_only=True):
@@ -67,6 +67,7 @@ class SchedulerState(Reply, kw_only=True):
     content_digest: str | None
     held_digest: str | None
     weight_versions: list[PublishedWeights]
+    draft: DraftVersion | None = None  # None: no model drafts
     weight_update: UpdateStateReply
     ended_updates: list[EndedUpdateState]
     expert_distribution: ExpertLoadState | None

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from rollout.core.errors import BadRequest
 from rollout.core.messages.message import Name, Reply
 
 
@@ -21,6 +22,38 @@ class AdapterOfUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     aliases: dict[str, str] = {}
 
 
+class TargetOfUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The target of an update: an adapter, with the fields of `AdapterOfUpdate`, or the `draft`."""
+
+    adapter: Name | None = None
+    config: dict[str, Any] | None = None
+    aliases: dict[str, str] = {}
+    draft: bool = False
+
+    @property
+    def stated_adapter(self) -> AdapterOfUpdate | None:
+        """The adapter; None: the draft.  Raises `BadRequest` for both, none, or a part of an adapter."""
+        if self.draft and self.adapter is None and self.config is None and not self.aliases:
+            return None
+        if self.draft or self.adapter is None or self.config is None:
+            raise BadRequest('target is {"draft": true}, or {"adapter": ..., "config": ...}')
+        return AdapterOfUpdate(adapter=self.adapter, config=self.config, aliases=self.aliases)
+
+
+class DraftVersion(msgspec.Struct, kw_only=True):
+    """The version of a draft: the label of the model's weights that it belongs to.
+
+    `is_stale`: the model has other weights since.  `torn`: why its content is of no version, if so.
+    `came`: the draft's tensors came in this update, alone or with the model's.
+    """
+
+    weight_version: str
+    is_stale: bool
+    content_digest: str | None = None
+    torn: str | None = None
+    came: Literal["alone", "with the model"] | None = None
+
+
 class AdapterVersion(msgspec.Struct, kw_only=True):
     """A version of an adapter: `content_digest` names its tensors and scales."""
 
@@ -33,11 +66,12 @@ class CommitReply(Reply, kw_only=True):
     """The published version; unset without one.  `content_digest`: of the tensors as sent; `held_digest`: of memory.
 
     `adapter`: of an update whose target is one; the other versions are the ones in force.  `adapters`: the ones that
-    came into force with the model's weights.
+    came into force with the model's weights.  `draft`: the draft's, where a model drafts.
     """
 
     adapter: AdapterVersion | UnsetType = UNSET
     adapters: list[AdapterVersion] | UnsetType = UNSET
+    draft: DraftVersion | UnsetType = UNSET
 
     weight_version: str | UnsetType = UNSET
     weight_epoch: int | UnsetType = UNSET
@@ -108,6 +142,7 @@ class UpdateStateReply(Reply, kw_only=True):
     poisoned: str | UnsetType | None = UNSET
     adapter: AdapterVersion | UnsetType = UNSET
     adapters: list[AdapterVersion] | UnsetType = UNSET
+    draft: DraftVersion | UnsetType = UNSET
     weight_epoch: int | UnsetType = UNSET
     content_digest: str | UnsetType | None = UNSET
     held_digest: str | UnsetType | None = UNSET

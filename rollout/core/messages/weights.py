@@ -30,11 +30,12 @@ from rollout.core.messages.tensor_lists import (
     encode_lists,
     pieces_of,
 )
-from rollout.core.messages.update_state import AdapterOfUpdate, CommitReply, UpdateStateReply
+from rollout.core.messages.update_state import AdapterOfUpdate, CommitReply, TargetOfUpdate, UpdateStateReply
 from rollout.core.messages.weight_parts import WeightPartsReqInput
 from rollout.core.messages.weight_replies import CheckerReply, DropSnapshotReply, PullReply, VersionReply, WeightsReply
 
-_SELECTOR: dict[str, tuple[Any, Any]] = {"selector": (Literal["all", "target"], "all")}
+_MANIFEST_AS_JSON = ("manifest_entries", "manifest_lists", "manifest_digest", "manifest_fingerprints")
+Selector = Literal["all", "target", "draft"]
 _FLUSH = {"flush_cache": (bool, True)}
 """SGLang's: here a refresh never has old prefixes matched, and the cache need not be emptied."""
 Port = Annotated[int, Limits(ge=0, le=65535)]
@@ -98,16 +99,14 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
 
     `update_id`: chosen by the sender, all of whose calls must carry it then; null: the request's id becomes it.
     `per_rank`: each rank is sent what it keeps under the expert map of `placement_epoch`, see `/weight_parts`.
-    `target`: an adapter; null: the model, which keeps its `adapters`, or gets these with it, or is refused with any.
+    `target`: an adapter or the draft; null: the model, which keeps its `adapters`, or gets these with it, or is refused
+    with any.  `selector`, SGLang's: "all" is the model, with the draft's tensors if they come, "target" without them.
     """
 
     endpoint = Endpoint(
         path="/begin_weight_update",
         tag="weights",
-        accepts=_SELECTOR,
-        hidden=frozenset(
-            {"counts_tensors", "manifest_entries", "manifest_lists", "manifest_digest", "manifest_fingerprints"}
-        ),
+        hidden=frozenset({"counts_tensors", *_MANIFEST_AS_JSON}),
     )
 
     weight_version: str | None = None
@@ -119,8 +118,9 @@ class BeginWeightUpdateReqInput(OfUpdateReqInput[BeginReply]):
     adopt_placement: bool | None = None  # put a fresh expert map in force with the weights; None: the server's default
     lease_s: Annotated[float, Limits(gt=0, le=86400)] | None = None  # until the next bucket or the end; None: 600
     per_rank: bool = False
-    target: AdapterOfUpdate | None = None
+    target: TargetOfUpdate | None = None
     adapters: Literal["keep", "refuse"] | list[AdapterOfUpdate] = "keep"
+    selector: Selector = "all"
     prepared_s: Annotated[float, Limits(ge=0, le=86400)] | None = None  # that the sender worked before, for the record
     cast: bool | None = None  # tensors of other floating-point types to the model's; None: --cast-weight-updates
     counts_tensors: bool = False  # the label states how many came if not all did, as no part was announced
@@ -192,10 +192,11 @@ class GetWeightUpdateReqInput(OfUpdateReqInput[UpdateStateReply]):
 
 
 class UpdateWeightsReqInput(OfUpdateReqInput[AnyReply], kw_only=True):
-    """Base of the verbs that bring tensors.  `weight_version` names what they make up."""
+    """Base of the verbs that bring tensors.  `weight_version` names what they make up; `selector`: as at begin."""
 
     weight_version: str | None = None
     abort_all_requests: bool = False
+    selector: Selector = "all"
 
 
 class BringsTensorsReqInput(UpdateWeightsReqInput[AnyReply], kw_only=True):
@@ -223,7 +224,7 @@ class UpdateWeightsFromDistributedReqInput(BringsTensorsReqInput[BucketReply], k
         path="/update_weights_from_distributed",
         tag="weights",
         hidden=frozenset({"tensor_lists", "lists_digest"}),
-        accepts=_SELECTOR | _FLUSH,
+        accepts=_FLUSH,
         timed_as="distributed",
     )
 
@@ -274,7 +275,6 @@ class UpdateWeightsFromDiskReqInput(UpdateWeightsReqInput[DiskReply], kw_only=Tr
         aliases=("/areal_update_weights",),
         tag="weights",
         accepts=_FLUSH
-        | _SELECTOR
         | dict.fromkeys(("is_async", "torch_empty_cache", "keep_pause", "recapture_cuda_graph"), (bool, False))
         | {"token_step": (int, 0)},
         timed_as="disk",
@@ -306,7 +306,7 @@ class UpdateWeightsFromIPCReqInput(BringsTensorsReqInput[BucketReply], kw_only=T
     `zmq_handles`: address of the sender's socket, by device.
     """
 
-    endpoint = Endpoint(path="/update_weights_from_ipc", tag="weights", accepts=_SELECTOR | _FLUSH, timed_as="ipc")
+    endpoint = Endpoint(path="/update_weights_from_ipc", tag="weights", accepts=_FLUSH, timed_as="ipc")
 
     zmq_handles: dict[str, str]
 
@@ -323,7 +323,7 @@ class UpdateWeightsFromTensorReqInput(BringsTensorsReqInput[BucketReply], kw_onl
         path="/update_weights_from_tensor",
         tag="weights",
         hidden=frozenset({"payload", "payloads", "serialized_once"}),
-        accepts=_SELECTOR | _FLUSH | {"serialized_named_tensors": (list[str] | None, None)},
+        accepts=_FLUSH | {"serialized_named_tensors": (list[str] | None, None)},
         timed_as="tensor",
     )
 
@@ -365,7 +365,7 @@ class WeightsCheckerReqInput(ControlReqInput[CheckerReply]):
         path="/weights_checker",
         methods=GET_AND_POST,
         tag="weights",
-        accepts=_SELECTOR | {"allow_quant_error": (bool, False)},
+        accepts={"selector": (Literal["all", "target"], "all"), "allow_quant_error": (bool, False)},
     )
 
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"

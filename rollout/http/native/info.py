@@ -243,9 +243,14 @@ class InfoRoutes:
         )
 
     async def weight_version(self) -> Response:
-        """Return the version in force and, where they were computed, the digests of its content as sent and as held."""
+        """Return the version in force and, where they were computed, the digests of its content as sent and as held.
+
+        Of a draft with weights of its own its version, too.
+        """
         state = await self._state()
-        facts = {"weight_version": state.weight_version, "weight_epoch": state.weight_epoch}
+        facts: dict[str, Any] = {"weight_version": state.weight_version, "weight_epoch": state.weight_epoch}
+        if state.draft is not None:
+            facts["draft"] = state.draft
         return json_response(facts | {"content_digest": state.content_digest, "held_digest": state.held_digest})
 
     async def weight_info(self) -> Response:

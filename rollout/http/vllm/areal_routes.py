@@ -24,7 +24,7 @@ from rollout.core.args.server_args import ServerArgs
 from rollout.core.errors import BadRequest, Conflict, LockstepError
 from rollout.core.messages.adapters import UnloadLoraAdapterReqInput
 from rollout.core.messages.message import ControlReqOutput, Name, Size
-from rollout.core.messages.update_state import AdapterOfUpdate, UpdateStateReply
+from rollout.core.messages.update_state import TargetOfUpdate, UpdateStateReply
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -171,7 +171,7 @@ class ArealRoutes:
             self._open = None
             await self._drop(left)
         opened = _OpenUpdate(f"areal-{uuid.uuid4().hex}", body.lora_name)
-        target = AdapterOfUpdate(adapter=body.lora_name, config=body.config)
+        target = TargetOfUpdate(adapter=body.lora_name, config=body.config)
         answer = await self._ask(
             BeginWeightUpdateReqInput, update_id=opened.update_id, target=target, **self._manifest(body)
         )

@@ -43,7 +43,10 @@ class InitWeightTransferEngineRequest(Body):
 
 
 class StartWeightUpdateRequest(Body):
-    """POST /start_weight_update.  `cast` is no field of vLLM's: it means the same as in /begin_weight_update."""
+    """POST /start_weight_update and /start_draft_weight_update.
+
+    `cast` is no field of vLLM's: it means the same as in /begin_weight_update.
+    """
 
     is_checkpoint_format: Literal[True] = True
     cast: bool | None = None

@@ -53,6 +53,9 @@ class RpcRoutes:
             "skyrl_start_weight_update": _Method(
                 "is_checkpoint_format", bodies.StartWeightUpdateRequest, vllm_weights.start_update
             ),
+            "start_draft_weight_update": _Method(
+                "is_checkpoint_format", bodies.StartWeightUpdateRequest, vllm_weights.start_draft_update
+            ),
             "update_weights_nccl": _Method("update_info", bodies.UpdateWeightsRequest, vllm_weights.update),
             "skyrl_finish_weight_update": _Method(
                 "weight_version", bodies.FinishWeightUpdateRequest, vllm_weights.finish_update

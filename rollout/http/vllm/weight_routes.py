@@ -2,6 +2,7 @@
 
     /init_weight_transfer_engine   join the trainer's group; packed buffers or not
     /start_weight_update           begin, with partial coverage, under an id of this server's own
+    /start_draft_weight_update     begin, for the draft, which comes whole
     /update_weights                one bucket, in packed buffers or a broadcast for each tensor
     /finish_weight_update          end: all of it in force, or nothing
     /fetch_weights                 SkyRL's: bring a folder to a published version, which an update without names loads
@@ -20,7 +21,7 @@ from starlette.responses import Response
 
 from rollout.core.errors import BadRequest, Conflict, LockstepError
 from rollout.core.messages.message import ControlReqOutput
-from rollout.core.messages.update_state import AdapterOfUpdate, AdapterVersion, UpdateStateReply
+from rollout.core.messages.update_state import AdapterVersion, TargetOfUpdate, UpdateStateReply
 from rollout.core.messages.weights import (
     AbortWeightUpdateReqInput,
     BeginWeightUpdateReqInput,
@@ -127,6 +128,7 @@ class VllmWeightRoutes:
         add_route(router, "/init_weight_transfer_engine", self.init_engine, InitWeightTransferEngineRequest)
         add_route(router, "/shutdown_weight_transfer_engine", self.shutdown_engine, EmptyRequest)
         add_route(router, "/start_weight_update", self.start_update, StartWeightUpdateRequest)
+        add_route(router, "/start_draft_weight_update", self.start_draft_update, StartWeightUpdateRequest)
         add_route(router, "/update_weights", self.update_weights, UpdateWeightsRequest)
         add_route(router, "/finish_weight_update", self.finish_update, FinishWeightUpdateRequest)
         add_route(router, "/fetch_weights", self.fetch, FetchWeightsRequest)
@@ -159,16 +161,20 @@ class VllmWeightRoutes:
         update that failed and was not finished is dropped.
         """
         await self._make_room()
+        lora, self._lora_target = self._lora_target, None  # of one update, also where that does not begin
+        if lora is None:
+            return await self._start(body, coverage="partial", counts_tensors=True)
+        target = TargetOfUpdate(adapter=lora.lora_name, config=lora.adapter_config, aliases=lora.aliases)
+        return await self._start(body, target=target)
+
+    async def start_draft_update(self, body: StartBody) -> Response:
+        """Open a weight update of all tensors of the draft.  Tensors of the model may come too, and are left out."""
+        await self._make_room()
+        return await self._start(body, target=TargetOfUpdate(draft=True))
+
+    async def _start(self, body: StartWeightUpdateRequest, **fields: Any) -> Response:
         update_id = self._started.start()
-        target, self._lora_target = self._lora_target, None  # of one update, also where that does not begin
-        fields: dict[str, Any] = {"update_id": update_id, "cast": body.cast}
-        if target is None:
-            fields |= {"coverage": "partial", "counts_tensors": True}
-        else:
-            fields["target"] = AdapterOfUpdate(
-                adapter=target.lora_name, config=target.adapter_config, aliases=target.aliases
-            )
-        answer = await self._send(BeginWeightUpdateReqInput, **fields)
+        answer = await self._send(BeginWeightUpdateReqInput, update_id=update_id, cast=body.cast, **fields)
         if answer.success:
             self._started.confirm(update_id)
         else:

@@ -50,7 +50,7 @@ from tests.troubleshooting import require_entry
 from weight_sync import plan
 from weight_sync.manifest import Manifest
 from weight_sync.tensor_meta import TensorMeta
-from weight_sync.update import UpdateTarget
+from weight_sync.update_target import UpdateTarget
 
 A, B = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_B"
 
@@ -286,7 +286,7 @@ def test_a_delta_is_refused(engine: RefreshHarness, contents: list[Content]) -> 
     verb = delta(engine, Call(1, contents[1].named))
     assert verb is not None
     came = engine.control(verb[0], update_id=update_id(engine), **verb[1])
-    assert not came.success and came.message == "a delta changes the model alone: an adapter is sent whole"
+    assert not came.success and came.message == "a delta changes the model alone: an adapter or a draft is sent whole"
     assert abort(engine).success and serves(engine, contents[0], 0)
 
 

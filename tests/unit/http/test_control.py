@@ -113,9 +113,9 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
         ("destroy_weights_update_group", {"group_name": "g"}, weight_io_struct.DestroyWeightsUpdateGroupReqInput, {}),
         (
             "begin_weight_update",
-            {"selector": "all", "manifest": [{"name": "w", "dtype": "float32", "shape": [2, 3]}]},
+            {"selector": "draft", "manifest": [{"name": "w", "dtype": "float32", "shape": [2, 3]}]},
             weight_io_struct.BeginWeightUpdateReqInput,
-            {"coverage": "full", "weight_version": None},
+            {"coverage": "full", "weight_version": None, "selector": "draft"},
         ),
         (
             "end_weight_update",
@@ -158,7 +158,8 @@ def test_weight_verbs_reach_the_scheduler_as_sent(live: Live) -> None:
         ("init_weights_update_group", {}),
         ("init_weights_update_group", {"master_address": "x", "master_port": 99999, "rank_offset": 0, "world_size": 1}),
         ("begin_weight_update", {"coverage": "some"}),
-        ("begin_weight_update", {"selector": "draft"}),
+        ("begin_weight_update", {"selector": "drafts"}),
+        ("begin_weight_update", {"target": {"draft": "some"}}),
         ("begin_weight_update", {"manifest": [{"name": "w", "dtype": "float32", "shape": [-1]}]}),
         ("end_weight_update", {"phase": "half"}),
         ("abort_weight_update", {"update_id": ""}),

@@ -54,8 +54,8 @@ def test_a_body_becomes_the_fields_of_its_verb() -> None:
     [entry] = fields(BeginWeightUpdateReqInput, body)["manifest"]
     assert (entry.name, entry.shape, entry.fingerprint) == ("w", [2], None)
     disk = fields(UpdateWeightsFromDiskReqInput, b'{"model_path": "/m", "flush_cache": false, "is_async": true}')
-    assert disk["model_path"] == "/m" and not disk.keys() & {"flush_cache", "is_async", "selector"}
-    for wrong in (b'{"model_path": ""}', b'{"model_path": "/m", "selector": "draft"}', b"{}"):
+    assert disk["model_path"] == "/m" and not disk.keys() & {"flush_cache", "is_async"}
+    for wrong in (b'{"model_path": ""}', b'{"model_path": "/m", "selector": "drafts"}', b"{}"):
         with pytest.raises(BadRequest):
             fields(UpdateWeightsFromDiskReqInput, wrong)
     with pytest.raises(UnsupportedFeature, match="start_step"):

@@ -229,6 +229,18 @@ def test_an_update_is_one_transaction_under_an_id_of_its_own(live: Live) -> None
     assert live.scheduler.received[-1].update_id != begin.update_id
 
 
+def test_an_update_of_the_draft_has_the_same_phases(live: Live) -> None:
+    assert live.client.post("/start_draft_weight_update", json={"is_checkpoint_format": True}).status_code == 200
+    assert live.client.post("/update_weights", json={"update_info": TENSORS}).status_code == 200
+    assert live.client.post("/finish_weight_update", json={"weight_version": "7"}).status_code == 200
+    begin, bucket, end = live.scheduler.received
+    assert begin.target.draft and (begin.coverage, begin.counts_tensors) == ("full", False)
+    assert begin.update_id == bucket.update_id == end.update_id and end.weight_version == "7"
+    rpc = {"method": "start_draft_weight_update", "kwargs": {"is_checkpoint_format": True}}
+    assert live.client.post("/collective_rpc", json=rpc).status_code == 200
+    assert live.scheduler.received[-1].target.draft
+
+
 def test_packed_buffers_come_as_one_bucket_with_their_size(live: Live) -> None:
     info = {"names": list("abcde"), "dtype_names": ["float32"] * 5, "shapes": [[2], [1], [3], [9], [1]]}
     joined = GROUP | {"packed": True, "packed_buffer_size_bytes": 11, "packed_num_buffers": 2}

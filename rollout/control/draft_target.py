@@ -1,0 +1,122 @@
+"""`DraftTarget`: a draft's weights as the target of a weight update, alone or with the model.
+
+names of its own        the draft is another checkpoint    an update whose target is the draft
+other than the model's  `mtp.*`, further layers            that, or an update of the model, in the same commit
+
+`Companions`: the targets that come into force with the model's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.control.adapter_target import AdapterTargets
+from rollout.control.tensor_owner import TensorOwner
+from rollout.core.errors import BadRequest, Conflict
+from rollout.core.messages.update_state import AdapterOfUpdate, DraftVersion
+from rollout.core.messages.weights import Selector
+from rollout.model.draft_state import DraftState
+from rollout.model.model_state import ModelState
+from rollout.model.weight_loading import WeightIndex
+from weight_sync.ledger import Coverage
+from weight_sync.manifest import Manifest
+from weight_sync.paired_wire import keeps
+from weight_sync.sorter import KnownParts, Sorter
+from weight_sync.update import WeightUpdate
+from weight_sync.update_target import Further, UpdateTarget
+
+
+class DraftTarget(UpdateTarget):
+    """The weights of `draft`, which drafts for the model with the weights `model`.
+
+    `comes_with_model`: no tensor has the name of one of the model's, so that a name shows whose a tensor is.
+    """
+
+    def __init__(self, draft: DraftState, model: WeightIndex) -> None:
+        self.draft = draft
+        metas = draft.weights.metas().values()
+        self.comes_with_model = not any(keeps(model, meta) for meta in metas)
+        # A sender of all of a checkpoint's tensors sends the model's, too, and SGLang and vLLM have the draft pick.
+        weights = draft.weights.dropping(model) if self.comes_with_model else draft.weights
+        super().__init__("draft", weights, lambda _: weights, draft.weights.held_formats())
+
+    def version(self) -> DraftVersion:
+        """Return the version in force."""
+        draft = self.draft
+        return DraftVersion(
+            weight_version=draft.weight_version,
+            is_stale=draft.is_stale or self.torn is not None,
+            content_digest=None if self.torn is not None else draft.digests.sent,
+            torn=self.torn,
+        )
+
+
+class Companions:
+    """Finds the further targets of an update: adapters that it states, and the draft.  `draft` None: there is none."""
+
+    def __init__(self, state: ModelState, adapters: AdapterTargets, draft: DraftTarget | None) -> None:
+        self.draft, self.adapters = draft, adapters
+        self._table, self._weights = state.adapters, state.model.weights
+        self._with_model = None if draft is None or not draft.comes_with_model else draft
+        self._layouts = KnownParts()
+
+    @property
+    def draft_weights(self) -> WeightIndex | None:
+        """The draft's weights, if they may come with the model's."""
+        return None if self._with_model is None else self._with_model.draft.weights
+
+    def refusal(self, selector: Selector, update: WeightUpdate | None) -> Exception | None:
+        """Return why tensors of SGLang's `selector` cannot come in an update; None if they can.
+
+        `update` None: one of their own.
+        """
+        if selector == "draft" and self.draft is None:
+            return _no_draft()
+        if selector == "draft" and update is not None and update.target is not self.draft:
+            return Conflict(f'selector "draft", and the open weight update has the target {update.target_names}')
+        return None
+
+    def of_call(self, selector: Selector, coverage: Coverage) -> tuple[Coverage, dict[str, Any]]:
+        """Return the coverage of an update that a call opens, and the fields of `WeightUpdater.begin` for its targets.
+
+        A draft comes whole.  A call that is a part of the model may have some of the draft's tensors: it leaves them.
+        """
+        if selector == "draft":
+            return "full", {"target": self.require_draft()}
+        return coverage, self.of_update(takes_draft=selector == "all" and coverage == "full")[1]
+
+    def require_draft(self) -> DraftTarget:
+        """Return the draft.  Raises `BadRequest` where no model drafts."""
+        if self.draft is None:
+            raise _no_draft()
+        return self.draft
+
+    def of_update(
+        self, manifest: Manifest | None = None, stated: Sequence[AdapterOfUpdate] = (), *, takes_draft: bool = True
+    ) -> tuple[Manifest | None, dict[str, Any]]:
+        """Return the model's part of a manifest, and the fields of `WeightUpdater.begin` for its companions.
+
+        Without a manifest the draft's tensors come or not.  Raises as `AdapterTargets.target`.
+        """
+        draft = self._with_model if takes_draft else None
+        names = [each.adapter for each in stated]
+        for name in names:
+            self._table.require_name(name)
+        if names:
+            self._table.require_room(names)
+        elif draft is None:
+            return manifest, {}
+        owner = TensorOwner(names, self._weights, None if draft is None else draft.draft.weights)
+        sorter = Sorter(owner.count, owner, owner.rule, self._layouts)
+        mine, *theirs = [None] * sorter.count if manifest is None else sorter.manifests(manifest)
+        if draft is not None and theirs[-1] is not None and not theirs[-1].metas():
+            return self.of_update(manifest, stated, takes_draft=False)
+        parts = [Further(self.adapters.target(one, part), part) for one, part in zip(stated, theirs)]
+        if draft is not None:
+            parts.append(Further(draft, theirs[-1], is_optional=manifest is None))
+        return mine, {"beside": parts, "sorter": sorter}
+
+
+def _no_draft() -> BadRequest:
+    return BadRequest("no model drafts on this server, so that no weights of a draft can be refreshed")
