@@ -161,6 +161,7 @@ class WeightSender:
         with_manifest: bool = True,
         split_experts: bool = True,
         adapters: Mapping[str, torch.nn.Module] | None = None,
+        draft: bool = False,
         begin_options: Mapping[str, Any] | None = None,
     ) -> RefreshReport:
         """Send one weight version as one transaction; returns when the engines have committed it.
@@ -171,7 +172,7 @@ class WeightSender:
         and fingerprints first, so that a wrong refresh is refused before anything is sent and a flipped bit is noticed.
         `split_experts`: see `split_fused_experts`; without it fused tensors go as they are, with no fingerprint.
         `adapters`: by the engines' names, models of PEFT whose adapters come into force with it (`with_adapters`).
-        `begin_options`: further fields of `begin_weight_update`.
+        `draft`: they are the draft's, which alone changes.  `begin_options`: further fields of `begin_weight_update`.
 
         The next bucket is gathered and packed while this one is broadcast.  Memory on the sending rank: two buckets,
         and a third where tensors are sharded; a bucket is `bucket_bytes`, or the largest tensor if that is larger.
@@ -180,8 +181,9 @@ class WeightSender:
         ranks lost one another.  Unless `EngineError.committed` states otherwise no engine has the new version then, and
         all that could be reached have dropped it; the error carries notes on the others.
         """
-        start, parts = time.perf_counter(), Parts()
-        lacks: Exception | None = None
+        start, parts, lacks = time.perf_counter(), Parts(), None
+        if draft:
+            begin_options = {"target": {"draft": True}} | dict(begin_options or {})
         if adapters:
             if self._per_rank:
                 raise WeightRequestError("a sender per rank sends no adapters: use refresh_adapter of another sender")
