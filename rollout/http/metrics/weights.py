@@ -28,8 +28,17 @@ _GAUGES: dict[str, tuple[Callable[[SchedulerState], float | None], str]] = {
         lambda state: state.poisoned is not None,
         "1 while the engine has neither the old nor the new weights; only a full refresh or a restart helps",
     ),
+    "lockstep:draft_stale": (
+        lambda state: None if state.draft is None else state.draft.is_stale,
+        "1 while the model that drafts has older weights than the model that it drafts for",
+    ),
     "lockstep:withheld": (lambda state: state.withheld is not None, "1 while the engine may compute no request"),
 }
+
+_ACCEPT_RATE = (
+    "lockstep:draft_accept_rate",
+    "Share of a model's drafted tokens that was kept, since these versions of the model and the draft serve",
+)
 
 
 class WeightMetrics(Collector):
@@ -39,6 +48,7 @@ class WeightMetrics(Collector):
         self.state: SchedulerState | None = None
         self._model_name = model_name
         self._newest_epoch = 0
+        self._drafts = _DraftsOfVersions()
         ages = Tallies(
             "lockstep:sample_version_age",
             "Commits since the oldest weights that a sample was made of, when it ended",
@@ -53,6 +63,7 @@ class WeightMetrics(Collector):
         """Take the gauges from the scheduler's state."""
         self.state = state
         self._newest_epoch = max(self._newest_epoch, state.weight_epoch)
+        self._drafts.update(state)
 
     def on_finished(self, spans: Sequence[VersionSpan]) -> None:
         """Count a sample by the spans of its output tokens."""
@@ -68,6 +79,31 @@ class WeightMetrics(Collector):
             if value is not None:
                 family.add_metric([self._model_name], float(value))
             yield family
+        family = GaugeMetricFamily(*_ACCEPT_RATE, labels=["model_name", "weight_version", "draft_version"])
+        if (rate := self._drafts.accept_rate) is not None:
+            family.add_metric([self._model_name, *self._drafts.versions], rate)
+        yield family
+
+
+class _DraftsOfVersions:
+    """The tokens of a model's drafts that were kept since the versions in force are in force, as states show them."""
+
+    def __init__(self) -> None:
+        self.versions = ("", "")  # of the model, of the draft
+        self._before = (0, 0)  # drafted and kept tokens
+        self._now = (0, 0)
+
+    @property
+    def accept_rate(self) -> float | None:
+        """The kept share of the drafted tokens; None where none were drafted."""
+        drafted, kept = (now - before for now, before in zip(self._now, self._before, strict=True))
+        return kept / drafted if self.versions[1] and drafted > 0 else None
+
+    def update(self, state: SchedulerState) -> None:
+        versions = (state.weight_version, "" if state.draft is None else state.draft.weight_version)
+        if versions != self.versions:
+            self.versions, self._before = versions, self._now
+        self._now = (state.num_draft_tokens, state.num_accepted_draft_tokens)
 
 
 def _number_of(label: str) -> float | None:
