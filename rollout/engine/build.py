@@ -29,16 +29,15 @@ from rollout.distributed.layout import layout_of
 from rollout.distributed.parallel import Parallel
 from rollout.engine.adapters import load_adapters
 from rollout.engine.build_control import build_control
-from rollout.engine.build_drafts import build_drafting, max_logits_rows
+from rollout.engine.build_drafts import DraftParts, build_drafting, draft_token_bytes, load_draft, max_logits_rows
 from rollout.engine.build_graphs import bytes_to_reserve, capture_all
 from rollout.engine.deterministic import attention_name, batch_invariance, check_deterministic
 from rollout.engine.device import claim_device, with_device
+from rollout.engine.load_kernels import load_kernels_of
 from rollout.engine.warm_up import StepSize, activation_bytes
 from rollout.executor.model_runner import ModelRunner
 from rollout.executor.recorded_forward import RecordedForward
 from rollout.families.registry import served_model_config
-from rollout.kernels.build import KernelStatus, load_kernels
-from rollout.kernels.gpu.register import TRITON_OPERATORS, load_gpu_kernels
 from rollout.kernels.ops import plain_torch_reason, select_ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.memory.allocator import keep_freed_memory
@@ -59,17 +58,13 @@ from rollout.sampling.native_sampler import select_sampler
 from rollout.sampling.row_lists import RowLists
 from rollout.scheduler.channel import Channel, RawChannel, SharedChannel
 from rollout.scheduler.decode_batch import DecodeBatch
+from rollout.scheduler.drafting import Drafting
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS, Policy, RequestQueues
 from rollout.scheduler.records import RecordReader
 from rollout.scheduler.scheduler import Scheduler
 from rollout.scheduler.step import StepRunner
 from rollout.scheduler.stop import StopChecker
 from rollout.text.tokenizer_files import has_tokenizer, read_tokenizer
-
-_PLAIN_TORCH = (
-    "running on plain torch, several times slower in decoding and not batch invariant: {reason}. "
-    "Run `lockstep build-kernels` once there is a C++20 compiler (Debian: apt install g++)"
-)
 
 
 @dataclass(frozen=True)
@@ -110,12 +105,12 @@ def build_scheduler(
     is_fp8 = args.kv_cache_dtype == "fp8_e4m3"
     kv_scales = read_kv_scales(args.model_path, args.quantization_param_path, is_fp8, config, parallel)
     placement = initial_placement(args, config, device, parallel)
-    kernels = _load_kernels(args, device)
+    kernels = load_kernels_of(args, device)
     formats = args.cpu_weight_format, args.cpu_linear_format, args.quantization
     deterministic = args.enable_deterministic_inference
     ops = select_ops(dtype, device, kernels.available, *formats, deterministic=deterministic)
     plain_reason = plain_torch_reason(ops, kernels.reason, dtype)
-    if plain_reason and kernels.available:  # else `_load_kernels` has warned
+    if plain_reason and kernels.available:  # else `load_kernels_of` has warned
         say(f"running on plain torch, several times slower: {plain_reason}", "WARNING")
     pages = select_pages(device) if args.enable_memory_saver else None
     weight_memory = nullcontext() if pages is None else pages.pool("weights")
@@ -123,6 +118,7 @@ def build_scheduler(
     model = load_model(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, backend, weight_memory
     )
+    draft = load_draft(args, config, dtype, device, ops, parallel, backend)
     model_bytes = _bytes_of(model)
     state = ModelState(model, placement, args.weight_version, load_adapters(args, model))
     sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens, deterministic)
@@ -138,7 +134,8 @@ def build_scheduler(
         kernels_available=kernels.available,
         wants_routes=args.captures_routes,
     )
-    limits = _limits(args, config, model, kv_dtype, model_bytes, parallel, device, largest)
+    drafts = draft_token_bytes(draft)
+    limits = _limits(args, config, model, kv_dtype, model_bytes, parallel, device, largest, drafts)
     window_slots = None if limits.window is None else limits.window.num_slots
     with nullcontext() if pages is None else pages.pool("kv_cache"):
         kv_pool = KVPool(limits.num_slots, model.kv_layers, dtype, device, window_slots, kv_dtype, kv_scales.layers)
@@ -151,7 +148,9 @@ def build_scheduler(
     recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
     runner = ModelRunner(state, kv_pool, attention, route_store, recorded, state_pool)
     inbox: Channel = channel if is_alone else SharedChannel(channel, parallel, lambda: state.epoch.mark)
-    scheduler = _wire(args, config, limits, inbox, runner, sampler, parallel, ops.rest)
+    parts = DraftParts(limits.num_slots, attention_name(args, device), kernels.available, sampler)
+    drafting = build_drafting(args, config, draft, parts)
+    scheduler = _wire(args, config, limits, inbox, runner, sampler, parallel, ops.rest, drafting)
     layout = expert_layout(config, placement, args.nnodes)
     static_state = _static_state(args, limits, model_bytes, kv_pool, kv_scales)
     static_state |= {"max_lora_rank": state.adapters.max_rank, "prompt_attention": attention.prompts}
@@ -209,27 +208,6 @@ def _bytes_of(model: DecoderForCausalLM) -> int:
     return sum(place.num_bytes for name in weights.metas() for place in weights.places(name))
 
 
-def _load_kernels(args: ServerArgs, device: torch.device) -> KernelStatus:
-    """Load the device's kernels unless a flag switches them off, and log a line that names the result."""
-    if args.disable_native_kernels:
-        return KernelStatus(available=False, reason="--disable-native-kernels")
-    if device.type == "cuda":
-        status = load_gpu_kernels()
-        triton = f"Triton kernels for {', '.join(TRITON_OPERATORS)} and sampling; torch for the rest"
-        plain = f"running on plain torch, several times slower: {status.reason}"
-        say(triton) if status.available else say(plain, "WARNING")
-        return status
-    if device.type != "cpu":
-        return KernelStatus(available=False, reason=f"no compiled operators for device {device.type}")
-    isa = None if args.cpu_isa == "auto" else args.cpu_isa
-    status = load_kernels(say, isa)
-    if isa is not None and not status.available:
-        raise StartupError(f"--cpu-isa {isa}: {status.reason}")
-    if not status.available:
-        say(_PLAIN_TORCH.format(reason=status.reason), "WARNING")
-    return status
-
-
 def _wire(
     args: ServerArgs,
     config: ModelConfig,
@@ -239,6 +217,7 @@ def _wire(
     sampler: Sampler,
     parallel: Parallel,
     rest: Callable[[], None],
+    drafting: Drafting | None,
 ) -> Scheduler:
     events = _kv_events(args, runner.state, parallel)
     cache = CacheManager(
@@ -267,7 +246,7 @@ def _wire(
             chunked_prefill_size=args.step_prompt_tokens,
             max_running_requests=args.max_running_requests,
         ),
-        steps=StepRunner(runner, sampler, cache, stop, config.vocab_size, lists, build_drafting(args, config)),
+        steps=StepRunner(runner, sampler, cache, stop, config.vocab_size, lists, drafting),
         records=RecordReader(cache, runner.kv_pool, runner.state, runner.route_store),
         stop=stop,
         max_queued_requests=args.max_queued_requests,
@@ -299,11 +278,12 @@ def _limits(
     parallel: Parallel,
     device: torch.device,
     largest_step: Callable[[StepSize], int],
+    draft_token_bytes: int,
 ) -> Limits:
     """Return the limits, the same on all ranks; the ranks of one machine share its memory.
 
     `largest_step` runs the largest step, and returns the memory that it takes in addition to weights and KV.  Recurrent
-    states and pages of windows get their memory before KV slots do.
+    states and pages of windows get their memory before KV slots do.  `draft_token_bytes`: KV of a token in the draft.
     """
     context_length = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
     max_tokens = _max_prompt_tokens(args, context_length) + args.max_running_requests
@@ -335,7 +315,7 @@ def _limits(
     if row_bytes:
         num_rows = num_state_rows(args.max_state_rows, args.max_running_requests, row_bytes, usable)
         state_bytes += num_rows * row_bytes
-    token_bytes = kv_bytes_per_token(model.kv_layers, kv_dtype)
+    token_bytes = kv_bytes_per_token(model.kv_layers, kv_dtype) + draft_token_bytes
     if window is not None:
         if row_bytes:
             raise StartupError("a model with both recurrent layers and window layers is not supported")

@@ -2,24 +2,140 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+
+from eplb.errors import EplbError
+from eplb.expert_location import trivial_location
+from eplb.placement import ExpertPlacement
+from rollout.attention.registry import create_attention_backend
 from rollout.core.args.server_args import ServerArgs
+from rollout.core.errors import StartupError
+from rollout.core.specs.layer_specs import GatedDeltaSpec
 from rollout.core.specs.model_config import ModelConfig
+from rollout.distributed.parallel import Parallel
 from rollout.drafts.costs import DraftChoice
 from rollout.drafts.ngram import NgramDrafter
+from rollout.executor.draft_runner import DraftRunner, StandaloneDraft
+from rollout.executor.recorded_forward import RecordedForward
+from rollout.families.registry import load_model_config
+from rollout.kernels.ops import Ops
+from rollout.layers.moe.dispatchers.select import MoeBackend
+from rollout.memory.kv_pool import KVPool, kv_bytes_per_token
+from rollout.model.draft_model import DraftModel
+from rollout.model.load import load_model
+from rollout.sampling.base import Sampler
 from rollout.scheduler.drafting import Drafting
+from rollout.scheduler.model_drafting import ModelDrafting
 from rollout.scheduler.policy import MAX_PREFILL_TOKENS
 
+_FLAG = "--speculative-draft-model-path"
 
-def build_drafting(args: ServerArgs, config: ModelConfig) -> Drafting | None:
+
+class LoadedDraft(NamedTuple):
+    """A draft, with the dtype and the device of its KV."""
+
+    model: DraftModel
+    dtype: torch.dtype
+    device: torch.device
+    parallel: Parallel
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token's KV."""
+        return kv_bytes_per_token(self.model.kv_layers, self.dtype)
+
+
+class DraftParts(NamedTuple):
+    """The parts of the served model's engine that a draft is built with."""
+
+    num_slots: int
+    attention: str
+    kernels_available: bool
+    sampler: Sampler
+
+
+def load_draft(
+    args: ServerArgs,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    parallel: Parallel,
+    backend: MoeBackend,
+) -> LoadedDraft | None:
+    """Load the model that drafts for the served one of `config`; None if there is none.
+
+    Raises `StartupError` for a model that cannot draft for it.
+    """
+    path = args.speculative_draft_model_path
+    if path is None:
+        return None
+    draft = load_model_config(path)
+    _check(draft, config, args)
+    try:
+        location = trivial_location(len(draft.moe_layer_ids), draft.num_experts)
+        placement = ExpertPlacement(location, device, parallel.position.ep_rank, parallel.layout.ep_size)
+    except EplbError as error:
+        raise StartupError(f"{_FLAG}: --ep-size does not fit: {error}") from None
+    model = load_model(path, draft, dtype, device, placement, ops, None, parallel, backend)
+    is_alone = parallel.layout.world_size == 1
+    recorded = RecordedForward(model) if ops.batch_invariant and is_alone and device.type == "cpu" else None
+    return LoadedDraft(StandaloneDraft(model, recorded), dtype, device, parallel)
+
+
+def build_drafting(
+    args: ServerArgs, config: ModelConfig, draft: LoadedDraft | None, parts: DraftParts
+) -> Drafting | None:
     """Return the drafting of a scheduler; None if no step verifies drafts."""
     if args.speculative_algorithm is None:
         return None
+    step_tokens = args.step_prompt_tokens if args.step_prompt_tokens > 0 else MAX_PREFILL_TOKENS
+    if draft is not None:
+        runner = _runner(draft, parts)
+        return ModelDrafting(runner, parts.sampler, DraftChoice(), config.vocab_size, _most(args), step_tokens)
     drafter = NgramDrafter(history_tokens=args.speculative_ngram_capacity)
-    most = args.step_prompt_tokens if args.step_prompt_tokens > 0 else MAX_PREFILL_TOKENS
-    return Drafting(drafter, DraftChoice(), config.vocab_size, args.speculative_num_draft_tokens, most)
+    return Drafting(drafter, DraftChoice(), config.vocab_size, _most(args), step_tokens)
 
 
 def max_logits_rows(args: ServerArgs, num_tokens: int) -> int:
     """Return the maximum rows of logits in one step, of `num_tokens` tokens or fewer: of requests and their drafts."""
-    drafted = 0 if args.speculative_algorithm is None else args.speculative_num_draft_tokens
+    drafted = 0 if args.speculative_algorithm is None else _most(args)
     return min(args.max_running_requests * (1 + drafted), num_tokens)
+
+
+def draft_token_bytes(draft: LoadedDraft | None) -> int:
+    """Return the bytes of a token's KV in the draft."""
+    return 0 if draft is None else draft.token_bytes
+
+
+def _runner(draft: LoadedDraft, parts: DraftParts) -> DraftRunner:
+    kv_pool = KVPool(parts.num_slots, draft.model.kv_layers, draft.dtype, draft.device)
+    ranks = draft.parallel.tp
+    attention = create_attention_backend(parts.attention, kv_pool, parts.kernels_available, ranks)
+    return DraftRunner(draft.model, kv_pool, attention)
+
+
+def _most(args: ServerArgs) -> int:
+    """Return the most drafted tokens of a request in one step."""
+    return args.speculative_num_draft_tokens if args.speculative_algorithm == "NGRAM" else args.speculative_num_steps
+
+
+def _check(draft: ModelConfig, config: ModelConfig, args: ServerArgs) -> None:
+    """Check that the model of `draft` can draft for the one of `config`.  Raises `StartupError`."""
+    name = draft.architecture
+    if draft.vocab_size != config.vocab_size or draft.head != "vocabulary":
+        raise StartupError(
+            f"{_FLAG}: {name} has {draft.vocab_size} tokens, but the served model has {config.vocab_size}"
+        )
+    longest = min(args.context_length or config.max_position_embeddings, config.max_position_embeddings)
+    if draft.max_position_embeddings < longest:
+        raise StartupError(
+            f"{_FLAG}: {name} has {draft.max_position_embeddings} positions, but a context has {longest}: lower "
+            "--context-length"
+        )
+    if draft.is_moe and args.moe_a2a_backend != "none":
+        raise StartupError(f"{_FLAG}: {name} has experts, which a draft does not send by --moe-a2a-backend")
+    if any(isinstance(layer.attention, GatedDeltaSpec) for layer in draft.layers):
+        raise StartupError(f"{_FLAG}: {name} has recurrent layers, which a draft cannot have: its tokens are dropped")

@@ -183,6 +183,10 @@ class CacheManager:
         self.pool.enter_each(pool_indices, positions, slots)
         return slots
 
+    def slots_at(self, pool_indices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the slot of each pair of a row and a position: all int64 [T], on the host."""
+        return torch.from_numpy(self.pool.host_table.numpy()[pool_indices.numpy(), positions.numpy()])
+
     def reserve_draft(self, sequence: CachedSequence, count: int) -> int:
         """Take all but slots that verifying `count` drafted tokens needs; return for how many it suffices."""
         return count if self.states is None or not count else self.states.reserve(sequence, count)

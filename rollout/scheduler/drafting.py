@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from rollout.core.messages.req_output import DraftTally
 from rollout.drafts.base import NO_DRAFT, Draft, Drafter
 from rollout.drafts.costs import DraftChoice, Kept
@@ -33,12 +35,20 @@ class _State:
 class Drafting:
     """Owned by the scheduler.  On several ranks each rank that shares the requests has one, and all decide the same."""
 
+    needs_hidden = False  # True: `see` is called in every step
+
     def __init__(
-        self, drafter: Drafter, choice: DraftChoice | None, vocab_size: int, most: int, step_tokens: int = 1 << 31
+        self,
+        drafter: Drafter | None,
+        choice: DraftChoice | None,
+        vocab_size: int,
+        most: int,
+        step_tokens: int = 1 << 31,
     ) -> None:
         """Verify at most `most` drafted tokens of a request in a step; without a `choice`, all that is proposed.
 
-        `step_tokens`: the most tokens of prompts and drafts together in a step, for which it has memory.
+        `step_tokens`: the most tokens of prompts and drafts together in a step, for which it has memory.  `drafter`
+        None: a subclass proposes.
         """
         self.counts = DraftCounts()
         self._drafter = drafter
@@ -59,24 +69,43 @@ class Drafting:
         if not reqs:
             return
         self._last = (plan, len(reqs)), now
-        room = min(cache.num_available - len(reqs), self._step_tokens - plan.num_tokens)
         tries = [(row, self._states[req]) for row, req in enumerate(reqs) if self._is_tried(req)]
         offered = [(row, state, self._propose(reqs[row], state)) for row, state in tries]
         offered = [(row, state, draft) for row, state, draft in offered if draft.token_ids]
         if not offered:
             return
-        counts = [len(draft.token_ids) for _, _, draft in offered]
-        if self._choice is not None:
-            rates = [self._choice.kept_rate(draft.evidence, state.kept) for _, state, draft in offered]
-            counts = self._choice.choose(rates, counts, len(reqs))
-        while sum(counts) > max(room, 0):
-            counts[counts.index(max(counts))] -= 1
+        lengths = [len(draft.token_ids) for _, _, draft in offered]
+        counts = self._counts(plan, cache, [(draft.evidence, state) for _, state, draft in offered], lengths)
         drafts = [NO_DRAFT] * len(reqs)
         for (row, _, draft), chosen in zip(offered, counts, strict=True):
             count = cache.reserve_draft(reqs[row], chosen)
             drafts[row] = Draft(draft.token_ids[:count], draft.evidence)
         if any(draft.token_ids for draft in drafts):
             plan.drafts = drafts
+
+    def _counts(
+        self, plan: StepPlan, cache: CacheManager, offers: Sequence[tuple[int, _State]], lengths: list[int]
+    ) -> list[int]:
+        """Return how many tokens of each draft the step verifies.
+
+        `offers`: the evidence and the request's state of each draft, of which `lengths` are the tokens.
+        """
+        num_requests = len(plan.decodes)
+        counts = lengths
+        if self._choice is not None:
+            rates = [self._choice.kept_rate(evidence, state.kept) for evidence, state in offers]
+            counts = self._choice.choose(rates, lengths, num_requests)
+        room = min(cache.num_available - num_requests, self._step_tokens - plan.num_tokens)
+        while sum(counts) > max(room, 0):
+            counts[counts.index(max(counts))] -= 1
+        return counts
+
+    def see(self, spans: Sequence[tuple[Req, int, int]], hidden_TD: torch.Tensor) -> None:
+        """Take in the final hidden states of a launched step.
+
+        `spans`: its requests, each with the first position and the number of its tokens, in the order of the rows.
+        """
+        raise NotImplementedError
 
     def rest(self) -> None:
         """Note that no step follows the last one at once, so that its time is not known."""
@@ -110,7 +139,8 @@ class Drafting:
     def forget(self, req: Req) -> None:
         """Drop what is kept of a request that has ended."""
         self._states.pop(req, None)
-        self._drafter.forget(req)
+        if self._drafter is not None:
+            self._drafter.forget(req)
 
     def _is_tried(self, req: Req) -> bool:
         """Return whether the drafter is asked for a request in this step: asking costs time where it fails."""
@@ -128,9 +158,13 @@ class Drafting:
             state.wait = min(2 * state.wait, _MAX_WAIT)
             state.next_try = len(req.output_ids) + state.wait
 
+    def _longest_draft(self, req: Req) -> int:
+        """Return the most tokens that a draft of a request may have: one more follows it."""
+        return min(self._most, req.sampling_params.max_new_tokens - len(req.output_ids) - 1)
+
     def _propose(self, req: Req, state: _State) -> Draft:
-        left = req.sampling_params.max_new_tokens - len(req.output_ids) - 1
-        draft = self._drafter.propose(req, min(self._most, left))
+        assert self._drafter is not None
+        draft = self._drafter.propose(req, self._longest_draft(req))
         if not draft.token_ids:
             self._back_off(state, req)
         for place, token_id in enumerate(draft.token_ids):

@@ -25,13 +25,15 @@ _SLOTS_KEPT_PER_RUNNING = 4  # decode steps of headroom that an admission leaves
 class StepPlan:
     """One step: prompts (or parts) to compute, the batch that decodes one token, and the retracted requests.
 
-    `drafts`: what each request of the batch may get in addition; empty if the step verifies nothing.
+    `drafts`: what each request of the batch may get in addition; empty if the step verifies nothing.  `is_placed`: the
+    tokens of the batch and of its drafts have their KV slots already, as a draft has its KV there, too.
     """
 
     decodes: DecodeBatch
     extends: list[Extend] = field(default_factory=list)
     retracted: list[Req] = field(default_factory=list)
     drafts: Sequence[Draft] = ()
+    is_placed: bool = False
 
     @property
     def is_empty(self) -> bool:

@@ -120,6 +120,8 @@ class StepRunner:
             batch.global_num_tokens, batch.kind_everywhere = counts
         phase("build")
         hidden_TD, routes = self._runner.forward(batch)
+        if self._drafting is not None and self._drafting.needs_hidden:
+            self._drafting.see(list(spans_of(plan, verified)), hidden_TD)
         observed = None
         if routes is not None and self._runner.observes_later:
             observed = Observed(batch, routes.rows_TLK, sum(item.count for item in extends))
@@ -175,7 +177,8 @@ class StepRunner:
         if verified is None:
             slots = plain_slots = cache.extend_each(decodes.generation, inputs.pool_indices, inputs.positions)
         else:
-            slots = cache.extend_apart(verified.pool_indices, verified.input_positions)
+            place = cache.slots_at if plan.is_placed else cache.extend_apart
+            slots = place(verified.pool_indices, verified.input_positions)
             drafts, inputs, plain_slots = verified.extends(), verified.decode_input(), verified.plain_slots(slots)
         stamp(slots, epoch.weight_epoch)
         for item in extends:

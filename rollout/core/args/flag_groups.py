@@ -57,6 +57,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "drafts (speculative decoding)": (
         *("speculative_algorithm", "speculative_num_draft_tokens", "speculative_ngram_capacity"),
+        *("speculative_draft_model_path", "speculative_num_steps"),
     ),
     "adapters (LoRA)": ("enable_lora", "lora_paths", "max_loras_per_batch", "max_lora_rank", "lora_target_modules"),
     "routes": ("enable_return_routed_experts", "return_routed_experts_by_default", "vllm_routed_experts"),

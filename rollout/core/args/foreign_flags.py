@@ -112,7 +112,7 @@ HARMLESS_VALUES = {
 _QUANTISATION = (
     "--quantization holds weights in 8 or 4 bits on CUDA, --cpu-weight-format and --cpu-linear-format on a CPU"
 )
-_SPECULATION = "drafts are looked up in the text, with --speculative-algorithm NGRAM; there is no draft model"
+_SPECULATION = "drafts are chains of tokens, set up by --speculative-algorithm, --speculative-num-steps and their kin"
 _REVISION = "a model is a folder; `hf download NAME --revision REVISION --local-dir DIR` writes one"
 _DEFAULTS = "defaults of generation_config.json are not applied; send sampling parameters with each request"
 _TEXT_ONLY = "the server reads text, and architectures in config.json name the head"
@@ -129,8 +129,6 @@ REFUSED = {
     "sampling_defaults": _DEFAULTS,
     "preferred_sampling_params": _DEFAULTS,
     "speculative_config": _SPECULATION,
-    "speculative_draft_model_path": _SPECULATION,
-    "speculative_num_steps": _SPECULATION,
     "speculative_eagle_topk": _SPECULATION,
     "load_format": "weights are read from the safetensors files of the folder",
     "revision": _REVISION,

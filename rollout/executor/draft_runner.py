@@ -1,0 +1,165 @@
+"""`DraftRunner`: the forwards of a draft that is a model, over the served model's KV slots.
+
+    position     0 .. h-1         h .. n-1               n       n+1          of a request with n known tokens
+    draft        has its KV       one span               d1      d2           one row for each more token
+                                  `-> proposes d1        `-> d2  `-> d3
+
+A slot holds the KV of its token in both pools.  So a prefix that the served model shares is shared here, too.  Old or
+missing KV makes worse proposals, and changes nothing else: the served model verifies them.
+
+Shapes: T rows of a forward, D hidden, N sequences that get proposals, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from rollout.attention.base import AttentionBackend
+from rollout.core.forward_batch import DecodeRows, ForwardBatch
+from rollout.core.host_copy import to_device
+from rollout.executor.input_builder import DecodeInput, ExtendInput, build_forward_batch
+from rollout.executor.recorded_forward import RecordedForward
+from rollout.layers.context import ForwardContext
+from rollout.memory.kv_pool import KVPool, ReqToTokenPool
+from rollout.model.decoder import DecoderForCausalLM
+from rollout.model.draft_model import DraftModel
+
+# Takes logits [N, V] of the first N sequences that get proposals, and the number of the proposal, from 0 on.  Returns
+# the proposed ids [N].
+Pick = Callable[[torch.Tensor, int], torch.Tensor]
+_NOTHING = -1
+
+
+class StandaloneDraft:
+    """A whole model as a draft.  `recorded`: its forward by tapes; None: it runs in Python."""
+
+    needs_hidden = False
+
+    def __init__(self, model: DecoderForCausalLM, recorded: RecordedForward | None) -> None:
+        self.model = model
+        self.kv_layers = model.kv_layers
+        self._recorded = recorded
+
+    def __call__(self, batch: ForwardBatch, context: ForwardContext, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+        if self._recorded is None:
+            return self.model(batch, context)
+        return self._recorded(batch, context, None, ())[0]
+
+    def compute_logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        return self.model.compute_logits(hidden_ND)
+
+
+class DraftSpan(NamedTuple):
+    """Rows of one sequence whose draft KV is computed: at the positions `start ..`, one for each of `token_ids`.
+
+    `hidden_TD` are the served model's hidden states of these positions, for a draft that needs them.
+    """
+
+    pool_index: int
+    start: int
+    token_ids: list[int]
+    hidden_TD: torch.Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+class DraftRunner:
+    """Owns the KV of a draft, and runs it.  Called in inference mode, on all ranks with the same arguments.
+
+    `attention` is over `kv_pool`, which has the same slots as the served model's.
+    """
+
+    def __init__(self, model: DraftModel, kv_pool: KVPool, attention: AttentionBackend) -> None:
+        self.model = model
+        self.kv_pool = kv_pool
+        self._attention = attention
+        # what each slot has the KV of: position << 32 | token id.  Another prefix with the same is a worse proposal.
+        self._content = np.full(kv_pool.padding_slot, _NOTHING, dtype=np.int64)
+
+    def known_len(self, slots: torch.Tensor, token_ids: np.ndarray) -> int:
+        """Return how many of a sequence's first tokens have their KV here: slots and ids int64 [n], on the host."""
+        differs = self._content[slots.numpy()] != _content(0, token_ids)
+        return int(differs.argmax()) if differs.any() else len(token_ids)
+
+    def propose(
+        self, spans: Sequence[DraftSpan], counts: Sequence[int], pool: ReqToTokenPool, pick: Pick
+    ) -> list[list[int]]:
+        """Compute all spans in one forward, and propose `counts[i]` tokens after span i, with a forward for each depth.
+
+        The counts do not grow from span to span.  `pool` has slots for the rows of the spans, and behind
+        each span one for every proposed token but the last.
+        """
+        hidden_TD = self._run_spans(spans, pool)
+        proposed: list[list[int]] = [[] for _ in spans]
+        count = sum(count > 0 for count in counts)
+        if not count:
+            return proposed
+        ends = torch.tensor([len(span.token_ids) for span in spans]).cumsum(0) - 1
+        hidden_ND = hidden_TD[to_device(ends[:count], hidden_TD.device)]
+        rows_N = torch.tensor([span.pool_index for span in spans])
+        positions_N = torch.tensor([span.end for span in spans])
+        drawn: list[torch.Tensor] = []
+        for depth in range(counts[0]):
+            drawn.append(pick(self.model.compute_logits(hidden_ND), depth))
+            count = sum(wanted > depth + 1 for wanted in counts)
+            if count:
+                batch = _single_rows(drawn[-1][:count], rows_N[:count], positions_N[:count] + depth, pool)
+                hidden_ND = self._forward(batch, hidden_ND[:count])
+        _enter(proposed, drawn)
+        for span, ids in zip(spans, proposed, strict=True):
+            if ids:
+                self.note(pool, span.pool_index, span.end, ids[:-1])
+        return proposed
+
+    def note(self, pool: ReqToTokenPool, row: int, start: int, token_ids: Sequence[int]) -> None:
+        """Note the tokens of the positions `start ..` of a row, whose KV is written by now or by the next call."""
+        slots = pool.host_table[row, start : start + len(token_ids)].numpy()
+        self._content[slots] = _content(start, np.array(token_ids, dtype=np.int64))
+
+    def _run_spans(self, spans: Sequence[DraftSpan], pool: ReqToTokenPool) -> torch.Tensor:
+        nothing = torch.empty(0, dtype=torch.int64)
+        extends = [ExtendInput(span.token_ids, span.pool_index, span.start, 1) for span in spans]
+        batch = build_forward_batch(extends, DecodeInput(nothing, nothing, nothing, nothing), nothing, pool)
+        hidden = [span.hidden_TD for span in spans if span.hidden_TD is not None]
+        return self._forward(batch, torch.cat(hidden) if hidden else None)
+
+    def _forward(self, batch: ForwardBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+        self._attention.plan(batch)
+        context = ForwardContext(batch, self._attention)
+        return self.model(batch, context, hidden_TD if self.model.needs_hidden else None)
+
+
+def _enter(proposed: list[list[int]], drawn: Sequence[torch.Tensor]) -> None:
+    """Append the ids of all depths to the proposals, in one transfer to the host."""
+    ids = iter(torch.cat(list(drawn)).tolist())
+    for tokens_N in drawn:
+        for own in proposed[: tokens_N.shape[0]]:
+            own.append(next(ids))
+
+
+def _content(start: int, token_ids: np.ndarray) -> np.ndarray:
+    return np.arange(start, start + len(token_ids)) << 32 | token_ids
+
+
+def _single_rows(
+    token_ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, pool: ReqToTokenPool
+) -> ForwardBatch:
+    """Return the batch of one row for each of `rows`, with these tokens; `rows` and `positions` are on the host."""
+    indices, places, lens = to_device(torch.stack([rows, positions, positions + 1]), pool.device).unbind()
+    return ForwardBatch(
+        input_ids=token_ids,
+        positions=places,
+        out_cache_loc=pool.table[indices, places],
+        req_to_token=pool.table,
+        extend_req_pool_indices=[],
+        extend_prefix_lens=[],
+        extend_lens=[],
+        decode=DecodeRows(indices, lens, rows, positions + 1),
+        logits_rows=torch.arange(len(rows), device=pool.device),
+    )
