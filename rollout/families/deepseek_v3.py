@@ -9,6 +9,7 @@ from rollout.core.errors import StartupError
 from rollout.core.specs.config_json import Settings
 from rollout.core.specs.layer_specs import DenseSpec, LatentAttentionSpec, LayerSpec, MoESpec, RouterSpec, yarn_mscale
 from rollout.core.specs.model_config import ModelConfig, common_fields, refuse, refuse_other_mlps, rotary_of
+from rollout.core.specs.mtp import mtp_behind
 
 _DEFAULTS = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}  # transformers'
 
@@ -28,8 +29,8 @@ def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
 def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_dense: list[bool]) -> ModelConfig:
     """Return the configuration of a model with latent attention.
 
-    `is_dense` states for each layer whether it has no experts.  Layers behind the last hidden one are left
-    out, as they predict several tokens at once.
+    `is_dense` states for each layer whether it has no experts.  Layers behind the last hidden one predict
+    several tokens at once: the model is without them, and the first of them may draft for it.
     """
     scoring, method = raw.get("scoring_func", "sigmoid"), raw.get("topk_method", "noaux_tc")
     refuse({f"scoring_func {scoring!r}": scoring != "sigmoid", f"topk_method {method!r}": method != "noaux_tc"})
@@ -48,10 +49,11 @@ def latent_moe_config(raw: Mapping[str, Any], generation: Mapping[str, Any], is_
     sparse = MoESpec(router=router, inner=inner, shared_inner=inner * int(_given(raw, "n_shared_experts", 1)))
     dense, attention = DenseSpec(inner=int(raw["intermediate_size"])), attention_of(raw)
     layers = tuple(LayerSpec(attention=attention, mlp=dense if plain else sparse) for plain in is_dense)
-    extra = range(len(layers), len(layers) + int(_given(raw, "num_nextn_predict_layers", 1)))
-    ignored = tuple(f"model.layers.{index}." for index in extra)
+    num_extra = int(_given(raw, "num_nextn_predict_layers", 1))
+    ignored = tuple(f"model.layers.{len(layers) + index}." for index in range(num_extra))
+    mtp = mtp_behind(LayerSpec(attention=attention, mlp=sparse), len(layers)) if num_extra else None
     common = common_fields(raw, generation, states_extended_context=True)
-    return ModelConfig(**common, layers=layers, ignored_names=ignored)
+    return ModelConfig(**common, layers=layers, ignored_names=ignored, mtp=mtp)
 
 
 def attention_of(raw: Mapping[str, Any]) -> LatentAttentionSpec:

@@ -8,6 +8,7 @@ from typing import Any
 from rollout.core.specs.config_json import RotaryDefaults, Settings
 from rollout.core.specs.layer_specs import AttentionSpec, DenseSpec, LayerSpec, MoESpec, RouterSpec
 from rollout.core.specs.model_config import ModelConfig, common_fields, heads_of, refuse_other_mlps, refuse_windows
+from rollout.core.specs.mtp import mtp_behind
 
 ROTARY = RotaryDefaults(partial=0.5)
 
@@ -16,7 +17,8 @@ def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
     """Return the configuration of a GLM-4 MoE model: dense layers first, then layers with experts.
 
     Routers are sigmoid with a correction bias, and a layer with experts has a shared one.  Half of a head is rotated.
-    Layers behind the last hidden one predict several tokens at once: they are left out.
+    Layers behind the last hidden one predict several tokens at once: the model is without them, and the first of them
+    may draft for it.
     """
     refuse_windows(raw)
     attention = AttentionSpec(
@@ -41,7 +43,10 @@ def parse(raw: Settings, generation: Mapping[str, Any]) -> ModelConfig:
     is_dense = [index < num_dense for index in range(num_layers)]
     refuse_other_mlps(raw, is_dense)
     layers = tuple(LayerSpec(attention=attention, mlp=dense if plain else sparse) for plain in is_dense)
-    ignored = tuple(f"model.layers.{num_layers + i}." for i in range(int(raw.get("num_nextn_predict_layers", 1))))
+    num_extra = int(raw.get("num_nextn_predict_layers", 1))
     return ModelConfig(
-        **common_fields(raw.defaulting(rms_norm_eps=1e-5), generation), layers=layers, ignored_names=ignored
+        **common_fields(raw.defaulting(rms_norm_eps=1e-5), generation),
+        layers=layers,
+        ignored_names=tuple(f"model.layers.{num_layers + i}." for i in range(num_extra)),
+        mtp=mtp_behind(LayerSpec(attention=attention, mlp=sparse), num_layers) if num_extra else None,
     )

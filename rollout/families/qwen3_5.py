@@ -13,7 +13,7 @@ from typing import Any
 from rollout.core.specs.config_json import RotaryDefaults
 from rollout.core.specs.layer_specs import DenseSpec, LayerSpec, MoESpec
 from rollout.core.specs.model_config import ModelConfig
-from rollout.families.qwen3_next import experts_of, hybrid_fields, mixers_of
+from rollout.families.qwen3_next import experts_of, hybrid_fields, mixers_of, mtp_of
 
 ROTARY = RotaryDefaults(partial=0.25)
 HAS_PARTS = True
@@ -35,5 +35,6 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
         **hybrid_fields(raw, generation),
         layers=tuple(LayerSpec(attention=mixer, mlp=mlp) for mixer in mixers_of(raw, merged_by_key_head=False)),
         ignored_names=_IGNORED,
+        mtp=mtp_of(raw, mlp) if int(raw.get("mtp_num_hidden_layers", 1)) else None,
         renamed_prefixes=(("model.language_model.", "model."),),
     )

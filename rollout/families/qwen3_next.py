@@ -10,12 +10,14 @@ from rollout.core.specs.config_json import RotaryDefaults
 from rollout.core.specs.layer_specs import (
     AttentionKind,
     AttentionSpec,
+    DenseSpec,
     GatedDeltaSpec,
     LayerSpec,
     MoESpec,
     RouterSpec,
 )
 from rollout.core.specs.model_config import ModelConfig, common_fields, heads_of, refuse, warn_of_unused
+from rollout.core.specs.mtp import MtpSpec, mtp_apart
 from rollout.families.qwen3_moe import mlps_of
 
 ROTARY = RotaryDefaults(partial=0.25)
@@ -24,12 +26,18 @@ ROTARY = RotaryDefaults(partial=0.25)
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """Return the configuration of a Qwen3-Next model: mostly gated delta layers, experts chosen as in Qwen3-MoE.
 
-    Tensors of the layers that predict several tokens at once are ignored.
+    The model is without the layer that predicts several tokens at once, which may draft for it.
     """
     mlps = mlps_of(raw, experts_of(raw, normalise=bool(raw.get("norm_topk_prob", True))))
     mixers = mixers_of(raw, merged_by_key_head=True)
     layers = tuple(LayerSpec(attention=attention, mlp=mlp) for attention, mlp in zip(mixers, mlps, strict=True))
-    return ModelConfig(**hybrid_fields(raw, generation), layers=layers, ignored_names=("mtp.",))
+    mtp = mtp_of(raw, mlps[0]) if int(raw.get("num_nextn_predict_layers", 1)) else None
+    return ModelConfig(**hybrid_fields(raw, generation), layers=layers, ignored_names=("mtp.",), mtp=mtp)
+
+
+def mtp_of(raw: Mapping[str, Any], mlp: DenseSpec | MoESpec) -> MtpSpec:
+    """Return the layer that predicts one token further: attention behind a gate, and the block of the first layer."""
+    return mtp_apart(LayerSpec(attention=attention_of(raw), mlp=mlp))
 
 
 def hybrid_fields(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,14 +62,19 @@ def experts_of(raw: Mapping[str, Any], *, normalise: bool) -> MoESpec:
     )
 
 
+def attention_of(raw: Mapping[str, Any]) -> AttentionSpec:
+    """Return the attention behind a gate.  Raises `StartupError` for biases."""
+    refuse({"attention_bias": bool(raw.get("attention_bias"))})
+    heads = heads_of(raw, default_head_dim=256, partly_rotated=True)
+    return AttentionSpec(**heads, qk_norm=True, output_gate=True)
+
+
 def mixers_of(raw: Mapping[str, Any], *, merged_by_key_head: bool) -> list[AttentionKind]:
     """Return the mixer of tokens of each layer: attention behind a gate, or the gated delta rule.
 
     Attention is in every `full_attention_interval`-th layer, or in the layers that `layer_types` names.
     """
-    refuse({"attention_bias": bool(raw.get("attention_bias"))})
-    heads = heads_of(raw, default_head_dim=256, partly_rotated=True)
-    attention = AttentionSpec(**heads, qk_norm=True, output_gate=True)
+    attention = attention_of(raw)
     delta = GatedDeltaSpec(
         num_key_heads=int(raw["linear_num_key_heads"]),
         num_value_heads=int(raw["linear_num_value_heads"]),

@@ -16,6 +16,7 @@ from rollout.core.forward_batch import ForwardBatch
 from rollout.core.specs.heads import LabelsSpec
 from rollout.core.specs.layer_specs import LayerSpec, MoESpec, RotarySpec
 from rollout.core.specs.model_config import ModelConfig
+from rollout.distributed.layout import ParallelLayout
 from rollout.distributed.parallel import Parallel
 from rollout.kernels.ops import Ops
 from rollout.layers.attention_kinds import ATTENTION_LAYERS
@@ -94,15 +95,15 @@ class Decoder(Layer):
             for layer_id, spec in enumerate(config.layers)
         ]
         self.norm = RMSNorm(config.hidden_size, config.norm, build)
-        self._rotary: dict[RotarySpec, RotaryTable] = {}
+        self.rotary_tables: dict[RotarySpec, RotaryTable] = {}
         for layer in self.layers:
-            if layer.rotary is not None and layer.rotary not in self._rotary:
-                self._rotary[layer.rotary] = RotaryTable(layer.rotary, config.max_position_embeddings, build)
+            if layer.rotary is not None and layer.rotary not in self.rotary_tables:
+                self.rotary_tables[layer.rotary] = RotaryTable(layer.rotary, config.max_position_embeddings, build)
 
     def __call__(self, batch: ForwardBatch, context: ForwardContext) -> torch.Tensor:
         self.plan_exchange(batch)
         angles: dict[RotarySpec | None, torch.Tensor] = {}
-        for rotary, table in self._rotary.items():
+        for rotary, table in self.rotary_tables.items():
             angles[rotary] = table.angles(batch.positions)
         residual_TD, hidden = self.embed_tokens(batch.input_ids), None
         for layer in self.layers:
@@ -111,15 +112,12 @@ class Decoder(Layer):
 
     def plan_exchange(self, batch: ForwardBatch) -> None:
         """Prepare the dispatcher for the tokens that the ranks bring.  A replay of a captured forward needs it, too."""
-        if self._layout.tp_size > 1:
-            self._dispatcher.plan_step(self._tokens_by_rank(batch.global_num_tokens or [batch.num_tokens]))
+        plan_exchange(self._dispatcher, self._layout, batch)
 
     def capture_obstacle(self, num_tokens: int) -> str | None:
         """Return why a forward of `num_tokens` tokens on every attention-DP rank cannot be captured; None if it can."""
-        return self._dispatcher.capture_obstacle(self._tokens_by_rank([num_tokens] * self._layout.attn_dp_size))
-
-    def _tokens_by_rank(self, tokens_by_dp_rank: Sequence[int]) -> list[int]:
-        return tokens_by_rank(self._layout, tokens_by_dp_rank, scattered=self._dispatcher.scatters_tokens)
+        tokens = [num_tokens] * self._layout.attn_dp_size
+        return self._dispatcher.capture_obstacle(_tokens_by_rank(self._dispatcher, self._layout, tokens))
 
 
 class DecoderForCausalLM(Layer):
@@ -151,7 +149,7 @@ class DecoderForCausalLM(Layer):
         self.dtype = dtype
         self.parallel = parallel = parallel or Parallel()
         build = Build(ops, dtype, device, parallel)
-        self.dispatcher = dispatcher = _dispatcher(config, placement, moe_backend or MoeBackend(), build)
+        self.dispatcher = dispatcher = dispatcher_of(config, placement, moe_backend or MoeBackend(), build)
         self.scatters_tokens = dispatcher.scatters_tokens and parallel.attn_tp.size > 1
         self.moe_layer_ids = config.moe_layer_ids
         self.model = Decoder(config, placement, dispatcher, build)
@@ -198,8 +196,19 @@ class DecoderForCausalLM(Layer):
         return self.score(hidden_ND)
 
 
-def _dispatcher(config: ModelConfig, placement: ExpertPlacement, backend: MoeBackend, build: Build) -> Dispatcher:
-    """Return the dispatcher of all MoE layers.  A dense model does not use it."""
+def plan_exchange(dispatcher: Dispatcher, layout: ParallelLayout, batch: ForwardBatch) -> None:
+    """Prepare a dispatcher for the tokens that the ranks bring to a step."""
+    if layout.tp_size > 1:
+        tokens = batch.global_num_tokens or [batch.num_tokens]
+        dispatcher.plan_step(_tokens_by_rank(dispatcher, layout, tokens))
+
+
+def _tokens_by_rank(dispatcher: Dispatcher, layout: ParallelLayout, tokens_by_dp_rank: Sequence[int]) -> list[int]:
+    return tokens_by_rank(layout, tokens_by_dp_rank, scattered=dispatcher.scatters_tokens)
+
+
+def dispatcher_of(config: ModelConfig, placement: ExpertPlacement, backend: MoeBackend, build: Build) -> Dispatcher:
+    """Return a dispatcher of MoE layers.  A dense model does not use it."""
     if not config.is_moe:
         return LocalDispatcher()
     return select_dispatcher(

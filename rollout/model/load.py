@@ -22,6 +22,7 @@ from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.kv_scales import layer_and_part
+from rollout.model.mtp import MtpHead
 from rollout.model.weight_loading import WeightIndex
 from weight_sync.assembly import PairedTensors, WireTensor
 from weight_sync.bucket import runs_of
@@ -64,20 +65,51 @@ def load_model(
     """
     with memory or nullcontext():
         model = DecoderForCausalLM(config, dtype, device, placement, ops, parallel, moe_backend)
+    _fill(model.weights, model_path, config, progress)
+    return model
+
+
+def load_mtp(
+    model_path: str | Path,
+    model: DecoderForCausalLM,
+    device: torch.device | str,
+    ops: Ops,
+    moe_backend: MoeBackend | None = None,
+) -> MtpHead:
+    """Build the layer that predicts one token further for `model`, and fill its weights from the model's folder.
+
+    The checkpoint's copies of the embedding and of the output head are left out, as the layer uses the model's own.
+    Raises `StartupError` in one line, also if the model has no such layer or the folder has no tensors of it.
+    """
+    head = MtpHead(model, device, ops, moe_backend)
+    prefix = head.spec.prefix
+    if not any(meta.name.startswith(prefix) for shard in open_checkpoint(model_path) for meta in shard.metas):
+        raise StartupError(
+            f"{model_path} has no tensors {prefix}*, the layer that predicts several tokens at once: "
+            "copy them from the published checkpoint, or start without --speculative-algorithm NEXTN"
+        )
+    _fill(head.weights, model_path, model.config, None, prefix)
+    return head
+
+
+def _fill(
+    weights: WeightIndex, model_path: str | Path, config: ModelConfig, progress: Progress | None, prefix: str = ""
+) -> None:
+    """Fill all weights from the tensors of a folder whose names begin with `prefix`.  Raises `StartupError`."""
     shards = open_checkpoint(model_path)
 
-    def is_kv_scale(name: str) -> bool:
-        return layer_and_part(name, config.renamed_prefixes) is not None
+    def is_wanted(name: str) -> bool:
+        return name.startswith(prefix) and layer_and_part(name, config.renamed_prefixes) is None
 
-    metas = [_widened(meta) for shard in shards for meta in shard.metas if not is_kv_scale(meta.name)]
+    metas = [_widened(meta) for shard in shards for meta in shard.metas if is_wanted(meta.name)]
     total = sum(meta.nbytes for meta in metas)
     try:
-        _check(model.weights, metas, config.stored_format)
-        ledger, sink, done = WeightLedger(model.weights.metas()), DirectSink(model.weights), 0
-        reader = _Reader(model.weights)
+        _check(weights, metas, config.stored_format)
+        ledger, sink, done = WeightLedger(weights.metas()), DirectSink(weights), 0
+        reader = _Reader(weights)
         for shard in shards:
             for name, tensor in read_tensors(shard):
-                if is_kv_scale(name):
+                if not is_wanted(name):
                     continue
                 for each in reader.take(name, tensor):
                     store(reader.arrivals(each, ledger), sink, ledger)
@@ -87,8 +119,7 @@ def load_model(
         ledger.settle()
     except WeightSyncError as error:
         raise StartupError(f"{model_path} does not fit its config.json: {error}") from None
-    model.weights.recompute_derived()
-    return model
+    weights.recompute_derived()
 
 
 class _Reader:

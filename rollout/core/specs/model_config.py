@@ -27,6 +27,7 @@ from rollout.core.specs.layer_specs import (
     YarnScaling,
     yarn_mscale,
 )
+from rollout.core.specs.mtp import MtpSpec
 from rollout.core.specs.stored_format import StoredFormat, stored_format_of
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ModelConfig:
     `stored_format`: of the checkpoint; it is served in `torch_dtype`, or in the dtype of the server's flag.
     `renamed_prefixes`: pairs of a prefix that names of tensors may have and the canonical prefix for it.
     `head`: what is on top of the last hidden states.
+    `mtp`: a layer that predicts one token further, for drafts; the model computes without it, and ignores its tensors.
     """
 
     architecture: str
@@ -59,6 +61,7 @@ class ModelConfig:
     stored_format: StoredFormat = "plain"
     renamed_prefixes: tuple[tuple[str, str], ...] = ()
     head: Head = "vocabulary"
+    mtp: MtpSpec | None = None
 
     @property
     def num_hidden_layers(self) -> int:
@@ -250,7 +253,8 @@ def with_latent_norm_eps(config: ModelConfig, eps: float | None) -> ModelConfig:
         return config
     if not any(isinstance(layer.attention, LatentAttentionSpec) for layer in config.layers):
         raise StartupError(f"--latent-norm-eps: {config.architecture} has no latent attention; leave it out")
-    return replace(config, layers=tuple(_with_latent_eps(layer, eps) for layer in config.layers))
+    mtp = config.mtp and replace(config.mtp, layer=_with_latent_eps(config.mtp.layer, eps))
+    return replace(config, layers=tuple(_with_latent_eps(layer, eps) for layer in config.layers), mtp=mtp)
 
 
 def _with_latent_eps(layer: LayerSpec, eps: float) -> LayerSpec:
