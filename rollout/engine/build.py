@@ -118,7 +118,7 @@ def build_scheduler(
     model = load_model(
         args.model_path, config, dtype, device, placement, ops, progress, parallel, backend, weight_memory
     )
-    draft = load_draft(args, config, dtype, device, ops, parallel, backend)
+    draft = load_draft(args, model, device, ops, backend)
     model_bytes = _bytes_of(model)
     state = ModelState(model, placement, args.weight_version, load_adapters(args, model))
     sampler = select_sampler(dtype, device, kernels.available, args.sampling_mask_max_tokens, deterministic)

@@ -23,8 +23,9 @@ from rollout.families.registry import load_model_config
 from rollout.kernels.ops import Ops
 from rollout.layers.moe.dispatchers.select import MoeBackend
 from rollout.memory.kv_pool import KVPool, kv_bytes_per_token
+from rollout.model.decoder import DecoderForCausalLM
 from rollout.model.draft_model import DraftModel
-from rollout.model.load import load_model
+from rollout.model.load import load_model, load_mtp
 from rollout.sampling.base import Sampler
 from rollout.scheduler.drafting import Drafting
 from rollout.scheduler.model_drafting import ModelDrafting
@@ -57,23 +58,20 @@ class DraftParts(NamedTuple):
 
 
 def load_draft(
-    args: ServerArgs,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: Ops,
-    parallel: Parallel,
-    backend: MoeBackend,
+    args: ServerArgs, served: DecoderForCausalLM, device: torch.device, ops: Ops, backend: MoeBackend
 ) -> LoadedDraft | None:
-    """Load the model that drafts for the served one of `config`; None if there is none.
+    """Load the model that drafts for the served one; None if there is none.
 
     Raises `StartupError` for a model that cannot draft for it.
     """
+    dtype, parallel = served.dtype, served.parallel
+    if args.drafts_by_mtp:
+        return LoadedDraft(load_mtp(args.model_path, served, device, ops, backend), dtype, device, parallel)
     path = args.speculative_draft_model_path
     if path is None:
         return None
     draft = load_model_config(path)
-    _check(draft, config, args)
+    _check(draft, served.config, args)
     try:
         location = trivial_location(len(draft.moe_layer_ids), draft.num_experts)
         placement = ExpertPlacement(location, device, parallel.position.ep_rank, parallel.layout.ep_size)

@@ -86,7 +86,7 @@ def load_mtp(
     if not any(meta.name.startswith(prefix) for shard in open_checkpoint(model_path) for meta in shard.metas):
         raise StartupError(
             f"{model_path} has no tensors {prefix}*, the layer that predicts several tokens at once: "
-            "copy them from the published checkpoint, or start without --speculative-algorithm NEXTN"
+            "copy them from the published checkpoint, or start without --speculative-algorithm"
         )
     _fill(head.weights, model_path, model.config, None, prefix)
     return head

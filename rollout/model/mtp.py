@@ -60,7 +60,10 @@ class MtpHead(Layer):
     ) -> None:
         config, spec, parallel = model.config, model.config.mtp, model.parallel
         if spec is None or model.lm_head is None:
-            raise StartupError(f"{config.architecture} has no layer that predicts several tokens at once")
+            raise StartupError(
+                f"{config.architecture} has no layer that predicts several tokens at once: "
+                "choose another --speculative-algorithm"
+            )
         self.spec = spec
         build, backend = Build(ops, model.dtype, device, parallel), moe_backend or MoeBackend()
         placement = _placement(spec, device, parallel, backend)

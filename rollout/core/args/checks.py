@@ -128,8 +128,8 @@ def _check_memory(args: ServerArgs) -> None:
 def _check_drafts(args: ServerArgs) -> None:
     """Check the settings of drafts."""
     _require(
-        args.speculative_algorithm in (None, "NGRAM", "STANDALONE"),
-        f"--speculative-algorithm must be NGRAM or STANDALONE, got {args.speculative_algorithm!r}",
+        args.speculative_algorithm in (None, "NGRAM", "STANDALONE") or args.drafts_by_mtp,
+        f"--speculative-algorithm must be NGRAM, STANDALONE or NEXTN, got {args.speculative_algorithm!r}",
     )
     is_standalone = args.speculative_algorithm == "STANDALONE"
     _require(
@@ -137,13 +137,14 @@ def _check_drafts(args: ServerArgs) -> None:
         "--speculative-algorithm STANDALONE and --speculative-draft-model-path need each other",
     )
     _require(
-        not (is_standalone and args.enable_dp_attention and args.dp_size > 1),
-        "--speculative-algorithm STANDALONE is not supported with --enable-dp-attention and several ranks of it: "
-        "use NGRAM",
+        not ((is_standalone or args.drafts_by_mtp) and args.enable_dp_attention and args.dp_size > 1),
+        f"--speculative-algorithm {args.speculative_algorithm} is not supported with --enable-dp-attention and several "
+        "ranks of it: use NGRAM",
     )
+    deepest = 8 if args.drafts_by_mtp else 64
     _require(
-        1 <= args.speculative_num_steps <= 64,
-        f"--speculative-num-steps must be from 1 to 64, got {args.speculative_num_steps}",
+        1 <= args.speculative_num_steps <= deepest,
+        f"--speculative-num-steps must be from 1 to {deepest}, got {args.speculative_num_steps}",
     )
     most = args.speculative_num_draft_tokens
     _require(1 <= most <= 64, f"--speculative-num-draft-tokens must be from 1 to 64, got {most}")

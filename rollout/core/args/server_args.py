@@ -173,13 +173,13 @@ class ServerArgs:
 
     speculative_algorithm: str | None = _arg(
         None,
-        "NGRAM: look up tokens that followed the same text before; STANDALONE: let a small model propose them; a step "
-        "verifies several; answers are the same",
+        "NGRAM: look up tokens that followed the same text before; STANDALONE: let a small model propose them; NEXTN "
+        "(or EAGLE): let the checkpoint's own layer propose them; a step verifies several; answers are the same",
     )
     speculative_draft_model_path: str | None = _arg(
         None, "Hugging Face checkpoint folder of the small model of STANDALONE, with the same vocabulary"
     )
-    speculative_num_steps: int = _arg(3, "maximum tokens that a small model drafts for a request in one step")
+    speculative_num_steps: int = _arg(3, "maximum tokens that a model or a layer drafts for a request in one step")
     speculative_num_draft_tokens: int = _arg(8, "maximum drafted tokens of a request in one step")
     speculative_ngram_capacity: int = _arg(
         0, "tokens of ended requests that are kept, so that a later sample of the same prompt drafts from them"
@@ -311,6 +311,11 @@ class ServerArgs:
         if self.mem_fraction_static is not None:
             return self.mem_fraction_static
         return 0.9 if self.device.startswith("cuda") else 0.6
+
+    @property
+    def drafts_by_mtp(self) -> bool:
+        """True where the layer that predicts several tokens at once drafts: SGLang has two names for it."""
+        return self.speculative_algorithm in ("NEXTN", "EAGLE")
 
     @property
     def overlaps(self) -> bool:

@@ -64,7 +64,9 @@ def number(metrics: str, name: str) -> float:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"speculative_algorithm": "EAGLE"},
+        {"speculative_algorithm": "EAGLE3"},
+        {"speculative_algorithm": "NEXTN", "speculative_num_steps": 9},
+        {"speculative_algorithm": "NEXTN", "enable_dp_attention": True, "dp_size": 2, "tp_size": 2},
         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 0},
         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 65},
         {"speculative_algorithm": "NGRAM", "speculative_ngram_capacity": -1},
