@@ -1,7 +1,7 @@
 """A rollout for which the checkpoint's own layer drafts has the tokens, log-probabilities and routes of a plain one.
 
-Whole engines on the compiled operators.  A random layer is almost never right.  One that is told the answers is right
-now and then, at every depth.
+Whole engines on the compiled operators.  A random layer is almost never right, so that tests also tell it most of the
+answers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def tell(drafting: ModelDrafting, requests: Sequence[Ask], answers: Sequence[Fac
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_answers_with_the_layer_are_the_plain_ones(folder: Path, dtype: str) -> None:
-    """Prompts come in chunks at first.  The second time they are prefix hits, and the layer is told the answers."""
+    """Prompts come in chunks at first.  The second time they are prefix hits, and the layer knows the answers."""
     requests = asks(8, new_tokens=24)
     plain = Server(folder, dtype, context_length=128).together(requests)
     server, drafting = drafted(folder, dtype, chunked_prefill_size=24, speculative_num_steps=4)

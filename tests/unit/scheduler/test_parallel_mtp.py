@@ -1,0 +1,66 @@
+"""A layer that drafts on several ranks: the answers of plain decoding, and the proposals of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.mtp_zoo import mtp_checkpoint
+from tests.parallel_harness import ParallelHarness
+from tests.scheduler_harness import Harness, Result
+
+PROMPTS = [[7, 3, 9], list(range(20, 60)), [5], [250, 2, 2, 9]]
+PARAMS = {"max_new_tokens": 12, "temperature": 1.0, "sampling_seed": 11}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 ep2": {"tp_size": 2, "ep_size": 2},
+    "tp2 all-to-all": {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mtp_checkpoint(tmp_path_factory.mktemp("model") / "m", "glm4_moe", 3)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Result]:
+    return Harness(folder, dtype="float64", num_threads=1).generate(PROMPTS, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def proposed_alone(folder: Path) -> list[Any]:
+    harness = Harness(folder, dtype="float64", num_threads=1, speculative_algorithm="NEXTN")
+    return proposals([harness.scheduler], harness)[1][0]
+
+
+def proposals(schedulers: Any, harness: Any) -> tuple[list[Result], list[list[Any]]]:
+    """Return the results, and all that the layer proposed on each rank."""
+    found: list[list[Any]] = [[] for _ in schedulers]
+    for own, scheduler in zip(found, schedulers, strict=True):
+        drafting = scheduler._steps._drafting
+        drafting._choice = None
+        drafting.runner.propose = noted(drafting.runner.propose, own)
+    return harness.generate(PROMPTS, PARAMS), found
+
+
+def noted(propose: Any, found: list[Any]) -> Any:
+    def call(*args: Any) -> Any:
+        found.append(propose(*args))
+        return found[-1]
+
+    return call
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_propose_what_one_does(name: str, folder: Path, plain: list[Result], proposed_alone: list[Any]) -> None:
+    with ParallelHarness(folder, speculative_algorithm="NEXTN", **LAYOUTS[name]) as harness:
+        got, found = proposals(harness.schedulers, harness)
+    for ours, theirs in zip(got, plain, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert np.array_equal(ours.routes, theirs.routes)
+        assert np.allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-10)
+    assert sum(len(ids) for call in proposed_alone for ids in call) > 30
+    assert found == [proposed_alone] * 2
