@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from rollout.grammar.library import error_of
+
+if TYPE_CHECKING:  # the process of `GrammarGuard` starts sooner without it
+    import numpy as np
 
 
 class Matcher:
@@ -30,13 +31,17 @@ class Matcher:
 
         End tokens are among them if it may end.  None are allowed if the matcher has failed.
         """
-        assert out_W.dtype == np.int32 and out_W.flags.c_contiguous and len(out_W) == self._vocab_words
-        if self._inner.is_error():
+        assert out_W.dtype == "int32" and out_W.flags.c_contiguous and len(out_W) == self._vocab_words
+        if not self.allowed_at(out_W.ctypes.data, out_W.nbytes):
             out_W[:] = 0
-            return
-        self._inner.unsafe_compute_mask_ptr(out_W.__array_interface__["data"][0], out_W.nbytes)
-        if self._inner.is_error():
-            out_W[:] = 0
+
+    def allowed_at(self, address: int, num_bytes: int) -> bool:
+        """Write the same to the `num_bytes` bytes at an address.  Returns False if the matcher has failed."""
+        inner = self._inner
+        if inner.is_error():
+            return False
+        inner.unsafe_compute_mask_ptr(address, num_bytes)
+        return not inner.is_error()
 
     def advance(self, token_id: int) -> bool:
         """Take the next token.  Returns False, and fails, if it is not allowed."""

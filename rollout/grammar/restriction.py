@@ -3,20 +3,20 @@
     allowed = grammar's tokens & allowed_token_ids & ~last tokens of bad words & ~end tokens below min_new_tokens
 
 End tokens of the model are allowed where the grammar may end.  A request that ignores them never samples one.
+`RestrictedRows` puts the parts together, for all rows of a step.
 
 Shapes: W words of 32 bits, one bit for each token of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from rollout.core.sampling_params import SamplingParams
 from rollout.grammar.matcher import Matcher
-
-_ALL = np.int32(-1)
+from rollout.grammar.token_set import ALL, TokenSet
 
 
 class Restriction:
@@ -24,7 +24,7 @@ class Restriction:
 
     `ends_alone`: it has a grammar, and no token of the model ends it.  `failure` is set where no token is allowed: the
     index of the token that cannot be sampled, and the reason.  From there on every token is allowed, as the request
-    ends.
+    ends.  `has_lists`: `narrow` may change a set.
     """
 
     __slots__ = (
@@ -34,11 +34,14 @@ class Restriction:
         "_eos",
         "_matcher",
         "_min_new",
+        "_num_recent",
         "_num_words",
         "_recent",
+        "_removed",
         "_stops",
         "ends_alone",
         "failure",
+        "has_lists",
         "num_fed",
     )
 
@@ -56,34 +59,60 @@ class Restriction:
         self._stops = frozenset(end_ids)
         self._eos = TokenSet(eos_ids, vocab_size)
         self._ends = TokenSet(end_ids, vocab_size)
+        self._removed = TokenSet({*eos_ids, *end_ids}, vocab_size)
         allowed_ids = params.allowed_token_ids
         self._allowed = None if allowed_ids is None else TokenSet(allowed_ids, vocab_size)
         self._num_words = -(-vocab_size // 32)
         self._bad = params.bad_word_ids
         self._min_new = params.min_new_tokens
+        self.has_lists = allowed_ids is not None or bool(self._bad) or self._min_new > 0
         self.ends_alone = matcher is not None and self._stops.isdisjoint(eos_ids)
-        self._recent: list[int] = []  # the latest tokens, as many as the longest bad word needs
+        self._num_recent = max(map(len, self._bad), default=1) - 1  # as the longest bad word needs
+        self._recent: list[int] = []  # the latest tokens
         self.num_fed = 0
         self.failure: tuple[int, str] | None = None
 
-    def feed(self, token_ids: Iterable[int]) -> None:
+    def follow(self, output_ids: Sequence[int]) -> None:
+        """Take those tokens of the whole output so far that are new."""
+        if self.num_fed < len(output_ids):
+            self.feed(output_ids[self.num_fed :])
+
+    def feed(self, token_ids: Sequence[int]) -> None:
         """Take the next tokens of the output."""
-        kept = max(map(len, self._bad), default=1) - 1
         for token_id in token_ids:
             matcher = None if self._is_over or self._ends_with(token_id) else self._matcher
             if matcher is not None and not matcher.advance(token_id):
                 self._fail(f"the grammar does not take token {token_id}: {matcher.error}")
             self.num_fed += 1
-            if kept:
-                self._recent = [*self._recent, token_id][-kept:]
+        if self._num_recent:
+            self._recent = [*self._recent, *token_ids][-self._num_recent :]
 
-    def write(self, out_W: np.ndarray) -> None:
-        """Write the set of tokens that may come next: bit i % 32 of word i // 32 int32."""
-        out_W[:] = _ALL
-        if self._is_over:
-            return
-        if self._matcher is not None:
-            self._write_grammar(self._matcher, out_W)
+    def write_texts(self, address: int, num_bytes: int, out_W: np.ndarray) -> bool:
+        """Write the tokens that the grammar's texts go on with into `out_W`, which is at `address`; else all.
+
+        End tokens in it mean nothing.  Returns whether they may be added: the grammar may end.
+        """
+        matcher = self._matcher
+        if matcher is None or self._is_over:
+            out_W[:] = ALL
+            return False
+        if not matcher.allowed_at(address, num_bytes):
+            out_W[:] = 0
+            return False
+        return bool(self._stops) and matcher.may_end
+
+    @property
+    def removed_from_texts(self) -> TokenSet:
+        """The tokens that are in no text, as they are an end: a `stop_token_ids` may be one of the grammar's tokens."""
+        return _NONE if self._matcher is None else self._removed
+
+    @property
+    def added_at_ends(self) -> TokenSet:
+        """The tokens that end this request."""
+        return _NONE if self._matcher is None else self._ends
+
+    def narrow(self, out_W: np.ndarray) -> None:
+        """Remove the tokens that the lists forbid next."""
         if self._allowed is not None:
             self._allowed.keep_only(out_W)
         for *before, last in self._bad:
@@ -91,10 +120,11 @@ class Restriction:
                 TokenSet([last], 32 * self._num_words).remove_from(out_W)
         if self.num_fed < self._min_new:
             self._ends.remove_from(out_W)
-        if not out_W.any():
-            if not self._has_ended:
-                self._fail(self._reason())
-            out_W[:] = _ALL
+
+    def note_empty(self) -> None:
+        """Fail, as no token may come next, unless the request ends before."""
+        if not self._has_ended:
+            self._fail(self._reason())
 
     @property
     def is_complete(self) -> bool:
@@ -119,15 +149,6 @@ class Restriction:
         """Return whether the token ends the request: nothing follows it in any grammar."""
         return token_id in self._stops and self.num_fed + 1 > self._min_new
 
-    def _write_grammar(self, matcher: Matcher, out_W: np.ndarray) -> None:
-        matcher.allowed(out_W)
-        if matcher.error:
-            return
-        self._eos.remove_from(out_W)
-        self._ends.remove_from(out_W)  # a `stop_token_ids` may be a token of the grammar's texts
-        if len(self._ends.places) and matcher.may_end:
-            self._ends.add_to(out_W)
-
     def _fail(self, reason: str) -> None:
         if self.failure is None:
             self.failure = self.num_fed, reason
@@ -143,27 +164,4 @@ class Restriction:
         )
 
 
-class TokenSet:
-    """Token ids of the vocabulary as the words that hold them: `places` [P] ascending, and `bits` [P] int32."""
-
-    __slots__ = ("bits", "places")
-
-    def __init__(self, token_ids: Collection[int], vocab_size: int) -> None:
-        """Keep those `token_ids` that are in the vocabulary: a configuration may name others."""
-        ids = np.array(sorted({index for index in token_ids if 0 <= index < vocab_size}), dtype=np.int64)
-        self.places, first = np.unique(ids // 32, return_index=True)
-        bits = np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
-        self.bits = np.bitwise_or.reduceat(bits, first).view(np.int32) if len(ids) else np.empty(0, dtype=np.int32)
-
-    def add_to(self, out_W: np.ndarray) -> None:
-        out_W[self.places] |= self.bits
-
-    def remove_from(self, out_W: np.ndarray) -> None:
-        if len(self.places):
-            out_W[self.places] &= ~self.bits
-
-    def keep_only(self, out_W: np.ndarray) -> None:
-        """Remove all other tokens."""
-        kept = out_W[self.places] & self.bits
-        out_W[:] = 0
-        out_W[self.places] = kept
+_NONE = TokenSet((), 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from itertools import compress, count
 
 import numpy as np
@@ -28,6 +29,8 @@ from rollout.core.messages.req_output import (
     SamplingMaskDelta,
     VersionSpan,
 )
+from rollout.grammar.restriction import Restriction
+from rollout.grammar.rows import RestrictedRows
 from rollout.memory.cache_manager import CacheManager
 from rollout.memory.kv_pool import KVPool
 from rollout.model.model_state import ModelState, ServingEpoch
@@ -71,13 +74,20 @@ class SampledRows:
         self._top_rows = [row for row in more if wants[row].top_logprobs]
         self._chosen_rows = [row for row in more if wants[row].chosen_ids]
         self._mask_rows = [row for row in more if wants[row].wants_mask]
-        self._stop_string_rows = [row for row, req in enumerate(reqs) if req.stop_text is not None or _ends_alone(req)]
-        self._restricted = [(row, reqs[row], reqs[row].restriction) for row in self.info.restricted]
+        self._stop_string_rows = [row for row, req in enumerate(reqs) if req.stop_text is not None]
+        self._restricted = [(row, reqs[row], _restriction(reqs[row])) for row in self.info.restricted]
+        self._alone = [(row, req, each) for row, req, each in self._restricted if each.ends_alone]
         self._streams = any(req.source.stream for req in reqs)
 
     def restrict(self) -> None:
         """Write the tokens that each row may sample next into `info`.  All tokens before are known."""
-        restrict(self.info, self.reqs)
+        for _, req, restriction in self._restricted:
+            restriction.follow(req.output_ids)
+        self._sets.write()
+
+    @cached_property
+    def _sets(self) -> RestrictedRows:
+        return RestrictedRows([restriction for _, _, restriction in self._restricted], self.info.allowed_GW)
 
     def enter(self, tokens: SampledTokens, epoch: ServingEpoch, last: Sequence[int], ended: Sequence[int]) -> list[Req]:
         """Append a step of `epoch` to the records.  Returns the requests with news to send: finished, or streaming.
@@ -117,6 +127,8 @@ class SampledRows:
         Only rows that can have finished are checked.
         """
         rows: Sequence[int] = self._stop_string_rows
+        if self._alone:
+            rows = sorted({*rows, *self._complete_rows()}.difference(ended))
         if last or ended or self._end_ids is None or not self._end_ids.isdisjoint(token_ids_N):
             at_end = [row for row, token_id in enumerate(token_ids_N) if token_id in self.reqs[row].end_ids]
             if last or ended or at_end:
@@ -129,11 +141,20 @@ class SampledRows:
                 finished.append(req)
         return finished
 
+    def _complete_rows(self) -> list[int]:
+        """Return the rows that end without a token, and whose grammar is complete."""
+        complete = []
+        for row, req, restriction in self._alone:
+            restriction.follow(req.output_ids)
+            if restriction.is_complete:
+                complete.append(row)
+        return complete
+
     def _refuse_failed(self, ended: Sequence[int]) -> tuple[list[Req], list[int]]:
         """Return the requests that end as they may sample no token, and the rows whose token is dropped."""
         refused, dropped = [], list(ended)
         for row, req, restriction in self._restricted:
-            failure = None if restriction is None or row in ended else restriction.failure
+            failure = None if row in ended else restriction.failure
             if failure is not None and failure[0] == len(req.output_ids):
                 req.finished = FinishReason(type="abort", message=failure[1], status_code=400)
                 refused.append(req)
@@ -188,18 +209,18 @@ class SampledRows:
                     self.reqs[row].output.alternatives.append_chosen(chosen[begin:end])
 
 
-def _ends_alone(req: Req) -> bool:
-    """Return whether the request ends with its grammar, and not with a token."""
-    return req.restriction is not None and req.restriction.ends_alone
+def _restriction(req: Req) -> Restriction:
+    assert req.restriction is not None, "its row is restricted"
+    return req.restriction
 
 
 def restrict(info: SamplingBatchInfo, reqs: Sequence[Req]) -> None:
     """Write the tokens that each restricted row may sample next into `info`; `reqs` are the requests of its rows."""
-    for allowed_W, row in zip(info.allowed_GW, info.restricted):
-        restriction = reqs[row].restriction
-        assert restriction is not None
-        restriction.feed(reqs[row].output_ids[restriction.num_fed :])
-        restriction.write(allowed_W)
+    restrictions = []
+    for row in info.restricted:
+        restrictions.append(_restriction(reqs[row]))
+        restrictions[-1].follow(reqs[row].output_ids)
+    RestrictedRows(restrictions, info.allowed_GW).write()
 
 
 def _joined(end_ids: Collection[frozenset[int]]) -> frozenset[int] | None:

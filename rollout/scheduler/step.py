@@ -249,7 +249,7 @@ class StepRunner:
                 for req, token_id in zip(part.rows.reqs, part.tokens.token_ids.tolist()):
                     restriction = req.restriction
                     if restriction is not None and req.finished is None:
-                        restriction.feed(req.output_ids[restriction.num_fed :])
+                        restriction.follow(req.output_ids)
                         if restriction.num_fed == len(req.output_ids):
                             restriction.feed([token_id])
         rows.restrict()

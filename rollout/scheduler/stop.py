@@ -106,7 +106,7 @@ class StopChecker:
                 return FinishReason(type="stop", matched=matched)
         restriction = req.restriction
         if restriction is not None and restriction.ends_alone and len(output) >= params.min_new_tokens:
-            restriction.feed(output[restriction.num_fed :])
+            restriction.follow(output)
             if restriction.is_complete:
                 return FinishReason(type="stop")
         if len(output) >= params.max_new_tokens:

@@ -22,6 +22,7 @@ from capture.sampling_mask import SamplingMask
 from examples.make_checkpoint.run import make_checkpoint
 from rollout.core.grammar import Grammar
 from rollout.grammar.restriction import Restriction
+from rollout.grammar.rows import RestrictedRows
 from rollout.text.tokenizer_files import read_tokenizer
 from tests.late_loop import overlap
 from tests.local_refresh import refresh
@@ -174,7 +175,7 @@ def test_a_request_without_an_allowed_token_fails_alone_with_a_reason(folders: t
     ("owner", "name", "wrong"),
     [
         (Restriction, "feed", lambda self, token_ids: setattr(self, "num_fed", self.num_fed + len(list(token_ids)))),
-        (Restriction, "write", lambda self, out_W: out_W.fill(-1)),
+        (RestrictedRows, "write", lambda self: self._out_GW.fill(-1)),
     ],
     ids=["tokens are not followed", "all tokens are allowed"],
 )
