@@ -36,13 +36,21 @@ class GrammarCompiler:
         self._guard = GrammarGuard(vocabulary)
 
     def check(self, grammar: Grammar) -> None:
-        """Check a grammar in a process of its own, within some seconds; any thread may call this.
+        """Check a grammar in a process of its own, within a second once this runs; any thread may call this.
 
         Raises `BadRequest`, in one line, for a grammar that is wrong, or over a limit of size, steps or time;
-        `UnsupportedFeature` without the library.
+        `UnsupportedFeature` without the library; `Unavailable` if the machine is too busy.
         """
         load()
         self._guard.check(grammar)
+
+    def start(self) -> None:
+        """Start the process that checks, so that the first grammar need not wait; any thread may call this.
+
+        Raises `UnsupportedFeature` without the library, `Unavailable` if it does not start.
+        """
+        load()
+        self._guard.start()
 
     def close(self) -> None:
         """End the process that checks."""

@@ -1,11 +1,10 @@
 """`GrammarGuard`: a process that compiles a grammar before the engine does, so that a hostile one costs no one else.
 
-A few compiles take hours, in the library's own code, which nothing can interrupt.  The process that compiles has
-`MAX_SECONDS` of the processor for each grammar, and a bound on its memory.  One that uses them up ends, its grammar is
-refused, and the next grammar gets another process.
+A few compiles take hours, in the library's own code, which nothing can interrupt.  The process has a child compile
+each grammar, with `MAX_SECONDS` of the processor, `MAX_WAIT_S` on a clock, and a bound on its memory.
 
-    GrammarGuard  -- vocabulary, then grammars -->  guard_process
-                  <-- "" or why it is refused  ---
+    GrammarGuard  -- vocabulary, then grammars -->  guard_process  -- fork --> child that compiles one grammar
+                  <-- accepted, or why not -------
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ import msgspec
 
 from rollout.core.errors import BadRequest, Unavailable
 from rollout.core.grammar import Grammar
-from rollout.grammar.guard_process import MAX_SECONDS, SIZE
+from rollout.grammar.guard_process import BUSY, COSTLY, MAX_SECONDS, SIZE
 from rollout.grammar.vocabulary import GrammarVocabulary
 
 _START_SECONDS = 60.0  # until the process has read the vocabulary
-_ANSWER_SECONDS = 20.0  # on a clock: the processor may be busy
+_ANSWER_SECONDS = 20.0  # the process answers earlier, however busy the machine is
 _MAX_KNOWN = 4096
 _TOO_LONG = f"it takes more than {MAX_SECONDS:g} s or too much memory to compile"
 
@@ -41,9 +40,13 @@ class GrammarGuard:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._known: OrderedDict[Grammar, str] = OrderedDict()  # the answers of the latest grammars
+        self._is_closed = False
 
     def check(self, grammar: Grammar) -> None:
-        """Raise `BadRequest` for a grammar that is wrong or over a limit, `Unavailable` without the process."""
+        """Raise `BadRequest` for a grammar that is wrong or over a limit.
+
+        Raises `Unavailable` without the process, or if the machine is too busy to tell.
+        """
         with self._lock:
             error = self._known.get(grammar)
             if error is None:
@@ -54,29 +57,47 @@ class GrammarGuard:
         if error:
             raise BadRequest(error)
 
+    def start(self) -> None:
+        """Start the process, if it does not run, so that the first grammar need not wait for it.
+
+        Raises `Unavailable`.
+        """
+        with self._lock:
+            self._running()
+
     def close(self) -> None:
-        """End the process."""
+        """End the process, also one that is starting in another thread."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
     def _ask(self, grammar: Grammar) -> str:
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._start()
-        answer = _exchange(process, msgspec.msgpack.encode(grammar), _ANSWER_SECONDS)
+        """Return why the grammar is refused; empty if it is not."""
+        answer = _exchange(self._running(), msgspec.msgpack.encode(grammar), _ANSWER_SECONDS)
         if answer is None:
-            self.close()
+            self._end()
+            raise Unavailable("the process that checks grammars has ended or does not answer; try again")
+        if answer == BUSY:
+            raise Unavailable("the machine is too busy to check the grammar within a second; try again")
+        if answer == COSTLY:
             return f"the grammar ({grammar.kind}) is refused: {_TOO_LONG}"
-        return answer.decode()
+        return answer[1:].decode(errors="replace")
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        self.close()
+    def _running(self) -> subprocess.Popen[bytes]:
+        process = self._process
+        if process is not None and process.poll() is None:
+            return process
+        self._end()
         command = [sys.executable, "-m", "rollout.grammar.guard_process"]
         process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        if _exchange(process, msgspec.msgpack.encode(self._vocabulary()), _START_SECONDS) is None:
-            self.close()
+        vocabulary = msgspec.msgpack.encode(self._vocabulary())
+        if self._is_closed or _exchange(process, vocabulary, _START_SECONDS) is None:
+            self._end()
             raise Unavailable("the process that checks grammars does not start")
         return process
 

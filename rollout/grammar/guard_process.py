@@ -1,7 +1,8 @@
-"""Entry of the process of `GrammarGuard`: it compiles each grammar that it is sent, or ends.
+"""Entry of the process of `GrammarGuard`: it answers whether each grammar that it is sent may be compiled.
 
-The system ends it when a grammar has used up its seconds of the processor, and when its parent ends.  An allocation
-over the bound on its memory ends it, too.
+A child compiles the grammar, so that one that is never done costs no more than the child.  The system ends the child
+when it has used up its seconds of the processor.  An allocation over the bound on its memory ends it, too.  This
+process waits `MAX_WAIT_S` for it, and stays as it is: the next grammar does not wait for the start of another.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
 import struct
 import sys
@@ -22,7 +24,10 @@ from rollout.grammar.builder import GrammarBuilder
 from rollout.grammar.vocabulary import GrammarVocabulary
 
 MAX_SECONDS = 0.5  # of the processor, for one grammar
+MAX_WAIT_S = 0.9  # on a clock
+ENOUGH_SECONDS = 0.1  # of the processor: more than grammars take that people write
 SIZE = struct.Struct("<I")  # before each message
+ACCEPTED, REFUSED, COSTLY, BUSY = b"A", b"R", b"C", b"B"  # the first byte of an answer; a refusal has its reason behind
 _PR_SET_PDEATHSIG = 1
 _MAX_BYTES = 4 << 30  # of addresses, more than is used
 
@@ -30,8 +35,7 @@ _MAX_BYTES = 4 << 30  # of addresses, more than is used
 def main() -> int:
     """Answer grammars until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with_parent()
     null = os.open(os.devnull, os.O_WRONLY)
     inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(null, 1)  # what the library prints is no answer
@@ -43,22 +47,48 @@ def main() -> int:
     builder.build(Grammar("json_object"))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _send(outbox, b"")
+    _send(outbox, ACCEPTED)
     while (data := _receive(inbox)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # ends the process, as nothing handles its signal
-        answer = _check(builder, msgspec.msgpack.decode(data, type=Grammar))
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _send(outbox, answer.encode())
+        _send(outbox, answer_to(builder, msgspec.msgpack.decode(data, type=Grammar)))
     return 0
 
 
-def _check(builder: GrammarBuilder, grammar: Grammar) -> str:
-    """Return why the grammar is refused; empty if it is not."""
+def answer_to(builder: GrammarBuilder, grammar: Grammar) -> bytes:
+    """Return the answer to a grammar: see `ACCEPTED`.
+
+    A grammar that is not compiled in time is costly if its child had enough of the processor, else the machine is busy.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _end_with_parent()
+            signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # ends the child, as nothing handles its signal
+            os.write(writer, _check(builder, grammar))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    is_in_time = bool(select.select([reader], [], [], MAX_WAIT_S)[0])
+    answer = os.read(reader, select.PIPE_BUF) if is_in_time else b""
+    os.close(reader)
+    os.kill(child, signal.SIGKILL)
+    used = os.wait4(child, 0)[2]
+    if answer:
+        return answer
+    return COSTLY if is_in_time or used.ru_utime + used.ru_stime >= ENOUGH_SECONDS else BUSY
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _check(builder: GrammarBuilder, grammar: Grammar) -> bytes:
     try:
         builder.build(grammar)
     except LockstepError as error:
-        return str(error)
-    return ""
+        return REFUSED + str(error).encode()[: select.PIPE_BUF - 1]
+    return ACCEPTED
 
 
 def _receive(inbox: BinaryIO) -> bytes | None:

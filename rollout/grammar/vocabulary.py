@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from tokenizers import Tokenizer
 
 from rollout.text.token_vocabulary import TokenVocabulary
+
+if TYPE_CHECKING:  # the process of `GrammarGuard` starts sooner without it
+    from tokenizers import Tokenizer
 
 
 class GrammarVocabulary(msgspec.Struct, frozen=True):

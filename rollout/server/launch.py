@@ -188,6 +188,7 @@ class _Server:
         finally:
             progress.cancel()
         manager.serve(ready, tokenizer)
+        manager.restrictions.warm_up()
         state = await state_of(manager)
         for line in start_report(self._args, self._config, ready, state):
             say(line)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import Any
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any
 
 from rollout.text.byte_level import BYTE_LETTERS
+
+if TYPE_CHECKING:  # the process of `GrammarGuard` starts sooner without it
+    from tokenizers import Tokenizer
 
 _BYTES_OF_LETTERS = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

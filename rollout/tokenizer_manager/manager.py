@@ -85,7 +85,7 @@ class TokenizerManager:
         self._route_shape = RouteShape.of(model_config)
         self._tokenizer: Tokenizer | None = None
         self._limits: ServingLimits | None = None
-        self._restrictions = Restrictions(model_config)
+        self.restrictions = Restrictions(model_config)
         self._ready: asyncio.Future[SchedulerReady] | None = None
         self._failure: LockstepError | None = None
         self._ranks_ready: list[SchedulerReady] = []
@@ -125,20 +125,20 @@ class TokenizerManager:
             tokenizer.context_length = ready.context_length
         self.weight_version = ready.weight_version
         self._limits = ServingLimits.of(self.server_args, self.model_config, ready, tokenizer)
-        self._restrictions.serve(tokenizer)
+        self.restrictions.serve(tokenizer)
         self.phase = Phase.SERVING
 
     def stop_admitting(self) -> None:
         """Refuse new requests from now on; what is in flight runs on."""
         if self.phase is not Phase.FAILED:
             self.phase = Phase.STOPPING
-        self._restrictions.close()
+        self.restrictions.close()
 
     def fail(self, reason: str) -> None:
         """Fail requests in flight, and all that follow, with 503 and the reason: the scheduler has exited."""
         self.phase = Phase.FAILED
         self._failure = Unavailable(reason)
-        self._restrictions.close()
+        self.restrictions.close()
         for sample in self._in_flight.all():
             sample.handle.fail(Unavailable(reason))
         self._in_flight.clear()
@@ -363,7 +363,7 @@ class TokenizerManager:
         if request.texts:
             for message, input_ids in zip(expanded.messages, await self.tokenizer.encode(request.texts), strict=True):
                 message.input_ids = input_ids
-        await self._restrictions.complete(expanded.messages)
+        await self.restrictions.complete(expanded.messages)
         if request.replay_routed_experts is not None:
             await read_replays(expanded, request.replay_routed_experts_start_len, self._route_shape)
 

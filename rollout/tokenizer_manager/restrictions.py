@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,9 +15,11 @@ from rollout.core.messages.io_struct import TokenizedGenerateReqInput
 from rollout.core.sampling_params import SamplingParams
 from rollout.core.specs.model_config import ModelConfig
 from rollout.grammar.compiler import GrammarCompiler
+from rollout.grammar.library import installed_version
 from rollout.grammar.vocabulary import GrammarVocabulary
 from rollout.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 MAX_WAITING = 64
 """Most requests whose grammars wait for their check, which takes up to a second each."""
 
@@ -40,6 +43,18 @@ class Restrictions:
             self._compiler = GrammarCompiler(
                 lambda: GrammarVocabulary.of(tokenizer.backend, config.vocab_size, config.eos_token_ids)
             )
+
+    def warm_up(self) -> None:
+        """Begin to start the process that checks grammars, if there can be any, so that none waits for it."""
+        if self._thread is not None and self._compiler is not None and installed_version() is not None:
+            self._thread.submit(self._start, self._compiler)
+
+    @staticmethod
+    def _start(compiler: GrammarCompiler) -> None:
+        try:
+            compiler.start()
+        except Unavailable as error:
+            logger.warning("%s", error)  # the first grammar tries again
 
     def close(self) -> None:
         """End the thread, and the process that checks grammars; nothing is admitted any more."""
