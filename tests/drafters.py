@@ -22,7 +22,10 @@ class KnownDrafter(Drafter):
         self._random = random.Random(0)
         self.num_proposed = 0
 
-    def propose(self, sequence: DraftedSequence, most: int) -> Draft:
+    def propose(self, asks: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
+        return [self._propose(sequence, most) for sequence, most in asks]
+
+    def _propose(self, sequence: DraftedSequence, most: int) -> Draft:
         known = list(self._outputs[tuple(sequence.prompt.ids)])
         begin = len(sequence.output_ids)
         proposed = known[begin : begin + self._random.randint(0, most)] if most > 0 else []

@@ -34,8 +34,11 @@ class Drafter(ABC):
     """The interface of a drafter.  All ranks that share a request call it in the same order, and get the same."""
 
     @abstractmethod
-    def propose(self, sequence: DraftedSequence, most: int) -> Draft:
-        """Return up to `most` tokens that may follow `sequence`, whose tokens are all known."""
+    def propose(self, asks: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
+        """Return a draft for each ask: a sequence, whose tokens are all known, and the most tokens of its draft.
+
+        One step asks for all its sequences at once, and for none twice.
+        """
 
     @abstractmethod
     def forget(self, sequence: DraftedSequence) -> None:

@@ -1,6 +1,6 @@
 """`Drafting`: the drafts of a step, and what became of them.
 
-It asks the drafter for each request of the decode batch, and `DraftChoice` for how many of the proposed tokens the step
+It asks the drafter for the requests of the decode batch, and `DraftChoice` for how many of the proposed tokens the step
 verifies.  A proposal ends before the first id outside the vocabulary, and leaves room for the token that follows it.
 """
 
@@ -20,16 +20,13 @@ from rollout.scheduler.req import Req
 from rollout.scheduler.stats import DraftCounts
 from rollout.scheduler.verify import VerifiedRows
 
-_MAX_WAIT = 8
-
 
 @dataclass(slots=True)
 class _State:
-    """State of a request's drafts: the drafter is asked again at `next_try` output tokens, `wait` after a failure."""
+    """State of a request's drafts.  `is_drafted`: the drafter is asked for it."""
 
+    is_drafted: bool
     kept: Kept = field(default_factory=Kept)
-    wait: int = 1
-    next_try: int = 0
 
 
 class Drafting:
@@ -69,9 +66,7 @@ class Drafting:
         if not reqs:
             return
         self._last = (plan, len(reqs)), now
-        tries = [(row, self._states[req]) for row, req in enumerate(reqs) if self._is_tried(req)]
-        offered = [(row, state, self._propose(reqs[row], state)) for row, state in tries]
-        offered = [(row, state, draft) for row, state, draft in offered if draft.token_ids]
+        offered = self._offered(reqs)
         if not offered:
             return
         lengths = [len(draft.token_ids) for _, _, draft in offered]
@@ -131,10 +126,8 @@ class Drafting:
             own.num_drafted += drafted
             own.num_kept += kept
             if self._choice is not None:
-                state = self._states[req]
-                state.wait = 1 if kept else min(2 * state.wait, _MAX_WAIT)
-                state.next_try = len(req.output_ids) + state.wait - 1
-                self._choice.note_draft(draft.evidence, state.kept, kept, min(kept + 1, drafted))
+                own_kept = self._states[req].kept
+                self._choice.note_draft(draft.evidence, own_kept, kept, min(kept + 1, drafted))
 
     def forget(self, req: Req) -> None:
         """Drop what is kept of a request that has ended."""
@@ -142,31 +135,30 @@ class Drafting:
         if self._drafter is not None:
             self._drafter.forget(req)
 
-    def _is_tried(self, req: Req) -> bool:
-        """Return whether the drafter is asked for a request in this step: asking costs time where it fails."""
+    def _offered(self, reqs: Sequence[Req]) -> list[tuple[int, _State, Draft]]:
+        """Return the drafts that have tokens, each with the row and the state of its request."""
+        asked = [(row, state) for row, req in enumerate(reqs) if (state := self._state_of(req)).is_drafted]
+        assert self._drafter is not None
+        asks = [(reqs[row], self._longest_draft(reqs[row])) for row, _ in asked]
+        drafts = self._drafter.propose(asks) if asks else []
+        each = zip(asked, drafts, strict=True)
+        offered = [(row, state, self._known(draft)) for (row, state), draft in each if draft.token_ids]
+        return [(row, state, draft) for row, state, draft in offered if draft.token_ids]
+
+    def _state_of(self, req: Req) -> _State:
         state = self._states.get(req)
         if state is None:
-            state = self._states[req] = _State()
-            if req.source.replay is not None or req.restriction is not None:
-                # routes are given, as are the tokens; a restriction follows one token at a time
-                state.next_try = 1 << 62
-        return len(req.output_ids) >= state.next_try
-
-    def _back_off(self, state: _State, req: Req) -> None:
-        """Ask the drafter later, and later each time."""
-        if self._choice is not None:
-            state.wait = min(2 * state.wait, _MAX_WAIT)
-            state.next_try = len(req.output_ids) + state.wait
+            # routes are given, as are the tokens; a restriction follows one token at a time
+            drafted = req.source.replay is None and req.restriction is None
+            state = self._states[req] = _State(drafted)
+        return state
 
     def _longest_draft(self, req: Req) -> int:
         """Return the most tokens that a draft of a request may have: one more follows it."""
         return min(self._most, req.sampling_params.max_new_tokens - len(req.output_ids) - 1)
 
-    def _propose(self, req: Req, state: _State) -> Draft:
-        assert self._drafter is not None
-        draft = self._drafter.propose(req, self._longest_draft(req))
-        if not draft.token_ids:
-            self._back_off(state, req)
+    def _known(self, draft: Draft) -> Draft:
+        """Return the draft before the first id outside the vocabulary."""
         for place, token_id in enumerate(draft.token_ids):
             if not 0 <= token_id < self._vocab_size:
                 return Draft(draft.token_ids[:place], draft.evidence)

@@ -115,8 +115,7 @@ class ModelDrafting(Drafting):
         super().note(rows, counts)
         for req, draft in zip(rows.reqs, rows.offered, strict=True):
             if draft.token_ids:
-                state, reach = self._states[req], self._reaches[req]
-                state.wait, state.next_try = 1, 0  # the policy alone decides
+                reach = self._reaches[req]
                 reach.length = min(reach.length, req.num_tokens - 1)
 
     def forget(self, req: Req) -> None:
@@ -128,7 +127,7 @@ class ModelDrafting(Drafting):
         """Return how many tokens of each request of the decode batch the draft should propose."""
         reqs = plan.decodes.reqs
         chosen = [0] * len(reqs)
-        tried = [row for row, req in enumerate(reqs) if self._is_tried(req)]
+        tried = [row for row, req in enumerate(reqs) if self._state_of(req).is_drafted]
         lengths = [max(self._longest_draft(reqs[row]), 0) for row in tried]
         if any(lengths):
             offers = [(0, self._states[reqs[row]]) for row in tried]
